@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import (
     AutoConfig,
@@ -31,10 +31,9 @@ from rlhf_mc.api import Trainer
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config, RolloutConfig
-from rlhf_mc.data.batch import Generation, Responses
-from rlhf_mc.data.responses import exchange_responses
+from rlhf_mc.data.batch import Generation
 from rlhf_mc.reshard.layout import Layout, hf_layout
-from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, RolloutEngine, Sampling
+from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, RolloutEngine, Sampling
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 
@@ -75,23 +74,22 @@ class Engine:
         storage: Mapping[str, torch.Tensor],
     ) -> RolloutEngine:
         """Return this rank's engine."""
-        return TransformersEngine(cfg, groups, rank, storage)
+        return TransformersEngine(cfg, groups, storage)
 
 
 class TransformersEngine:
     """This rank's engine. Before the first weight update its weights are random."""
 
-    def __init__(
-        self, cfg: Config, groups: Sequence[Sequence[int]], rank: int, storage: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, cfg: Config, groups: Sequence[Sequence[int]], storage: Mapping[str, torch.Tensor]) -> None:
         config = AutoConfig.from_pretrained(cfg.model.path)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, cfg.actor.megatron.dtype))
         self._device = platform.device()
         self._model = model.to(self._device).eval()
         for name, param in self._model.named_parameters():
             param.data = storage.get(name, param.data)
-        self._groups = groups
-        self._replica = next(number for number, group in enumerate(groups) if rank in group)
+        self.groups = groups
+        self.max_running = 1
+        self._waiting: deque[tuple[Request, Sampling]] = deque()
         self.awake = frozenset({WEIGHTS, KV_CACHE})
 
     @property
@@ -117,26 +115,47 @@ class TransformersEngine:
     def weights_updated(self) -> None:
         """Do nothing: no computed value outlives a response."""
 
-    def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> Responses:
-        """Return one response per prompt, on every rank. Engine e generates prompts e, e + number of engines, ..."""
-        own = range(self._replica, len(prompts), len(self._groups))
-        with torch.inference_mode():
-            drawn = [self._response(prompts[i], seeds[i], sampling) for i in own]
-        return exchange_responses(Responses.of(drawn), self._groups, len(prompts))
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that were added and have not ended."""
+        return len(self._waiting)
 
-    def _response(self, prompt: np.ndarray, seed: int, sampling: Sampling) -> Generation:
+    @property
+    def num_running(self) -> int:
+        """Return 0: a request ends in the step in which it begins."""
+        return 0
+
+    def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Add requests."""
+        self._waiting.extend((request, sampling) for request in requests)
+
+    def step(self) -> dict[int, Generation]:
+        """Generate a whole response: a step may draw any number of tokens."""
+        request, sampling = self._waiting.popleft()
+        with torch.inference_mode():
+            return {request.number: self._response(request, sampling)}
+
+    def abort(self) -> dict[int, Generation]:
+        """End all requests: none has begun."""
+        begun = {request.number: request.begun for request, _ in self._waiting}
+        self._waiting.clear()
+        return begun
+
+    def _response(self, request: Request, sampling: Sampling) -> Generation:
         """Return a response, with its log-probs at the sampling temperature."""
+        assert not request.begun.token_ids, "each response is generated whole"
+        limit = request.max_tokens or sampling.max_tokens
         warpers = LogitsProcessorList()
         if sampling.top_k > 0:
             warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             warpers.append(TopPLogitsWarper(sampling.top_p))
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        inputs = torch.from_numpy(prompt).long()[None].to(self._device)
+        generator = torch.Generator().manual_seed(request.seed)
+        inputs = torch.from_numpy(request.prompt).long()[None].to(self._device)
         cache = None
         tokens: list[int] = []
         log_probs: list[float] = []
-        while len(tokens) < sampling.max_tokens and not (tokens and tokens[-1] in sampling.stop_token_ids):
+        while len(tokens) < limit and not (tokens and tokens[-1] in sampling.stop_token_ids):
             outputs = self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
             cache = outputs.past_key_values
             logits = outputs.logits[0, -1:].float() / (sampling.temperature or 1.0)

@@ -21,7 +21,16 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 def problems(cfg: Config) -> Iterator[str]:
     """Yield the problems of the settings of algorithm, policy loss and reward."""
-    checks = (_estimator, _losses, _rollout_correction, _kl_controller, _filter_groups, _reward_models, _remote)
+    checks = (
+        _estimator,
+        _losses,
+        _rollout_correction,
+        _kl_controller,
+        _filter_groups,
+        _in_flight,
+        _reward_models,
+        _remote,
+    )
     return itertools.chain.from_iterable(check(cfg) for check in checks)
 
 
@@ -102,6 +111,40 @@ def _kl_controller(cfg: Config) -> Iterator[str]:
         yield f"algorithm.kl_ctrl.target_kl is {kl_ctrl.target_kl}; it must be above 0 where kl_ctrl.type is adaptive"
     if not (cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss):
         yield "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward or actor.use_kl_loss: true"
+
+
+def _in_flight(cfg: Config) -> Iterator[str]:
+    rollout = cfg.rollout
+    correction = cfg.algorithm.rollout_correction
+    modes = [name for name in ("tail_batching", "partial_rollout") if getattr(rollout, name)]
+    if len(modes) == 2:
+        yield "rollout.tail_batching and rollout.partial_rollout are true; set one of them"
+    if rollout.prompts_in_flight is not None:
+        if not modes:
+            yield (
+                f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; that needs rollout.tail_batching or"
+                " rollout.partial_rollout: true"
+            )
+        elif rollout.prompts_in_flight < cfg.data.train_batch_size:
+            yield (
+                f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; it must be at least data.train_batch_size,"
+                f" {cfg.data.train_batch_size}"
+            )
+    if cfg.trainer.replay is not None and not modes:
+        yield (
+            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or rollout.partial_rollout: true"
+            " (other runs draw the same tokens in any layout)"
+        )
+    if rollout.tail_batching and cfg.algorithm.filter_groups.enable:
+        yield (
+            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or"
+            " rollout.partial_rollout"
+        )
+    if rollout.partial_rollout and correction.rollout_is is None and not correction.bypass_mode:
+        yield (
+            "rollout.partial_rollout is true, which trains on tokens of older weights; that needs"
+            " algorithm.rollout_correction.rollout_is (token or sequence), or bypass_mode: true"
+        )
 
 
 def _filter_groups(cfg: Config) -> Iterator[str]:

@@ -49,6 +49,13 @@ def prompts_per_batch(data: DataConfig) -> int:
     return data.train_batch_size if data.gen_batch_size is None else data.gen_batch_size
 
 
+def prompts_in_flight(cfg: Config) -> int:
+    """Return the number of prompts that a step generates for with rollout.tail_batching or partial_rollout."""
+    size = cfg.data.train_batch_size
+    default = 2 * size if cfg.rollout.partial_rollout else -(-5 * size // 4)
+    return cfg.rollout.prompts_in_flight or default
+
+
 def overlaps_reduction(megatron: MegatronConfig, replicas: int, cuda: bool) -> bool:
     """Return True where each bucket of gradients is reduced over the replicas as soon as it is complete."""
     if megatron.overlap_grad_reduce is None:

@@ -189,6 +189,26 @@ class RolloutConfig:
     """fp8: the engine stores the weights of linear layers in fp8, with one scale per output channel, and quantizes
     their inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights
     too. Not with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
+    clock: Literal["virtual", "measured"] = "virtual"
+    """Time by which engines share requests. virtual: the cost of their steps, the same in each run. measured: seconds,
+    for engines of different speed; the tokens are the same, but batches, and so the last bits of log-probs, differ from
+    run to run, and a resumed run is not equal bit for bit."""
+    tail_batching: bool = False
+    """Begin more prompts than a step needs, train on those whose responses end first, and generate the others again
+    from the beginning, in later steps of their own. Every token is of the weights that are trained, and each prompt is
+    trained on once per epoch."""
+    partial_rollout: bool = False
+    """Begin more prompts than a step needs, train on those whose responses end first, and continue the others in the
+    next steps with new weights. algorithm.rollout_correction then has to correct for the older weights."""
+    prompts_in_flight: Sequences | None = None
+    """Prompts that are generated for at once with tail_batching (null: 5/4 of data.train_batch_size) or partial_rollout
+    (null: twice data.train_batch_size). A larger number leaves more of the longest responses to later steps."""
+    max_off_policy_threshold: Annotated[int, Range(1, 1_000)] = 8
+    """partial_rollout: the largest number of weight versions from the first token of a group to the step that trains on
+    it; 1: every token is of the trained weights."""
+    max_off_policy_strategy: Literal["drop", "wait"] = "drop"
+    """partial_rollout: behaviour for a group that would exceed max_off_policy_threshold. drop: it is dropped. wait: the
+    last step that may train on it waits for its end."""
     max_num_seqs: Annotated[int, Range(1, 65_536)] = 256
     """Maximum number of sequences that one engine decodes at a time."""
     max_num_batched_tokens: Annotated[int, Range(1, 16_777_216)] = 8192
@@ -232,6 +252,10 @@ class TrainerConfig:
     resume_from_path: str | None = None
     """resume_path: a training checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
     its own checkpoints, the same command resumes from the newest of those."""
+    replay: str | None = None
+    """Directory of a run with rollout.tail_batching or partial_rollout, whose decisions this run takes, from its
+    rollouts.jsonl: the groups of each step, and the token at which each response was cut. So a run in another layout
+    draws the same tokens."""
     resume_changed_inputs: Literal["refuse", "allow"] = "refuse"
     """Behaviour on resume if data, model or tokenizer files have changed since the checkpoint, by size and content
     hash. refuse: an error that lists them. allow: a warning. A changed custom_reward_function is always a warning."""

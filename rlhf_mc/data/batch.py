@@ -52,7 +52,11 @@ class Generation:
     log_probs: list[float]
     """The engine's log-prob of each sampled token at the sampling temperature."""
     finished: bool
-    """True: ended with an end token; False: truncated at max_response_length."""
+    """True: ended with an end token; False: truncated at max_response_length, or not ended yet."""
+
+
+NOTHING = Generation([], [], finished=False)
+"""A response of which nothing is generated yet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +65,7 @@ class Responses:
     second at each step from the engine to the batch."""
 
     lens: np.ndarray
-    """[S] int64: tokens of each, at least 1."""
+    """[S] int64: tokens of each, at least 1; 0 of one that has not begun."""
     tokens: np.ndarray
     """[R] int32: their tokens, end to end."""
     log_probs: np.ndarray
@@ -87,6 +91,13 @@ class Responses:
         ends = self.lens.cumsum().tolist()
         tokens = self.tokens.tolist()
         return [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def generations(self) -> list[Generation]:
+        """Return the responses one by one."""
+        ends = self.lens.cumsum().tolist()
+        log_probs = self.log_probs.tolist()
+        parts = [log_probs[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return [Generation(*row) for row in zip(self.token_ids(), parts, self.finished.tolist(), strict=True)]
 
     def select(self, indices: np.ndarray) -> Responses:
         """Return these responses, in this order."""
@@ -116,6 +127,8 @@ class RaggedBatch:
     """[R] float32: the engine's log-probs."""
     finished: torch.Tensor
     """[S] bool: the response ended with an end token."""
+    token_ages: torch.Tensor | None = None
+    """[R] int32: weight updates since the token was drawn, 0 where this step's weights drew it; None: all are 0."""
     scores: torch.Tensor | None = None
     """[S] float32: by the reward function or the reward model."""
     greedy_scores: torch.Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.batch import Responses
+from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.topology.consensus import gather_vectors
 
 
-def exchange_responses(own: Responses, engines: Sequence[Sequence[int]], num_responses: int) -> Responses:
-    """Return all responses, on every rank. Every rank must call it.
+def exchange_responses(
+    own: Mapping[int, Generation], engines: Sequence[Sequence[int]], num_responses: int
+) -> Responses:
+    """Return responses 0 to num_responses - 1 on every rank. Every rank must call it.
 
-    own: the responses of this rank's engine; engine e has generated numbers e, e + number of engines, ...
-    engines: the ranks of each engine. All of them have the engine's responses, and each sends an equal part.
+    own: the responses of this rank's engine, by number. engines: the ranks of each engine. All of them have the
+    engine's responses, and each sends an equal part.
 
     Every rank receives 8 bytes a token, and the padding to the engine with most tokens. gloo's all-gather is a ring:
     each rank passes every byte on once. Its broadcast is a tree: one from a rank of each engine would take log2(ranks)
@@ -28,43 +30,44 @@ def exchange_responses(own: Responses, engines: Sequence[Sequence[int]], num_res
     Raise UserError, on all ranks, if the ranks of one engine have different tokens."""
     rank = dist.get_rank()
     engine = next(e for e, ranks in enumerate(engines) if rank in ranks)
-    message = _encode(own)
-    heads = gather_vectors(torch.cat([torch.tensor([len(message)]), _digest(own)]))
-    _check_same_tokens(engines, heads[:, 1:])
+    numbers = np.array(sorted(own), dtype=np.int32)
+    responses = Responses.of([own[number] for number in sorted(own)])
+    message = _encode(numbers, responses)
+    heads = gather_vectors(torch.cat([torch.tensor([len(message), len(numbers)]), _digest(numbers, responses)]))
+    _check_same_tokens(engines, heads[:, 2:])
     sizes = [int(heads[ranks[0], 0]) for ranks in engines]
     part = max(-(-size // len(ranks)) for size, ranks in zip(sizes, engines, strict=True))
     padded = torch.zeros(len(engines[engine]), part, dtype=torch.int32)
     padded.view(-1)[: len(message)] = message
     parts = gather_vectors(padded[engines[engine].index(rank)])
-    counts = [len(range(e, num_responses, len(engines))) for e in range(len(engines))]
-    by_engine = [
-        _decode(parts[list(ranks)].view(-1)[:size], count)
-        for ranks, size, count in zip(engines, sizes, counts, strict=True)
+    decoded = [
+        _decode(parts[list(ranks)].view(-1)[:size], int(heads[ranks[0], 1]))
+        for ranks, size in zip(engines, sizes, strict=True)
     ]
-    joined = Responses(*(np.concatenate([getattr(r, f.name) for r in by_engine]) for f in fields(Responses)))
-    firsts = np.cumsum([0, *counts])[:-1]
-    turn, e = np.divmod(np.arange(num_responses), len(engines))
-    return joined.select(firsts[e] + turn)
+    order = np.concatenate([numbers for numbers, _ in decoded]).argsort()
+    assert len(order) == num_responses, f"{len(order)} responses of {num_responses}"
+    return Responses(
+        *(np.concatenate([getattr(part, f.name) for _, part in decoded]) for f in fields(Responses))
+    ).select(order)
 
 
-def _encode(responses: Responses) -> torch.Tensor:
-    """Return one int32 vector: lengths, whether each response is finished, tokens, and the bits of the log-probs, which
-    are float32 numbers."""
-    parts = (responses.lens, responses.finished, responses.tokens, responses.log_probs.view(np.int32))
+def _encode(numbers: np.ndarray, responses: Responses) -> torch.Tensor:
+    """Return one int32 vector: numbers, lengths, whether each response is finished, tokens, and the bits of the
+    log-probs, which are float32 numbers."""
+    parts = (numbers, responses.lens, responses.finished, responses.tokens, responses.log_probs.view(np.int32))
     return torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="same_kind"))
 
 
-def _decode(message: torch.Tensor, count: int) -> Responses:
-    """Return the `count` responses of a vector of _encode."""
-    vector = message.numpy()
-    lens = vector[:count].astype(np.int64)
-    tokens, log_probs = np.split(vector[2 * count :], [lens.sum()])
-    return Responses(lens, tokens, log_probs.view(np.float32), vector[count : 2 * count].astype(np.bool_))
+def _decode(message: torch.Tensor, count: int) -> tuple[np.ndarray, Responses]:
+    """Return the numbers and the `count` responses of a vector of _encode."""
+    numbers, lens, finished, rest = np.split(message.numpy(), [count, 2 * count, 3 * count])
+    tokens, log_probs = np.split(rest, 2)
+    return numbers, Responses(lens.astype(np.int64), tokens, log_probs.view(np.float32), finished.astype(np.bool_))
 
 
-def _digest(responses: Responses) -> torch.Tensor:
-    """Return a hash of all tokens, [4] int64."""
-    digest = hashlib.sha256(responses.lens.tobytes() + responses.tokens.tobytes())
+def _digest(numbers: np.ndarray, responses: Responses) -> torch.Tensor:
+    """Return a hash of all tokens and the numbers of their responses, [4] int64."""
+    digest = hashlib.sha256(numbers.tobytes() + responses.lens.tobytes() + responses.tokens.tobytes())
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
 
 

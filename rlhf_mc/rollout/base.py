@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the dry run imports this file, and works without torch
     import numpy as np
     import torch
 
-    from rlhf_mc.data.batch import Responses
+    from rlhf_mc.data.batch import Generation
 
 WEIGHTS = "weights"
 """The weights, as a part of an engine's device memory. sleep releases it, wake_up allocates it again."""
@@ -38,9 +38,29 @@ class Sampling:
     """Tokens are drawn from the top_k most probable ones; -1: all tokens."""
 
 
-class RolloutEngine(Protocol):
-    """This rank's part of the engines that generate responses."""
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A response that an engine is to generate."""
 
+    number: int
+    """Its place among the responses of the call, which names it."""
+    prompt: np.ndarray
+    """[tokens] int32."""
+    seed: int
+    """Of its random draws: 0 to 2^63 - 1."""
+    begun: Generation
+    """The part of the response that was generated before, which the engine continues; without tokens for a new one."""
+    max_tokens: int | None = None
+    """Maximum length of this response, `begun` included; None: Sampling.max_tokens, which it does not exceed."""
+
+
+class RolloutEngine(Protocol):
+    """This rank's part of the engines that generate responses. All ranks of an engine call each method alike."""
+
+    groups: Sequence[Sequence[int]]
+    """The ranks of each engine, in the order of their tensor-parallel ranks."""
+    max_running: int
+    """The largest number of requests that generate at once."""
     awake: frozenset[str]
     """The parts (WEIGHTS, KV_CACHE) that have device memory."""
 
@@ -63,9 +83,23 @@ class RolloutEngine(Protocol):
     def weights_updated(self) -> None:
         """Discard what was computed with earlier weights. Call after each weight update."""
 
-    def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> Responses:
-        """Return one response per prompt ([tokens] int32), for all prompts, on every rank. Every rank must call it with
-        the same arguments. A response depends on its prompt, its seed and the weights alone."""
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that were added and have not ended."""
+
+    @property
+    def num_running(self) -> int:
+        """Number of these that have begun. The others wait, for memory or for others to end."""
+
+    def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Add requests, with the same sampling parameters as all that have not ended."""
+
+    def step(self) -> dict[int, Generation]:
+        """Draw the next token of each request that runs. Return the responses that ended, by the request's number. A
+        token depends on those before it, the seed, its position and the weights alone."""
+
+    def abort(self) -> dict[int, Generation]:
+        """End all requests. Return what was generated of each response, by the request's number."""
 
     def sleep(self) -> None:
         """Release the device memory of WEIGHTS and KV_CACHE; neither is kept."""

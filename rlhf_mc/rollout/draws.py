@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.base import Request, Sampling
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -17,14 +17,24 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 class Draws:
-    """The requests of one call, numbered in their order."""
+    """The requests of one call, by their numbers."""
 
-    def __init__(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> None:
-        """seeds: of each request, from 0 to 2^64 - 1."""
+    def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._seeds = np.array(seeds, dtype=np.uint64)
-        self._prompt_lens = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-        self._log_probs = np.zeros((len(prompts), sampling.max_tokens), dtype=np.float32)
+        self._seeds = np.zeros(0, dtype=np.uint64)
+        self._prompt_lens = np.zeros(0, dtype=np.int64)
+        self._log_probs = np.zeros((0, sampling.max_tokens), dtype=np.float32)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add requests."""
+        more = max(0, 1 + max(request.number for request in requests) - len(self._seeds))
+        for name in ("_seeds", "_prompt_lens", "_log_probs"):
+            rows = getattr(self, name)
+            setattr(self, name, np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)]))
+        for request in requests:
+            self._seeds[request.number] = request.seed
+            self._prompt_lens[request.number] = len(request.prompt)
+            self._log_probs[request.number, : len(request.begun.log_probs)] = request.begun.log_probs
 
     def keys(self, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Return the key of each draw, [rows] int64: SplitMix64 of the request's seed at this position.
@@ -42,8 +52,7 @@ class Draws:
         """Store the log-probs [rows] float32 of tokens drawn at these positions."""
         self._log_probs[requests, positions - self._prompt_lens[requests]] = log_probs
 
-    def log_probs(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Return the log-probs of the first num_tokens [requests] tokens of each response, end to end: float32."""
-        is_drawn = np.arange(self._log_probs.shape[1]) < num_tokens[:, None]
-        drawn: np.ndarray = self._log_probs[is_drawn]
-        return drawn
+    def log_probs(self, request: int, num_tokens: int) -> list[float]:
+        """Return the log-probs of the first num_tokens tokens of a response."""
+        log_probs: list[float] = self._log_probs[request, :num_tokens].tolist()
+        return log_probs

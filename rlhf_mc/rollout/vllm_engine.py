@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlhf_mc.rollout import vllm_patches  # isort: skip  (it sets what vllm reads when it is imported)
@@ -26,15 +24,12 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.data.batch import Responses
-from rlhf_mc.data.responses import exchange_responses
-from rlhf_mc.observability.phase_work import count
-from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
+from rlhf_mc.data.batch import Generation
+from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import on_every_rank
 
 
@@ -71,8 +66,14 @@ class VLLMEngine:
 
         storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM allocates."""
         self._group = next(list(g) for g in groups if rank in g)
-        self._replica = next(i for i, g in enumerate(groups) if rank in g)
-        self._groups = groups
+        self.groups = groups
+        self.max_running = cfg.max_num_seqs
+        self._sampling: Sampling | None = None
+        """Of the requests that have not ended."""
+        self._draws: Draws | None = None
+        """Their random draws, on a CPU."""
+        self._requests: dict[int, tuple[Request, str]] = {}
+        """The requests that have not ended, by their numbers, with vLLM's names of them."""
         self.awake = frozenset({WEIGHTS, KV_CACHE})
         """The parts on the device."""
         self._buffers: dict[str, torch.Tensor] = {}
@@ -110,6 +111,10 @@ class VLLMEngine:
     def _runner(self) -> Any:
         executor: Any = self._llm.llm_engine.model_executor
         return executor.driver_worker.worker.model_runner
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
 
     @property
     def _model(self) -> torch.nn.Module:
@@ -175,65 +180,61 @@ class VLLMEngine:
                 if not torch.equal(buffer.cpu(), self._buffers[name]):
                     raise RuntimeError(f"vLLM's buffer {name} is not what it was before its sleep")
 
-    def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> Responses:
-        """Return one response per prompt, for all prompts, on every rank. Every rank must call it with the same
-        arguments.
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that were added and have not ended."""
+        return len(self._requests)
 
-        Engine e takes prompts e, e + number of engines, ... A response depends on its prompt and seed, not on its
-        engine or batch. Raise UserError if the ranks of one engine have drawn different tokens."""
+    @property
+    def num_running(self) -> int:
+        """Number of requests with a place in the KV cache."""
+        num_running, _ = self._core.scheduler.get_request_counts()
+        return int(num_running)
+
+    def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Add requests, with the same sampling parameters as all that have not ended."""
         assert self.awake == {WEIGHTS, KV_CACHE}, "vLLM sleeps"
-        share = slice(self._replica, None, len(self._groups))
-        responses = self._generate(prompts[share], seeds[share], sampling)
-        count(tokens=int(responses.lens.sum()), responses=len(responses))
-        return exchange_responses(responses, self._groups, len(prompts))
-
-    def _generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> Responses:
-        """Return the response of this rank's engine to each of these prompts."""
-        draws = None if platform.use_cuda() else Draws(prompts, seeds, sampling)
-        common = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_tokens": sampling.max_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the end tokens are among stop_token_ids
-            "detokenize": False,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-            "skip_clone": True,  # vLLM changes nothing in it that differs by request: a shallow copy is enough
-        }
-        if draws is None:
-            requests = [vllm.SamplingParams(**common, seed=seed, logprobs=0) for seed in seeds]
-        else:
-            requests = [vllm.SamplingParams(**common)] * len(prompts)
-        with contextlib.nullcontext() if draws is None else vllm_patches.drawing(draws):
-            outputs = [out.outputs[0] for out in self._finished(prompts, requests)]
-        return _to_responses(outputs, draws)
-
-    def _finished(self, prompts: Sequence[np.ndarray], requests: Sequence[vllm.SamplingParams]) -> list[Any]:
-        """Return vLLM's output of each request, in order, and count them as work. Requests are named by number."""
-        # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of adding a
-        # request.
-        engine = self._llm.llm_engine
-        added: list[str] = []
+        assert not self._requests or sampling == self._sampling, "two kinds of sampling at once"
+        if not self._requests:
+            self._sampling = sampling
+            self._draws = None if platform.use_cuda() else Draws(sampling)
+        if self._draws is not None and requests:
+            self._draws.add(requests)
         try:
-            for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-                added.append(engine.add_request(str(number), tokens_input(prompt.tolist()), request))
+            for request in requests:
+                # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of
+                # adding a request.
+                prompt = tokens_input([*request.prompt.tolist(), *request.begun.token_ids])
+                params = _sampling_params(sampling, request, draws_itself=self._draws is None)
+                name = self._llm.llm_engine.add_request(str(request.number), prompt, params)
+                self._requests[request.number] = request, name
         except Exception:
-            engine.abort_request(added, internal=True)  # the next call would wait for them
+            self.abort()  # the next call would wait for them
             raise
-        scheduler = engine.engine_core.engine_core.scheduler
-        outputs: list[Any] = []
-        with working(total=len(requests), unit="responses") as work:
-            while engine.has_unfinished_requests():
-                finished = engine.step()
-                num_running, _ = scheduler.get_request_counts()
-                # Each request that runs has one more token, unless its prompt is not processed to the end yet.
-                work.advance(len(finished), tokens=num_running + len(finished))
-                outputs += finished
-        outputs.sort(key=lambda output: int(output.request_id))
-        names = [output.request_id for output in outputs]
-        assert names == list(map(str, range(len(prompts)))), f"vLLM has finished requests {names}"
-        return outputs
+
+    def step(self) -> dict[int, Generation]:
+        """Draw the next token of each request that runs. Return the responses that ended, by the request's number."""
+        with contextlib.nullcontext() if self._draws is None else vllm_patches.drawing(self._draws):
+            ended = self._llm.llm_engine.step()
+        responses = {}
+        for one in ended:
+            request, _ = self._requests.pop(int(one.request_id))
+            responses[request.number] = _response(request, one.outputs[0], self._draws)
+        return responses
+
+    def abort(self) -> dict[int, Generation]:
+        """End all requests. Return what was generated of each response, by the request's number."""
+        engine = self._llm.llm_engine
+        states = engine.output_processor.request_states
+        responses = {
+            number: _response(request, states[name]._new_completion_output([], None, None), self._draws)
+            for number, (request, name) in self._requests.items()
+        }
+        engine.abort_request([name for _, name in self._requests.values()], internal=True)
+        self._requests.clear()
+        while self._core.batch_queue:  # steps that vLLM has begun ahead of their results
+            engine.step()
+        return responses
 
     def close(self) -> None:
         """Free the engine and vLLM's process groups, so that another engine can be built in this process."""
@@ -369,14 +370,29 @@ def check_parameters(
     )
 
 
-def _to_responses(outputs: Sequence[Any], draws: Draws | None) -> Responses:
-    """Return the responses, vLLM's CompletionOutput of each request, with the log-probs of `draws` or else vLLM's."""
-    lens = np.array([len(output.token_ids) for output in outputs], dtype=np.int64)
-    tokens = itertools.chain.from_iterable(output.token_ids for output in outputs)
-    if draws is None:
-        entries = (pair for output in outputs for pair in zip(output.token_ids, output.logprobs, strict=True))
-        log_probs = np.array([entry[token].logprob for token, entry in entries], dtype=np.float32)
+def _sampling_params(sampling: Sampling, request: Request, draws_itself: bool) -> vllm.SamplingParams:
+    """Return vLLM's parameters of a request. draws_itself: vLLM draws the tokens, not the trainer."""
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=(request.max_tokens or sampling.max_tokens) - len(request.begun.token_ids),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the end tokens are among stop_token_ids
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # vLLM changes nothing in it that differs by request: a shallow copy is enough
+        seed=request.seed if draws_itself else None,
+        logprobs=0 if draws_itself else None,
+    )
+
+
+def _response(request: Request, output: Any, draws: Draws | None) -> Generation:
+    """Return the response of vLLM's CompletionOutput, with the log-probs of `draws` or else vLLM's."""
+    tokens = [*request.begun.token_ids, *output.token_ids]
+    if draws is not None:
+        log_probs = draws.log_probs(request.number, len(tokens))
     else:
-        log_probs = draws.log_probs(lens)
-    finished = np.array([output.finish_reason == "stop" for output in outputs], dtype=np.bool_)
-    return Responses(lens, np.fromiter(tokens, np.int32, lens.sum()), log_probs, finished)
+        entries = zip(output.token_ids, output.logprobs or (), strict=True)
+        log_probs = [*request.begun.log_probs, *(entry[token].logprob for token, entry in entries)]
+    return Generation(tokens, log_probs, finished=output.finish_reason == "stop")

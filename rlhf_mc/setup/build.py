@@ -43,6 +43,7 @@ from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.engines import engine_factory
+from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.run_directory.lock import check_free
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import working
@@ -53,9 +54,11 @@ from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint,
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.trainer.group_pool import GroupPool
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
+from rlhf_mc.trainer.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import MOST_CONSECUTIVE, SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
@@ -68,6 +71,7 @@ def build_run(cfg: Config) -> Run:
     world = dist.get_world_size()
     cfg = for_this_device(cfg)
     factory = on_every_rank(lambda: engine_factory(cfg.rollout))
+    journal = on_every_rank(lambda: RolloutJournal(cfg))
     with working(f"importing {factory.title}"):
         on_every_rank(factory.check_installation)
     check_free(Path(cfg.trainer.default_local_dir))
@@ -135,6 +139,9 @@ def build_run(cfg: Config) -> Run:
             for role, scorer in reward_models(cfg).items()
         ],
         rollout=rollout,
+        group_pool=GroupPool(),
+        journal=journal,
+        response_lengths=ResponseLengths(),
         weight_sync=weight_sync,
         offload_schedule=offload_schedule,
         estimator=estimator,

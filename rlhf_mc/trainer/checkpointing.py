@@ -27,6 +27,7 @@ from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
+from rlhf_mc.trainer.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
 
 _WITHOUT_EFFECT = {
@@ -290,8 +291,11 @@ class Checkpoints:
         loop = load(path, self._models)
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
+            # An earlier version did not record them.
+            self._run.response_lengths.load_state_dict(loop.get("response_lengths", {"prompts": [], "lens": []}))
             # An earlier version did not count the batches: one per step.
             self.position = Position(**{"num_batches": loop["position"]["step"], **loop["position"]})
+            load_pool(self._run, loop.get("group_pool"), self.position.num_batches)
             self._logged = loop.get("logged", [])  # an earlier version did not record them
             # An earlier version stored the counts under another name.
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
@@ -332,6 +336,8 @@ class Checkpoints:
         """Copy the loop's state at the end of a step. Phases of the next step change it before `save_now` saves it."""
         self._loop_state = {
             "kl_controller": self._run.kl_controller.state_dict(),
+            "response_lengths": self._run.response_lengths.state_dict(),
+            "group_pool": self._run.group_pool.copy(),
             _SKIPPED: dict(self._run.skipped.consecutive),
         }
 
@@ -347,7 +353,8 @@ class Checkpoints:
             position.best_accuracy = self._candidate
         if position.step == 0:
             position.last_healthy_step = 0  # the initial weights
-        loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
+        pool = self._loop_state["group_pool"].state_dict()
+        loop = {**self._loop_state, "group_pool": pool, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
         with self._naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")

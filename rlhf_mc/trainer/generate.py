@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
 
 from rlhf_mc.config.roles import estimator_needs
-from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
+from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.rollout.base import WEIGHTS, RolloutEngine, Sampling
+from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
+from rlhf_mc.rollout.engine_loop import generate_responses
+from rlhf_mc.rollout.work_sharing import CLOCKS, Clock
+from rlhf_mc.trainer.group_pool import Group
 from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.scores import ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
 TRAINING = 0
 VALIDATION = 1
 """Streams of sampling seeds: validation never shares random numbers with training."""
+
+
+Enough = Callable[[np.ndarray], bool]
+"""A condition under which generation may end: a function of which groups are complete, [groups] bool."""
 
 
 def sampling_seeds(
@@ -47,9 +56,30 @@ def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
     return [prompt for prompt in prompts for _ in range(n)]
 
 
-def generate(engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> Responses:
-    """Return one response per prompt, on every rank."""
-    return engine.generate([p.token_ids for p in prompts], seeds, sampling)
+def generate(
+    run: Run,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    stream: ScoreStream,
+    first: int = 0,
+    expected_lens: Sequence[float] | None = None,
+) -> Responses:
+    """Return one response per prompt, on every rank. stream: gets each response as soon as it has ended; the first one
+    has the number `first` there. expected_lens: of the responses; the longest begin first."""
+    requests = [
+        Request(i, prompt.token_ids, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+
+    def score(ended: Mapping[int, Generation]) -> None:
+        stream.submit({first + number: one.token_ids for number, one in ended.items()}, others_follow=True)
+
+    return generate_responses(run.rollout, requests, sampling, new_clock(run), expected_lens, on_ended=score)
+
+
+def new_clock(run: Run) -> Clock:
+    """Return the clock of one call of the engines."""
+    return CLOCKS[run.config.rollout.clock]()
 
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:
@@ -60,22 +90,103 @@ def update_weights(run: Run, timer: PhaseTimer) -> None:
         run.rollout.weights_updated()
 
 
-def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
+def wake_weights(run: Run, state: StepState) -> None:
+    """Update the engine's weights where it has lost them: a reward model's pass, between two batches of a step, may let
+    it sleep."""
+    if WEIGHTS not in run.rollout.awake:
+        update_weights(run, state.timer)
+
+
+def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
+    """Return the groups at these places of the order in which the run draws its prompts, with nothing generated. Their
+    seeds are those of the step that trains on them where steps train on the prompts that they have drawn."""
+    data = run.config.data
+    groups = []
+    for number, places in itertools.groupby(positions, lambda position: position // data.train_batch_size):
+        indices = indices_of_batch(data, run.train_prompts.file_sizes, number, run.config.trainer.seed)
+        prompts = run.train_prompts.at(indices)
+        n = run.config.rollout.n
+        seeds = sampling_seeds(run.config.trainer.seed, TRAINING, number + 1, prompts, n)
+        for position in places:
+            place = position % data.train_batch_size
+            group = Group(position, prompts[place], seeds[place * n : (place + 1) * n], [NOTHING] * n, [])
+            groups.append(group.restarted())
+    return groups
+
+
+def continue_groups(
+    run: Run,
+    state: StepState,
+    groups: Sequence[Group],
+    enough: Enough | None,
+    lens: Sequence[Sequence[int]] | None = None,
+) -> list[Group]:
+    """Generate the responses of the groups that have not ended, with the current weights. enough: None: all groups.
+    lens: the length at which each response is cut; None: none is."""
+    limit = run.config.data.max_response_length
+    lens = [[limit] * len(group.responses) for group in groups] if lens is None else lens
+    rows = [
+        (number, i)
+        for number, group in enumerate(groups)
+        for i in np.flatnonzero(~group.has_ended(limit))
+        if lens[number][i] > len(group.responses[i].token_ids)
+    ]
+    group_of = np.array([number for number, _ in rows], dtype=np.int64)
+    num_open = np.bincount(group_of, minlength=len(groups))
+    requests = [
+        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], lens[g][i])
+        for number, (g, i) in enumerate(rows)
+    ]
+    expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
+    left = [length - len(one.begun.token_ids) for length, one in zip(expected, requests, strict=True)]
+    parameters = Sampling(run.config.rollout.temperature, limit, run.stop_token_ids)
+
+    def is_enough(ended: Set[int]) -> bool:
+        assert enough is not None
+        return enough(np.bincount(group_of[sorted(ended)], minlength=len(groups)) == num_open)
+
+    with run.offload_schedule.phase(state.timer, "gen"):
+        ends = None if enough is None else is_enough
+        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), left, ends).generations()
+    responses = [list(group.responses) for group in groups]
+    for (g, i), response in zip(rows, drawn, strict=True):
+        responses[g][i] = response
+    continued = [group.continued(each, state.step - 1) for group, each in zip(groups, responses, strict=True)]
+    ended = [(g, i) for g, i in rows if continued[g].has_ended(limit)[i]]
+    run.response_lengths.record(
+        [groups[g].prompt.index for g, _ in ended], [len(responses[g][i].token_ids) for g, i in ended]
+    )
+    return continued
+
+
+def new_stream(run: Run, prompts: list[Prompt]) -> ScoreStream:
+    """Return a stream of the scores of a response to each prompt, and of the greedy ones, if the advantage estimator
+    needs them, after all others. prompts: of each response, repeated for its rollout.n responses."""
+    has_greedy = estimator_needs(run.config.algorithm).greedy_baseline
+    greedy = prompts[:: run.config.rollout.n] if has_greedy else []
+    return ScoreStream(run.rewards, run.tokenizer, [*prompts, *greedy])
+
+
+def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
     """Generate rollout.n responses to each prompt of the next batch with the current weights, and a greedy one if the
-    advantage estimator needs it. Return the prompt of each response, and the batch."""
+    advantage estimator needs it. Return the prompt of each response, the batch, and the scores to come."""
     cfg = run.config
     indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
     drawn = run.train_prompts.at(indices)
-    # The reward model's pass, between two batches of a step, may let the engine sleep, and its weights are then lost.
-    if WEIGHTS not in run.rollout.awake:
-        update_weights(run, state.timer)
+    wake_weights(run, state)
     state.num_batches += 1
     with run.offload_schedule.phase(state.timer, "gen"):
         seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, drawn, cfg.rollout.n, state.drawn)
         prompts = repeat_prompts(drawn, cfg.rollout.n)
         parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
-        generations = generate(run.rollout, prompts, seeds, parameters)
+        rows = [prompt.index for prompt in prompts]
+        expected_lens = run.response_lengths.expected(rows)
+        stream = new_stream(run, prompts)
+        generations = generate(run, prompts, seeds, parameters, stream, expected_lens=expected_lens)
+        run.response_lengths.record(rows, generations.lens.tolist())
         if estimator_needs(cfg.algorithm).greedy_baseline:
-            greedy = generate(run.rollout, drawn, seeds[:: cfg.rollout.n], replace(parameters, temperature=0.0))
+            greedy_seeds = seeds[:: cfg.rollout.n]
+            greedy = generate(run, drawn, greedy_seeds, replace(parameters, temperature=0.0), stream, len(prompts))
             state.greedy = build_batch(drawn, greedy)
-    return prompts, build_batch(prompts, generations)
+    stream.submit({})  # those that waited for all
+    return prompts, build_batch(prompts, generations), stream

@@ -40,6 +40,10 @@ class Difference:
     def from_batch(cls, batch: RaggedBatch) -> Difference:
         """Return the statistics of the batch. They are NaN if a log-prob is NaN."""
         each = token_differences(batch)
+        if batch.token_ages is not None:  # the trainer's weights are not those that drew an older token
+            each = each[batch.token_ages == 0]
+            if not len(each):
+                return cls(0.0, 0.0, 0.0)
         p99 = each.kthvalue(max(1, int(0.99 * len(each)))).values
         return cls(float(each.mean()), float(p99), float(each.max()))
 
@@ -101,6 +105,8 @@ class LogProbCheck:
         if gap.mean <= mean and gap.p99 <= tail:
             return None
         each = token_differences(batch)
+        if batch.token_ages is not None:
+            each = each.where(batch.token_ages == 0, 0.0)
         worst = "; ".join(self._token(batch, i) for i in each.topk(min(WORST, len(each))).indices.tolist())
         return (
             f"the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by {gap.mean:.3g} on average and "

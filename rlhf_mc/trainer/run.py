@@ -17,10 +17,13 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
+from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.topology.groups import ProcessGroups
+from rlhf_mc.trainer.group_pool import GroupPool
 from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel
+from rlhf_mc.trainer.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
 
@@ -50,6 +53,12 @@ class Run:
     reference: ModelEngine | None
     reward_models: list[RewardModel]
     rollout: RolloutEngine
+    group_pool: GroupPool
+    """Of rollout.tail_batching and rollout.partial_rollout."""
+    journal: RolloutJournal
+    """Of the same."""
+    response_lengths: ResponseLengths
+    """Of the training prompts: the longest responses begin first."""
     weight_sync: WeightSync
     """From the actor's parameters to the rollout engine's."""
     offload_schedule: OffloadSchedule

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import vllm.model_executor.kernels.linear
 from cases import built_run
 from ragged import to_generations
-from rollout_cases import built_engine
+from rollout_cases import built_engine, respond
 from vllm.platforms import PlatformEnum
 
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
@@ -44,7 +44,7 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
                     "held": {name: param.data.clone() for name, param in held.items()},
                     "addresses": {name: param.data_ptr() for name, param in held.items()},
                     "responses": to_generations(
-                        engine.generate(vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))
+                        respond(engine, vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))
                     ),
                 }
             )

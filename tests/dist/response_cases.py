@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ragged import to_generations
 
-from rlhf_mc.data.batch import Generation, Responses
+from rlhf_mc.data.batch import Generation
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.patching import replaced
 
@@ -35,9 +35,10 @@ def exchange(
 
     other_token_on: the rank whose engine has drawn another last token there."""
     engine = next(e for e, ranks in enumerate(engines) if dist.get_rank() in ranks)
-    mine = make_responses(count, max_tokens)[engine :: len(engines)]
+    # Engine e has numbers 2e and 2e + 1, then 2(e + engines) and so on.
+    mine = {i: one for i, one in enumerate(make_responses(count, max_tokens)) if i // 2 % len(engines) == engine}
     if dist.get_rank() == other_token_on:
-        mine[-1].token_ids[-1] += 1
+        mine[max(mine)].token_ids[-1] += 1
     sent: list[int] = []
     original = dist.all_gather_into_tensor
 
@@ -46,4 +47,4 @@ def exchange(
         original(out, value)
 
     with replaced(dist, "all_gather_into_tensor", all_gather):
-        return to_generations(exchange_responses(Responses.of(mine), engines, count)), sum(sent)
+        return to_generations(exchange_responses(mine, engines, count)), sum(sent)

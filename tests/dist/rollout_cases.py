@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,25 @@ import vllm
 from cases import built_run
 from ragged import to_generations
 from safetensors.torch import load_file
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.data.batch import Generation
+from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
+from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.patching import replaced
-from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
+from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
+from rlhf_mc.rollout.work_sharing import CLOCKS, VirtualClock
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import evaluate, logprob_check, loop, step_state
+from rlhf_mc.trainer.scores import ScoreStream
 
 
 @contextlib.contextmanager
@@ -48,7 +56,7 @@ def built_engine(
     engine = VLLMEngine(
         checkpoint,
         shape or HFReader(checkpoint).shape(),
-        RolloutConfig(tensor_model_parallel_size=rollout_tp, max_num_seqs=64, **cfg),
+        RolloutConfig(tensor_model_parallel_size=rollout_tp, **{"max_num_seqs": 64, **cfg}),
         groups,
         dist.get_rank(),
         max_model_len,
@@ -62,6 +70,14 @@ def built_engine(
         yield engine
     finally:
         engine.close()
+
+
+def respond(
+    engine: RolloutEngine, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
+) -> Responses:
+    """Return one response to each prompt."""
+    requests = [Request(i, prompt, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
+    return generate_responses(engine, requests, sampling, VirtualClock())
 
 
 def generate(
@@ -78,7 +94,7 @@ def generate(
     responses = []
     for budget in budgets:
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
-            responses.append(to_generations(engine.generate(vectors, seeds, Sampling(temperature, 8, ()))))
+            responses.append(to_generations(respond(engine, vectors, seeds, Sampling(temperature, 8, ()))))
     return responses
 
 
@@ -161,3 +177,117 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
         samples = Path(run.config.trainer.default_local_dir) / "generations/step_000002.txt"
         dist.barrier()
         return {"steps": steps, "samples": samples.read_text(), "prompt_tokens": prompt_tokens}
+
+
+def shared(
+    checkpoint: str,
+    groups: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    max_running: int,
+    clock: str = "virtual",
+    slow_rank: int | None = None,
+) -> list[tuple[list[Generation], list[int]]]:
+    """Generate responses twice with engines that run max_running requests at once. Return for each time the responses
+    and the requests of this rank's engine, in the order in which it took them. slow_rank: waits in each step."""
+    requests = [Request(i, np.array(prompt, np.int32), 1000 + i, NOTHING) for i, prompt in enumerate(prompts)]
+    out = []
+    with built_engine(checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running) as engine:
+        step = engine.step
+
+        def slow_step() -> dict[int, Generation]:
+            time.sleep(0.05)
+            return step()
+
+        if dist.get_rank() == slow_rank:
+            engine.step = slow_step  # type: ignore[method-assign]
+        for _ in range(2):
+            taken: list[int] = []
+            with replaced(engine, "add", _recording(engine.add, taken)):
+                sampling = Sampling(1.0, 64, (1, 2, 3))
+                responses = generate_responses(engine, requests, sampling, CLOCKS[clock]())
+            out.append((to_generations(responses), taken))
+    return out
+
+
+def _recording(add: Callable[..., None], taken: list[int]) -> Callable[..., None]:
+    def recording(requests: Sequence[Request], sampling: Sampling) -> None:
+        taken.extend(request.number for request in requests)
+        add(requests, sampling)
+
+    return recording
+
+
+def in_parts(
+    checkpoint: str, groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_running: int, part: int
+) -> tuple[list[list[int]], list[Generation]]:
+    """Generate responses in several calls: each ends as soon as `part` more responses have ended, and the next one
+    continues the others. Return the lengths after each call, and the responses."""
+    sampling = Sampling(1.0, 64, (1, 2, 3))
+    drawn = [NOTHING] * len(prompts)
+    lens: list[list[int]] = []
+    with built_engine(checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running) as engine:
+        while left := [i for i, one in enumerate(drawn) if not one.finished and len(one.token_ids) < 64]:
+            requests = [
+                Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i]) for number, i in enumerate(left)
+            ]
+            wanted = min(part, len(left))
+            responses = generate_responses(
+                engine, requests, sampling, VirtualClock(), enough=lambda ended, n=wanted: len(ended) >= n
+            )
+            for i, one in zip(left, to_generations(responses), strict=True):
+                drawn[i] = one
+            lens.append([len(one.token_ids) for one in drawn])
+    return lens, drawn
+
+
+def scored_meanwhile(checkpoint: str, prompts: Sequence[Sequence[int]], directory: str) -> tuple[list[float], bool]:
+    """Generate responses and score them by directory/reward.py. Return the scores, and whether directory/scored, which
+    the reward function makes, was there before the last step of the engine."""
+    where = Path(directory)
+    rows = [Prompt(i, np.array(prompt, np.int32), "mine", None) for i, prompt in enumerate(prompts)]
+    requests = [Request(i, row.token_ids, 1000 + i, NOTHING) for i, row in enumerate(rows)]
+    rewards = RewardManager(CustomRewardFunctionConfig(path=str(where / "reward.py")), RewardConfig())
+    was_there = []
+    try:
+        with built_engine(checkpoint, 1, 128, max_num_seqs=4) as engine:
+            stream = ScoreStream(rewards, load_tokenizer(checkpoint), rows)
+            step = engine.step
+
+            def slow_step() -> dict[int, Generation]:
+                was_there.append((where / "scored").exists())
+                time.sleep(0.02)
+                return step()
+
+            engine.step = slow_step  # type: ignore[method-assign]
+            generate_responses(
+                engine,
+                requests,
+                Sampling(1.0, 64, (1, 2, 3)),
+                VirtualClock(),
+                on_ended=lambda ended: stream.submit({i: r.token_ids for i, r in ended.items()}, others_follow=True),
+            )
+            stream.submit({})
+            return [score.score for score in stream.collect()], was_there[-1]
+    finally:
+        rewards.close()
+
+
+def preempted(checkpoint: str, groups: Sequence[Sequence[int]], kv_cache_bytes: int) -> tuple[list[list[int]], int]:
+    """Generate long responses on engines with a KV cache of this size. Return them, and how many requests vLLM has
+    preempted on this rank."""
+    requests = [Request(i, np.arange(4, 14, dtype=np.int32), 1000 + i, NOTHING) for i in range(12)]
+    count = 0
+    preempt = Scheduler._preempt_request
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        preempt(*args, **kwargs)
+
+    with (
+        replaced(CPUWorker, "determine_available_memory", lambda worker: kv_cache_bytes),
+        replaced(Scheduler, "_preempt_request", counted),
+        built_engine(checkpoint, len(groups[0]), 400, groups=groups, max_num_seqs=12) as engine,
+    ):
+        responses = generate_responses(engine, requests, Sampling(1.0, 380, ()), VirtualClock())
+        return responses.token_ids(), count

@@ -22,10 +22,10 @@ def test_every_rank_has_all_responses(pool: Any, engines: list[list[int]], count
 def test_bytes_are_eight_a_token_and_the_padding_to_the_largest_engine(pool: Any) -> None:
     engines = [[0, 2], [3, 1]]
     responses = response_cases.make_responses(32, 400)
-    tokens = max(sum(len(r.token_ids) for r in responses[e::2]) for e in range(2))
+    tokens = max(sum(len(r.token_ids) for i, r in enumerate(responses) if i // 2 % 2 == e) for e in range(2))
     for _, sent in pool(4).run(response_cases.exchange, engines=engines, count=32, max_tokens=400):
-        # Half of the engine's tokens, of 16 lengths and of 16 flags; a count, and a hash of 32 bytes.
-        assert sent == 4 * -(-(2 * tokens + 2 * 16) // 2) + 8 + 32
+        # Half of the engine's tokens, and of 16 numbers, lengths and flags; two counts, and a hash of 32 bytes.
+        assert sent == 4 * -(-(2 * tokens + 3 * 16) // 2) + 16 + 32
 
 
 @pytest.mark.parametrize(("rank", "engines"), [(2, [[0, 2], [3, 1]]), (0, [[3, 1], [0, 2]])])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import vllm
 import vllm.distributed.parallel_state as vllm_state
-from rollout_cases import built_engine
+from rollout_cases import built_engine, respond
 from vllm.distributed.device_communicators import cpu_communicator, custom_all_reduce
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
@@ -48,7 +48,7 @@ def generate_without(target: str, checkpoint: str) -> None:
     embedding = "model.embed_tokens.weight"
     storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
     with reverted(target), built_engine(checkpoint, 1, 72, storage=storage) as engine:
-        engine.generate(PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
+        respond(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
 
 
 def generate_with_vllms_seeds(checkpoint: str) -> None:
@@ -106,6 +106,7 @@ def own_groups(checkpoint: str) -> tuple[list[list[int]], bool, list[int], list[
             order = list(vllm_state.get_tp_group().ranks)
     assert vllm_state.init_model_parallel_group is original
     group = dist.new_group([1, 0])
+    dist.barrier(group)  # a rank that ends first would close its connections while the other one still connects
     return [*asked, dist.get_process_group_ranks(group), order]  # type: ignore[return-value]
 
 
@@ -157,7 +158,7 @@ def head_types(checkpoint: str, float32_products: bool) -> tuple[str, str]:
         replaced(platform, "float32_products", lambda: float32_products),
         built_engine(checkpoint, 1, 64, dtype="bfloat16") as engine,
     ):
-        engine.generate(prompt, [0], Sampling(1.0, 4, ()))
+        respond(engine, prompt, [0], Sampling(1.0, 4, ()))
         return str(engine._model.logits_processor.head_dtype), str(engine._model.lm_head.weight.dtype)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.data.batch import NOTHING
+from rlhf_mc.rollout.base import Request, Sampling
 from rlhf_mc.rollout.draws import Draws
 
 SAMPLING = Sampling(1.0, 8, ())
 
 
 def _keys(seeds: list[int], requests: list[int], positions: list[int]) -> list[int]:
-    draws = Draws([np.array([1])] * len(seeds), seeds, SAMPLING)
+    draws = Draws(SAMPLING)
+    draws.add([Request(number, np.array([1]), seed, NOTHING) for number, seed in enumerate(seeds)])
     return draws.keys(np.array(requests), np.array(positions, dtype=np.int32)).tolist()
 
 
@@ -42,7 +44,10 @@ def test_bits_of_keys_are_independent() -> None:
 
 
 def test_log_probs_are_those_of_the_last_draw_at_a_position() -> None:
-    draws = Draws([np.array([1, 2]), np.array([3])], [0, 0], SAMPLING)
+    draws = Draws(SAMPLING)
+    draws.add([Request(1, np.array([3]), 0, NOTHING)])
+    draws.add([Request(0, np.array([1, 2]), 0, NOTHING)])
     draws.record(np.array([1, 0]), np.array([1, 2]), np.array([-1.0, -2.0], dtype=np.float32))
     draws.record(np.array([0, 1]), np.array([3, 1]), np.array([-3.0, -4.0], dtype=np.float32))
-    assert draws.log_probs(np.array([2, 1])).tolist() == [-2.0, -3.0, -4.0]
+    assert draws.log_probs(0, 2) == [-2.0, -3.0]
+    assert draws.log_probs(1, 1) == [-4.0]

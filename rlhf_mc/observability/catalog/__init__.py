@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from rlhf_mc.observability.catalog.generation import AGREEMENT, LENGTHS
+from rlhf_mc.observability.catalog.generation import AGREEMENT, LENGTHS, OFF_POLICY
 from rlhf_mc.observability.catalog.metric import Metric, Section
 from rlhf_mc.observability.catalog.rewards import GROUPS, PROGRESS, REWARDS
 from rlhf_mc.observability.catalog.time import MEMORY, SPEED, TIME
@@ -20,6 +20,7 @@ SECTIONS: tuple[Section, ...] = (
     ACTOR,
     CRITIC,
     LENGTHS,
+    OFF_POLICY,
     AGREEMENT,
     TIME,
     SPEED,

@@ -4,6 +4,58 @@ from __future__ import annotations
 
 from rlhf_mc.observability.catalog.metric import Metric, Section
 
+OFF_POLICY = Section(
+    "Responses of several steps",
+    [
+        Metric(
+            "training/off_policy/trajectory_spans/{mean,max,min}",
+            "weights that have drawn tokens of a response: 1 if one step has generated it",
+            "count",
+            "over responses",
+        ),
+        Metric(
+            "training/off_policy/trajectory_staleness/{mean,max,min}",
+            "weight updates between the newest weights that drew a token of a response and the trained ones",
+            "count",
+            "over responses",
+        ),
+        Metric(
+            "training/off_policy/trajectory_staleness_worst/{mean,max,min}",
+            "the same of the oldest weights that drew a token of it",
+            "count",
+            "over responses",
+            "near `rollout.max_off_policy_threshold`: lower `rollout.prompts_in_flight`",
+        ),
+        Metric(
+            "training/off_policy/token_share/age_<n>",
+            "share of tokens that were drawn by the weights of n updates before",
+            "share",
+            "over response tokens",
+        ),
+        Metric(
+            "training/off_policy/kept_groups",
+            "groups that are not trained on yet, and are continued in the next step",
+            "count",
+            "–",
+        ),
+        Metric("training/off_policy/refilled_groups", "groups that the step has begun", "count", "–"),
+        Metric(
+            "training/off_policy/dropped_groups",
+            "groups that were dropped at the start of the step, by `rollout.max_off_policy_threshold`",
+            "count",
+            "–",
+            "above 0: work is lost; raise the threshold, or lower `rollout.prompts_in_flight`",
+        ),
+        Metric(
+            "train/tail_groups",
+            "groups that are left to later steps, which generate them again",
+            "count",
+            "–",
+        ),
+    ],
+    "With `rollout.partial_rollout`; the last one with `rollout.tail_batching`.",
+)
+
 LENGTHS = Section(
     "Lengths and load",
     [

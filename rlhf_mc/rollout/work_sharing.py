@@ -1,0 +1,165 @@
+"""Which rollout engine generates which response: arithmetic that every rank does alike.
+
+The requests of a call are in one queue, and an engine takes the next ones when it has room. Time decides nothing: an
+engine's clock is the cost of the steps that it has taken, and the engines exchange their free places once in a period
+of that clock. So two runs assign alike and form the same batches, as a killed and resumed run does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+PERIOD = 16.0
+"""Virtual time between two exchanges: the cost of as many steps of a few requests. A longer period leaves places empty
+that became free within it, a shorter one exchanges more often."""
+_PER_REQUEST = 1 / 256
+_PER_PROMPT_TOKEN = 1 / 512
+"""Costs of a request in a step, and of a token of a new prompt, relative to a step's fixed cost: those of a model of
+some billion parameters on a GPU, where a step reads the weights once whatever its batch is. Other engines take other
+times: the assignment is then less even, and as repeatable."""
+
+
+_SPARE = 1 / 8
+"""Requests that an engine takes beyond those that it can run, as a share of these: they begin where others end within a
+period."""
+
+
+def room_for(num_places: int, num_unfinished: int) -> int:
+    """Return how many more requests an engine takes that runs up to num_places at once."""
+    return max(0, num_places + math.ceil(num_places * _SPARE) - num_unfinished)
+
+
+class Clock(Protocol):
+    """The clock of one engine, which says when a period ends."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Measured seconds of a step, which the engines exchange; 0: not measured."""
+
+    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period, with num_prompt_tokens tokens of new prompts. step_seconds: of each engine. engine: this
+        one."""
+
+    def step(self, num_running: int) -> None:
+        """Count a step with num_running requests."""
+
+    @property
+    def period_is_over(self) -> bool:
+        """The engine has taken the steps of this period."""
+
+
+class VirtualClock:
+    """A clock that shows the cost of the steps that the engine has taken."""
+
+    step_seconds = 0.0
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._period_end = 0.0
+
+    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period. An engine that had nothing to do in the period before has waited for its end."""
+        self._now = max(self._now, self._period_end) + num_prompt_tokens * _PER_PROMPT_TOKEN
+        self._period_end += PERIOD
+
+    def step(self, num_running: int) -> None:
+        """Count a step with num_running requests."""
+        self._now += 1.0 + num_running * _PER_REQUEST
+
+    @property
+    def period_is_over(self) -> bool:
+        """The engine has taken the steps of this period."""
+        return self._now >= self._period_end
+
+
+class MeasuredClock:
+    """A clock for engines of different speed: the fastest one takes as many steps in a period as PERIOD, another one as
+    many as it can take in the same time."""
+
+    def __init__(self) -> None:
+        self.step_seconds = 0.0
+        self._num_steps = 0
+        self._steps_left = 0
+        self._start = 0.0
+
+    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period, whose steps follow from those of the periods before."""
+        fastest = min((seconds for seconds in step_seconds if seconds > 0), default=0.0)
+        share = fastest / step_seconds[engine] if step_seconds[engine] > 0 else 1.0
+        self._steps_left = max(1, round(PERIOD * share))
+        self._num_steps = 0
+        self._start = time.perf_counter()
+
+    def step(self, num_running: int) -> None:
+        """Count a step."""
+        self._num_steps += 1
+        self._steps_left -= 1
+        self.step_seconds = (time.perf_counter() - self._start) / self._num_steps
+
+    @property
+    def period_is_over(self) -> bool:
+        """The engine has taken the steps of this period."""
+        return self._steps_left <= 0
+
+
+CLOCKS: dict[str, type[Clock]] = {"virtual": VirtualClock, "measured": MeasuredClock}
+"""Clocks by the value of rollout.clock."""
+
+
+class ResponseLengths:
+    """The mean length of the last responses to each training prompt, from which that of the next ones is expected."""
+
+    def __init__(self) -> None:
+        self._lens: dict[int, int] = {}
+
+    def expected(self, prompts: Sequence[int]) -> list[float]:
+        """Return the expected length in tokens of a response to each prompt, given by its index: of an unknown one the
+        mean over the known ones."""
+        mean = sum(self._lens.values()) / len(self._lens) if self._lens else 0.0
+        return [self._lens.get(prompt, mean) for prompt in prompts]
+
+    def record(self, prompts: Sequence[int], lens: Sequence[int]) -> None:
+        """Record the length of a response to each of the prompts."""
+        by_prompt: dict[int, list[int]] = defaultdict(list)
+        for prompt, length in zip(prompts, lens, strict=True):
+            by_prompt[prompt].append(length)
+        self._lens |= {prompt: round(sum(each) / len(each)) for prompt, each in by_prompt.items()}
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Return the state for the checkpoint."""
+        return {"prompts": list(self._lens), "lens": list(self._lens.values())}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Continue with the lengths of a checkpoint."""
+        self._lens = dict(zip(state["prompts"], state["lens"], strict=True))
+
+
+class SharedQueue:
+    """The requests that no engine has taken yet. Every rank has the same."""
+
+    def __init__(self, num_requests: int, expected_lens: Sequence[float] | None = None) -> None:
+        """Queue requests 0 to num_requests - 1. expected_lens: the expected length of each response; the longest begin
+        first, so that the last ones to end are short."""
+        order: Sequence[int] = range(num_requests)
+        if expected_lens is not None:
+            order = sorted(order, key=lambda number: -expected_lens[number])  # stable: equal ones keep their order
+        self.left = deque(order)
+        """Their numbers, in the order in which they are taken."""
+
+    def __bool__(self) -> bool:
+        return bool(self.left)
+
+    def take(self, rooms: Sequence[int]) -> list[list[int]]:
+        """Return the requests that each engine takes, by engine. rooms: how many each has room for. The next request
+        goes to the engine with the most room, the first of equal ones."""
+        rooms = list(rooms)
+        taken: list[list[int]] = [[] for _ in rooms]
+        while self.left and max(rooms) > 0:
+            engine = rooms.index(max(rooms))
+            taken[engine].append(self.left.popleft())
+            rooms[engine] -= 1
+        return taken

@@ -1,0 +1,166 @@
+"""The rollout of a step that begins more groups than it needs and trains on those that end first. rollout.tail_batching
+generates the others again, rollout.partial_rollout continues them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_mc.config.roles import estimator_needs, prompts_in_flight
+from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
+from rlhf_mc.data.order import batches_per_epoch
+from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.trainer.generate import (
+    Enough,
+    continue_groups,
+    generate,
+    new_groups,
+    new_stream,
+    repeat_prompts,
+    wake_weights,
+)
+from rlhf_mc.trainer.group_pool import Group, drop_stale, load_groups, must_end
+from rlhf_mc.trainer.rollout_journal import check_replayed
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.scores import ScoreStream, submit_share
+from rlhf_mc.trainer.step_state import StepState
+
+REFILLED = "training/off_policy/refilled_groups"
+DROPPED = "training/off_policy/dropped_groups"
+
+
+def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
+    """Generate until `needed` groups are complete. Return the prompt of each response, the batch, and the scores to
+    come. All ranks know which responses have ended, and so decide alike."""
+    cfg = run.config
+    wake_weights(run, state)
+    if run.journal.is_replayed:
+        groups, taken = _replayed(run, state)
+    else:
+        groups, enough = _partial(run, state, needed) if cfg.rollout.partial_rollout else _tail(run)
+        groups = continue_groups(run, state, groups, enough)
+        taken = [group for group in groups if group.has_ended(cfg.data.max_response_length).all()][:needed]
+    if run.groups.rank == 0:
+        run.journal.record(state.step, groups, taken)
+    used = {group.position for group in taken}
+    others = [group for group in groups if group.position not in used]
+    if cfg.rollout.tail_batching:
+        in_step = {group.position for group in groups}
+        waiting = [group for group in run.group_pool.groups if group.position not in in_step]
+        others = [*waiting, *(group.restarted() for group in others)]
+    batch = _batch(taken)
+    if cfg.rollout.partial_rollout:
+        versions = np.concatenate([each for group in taken for each in group.versions])
+        batch = batch.with_fields(token_ages=torch.from_numpy(state.step - 1 - versions))
+        continued = {group.position for group in run.group_pool.groups} & {group.position for group in groups}
+        state.metrics |= {
+            "training/off_policy/kept_groups": len(others),
+            REFILLED: state.metrics.get(REFILLED, 0) + len(groups) - len(continued),
+            DROPPED: state.metrics.get(DROPPED, 0) + len(run.group_pool.groups) - len(continued),
+        }
+    else:
+        state.metrics["train/tail_groups"] = len(others)
+    run.group_pool.groups = others
+    state.num_batches = (run.group_pool.num_drawn - len(others)) // cfg.data.train_batch_size
+    drawn = [group.prompt for group in taken]
+    prompts = repeat_prompts(drawn, cfg.rollout.n)
+    stream = new_stream(run, prompts)
+    with run.offload_schedule.phase(state.timer, "reward"):
+        submit_share(stream, batch.responses())
+    if estimator_needs(cfg.algorithm).greedy_baseline:
+        with run.offload_schedule.phase(state.timer, "gen"):
+            parameters = Sampling(0.0, cfg.data.max_response_length, run.stop_token_ids)
+            greedy = generate(run, drawn, [group.seeds[0] for group in taken], parameters, stream, len(prompts))
+            stream.submit({})  # those that waited for all
+            state.greedy = build_batch(drawn, greedy)
+    return prompts, batch, stream
+
+
+def load_pool(run: Run, state: Mapping[str, Any] | None, num_batches: int) -> None:
+    """Load the pool of a checkpoint, from which the next step continues. state: None of an earlier version.
+    num_batches: batches of prompts that the run has drawn, each trained on at once where the run had no pool."""
+    run.group_pool.groups = ()
+    run.group_pool.num_drawn = num_batches * run.config.data.train_batch_size
+    if state is not None:
+        new = new_groups(run, state["positions"])
+        run.group_pool.groups = load_groups(state, new, run.config.data.max_response_length)
+        run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
+
+
+def _draw(run: Run, count: int) -> list[Group]:
+    """Return the groups of the next prompts of the run."""
+    first = run.group_pool.num_drawn
+    run.group_pool.num_drawn += count
+    return new_groups(run, range(first, first + count))
+
+
+def _tail(run: Run) -> tuple[list[Group], Enough | None]:
+    """Return the groups of a step of rollout.tail_batching: those that earlier steps have left, if there are enough for
+    a step or no other prompts in the epoch, else new ones."""
+    needed = run.config.data.train_batch_size
+    left = list(run.group_pool.groups)
+    if len(left) >= needed:
+        return left[:needed], None
+    per_epoch = needed * batches_per_epoch(len(run.train_prompts), needed)
+    # An epoch ends without groups that are left: it has a multiple of `needed`, of which each step takes that many.
+    num_new = min(prompts_in_flight(run.config), per_epoch - run.group_pool.num_drawn % per_epoch)
+    if num_new < needed:
+        return [*left, *_draw(run, num_new)], None
+    return _draw(run, num_new), lambda is_complete: is_complete.sum() >= needed
+
+
+def _partial(run: Run, state: StepState, needed: int) -> tuple[list[Group], Enough]:
+    """Return the groups of a step of rollout.partial_rollout: those that earlier steps have left, and new ones."""
+    cfg = run.config
+    version = state.step - 1
+    left = drop_stale(run.group_pool.groups, version, cfg.rollout)
+    groups = [*left, *_draw(run, max(0, prompts_in_flight(cfg) - len(left)))]
+    must = must_end(groups, version, cfg.rollout)
+    return groups, lambda is_complete: is_complete.sum() >= needed and bool(is_complete[must].all())
+
+
+def _replayed(run: Run, state: StepState) -> tuple[list[Group], list[Group]]:
+    """Generate as the step of the run that is replayed. Return its groups, and those to train on."""
+    row = run.journal.replayed(state.step)
+    left = {group.position: group for group in run.group_pool.groups}
+    new = {group.position: group for group in new_groups(run, [p for p in row.positions if p not in left])}
+    groups = continue_groups(run, state, [left.get(p) or new[p] for p in row.positions], None, row.lens)
+    check_replayed(row, groups)
+    run.group_pool.num_drawn = max(run.group_pool.num_drawn, 1 + max(row.positions))
+    return groups, [group for group in groups if group.position in set(row.taken)]
+
+
+def _batch(groups: Sequence[Group]) -> RaggedBatch:
+    """Return the batch of complete groups."""
+    prompts = [group.prompt for group in groups for _ in group.responses]
+    return build_batch(prompts, Responses.of([response for group in groups for response in group.responses]))
+
+
+def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Return verl's metrics of responses to which several weights have contributed, and the share of tokens by age.
+
+    Of each response: trajectory_spans = largest - smallest age + 1; trajectory_staleness = smallest age;
+    trajectory_staleness_worst = largest age."""
+    assert batch.token_ages is not None
+    ages = batch.token_ages.numpy()
+    starts = np.cumsum(batch.response_lens.numpy()) - batch.response_lens.numpy()
+    smallest = np.minimum.reduceat(ages, starts)
+    largest = np.maximum.reduceat(ages, starts)
+    numbers = {
+        "trajectory_spans": largest - smallest + 1,
+        "trajectory_staleness": smallest,
+        "trajectory_staleness_worst": largest,
+    }
+    metrics = {
+        f"training/off_policy/{name}/{kind}": float(getattr(each, kind)())
+        for name, each in numbers.items()
+        for kind in ("mean", "max", "min")
+    }
+    counts = np.bincount(ages)
+    return metrics | {
+        f"training/off_policy/token_share/age_{age}": count / len(ages) for age, count in enumerate(counts.tolist())
+    }

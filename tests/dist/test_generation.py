@@ -1,0 +1,138 @@
+"""Rollout engines that share one queue of requests: vLLM with fewer places than requests."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rollout_cases
+import torch
+from tiny import make_checkpoint
+
+GROUPS = {2: [[0], [1]], 4: [[1, 0], [2, 3]]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("generation"), max_position_embeddings=128))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(4, 260) for _ in range(rng.randrange(3, 20))] for _ in range(40)]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Any, checkpoint: str, prompts: list[list[int]]) -> list[Any]:
+    """Return the responses of one engine that runs all requests at once."""
+    ((responses, _), _) = pool(1).run(
+        rollout_cases.shared, checkpoint=checkpoint, groups=[[0]], prompts=prompts, max_running=64
+    )[0]
+    return list(responses)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_shared_requests_have_the_same_responses(
+    pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int
+) -> None:
+    groups = GROUPS.get(world, [[0]])
+    ranks = pool(world).run(rollout_cases.shared, checkpoint=checkpoint, groups=groups, prompts=prompts, max_running=4)
+    assert len({len(response.token_ids) for response in alone}) > 10, "responses of many lengths"
+    for rank, ((responses, taken), again) in enumerate(ranks):
+        assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
+        for one, other in zip(responses, alone, strict=True):
+            torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+        assert again == (responses, taken), f"rank {rank}: the second call is equal to the last bit"
+    shares = [ranks[group[0]][0][1] for group in groups]
+    assert sorted(number for share in shares for number in share) == list(range(len(prompts)))
+    for group, share in zip(groups, shares, strict=True):
+        assert all(ranks[rank][0][1] == share for rank in group), "all ranks of an engine add the same requests"
+    if len(groups) > 1:
+        assert shares[0] != list(range(0, len(prompts), 2)), "an engine takes what it has room for"
+
+
+def test_a_slow_engine_takes_fewer_requests(
+    pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any]
+) -> None:
+    ranks = pool(2).run(
+        rollout_cases.shared,
+        checkpoint=checkpoint,
+        groups=GROUPS[2],
+        prompts=prompts,
+        max_running=4,
+        clock="measured",
+        slow_rank=1,
+    )
+    for responses, _ in (call for rank in ranks for call in rank):
+        assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
+    fast, slow = (len(rank[1][1]) for rank in ranks)
+    assert fast + slow == len(prompts) and fast > 2 * slow
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_response_continues_with_the_same_tokens(
+    pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int
+) -> None:
+    """Check calls that end while responses are unfinished and some have not begun."""
+    ranks = pool(world).run(
+        rollout_cases.in_parts,
+        checkpoint=checkpoint,
+        groups=GROUPS.get(world, [[0]]),
+        prompts=prompts,
+        max_running=4,
+        part=10,
+    )
+    lens, responses = ranks[0]
+    assert all(rank == ranks[0] for rank in ranks)
+    assert len(lens) >= 3 and 0 in lens[0], "the first call has not begun all"
+    assert any(0 < before < after for before, after in zip(lens[0], lens[-1], strict=True)), "some are continued"
+    assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
+    for one, other in zip(responses, alone, strict=True):
+        assert one.finished == other.finished
+        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+
+
+ONE_BY_ONE = """
+from pathlib import Path
+def compute_score(solution_str, ground_truth=None, **row):
+    (Path(__file__).parent / "scored").touch()
+    return float(row["extra_info"].get("index", 0)) + 0.5
+"""
+TOGETHER = """
+from pathlib import Path
+def compute_score(solution_strs, **rows):
+    (Path(__file__).parent / "scored").touch()
+    return [len(solution_strs)] * len(solution_strs)
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("together", [False, True])
+def test_responses_are_scored_while_others_are_generated(
+    pool: Any, checkpoint: str, prompts: list[list[int]], tmp_path: Path, world: int, together: bool
+) -> None:
+    """Check too that a function which scores responses together gets all of a rank in one call."""
+    (tmp_path / "reward.py").write_text(TOGETHER if together else ONE_BY_ONE)
+    ranks = pool(world).run(
+        rollout_cases.scored_meanwhile, checkpoint=checkpoint, prompts=prompts, directory=str(tmp_path)
+    )
+    for scores, was_scored_meanwhile in ranks:
+        assert scores == ranks[0][0] and len(scores) == len(prompts)
+        assert was_scored_meanwhile != together
+        assert sorted(set(scores)) == ([0.5] if not together else sorted({scores.count(s) for s in set(scores)}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_requests_that_vllm_preempts(pool: Any, tmp_path: Path, world: int) -> None:
+    """Check a KV cache that holds the beginnings of more responses than it holds whole ones."""
+    checkpoint = str(make_checkpoint(tmp_path / "model", max_position_embeddings=512))
+    groups = GROUPS.get(world, [[0]])
+    roomy, tight = (
+        pool(world).run(rollout_cases.preempted, checkpoint=checkpoint, groups=groups, kv_cache_bytes=size)
+        for size in (1 << 28, 1 << 21)
+    )
+    assert [count for _, count in roomy] == [0] * world and max(count for _, count in tight) > 0
+    assert all(responses == roomy[0][0] for responses, _ in (*roomy, *tight))

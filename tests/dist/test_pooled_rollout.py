@@ -1,0 +1,236 @@
+"""rollout.tail_batching and rollout.partial_rollout in the whole loop: which groups a step trains on, the ages of their
+tokens, and resumes that are bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pool_cases
+import pytest
+from tiny import make_workspace, write_config
+
+N = 2
+NEEDED = 4
+PER_EPOCH = 6
+LIMIT = 96
+SECTIONS: dict[str, dict[str, Any]] = {
+    "data": {"train_batch_size": NEEDED, "max_response_length": LIMIT},
+    "actor": {"ppo_max_token_len_per_gpu": 512},
+    "critic": {"ppo_max_token_len_per_gpu": 512, "forward_max_token_len_per_gpu": 512},
+    "ref": {"log_prob_max_token_len_per_gpu": 512},
+    "rollout": {"n": N, "max_num_seqs": 16, "log_prob_max_token_len_per_gpu": 512},
+    "trainer": {"total_training_steps": PER_EPOCH, "test_freq": -1, "val_before_train": False},
+}
+PARTIAL = [
+    "rollout.partial_rollout=true",
+    "algorithm.rollout_correction.rollout_is=token",
+    "trainer.save_freq=1",
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a config whose responses end after 40 tokens on average: six tokens are end tokens."""
+    directory = make_workspace(tmp_path_factory.mktemp("pooled"), max_position_embeddings=128)
+    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
+    return write_config(directory, **SECTIONS)
+
+
+@pytest.fixture(scope="module")
+def train(pool: Any, config: Path) -> Any:
+    """Return train(world, name, *overrides): each rank's result of a run in the directory of that name."""
+
+    def run(world: int, name: str, *overrides: str) -> list[dict[str, Any]]:
+        directory = f"trainer.default_local_dir={config.parent / name}"
+        results: list[dict[str, Any]] = pool(world).run(
+            pool_cases.train, config_path=str(config), overrides=[directory, *overrides]
+        )
+        return results
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def partial(train: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = train(2, "partial", *PARTIAL)
+    return results
+
+
+def _decisions(step: dict[str, Any]) -> dict[str, Any]:
+    return {key: step[key] for key in ("prompts", "responses", "rollout_log_probs", "ages", "is_weights")}
+
+
+def _pairs(step: dict[str, Any]) -> list[tuple[int, list[int]]]:
+    return list(zip(step["prompts"], step["responses"], strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tail_batching_trains_on_the_responses_of_plain_sampling(train: Any, world: int) -> None:
+    """Check that with weights that do not change an epoch has the same responses, in another order."""
+    frozen = ["actor.optim.lr=0", "critic.optim.lr=0"]
+    plain = train(world, f"plain_{world}", *frozen)[0]["steps"]
+    first, *others = train(world, f"tail_{world}", *frozen, "rollout.tail_batching=true", "rollout.prompts_in_flight=8")
+    for rank in others:
+        assert [_decisions(step) for step in rank["steps"]] == [_decisions(step) for step in first["steps"]]
+    tail = first["steps"]
+    rows = [
+        Counter((prompt, tuple(tokens)) for step in steps for prompt, tokens in _pairs(step)) for steps in (plain, tail)
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == NEEDED * N * PER_EPOCH
+    assert max(Counter(prompt for prompt, _ in rows[1]).values()) == N, "each prompt once"
+    longest = [max(map(len, step["responses"])) for step in tail]
+    left = [step["metrics"]["train/tail_groups"] for step in tail]
+    assert max(left) > 0 and left[-1] == 0, "the epoch ends without groups that are left"
+    assert min(longest) < min(max(map(len, step["responses"])) for step in plain), "some steps have no long response"
+
+
+def test_partial_rollout_continues_responses_with_new_weights(partial: list[dict[str, Any]]) -> None:
+    steps = partial[0]["steps"]
+    assert [_decisions(step) for step in steps] == [_decisions(step) for step in partial[1]["steps"]]
+    assert all(len(set(step["prompts"])) == NEEDED for step in steps)
+    seen = Counter(prompt for step in steps for prompt in set(step["prompts"]))
+    assert len(seen) > 2 * NEEDED
+    ages = np.concatenate([step["ages"] for step in steps])
+    assert ages.min() == 0 and ages.max() >= 2, "tokens of this step's weights, and older ones"
+    spans = 0
+    for step in steps:
+        ends = np.cumsum([len(tokens) for tokens in step["responses"]])
+        for each in np.split(np.array(step["ages"]), ends[:-1]):
+            assert (np.diff(each) <= 0).all(), "later tokens are of newer weights"
+            spans += each[0] > each[-1]
+        metrics = step["metrics"]
+        assert metrics["training/off_policy/trajectory_staleness_worst/max"] == max(step["ages"])
+        shares = [value for key, value in metrics.items() if "token_share" in key]
+        assert sum(shares) == pytest.approx(1) and metrics["training/rollout_logprobs_diff_max"] < 1e-4
+        weights = np.array(step["is_weights"])
+        old = np.array(step["ages"]) > 0
+        assert np.allclose(weights[~old], 1, atol=1e-4)
+        assert not old.any() or np.abs(weights[old] - 1).max() > 1e-3, "older weights drew these tokens"
+    assert spans > 0, "some responses were continued"
+
+
+def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: list[dict[str, Any]]) -> None:
+    start = config.parent / "partial" / "global_step_3"
+    resumed = train(2, "resumed", *PARTIAL[:2], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}")
+    for part, whole in zip(resumed, partial, strict=True):
+        assert [step["step"] for step in part["steps"]] == [4, 5, 6]
+        for step, other in zip(part["steps"], whole["steps"][3:], strict=True):
+            assert _decisions(step) == _decisions(other)
+            assert step["metrics"]["actor/loss"] == other["metrics"]["actor/loss"]
+        for (key, *_, mine), (same_key, *_, theirs) in zip(part["last"], whole["last"], strict=True):
+            assert key == same_key and np.array_equal(mine, theirs), key
+
+
+def test_groups_that_would_be_too_stale(train: Any) -> None:
+    settings = [*PARTIAL[:2], "rollout.max_off_policy_threshold=2", "trainer.total_training_steps=4"]
+    dropped, waited = (
+        train(1, name, *settings, f"rollout.max_off_policy_strategy={name}")[0]["steps"] for name in ("drop", "wait")
+    )
+    key = "training/off_policy/dropped_groups"
+    assert sum(step["metrics"][key] for step in dropped) > 0 == sum(step["metrics"][key] for step in waited)
+    for step in (*dropped, *waited):
+        assert max(step["ages"]) <= 1, "at most two versions from the first token to the trained weights"
+
+
+def test_a_lower_limit_cuts_kept_responses(train: Any, config: Path, partial: list[dict[str, Any]]) -> None:
+    start = config.parent / "partial" / "global_step_2"
+    overrides = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "data.max_response_length=10"]
+    steps = train(1, "shorter", *PARTIAL[:2], *overrides, "trainer.total_training_steps=4")[0]["steps"]
+    assert {len(tokens) for step in steps for tokens in step["responses"]} <= set(range(1, 11))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_another_layout_replays_the_run(train: Any, config: Path, partial: list[dict[str, Any]], world: int) -> None:
+    replay = [*PARTIAL[:2], f"trainer.replay={config.parent / 'partial'}"]
+    tp = [] if world == 1 else ["actor.megatron.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
+    steps = train(world, f"replay_{world}", *replay, *tp)[0]["steps"]
+    for step, other in zip(steps, partial[0]["steps"], strict=True):
+        assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
+        assert step["rollout_log_probs"] == pytest.approx(other["rollout_log_probs"], abs=1e-3)
+        for key in ("actor/loss", "critic/vf_loss", "actor/grad_norm", "training/off_policy/kept_groups"):
+            assert step["metrics"][key] == pytest.approx(other["metrics"][key], rel=1e-2, abs=1e-4), key
+
+
+def _journal(config: Path, name: str, change: Any) -> str:
+    """Write a changed copy of the journal to a directory. Return the setting that replays it."""
+    lines = (config.parent / "partial" / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (config.parent / name).mkdir()
+    (config.parent / name / "rollouts.jsonl").write_text("".join(change(lines)))
+    return f"trainer.replay={config.parent / name}"
+
+
+def _with_a_longer_response(line: str) -> str:
+    """Return a row whose first response is longer than any."""
+    row = json.loads(line)
+    row["lens"][0][0] = 97
+    return json.dumps(row) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("cut", lambda lines: [*lines[:2], lines[2][:20]], "the journal has no step 3: it has 1 to 2"),
+        (
+            "empty",
+            lambda lines: [lines[0][:30]],
+            "rollouts.jsonl has no rows; a run writes it with rollout.tail_batching",
+        ),
+        ("seed", lambda lines: [line.replace('"seed": 1', '"seed": 9') for line in lines], "is of a run with seed 9"),
+        ("other", lambda lines: [line.replace('"taken"', '"took"') for line in lines], "is no journal of rollouts"),
+        ("drawn", lambda lines: [_with_a_longer_response(lines[0])], "tokens and "),
+    ],
+)
+def test_a_journal_that_cannot_be_replayed_is_one_line(
+    pool: Any, config: Path, partial: list[dict[str, Any]], name: str, change: Any, words: str
+) -> None:
+    overrides = [*PARTIAL[:2], _journal(config, name, change), f"trainer.default_local_dir={config.parent / name}_run"]
+    ((ok, value),) = pool(1).outcomes(pool_cases.train, config_path=str(config), overrides=overrides)
+    assert not ok and value[0] == "UserError" and words in value[1], value
+
+
+FILTERED = [
+    *PARTIAL[:2],
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "algorithm.kl_ctrl.type=fixed",
+    "algorithm.filter_groups.enable=true",
+    "algorithm.filter_groups.metric=score",
+    "trainer.save_freq=1",
+]
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 2)
+"""
+
+
+def test_groups_of_equal_scores_are_replaced_by_the_next_that_end(train: Any, config: Path) -> None:
+    """Check too a resume bit for bit, and a replay in another layout."""
+    (config.parent / "parity.py").write_text(REWARD)
+    settings = [*FILTERED, f"custom_reward_function.path={config.parent / 'parity.py'}"]
+    first, second = train(2, "filtered", *settings, "trainer.total_training_steps=4")
+    assert [_decisions(step) for step in first["steps"]] == [_decisions(step) for step in second["steps"]]
+    for step in first["steps"]:
+        assert len(set(step["prompts"])) == NEEDED
+        assert step["metrics"]["train/surplus_groups_ratio"] == 0, "no more groups are taken than are missing"
+        assert step["metrics"]["critic/score/mean"] == 0.5
+    assert max(step["metrics"]["train/num_gen_batches"] for step in first["steps"]) > 1
+    assert max(step["metrics"]["train/dropped_groups_ratio"] for step in first["steps"]) > 0
+    assert max(max(step["ages"]) for step in first["steps"]) > 0
+    start = config.parent / "filtered" / "global_step_2"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "trainer.total_training_steps=4"]
+    resumed = train(2, "filtered_resumed", *settings, *resume)[0]
+    replayed = train(
+        1,
+        "filtered_replayed",
+        *settings,
+        f"trainer.replay={config.parent / 'filtered'}",
+        "trainer.total_training_steps=4",
+    )[0]
+    for step, other in zip(resumed["steps"], first["steps"][2:], strict=True):
+        assert _decisions(step) == _decisions(other)
+    for step, other in zip(replayed["steps"], first["steps"], strict=True):
+        assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
