@@ -50,6 +50,16 @@ def set_device() -> None:
         torch.cuda.set_device(device())
 
 
+def enter_stream() -> None:
+    """Let this thread queue its work on a CUDA stream of its own from now on; do nothing on a CPU.
+
+    vLLM leaves the default stream, on which no CUDA graph can be captured, when its engine is built. By then
+    Megatron-Core's DistributedDataParallel has made autograd's nodes of the parameters, which keep the stream of their
+    making: with two streams each gradient would wait for the other one."""
+    if use_cuda():
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
 def synchronize() -> None:
     """Wait for the queued work of the device, so that the time read next includes it."""
     if use_cuda():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from rlhf_mc import platform
+from rlhf_mc.topology import rendezvous
 
 
 @pytest.fixture
@@ -44,6 +46,23 @@ def test_tensors_of_all_types_and_shapes_arrive_in_one_aligned_buffer(gpu_path: 
 
 def test_a_cpu_copies_nothing() -> None:
     assert all(a is b for a, b in zip(TENSORS, platform.to_device(TENSORS), strict=True))
+
+
+def test_a_process_leaves_the_default_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream belongs to the GPU that is current when it is made."""
+    calls: list[Any] = []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a new stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", calls.append)
+    monkeypatch.setattr(rendezvous, "raise_limit", lambda world, rank: None)
+    monkeypatch.setattr(rendezvous, "_store", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        rendezvous.init_process_group(1.0)
+    assert calls == [torch.device("cuda", 1), "a new stream"]
 
 
 FAULTS = """
