@@ -205,7 +205,7 @@ def test_compilation_is_off() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_vllm_replaces_a_stream_that_it_has_not_seen(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is entered before vLLM is imported, as rendezvous.py does."""
+    """Enter the stream before vLLM is imported, as rendezvous.py does."""
     device: list[Any] = [mock.Mock(name="our stream")]
     ours = device[0]
     monkeypatch.setattr(torch_utils, "prev_set_stream", device.append)

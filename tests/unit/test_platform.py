@@ -49,7 +49,6 @@ def test_a_cpu_copies_nothing() -> None:
 
 
 def test_a_process_leaves_the_default_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream belongs to the GPU that is current when it is made."""
     calls: list[Any] = []
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
