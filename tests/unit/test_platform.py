@@ -64,6 +64,20 @@ def test_a_process_leaves_the_default_stream_of_its_own_gpu(monkeypatch: pytest.
     assert calls == [torch.device("cuda", 1), "a new stream"]
 
 
+def test_memory_that_vllm_has_released_is_free_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch count segments of vLLM's pools as reserved, a sleeping one as allocated, a trimmed one as not."""
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 30, "allocated_size": 20},
+        {"segment_pool_id": (0, 1), "total_size": 40, "allocated_size": 40},
+        {"segment_pool_id": (0, 2), "total_size": 7, "allocated_size": 0},
+    ]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (65, 100))  # 5 besides: the context
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 77)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 68)
+    assert platform.free_device_memory() == (100, 100 - 5 - 28)
+
+
 FAULTS = """
 import resource, sys, torch
 from rlhf_mc import platform
