@@ -54,7 +54,14 @@ def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
     cannot be scored. Every rank must call it."""
     world = dist.get_world_size()
     out = [Score(0.0)] * num_rows
-    for r, part in enumerate(gather_results(pending.result)):
+
+    def result() -> list[Score]:
+        start = time.perf_counter()
+        scores = pending.result()
+        count(reward_seconds=time.perf_counter() - start)
+        return scores
+
+    for r, part in enumerate(gather_results(result)):
         out[r::world] = part
     return pending.names.limit(out)
 
