@@ -137,6 +137,9 @@ def training_checkpoint_to_hf(
 
     hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: the path in the
     run's settings. Raise UserError if the checkpoint is corrupt or has no such role."""
+    from rlhf_mc.models.transformer_engine import import_transformer_engine
+
+    import_transformer_engine()
     import torch
     import torch.distributed as dist
 
@@ -145,11 +148,8 @@ def training_checkpoint_to_hf(
     from rlhf_mc.checkpoint.hf_format import read_shape
     from rlhf_mc.checkpoint.training_blocks import Block
     from rlhf_mc.checkpoint.training_state import check_shape, stored_config, stored_models
-    from rlhf_mc.models.transformer_engine import import_transformer_engine
-    from rlhf_mc.reshard.layout import logical_shapes
-
-    import_transformer_engine()
     from rlhf_mc.checkpoint.training_tensors import read_tensors
+    from rlhf_mc.reshard.layout import logical_shapes
     from rlhf_mc.topology.groups import tool_groups
 
     path = Path(checkpoint)

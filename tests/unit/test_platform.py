@@ -50,15 +50,18 @@ def test_a_cpu_copies_nothing() -> None:
 
 def test_a_process_leaves_the_default_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
+
+    def set_stream(stream: Any) -> None:
+        calls.append(stream)
+        raise InterruptedError
+
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "a new stream")
-    monkeypatch.setattr(torch.cuda, "set_stream", calls.append)
-    monkeypatch.setattr(rendezvous, "raise_limit", lambda world, rank: None)
-    monkeypatch.setattr(rendezvous, "_store", mock.Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     with pytest.raises(InterruptedError):
         rendezvous.init_process_group(1.0)
     assert calls == [torch.device("cuda", 1), "a new stream"]
