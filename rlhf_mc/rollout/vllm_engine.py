@@ -79,6 +79,7 @@ class VLLMEngine:
         self._buffers: dict[str, torch.Tensor] = {}
         options: dict[str, Any] = {"disable_custom_all_reduce": not _custom_all_reduce(groups, cfg)}
         if platform.use_cuda():
+            _keep_stream()
             options.update(_gpu_options(cfg))
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
@@ -271,6 +272,12 @@ def engine_settings(
         "max_num_batched_tokens": max(cfg.max_num_batched_tokens, max_model_len),
         "disable_log_stats": True,
     }
+
+
+def _keep_stream() -> None:
+    """Let vLLM use the current stream. Its current_stream() knows a stream only by torch.cuda.set_stream, which it has
+    replaced when it was imported; without a call since then it enters a stream of its own."""
+    torch.cuda.set_stream(torch.cuda.current_stream())
 
 
 def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:

@@ -34,6 +34,7 @@ def init_process_group(timeout_seconds: float) -> None:
         os.environ.setdefault("MASTER_PORT", "0")
     _check_device()
     platform.set_device()
+    platform.enter_stream()
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     raise_limit(world, rank)

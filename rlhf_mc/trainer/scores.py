@@ -73,7 +73,14 @@ class ScoreStream:
         scored. Every rank must call it."""
         count(responses=len(self._numbers))
         scores = [Score(0.0)] * len(self._prompts)
-        for part in gather_results(lambda: dict(zip(self._numbers, self._pending.result(), strict=True))):
+
+        def result() -> dict[int, Score]:
+            start = time.perf_counter()
+            own = self._pending.result()
+            count(reward_seconds=time.perf_counter() - start)
+            return dict(zip(self._numbers, own, strict=True))
+
+        for part in gather_results(result):
             for number, score in part.items():
                 scores[number] = score
         return self._pending.names.limit(scores)

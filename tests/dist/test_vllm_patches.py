@@ -4,8 +4,10 @@ test_layouts.py."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils import torch_utils
 
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.machine.check import TESTED_VERSIONS
@@ -210,3 +214,19 @@ def test_the_base_class_of_loaders_is_there() -> None:
 def test_compilation_is_off() -> None:
     """Libraries that import torch._dynamo earlier have read TORCH_COMPILE_DISABLE by now."""
     assert torch._dynamo.config.disable
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_vllm_replaces_a_stream_that_it_has_not_seen(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enter the stream before vLLM is imported, as rendezvous.py does."""
+    device: list[Any] = [mock.Mock(name="our stream")]
+    ours = device[0]
+    monkeypatch.setattr(torch_utils, "prev_set_stream", device.append)
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
+    monkeypatch.setattr(torch.cuda, "set_stream", torch_utils._patched_set_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock)
+    monkeypatch.setattr(CpuPlatform, "is_cuda", lambda self: True)
+    if told:
+        vllm_engine._keep_stream()
+    assert (torch_utils.current_stream() is ours) == (device[-1] is ours) == told

@@ -208,7 +208,7 @@ def timeouts(report: Report, sizes: Sizes) -> None:
     report.check(bool(waited), "the process ended before it waited")
     report.check(ended.returncode != 0, "the collective that the other ranks missed has returned")
     took = time.time() - waited[0] if waited else seconds
-    report.check(took < timeout + ENDS_WITHIN_SECONDS, f"ended {took:.0f} s after it began to wait")
+    report.expect(took < timeout + ENDS_WITHIN_SECONDS, f"ended {took:.0f} s after it began to wait")
     report.check(took > 0.8 * timeout, f"ended after {took:.1f} s, before its timeout of {timeout} s")
     report.record(timeout_s=timeout, ended_after_s=took, exit_code=ended.returncode)
     report.summarize(f"ended {took:.1f} s after it began to wait, timeout {timeout} s, exit code {ended.returncode}")
