@@ -50,6 +50,12 @@ def set_device() -> None:
         torch.cuda.set_device(device())
 
 
+def pci_address() -> str:
+    """Return the PCI address of this process's GPU as /sys names it: 0000:1b:00.0."""
+    gpu: Any = torch.cuda.get_device_properties(device())  # torch's stub lacks these three
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
 def synchronize() -> None:
     """Wait for the queued work of the device, so that the time read next includes it."""
     if use_cuda():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rlhf_mc import platform
 from rlhf_mc.config.errors import JoinError
 from rlhf_mc.patching import apply
+from rlhf_mc.topology.numa import bind_to_numa_node
 from rlhf_mc.topology.open_files import raise_limit
 from rlhf_mc.torch_patches import GLOO_GROUPS
 
@@ -34,6 +35,8 @@ def init_process_group(timeout_seconds: float) -> None:
         os.environ.setdefault("MASTER_PORT", "0")
     _check_device()
     platform.set_device()
+    if platform.use_cuda():
+        bind_to_numa_node(platform.pci_address())
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     raise_limit(world, rank)
