@@ -208,11 +208,14 @@ def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
 
 def apex(library: Library, engine: Library, on_gpus: bool) -> CheckResult:
     """Check Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not installed."""
+    if library.version is None:
+        text = f"not installed: {library.error}" if library.error else "not installed"
+        if engine.version is not None:
+            return CheckResult(f"{text}; beside Transformer Engine nothing uses it")
+        cost = "torch takes its place: more kernels for Adam and gradient clipping, no gradient accumulation fusion"
+        return CheckResult(text, cost if on_gpus else "")
     if library.error:
         return _unimported(library, is_fatal=not _counts_as_absent(library))
-    if library.version is None:
-        cost = "torch takes its place: more kernels for Adam and gradient clipping, no gradient accumulation fusion"
-        return CheckResult("not installed", cost if on_gpus and engine.version is None else "")
     return CheckResult(library.version)
 
 
