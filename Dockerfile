@@ -38,10 +38,11 @@ RUN export MAX_JOBS CPLUS_INCLUDE_PATH="$SITE/cudnn/include:$SITE/nccl/include" 
     && grep '^transformer-engine-torch==' /opt/requirements/gpu.txt >/opt/requirements/compiled.txt \
     && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheels -r /opt/requirements/compiled.txt
 
-# All but Apex.
+# All but Apex. Wheels are copied and not mounted: buildah 1.28 neither waits for the stage of a mount nor looks at
+# its content when it looks for a layer in its cache.
 FROM locked AS complete
-RUN --mount=type=bind,from=transformer-engine,source=/opt/wheels,target=/opt/wheels \
-    pip install --no-cache-dir --no-deps /opt/wheels/*.whl
+COPY --from=transformer-engine /opt/wheels /opt/wheels
+RUN pip install --no-cache-dir --no-deps /opt/wheels/*.whl
 WORKDIR /opt/rlhf_mc
 COPY . .
 RUN pip install --no-cache-dir --no-deps --no-build-isolation -e . \
@@ -58,4 +59,5 @@ RUN export MAX_JOBS APEX TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0" APEX_CPP_EXT=1 APEX
 
 # Where Apex could not be built, the last lines of the build name the reason, and so does --check.
 FROM complete
-RUN --mount=type=bind,from=apex,source=/opt/apex,target=/opt/apex requirements/apex.sh install /opt/apex
+COPY --from=apex /opt/apex /opt/apex
+RUN requirements/apex.sh install /opt/apex

@@ -12,7 +12,7 @@ build() {
     if [[ "${APEX:-1}" == 0 ]]; then
         echo "the image was built with APEX=0" >"$1/missing"
     elif ! pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir "$1" -r "$(dirname "$0")/apex.txt"; then
-        echo "its build failed with the image's" >"$1/missing"
+        echo "its build failed when the image was built" >"$1/missing"
     fi
 }
 
@@ -26,7 +26,7 @@ install() {
         return
     else
         pip uninstall --yes apex
-        reason="it was built with the image, and its import failed"
+        reason="it was built with the image, but cannot be imported"
     fi
     # rlhf_mc/machine/facts.py reads it.
     echo "$reason" >"$(python -c "import sys; print(sys.prefix)")/apex_missing"
