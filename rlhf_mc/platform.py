@@ -50,12 +50,6 @@ def set_device() -> None:
         torch.cuda.set_device(device())
 
 
-def pci_address() -> str:
-    """Return the PCI address of this process's GPU as /sys names it: 0000:1b:00.0."""
-    gpu: Any = torch.cuda.get_device_properties(device())  # torch's stub lacks these three
-    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-
-
 def synchronize() -> None:
     """Wait for the queued work of the device, so that the time read next includes it."""
     if use_cuda():
@@ -65,6 +59,12 @@ def synchronize() -> None:
 def device_memory() -> int:
     """Return the bytes of memory of this process's GPU, used or not."""
     return torch.cuda.get_device_properties(device()).total_memory
+
+
+def pci_address() -> str:
+    """Return the PCI address of this process's GPU as /sys names it: 0000:1b:00.0."""
+    gpu: Any = torch.cuda.get_device_properties(device())  # torch's stub lacks these three
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -35,11 +35,11 @@ def init_process_group(timeout_seconds: float) -> None:
         os.environ.setdefault("MASTER_PORT", "0")
     _check_device()
     platform.set_device()
-    if platform.use_cuda():
-        bind_to_numa_node(platform.pci_address())
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     raise_limit(world, rank)
+    if platform.use_cuda():
+        bind_to_numa_node(platform.pci_address())
     store = _store(rank, world, min(JOIN_SECONDS, timeout_seconds))
     _wait_for_all(store, rank, world, min(JOIN_SECONDS, timeout_seconds))
     timeout = datetime.timedelta(seconds=timeout_seconds)
