@@ -73,6 +73,12 @@ def device_memory() -> int:
     return torch.cuda.get_device_properties(device()).total_memory
 
 
+def pci_address() -> str:
+    """Return the PCI address of this process's GPU as /sys names it: 0000:1b:00.0."""
+    gpu: Any = torch.cuda.get_device_properties(device())  # torch's stub lacks these three
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True for the errors of torch's allocators on a GPU and on a CPU."""
     cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
