@@ -144,6 +144,7 @@ class TransformersEngine:
     def _response(self, request: Request, sampling: Sampling) -> Generation:
         """Return a response, with its log-probs at the sampling temperature."""
         assert not request.begun.token_ids, "each response is generated whole"
+        limit = request.max_tokens or sampling.max_tokens
         warpers = LogitsProcessorList()
         if sampling.top_k > 0:
             warpers.append(TopKLogitsWarper(sampling.top_k))
@@ -154,7 +155,7 @@ class TransformersEngine:
         cache = None
         tokens: list[int] = []
         log_probs: list[float] = []
-        while len(tokens) < sampling.max_tokens and not (tokens and tokens[-1] in sampling.stop_token_ids):
+        while len(tokens) < limit and not (tokens and tokens[-1] in sampling.stop_token_ids):
             outputs = self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
             cache = outputs.past_key_values
             logits = outputs.logits[0, -1:].float() / (sampling.temperature or 1.0)

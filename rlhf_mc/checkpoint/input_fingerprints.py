@@ -113,7 +113,7 @@ def _files(cfg: Config) -> Iterator[_File]:
             yield from _megatron_files(setting, path)
         elif name == "tokenizer_path":
             yield from _existing(setting, path, _TOKENIZER)
-        elif setting != "trainer.resume_from_path":
+        elif setting not in ("trainer.resume_from_path", "trainer.replay"):  # of runs, not inputs of this one
             yield _File(setting, "file", path)
     if cfg.model.tokenizer_path is None:
         yield from _existing("model.tokenizer_path", Path(cfg.model.path), _TOKENIZER)

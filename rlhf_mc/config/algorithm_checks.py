@@ -130,6 +130,11 @@ def _in_flight(cfg: Config) -> Iterator[str]:
                 f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; it must be at least data.train_batch_size,"
                 f" {cfg.data.train_batch_size}"
             )
+    if cfg.trainer.replay is not None and not modes:
+        yield (
+            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or rollout.partial_rollout: true"
+            " (other runs draw the same tokens in any layout)"
+        )
     if modes and cfg.algorithm.filter_groups.enable:
         yield f"rollout.{modes[0]} is true and algorithm.filter_groups.enable is true; set one of them"
     if rollout.partial_rollout and correction.rollout_is is None and not correction.bypass_mode:

@@ -22,6 +22,7 @@ INPUT_DIRECTORIES = (
     "reward_model.model_path",
     "reward_model.tokenizer_path",
     "trainer.resume_from_path",
+    "trainer.replay",
 )
 CUSTOM_FUNCTIONS = (
     "algorithm.custom_estimator.path",

@@ -186,6 +186,10 @@ class RolloutConfig:
     """fp8: the engine stores the weights of linear layers in fp8, with one scale per output channel, and quantizes
     their inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights
     too. Not with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
+    clock: Literal["virtual", "measured"] = "virtual"
+    """Time by which engines share requests. virtual: the cost of their steps, the same in each run. measured: seconds,
+    for engines of different speed; the tokens are the same, but batches, and so the last bits of log-probs, differ from
+    run to run, and a resumed run is not equal bit for bit."""
     tail_batching: bool = False
     """Begin more prompts than a step needs, train on those whose responses end first, and generate the others again
     from the beginning, in later steps of their own. Every token is of the weights that are trained, and each prompt is
@@ -245,6 +249,10 @@ class TrainerConfig:
     resume_from_path: str | None = None
     """resume_path: a training checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
     its own checkpoints, the same command resumes from the newest of those."""
+    replay: str | None = None
+    """Directory of a run with rollout.tail_batching or partial_rollout, whose decisions this run takes, from its
+    rollouts.jsonl: the groups of each step, and the token at which each response was cut. So a run in another layout
+    draws the same tokens."""
     resume_changed_inputs: Literal["refuse", "allow"] = "refuse"
     """Behaviour on resume if data, model or tokenizer files have changed since the checkpoint, by size and content
     hash. refuse: an error that lists them. allow: a warning. A changed custom_reward_function is always a warning."""

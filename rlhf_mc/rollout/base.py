@@ -50,6 +50,8 @@ class Request:
     """Of its random draws: 0 to 2^63 - 1."""
     begun: Generation
     """The part of the response that was generated before, which the engine continues; without tokens for a new one."""
+    max_tokens: int | None = None
+    """Maximum length of this response, `begun` included; None: Sampling.max_tokens, which it does not exceed."""
 
 
 class RolloutEngine(Protocol):

@@ -15,7 +15,7 @@ from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
-from rlhf_mc.rollout.work_sharing import SharedQueue, VirtualClock, room_for
+from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, room_for
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_vectors
 
@@ -24,11 +24,12 @@ def generate_responses(
     engine: RolloutEngine,
     requests: Sequence[Request],
     sampling: Sampling,
+    clock: Clock,
     expected_lens: Sequence[float] | None = None,
     enough: Callable[[Set[int]], bool] | None = None,
 ) -> Responses:
     """Return the response to each request, on every rank. Every rank must call it with the same arguments. Request i
-    has number i. expected_lens: see SharedQueue.
+    has number i. clock: a new one. expected_lens: see SharedQueue.
 
     enough: whether the call may end, by the numbers of the responses that have ended; true of all of them. The call
     then ends with the first period after which it is true, and other responses have the tokens that they have.
@@ -37,17 +38,18 @@ def generate_responses(
     the ranks of one engine have drawn different tokens."""
     own = next(number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks)
     queue = SharedQueue(len(requests), expected_lens)
-    clock = VirtualClock()
     responses: dict[int, Generation] = {}
     with working(total=-(-len(requests) // len(engine.groups)), unit="responses") as work:
         while True:
             if queue or enough is not None:
-                rooms, ended = _exchange(engine, responses, len(requests) if enough is not None else 0)
+                num_awaited = len(requests) if enough is not None else 0
+                rooms, step_seconds, ended = _exchange(engine, clock, responses, num_awaited)
                 if enough is not None and enough(ended):
                     break
                 taken = [requests[number] for number in queue.take(rooms)[own]]
                 engine.add(taken, sampling)
-                clock.begin_period(sum(len(request.prompt) + len(request.begun.token_ids) for request in taken))
+                num_prompt_tokens = sum(len(request.prompt) + len(request.begun.token_ids) for request in taken)
+                clock.begin_period(num_prompt_tokens, step_seconds, own)
             ends_with_period = bool(queue) or enough is not None
             while engine.num_unfinished and not (ends_with_period and clock.period_is_over):
                 finished = engine.step()
@@ -65,19 +67,21 @@ def generate_responses(
 
 
 def _exchange(
-    engine: RolloutEngine, responses: Mapping[int, Generation], num_requests: int
-) -> tuple[list[int], set[int]]:
-    """Return how many requests each engine has room for, and which of the first num_requests requests have ended on any
-    engine. Every rank must call it."""
+    engine: RolloutEngine, clock: Clock, responses: Mapping[int, Generation], num_requests: int
+) -> tuple[list[int], list[float], set[int]]:
+    """Return how many requests each engine has room for, the seconds of its steps, and which of the first num_requests
+    requests have ended on any engine. Every rank must call it."""
     # Requests that wait do so for memory, and the engine then runs no more than it does now.
     is_full = engine.num_unfinished > engine.num_running > 0
     room = room_for(engine.num_running if is_full else engine.max_running, engine.num_unfinished)
     has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
     has_ended[[number for number in responses if number < num_requests]] = True
-    vector = torch.from_numpy(np.concatenate([np.array([room]), np.packbits(has_ended).view(np.int64)]))
+    nanoseconds = int(clock.step_seconds * 1e9)
+    vector = torch.from_numpy(np.concatenate([np.array([room, nanoseconds]), np.packbits(has_ended).view(np.int64)]))
     if len(engine.groups) > 1:
         vectors = gather_vectors(vector.to(platform.device()))[[ranks[0] for ranks in engine.groups]]
     else:
         vectors = vector[None]
-    bits = np.bitwise_or.reduce(vectors[:, 1:].numpy(), axis=0)
-    return vectors[:, 0].tolist(), set(np.flatnonzero(np.unpackbits(bits.view(np.uint8))).tolist())
+    bits = np.bitwise_or.reduce(vectors[:, 2:].numpy(), axis=0)
+    ended = set(np.flatnonzero(np.unpackbits(bits.view(np.uint8))).tolist())
+    return vectors[:, 0].tolist(), (vectors[:, 1] / 1e9).tolist(), ended

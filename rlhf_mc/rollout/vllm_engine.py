@@ -204,9 +204,8 @@ class VLLMEngine:
             for request in requests:
                 # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of
                 # adding a request.
-                begun = request.begun.token_ids
-                prompt = tokens_input([*request.prompt.tolist(), *begun])
-                params = _sampling_params(sampling, len(begun), None if self._draws else request.seed)
+                prompt = tokens_input([*request.prompt.tolist(), *request.begun.token_ids])
+                params = _sampling_params(sampling, request, draws_itself=self._draws is None)
                 name = self._llm.llm_engine.add_request(str(request.number), prompt, params)
                 self._requests[request.number] = request, name
         except Exception:
@@ -366,21 +365,20 @@ def check_parameters(
     )
 
 
-def _sampling_params(sampling: Sampling, num_begun: int, seed: int | None) -> vllm.SamplingParams:
-    """Return vLLM's parameters of a request. num_begun: tokens that its response has. seed: None where the trainer
-    draws."""
+def _sampling_params(sampling: Sampling, request: Request, draws_itself: bool) -> vllm.SamplingParams:
+    """Return vLLM's parameters of a request. draws_itself: vLLM draws the tokens, not the trainer."""
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens - num_begun,
+        max_tokens=(request.max_tokens or sampling.max_tokens) - len(request.begun.token_ids),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the end tokens are among stop_token_ids
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # vLLM changes nothing in it that differs by request: a shallow copy is enough
-        seed=seed,
-        logprobs=None if seed is None else 0,
+        seed=request.seed if draws_itself else None,
+        logprobs=0 if draws_itself else None,
     )
 
 

@@ -8,8 +8,10 @@ of that clock. So two runs assign alike and form the same batches, as a killed a
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 PERIOD = 16.0
 """Virtual time between two exchanges: the cost of as many steps of a few requests. A longer period leaves places empty
@@ -31,16 +33,36 @@ def room_for(num_places: int, num_unfinished: int) -> int:
     return max(0, num_places + math.ceil(num_places * _SPARE) - num_unfinished)
 
 
+class Clock(Protocol):
+    """The clock of one engine, which says when a period ends."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Measured seconds of a step, which the engines exchange; 0: not measured."""
+
+    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period, with num_prompt_tokens tokens of new prompts. step_seconds: of each engine. engine: this
+        one."""
+
+    def step(self, num_running: int) -> None:
+        """Count a step with num_running requests."""
+
+    @property
+    def period_is_over(self) -> bool:
+        """The engine has taken the steps of this period."""
+
+
 class VirtualClock:
-    """The clock of one engine: the cost of the steps that it has taken."""
+    """A clock that shows the cost of the steps that the engine has taken."""
+
+    step_seconds = 0.0
 
     def __init__(self) -> None:
         self._now = 0.0
         self._period_end = 0.0
 
-    def begin_period(self, num_prompt_tokens: int) -> None:
-        """Begin a period, with num_prompt_tokens tokens of new prompts. An engine that had nothing to do in the period
-        before has waited for its end."""
+    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period. An engine that had nothing to do in the period before has waited for its end."""
         self._now = max(self._now, self._period_end) + num_prompt_tokens * _PER_PROMPT_TOKEN
         self._period_end += PERIOD
 
@@ -52,6 +74,40 @@ class VirtualClock:
     def period_is_over(self) -> bool:
         """The engine has taken the steps of this period."""
         return self._now >= self._period_end
+
+
+class MeasuredClock:
+    """A clock for engines of different speed: the fastest one takes as many steps in a period as PERIOD, another one as
+    many as it can take in the same time."""
+
+    def __init__(self) -> None:
+        self.step_seconds = 0.0
+        self._num_steps = 0
+        self._steps_left = 0
+        self._start = 0.0
+
+    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period, whose steps follow from those of the periods before."""
+        fastest = min((seconds for seconds in step_seconds if seconds > 0), default=0.0)
+        share = fastest / step_seconds[engine] if step_seconds[engine] > 0 else 1.0
+        self._steps_left = max(1, round(PERIOD * share))
+        self._num_steps = 0
+        self._start = time.perf_counter()
+
+    def step(self, num_running: int) -> None:
+        """Count a step."""
+        self._num_steps += 1
+        self._steps_left -= 1
+        self.step_seconds = (time.perf_counter() - self._start) / self._num_steps
+
+    @property
+    def period_is_over(self) -> bool:
+        """The engine has taken the steps of this period."""
+        return self._steps_left <= 0
+
+
+CLOCKS: dict[str, type[Clock]] = {"virtual": VirtualClock, "measured": MeasuredClock}
+"""Clocks by the value of rollout.clock."""
 
 
 class ResponseLengths:

@@ -36,6 +36,7 @@ _OUTPUTS = (
     run_files.METRICS_FILE,
     run_files.HISTOGRAMS_FILE,
     run_files.HEALTH_FILE,
+    run_files.JOURNAL_FILE,
     TENSORBOARD_DIR,
     TRACKERS_FILE,
     WANDB_DIR,
@@ -147,9 +148,13 @@ def _move(root: Path) -> Path:
 
 
 def drop_later(root: Path, step: int) -> list[str]:
-    """Remove the generations, histograms and health events of later steps, which the run repeats, and quarantine its
-    exports of later steps. Return one line for each quarantined export."""
-    for name, keep in ((run_files.HISTOGRAMS_FILE, run_files.keep_up_to), (run_files.HEALTH_FILE, keep_events_up_to)):
+    """Remove the generations, histograms, groups and health events of later steps, which the run repeats, and
+    quarantine its exports of later steps. Return one line for each quarantined export."""
+    for name, keep in (
+        (run_files.HISTOGRAMS_FILE, run_files.keep_up_to),
+        (run_files.JOURNAL_FILE, run_files.keep_up_to),
+        (run_files.HEALTH_FILE, keep_events_up_to),
+    ):
         if (root / name).exists():
             keep(root / name, step)
     generations = (root / run_files.GENERATIONS).glob("step_*.txt")

@@ -58,6 +58,7 @@ from rlhf_mc.trainer.group_pool import GroupPool
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
+from rlhf_mc.trainer.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import MOST_CONSECUTIVE, SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
@@ -70,6 +71,7 @@ def build_run(cfg: Config) -> Run:
     world = dist.get_world_size()
     cfg = for_this_device(cfg)
     factory = on_every_rank(lambda: engine_factory(cfg.rollout))
+    journal = on_every_rank(lambda: RolloutJournal(cfg))
     with working(f"importing {factory.title}"):
         on_every_rank(factory.check_installation)
     check_free(Path(cfg.trainer.default_local_dir))
@@ -138,6 +140,7 @@ def build_run(cfg: Config) -> Run:
         ],
         rollout=rollout,
         group_pool=GroupPool(),
+        journal=journal,
         response_lengths=ResponseLengths(),
         weight_sync=weight_sync,
         offload_schedule=offload_schedule,

@@ -78,7 +78,7 @@ def evaluate(run: Run) -> Validation:
     parameters = Sampling(
         sampling.temperature, cfg.data.max_response_length, run.stop_token_ids, sampling.top_p, sampling.top_k
     )
-    generations = generate(run.rollout, rows, seeds, parameters)
+    generations = generate(run, rows, seeds, parameters)
     pending = submit_responses(run.rewards, run.tokenizer, rows, generations.token_ids(), training=False)
     return Validation(rows, generations, collect_scores(pending, len(rows)))
 

@@ -13,8 +13,9 @@ from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.data.batch import NOTHING, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.rollout.base import WEIGHTS, Request, RolloutEngine, Sampling
+from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
+from rlhf_mc.rollout.work_sharing import CLOCKS, Clock
 from rlhf_mc.trainer.group_pool import Group
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
@@ -55,7 +56,7 @@ def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
 
 
 def generate(
-    engine: RolloutEngine,
+    run: Run,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
     sampling: Sampling,
@@ -65,7 +66,12 @@ def generate(
     requests = [
         Request(i, prompt.token_ids, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
-    return generate_responses(engine, requests, sampling, expected_lens)
+    return generate_responses(run.rollout, requests, sampling, new_clock(run), expected_lens)
+
+
+def new_clock(run: Run) -> Clock:
+    """Return the clock of one call of the engines."""
+    return CLOCKS[run.config.rollout.clock]()
 
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:
@@ -93,14 +99,27 @@ def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
     return groups
 
 
-def continue_groups(run: Run, state: StepState, groups: Sequence[Group], enough: Enough | None) -> list[Group]:
-    """Generate the responses of the groups that have not ended, with the current weights. enough: None: all groups."""
+def continue_groups(
+    run: Run,
+    state: StepState,
+    groups: Sequence[Group],
+    enough: Enough | None,
+    lens: Sequence[Sequence[int]] | None = None,
+) -> list[Group]:
+    """Generate the responses of the groups that have not ended, with the current weights. enough: None: all groups.
+    lens: the length at which each response is cut; None: none is."""
     limit = run.config.data.max_response_length
-    rows = [(number, i) for number, group in enumerate(groups) for i in np.flatnonzero(~group.has_ended(limit))]
+    lens = [[limit] * len(group.responses) for group in groups] if lens is None else lens
+    rows = [
+        (number, i)
+        for number, group in enumerate(groups)
+        for i in np.flatnonzero(~group.has_ended(limit))
+        if lens[number][i] > len(group.responses[i].token_ids)
+    ]
     group_of = np.array([number for number, _ in rows], dtype=np.int64)
     num_open = np.bincount(group_of, minlength=len(groups))
     requests = [
-        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i])
+        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], lens[g][i])
         for number, (g, i) in enumerate(rows)
     ]
     expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
@@ -112,9 +131,8 @@ def continue_groups(run: Run, state: StepState, groups: Sequence[Group], enough:
         return enough(np.bincount(group_of[sorted(ended)], minlength=len(groups)) == num_open)
 
     with run.offload_schedule.phase(state.timer, "gen"):
-        drawn = generate_responses(
-            run.rollout, requests, parameters, left, None if enough is None else is_enough
-        ).generations()
+        ends = None if enough is None else is_enough
+        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), left, ends).generations()
     responses = [list(group.responses) for group in groups]
     for (g, i), response in zip(rows, drawn, strict=True):
         responses[g][i] = response
@@ -142,9 +160,9 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
         rows = [prompt.index for prompt in prompts]
         expected_lens = run.response_lengths.expected(rows)
-        generations = generate(run.rollout, prompts, seeds, parameters, expected_lens)
+        generations = generate(run, prompts, seeds, parameters, expected_lens)
         run.response_lengths.record(rows, generations.lens.tolist())
         if estimator_needs(cfg.algorithm).greedy_baseline:
-            greedy = generate(run.rollout, drawn, seeds[:: cfg.rollout.n], replace(parameters, temperature=0.0))
+            greedy = generate(run, drawn, seeds[:: cfg.rollout.n], replace(parameters, temperature=0.0))
             state.greedy = build_batch(drawn, greedy)
     return prompts, build_batch(prompts, generations)

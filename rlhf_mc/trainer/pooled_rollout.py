@@ -16,6 +16,7 @@ from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.trainer.generate import Enough, continue_groups, generate, new_groups, repeat_prompts
 from rlhf_mc.trainer.group_pool import Group, drop_stale, load_groups, must_end
+from rlhf_mc.trainer.rollout_journal import check_replayed
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
 
@@ -25,31 +26,40 @@ def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
     ranks know which responses have ended, and so decide alike."""
     cfg = run.config
     needed = cfg.data.train_batch_size
-    groups, enough = _partial(run, state) if cfg.rollout.partial_rollout else _tail(run)
-    groups = continue_groups(run, state, groups, enough)
-    is_complete = [bool(group.has_ended(cfg.data.max_response_length).all()) for group in groups]
-    taken = [group for group, complete in zip(groups, is_complete, strict=True) if complete][:needed]
+    if run.journal.is_replayed:
+        groups, taken = _replayed(run, state)
+    else:
+        groups, enough = _partial(run, state) if cfg.rollout.partial_rollout else _tail(run)
+        groups = continue_groups(run, state, groups, enough)
+        taken = [group for group in groups if group.has_ended(cfg.data.max_response_length).all()][:needed]
+    if run.groups.rank == 0:
+        run.journal.record(state.step, groups, taken)
     used = {group.position for group in taken}
     others = [group for group in groups if group.position not in used]
     if cfg.rollout.tail_batching:
         in_step = {group.position for group in groups}
         waiting = [group for group in run.group_pool.groups if group.position not in in_step]
         others = [*waiting, *(group.restarted() for group in others)]
-    run.group_pool.groups = others
     state.num_batches += 1
     batch = _batch(taken)
     if cfg.rollout.partial_rollout:
         versions = np.concatenate([each for group in taken for each in group.versions])
         batch = batch.with_fields(token_ages=torch.from_numpy(state.step - 1 - versions))
         state.metrics |= off_policy_metrics(batch)
-        state.metrics["training/off_policy/kept_groups"] = len(others)
+        continued = {group.position for group in run.group_pool.groups} & {group.position for group in groups}
+        state.metrics |= {
+            "training/off_policy/kept_groups": len(others),
+            "training/off_policy/refilled_groups": len(groups) - len(continued),
+            "training/off_policy/dropped_groups": len(run.group_pool.groups) - len(continued),
+        }
     else:
         state.metrics["train/tail_groups"] = len(others)
+    run.group_pool.groups = others
     if estimator_needs(cfg.algorithm).greedy_baseline:
         with run.offload_schedule.phase(state.timer, "gen"):
             prompts = [group.prompt for group in taken]
             parameters = Sampling(0.0, cfg.data.max_response_length, run.stop_token_ids)
-            greedy = generate(run.rollout, prompts, [group.seeds[0] for group in taken], parameters)
+            greedy = generate(run, prompts, [group.seeds[0] for group in taken], parameters)
             state.greedy = build_batch(prompts, greedy)
     return repeat_prompts([group.prompt for group in taken], cfg.rollout.n), batch
 
@@ -93,10 +103,19 @@ def _partial(run: Run, state: StepState) -> tuple[list[Group], Enough]:
     version = state.step - 1
     left = drop_stale(run.group_pool.groups, version, cfg.rollout)
     groups = [*left, *_draw(run, max(0, prompts_in_flight(cfg) - len(left)))]
-    state.metrics["training/off_policy/dropped_groups"] = len(run.group_pool.groups) - len(left)
-    state.metrics["training/off_policy/refilled_groups"] = len(groups) - len(left)
     must = must_end(groups, version, cfg.rollout)
     return groups, lambda is_complete: is_complete.sum() >= cfg.data.train_batch_size and bool(is_complete[must].all())
+
+
+def _replayed(run: Run, state: StepState) -> tuple[list[Group], list[Group]]:
+    """Generate as the step of the run that is replayed. Return its groups, and those to train on."""
+    row = run.journal.replayed(state.step)
+    left = {group.position: group for group in run.group_pool.groups}
+    new = {group.position: group for group in new_groups(run, [p for p in row.positions if p not in left])}
+    groups = continue_groups(run, state, [left.get(p) or new[p] for p in row.positions], None, row.lens)
+    check_replayed(row, groups)
+    run.group_pool.num_drawn = max(run.group_pool.num_drawn, 1 + max(row.positions))
+    return groups, [group for group in groups if group.position in set(row.taken)]
 
 
 def _batch(groups: Sequence[Group]) -> RaggedBatch:

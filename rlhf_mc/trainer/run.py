@@ -23,6 +23,7 @@ from rlhf_mc.trainer.group_pool import GroupPool
 from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel
+from rlhf_mc.trainer.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
 
@@ -54,6 +55,8 @@ class Run:
     rollout: RolloutEngine
     group_pool: GroupPool
     """Of rollout.tail_batching and rollout.partial_rollout."""
+    journal: RolloutJournal
+    """Of the same."""
     response_lengths: ResponseLengths
     """Of the training prompts: the longest responses begin first."""
     weight_sync: WeightSync

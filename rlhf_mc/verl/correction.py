@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlhf_mc.verl.keys import OFF, Line, Settings, same
+from rlhf_mc.verl.keys import OFF, Line, Settings, renamed, same
 
 _SECTION = "algorithm.rollout_correction"
 _EARLIER = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -93,3 +93,28 @@ def _lower_bounds(names: list[str], specs: list[str]) -> set[float | None]:
             is_reciprocal = bound is not None and abs(bound * _upper(spec) - 1) < 1e-9
             bounds.add(None if is_reciprocal else bound)
     return bounds
+
+
+def trainer_mode(key: str, value: Any, verl: Settings) -> Line | None:
+    """Convert verl's mode in which a step continues responses that an earlier one has begun."""
+    if value != "colocate_async":
+        return None  # the rules of verl/keys.py
+    return renamed("rollout.partial_rollout", True, "verl's colocate_async; it needs algorithm.rollout_correction")
+
+
+def off_policy_bound(key: str, value: Any, verl: Settings) -> Line:
+    """Convert the bound of the weight versions of a response, and what follows from it."""
+    if verl.get("trainer.v1.trainer_mode") != "colocate_async":
+        return Line("not needed", "it is for trainer.v1.trainer_mode colocate_async")
+    return renamed(f"rollout.{key.rpartition('.')[2]}", value)
+
+
+def truncated_weights(key: str, value: Any, verl: Settings) -> Line | None:
+    """Convert the upper bound of the importance weights."""
+    if not isinstance(value, str):
+        return None
+    try:
+        return same(key, float(value))
+    except ValueError:
+        text = "IcePop's bounds, between which weights are kept; here they are truncated at one upper bound"
+        return Line("not supported", f"{value}: {text}")

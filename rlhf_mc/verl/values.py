@@ -209,18 +209,6 @@ def _generation_batch(key: str, value: Any, verl: Settings) -> Line:
     )
 
 
-def _trainer_mode(key: str, value: Any, verl: Settings) -> Line | None:
-    if value != "colocate_async":
-        return None  # the rules of verl/keys.py
-    return renamed("rollout.partial_rollout", True, "verl's colocate_async; it needs algorithm.rollout_correction")
-
-
-def _off_policy(key: str, value: Any, verl: Settings) -> Line:
-    if verl.get("trainer.v1.trainer_mode") != "colocate_async":
-        return Line("not needed", "it is for trainer.v1.trainer_mode colocate_async")
-    return renamed(f"rollout.{key.rpartition('.')[2]}", value)
-
-
 def _group_metric(key: str, value: Any, verl: Settings) -> Line:
     if value != "seq_final_reward":
         return same(key, value)
@@ -260,16 +248,6 @@ def _images(key: str, value: Any, verl: Settings) -> Line:
     if value is None or (has_all and not _VISION.search(str(verl.get("model.path")))):
         return Line("not needed", "the model reads text, and other columns are not read")
     return Line("not supported", "prompts have text alone; remove it by '~' if the data has no such column")
-
-
-def _truncated_weights(key: str, value: Any, verl: Settings) -> Line | None:
-    if not isinstance(value, str):
-        return None
-    try:
-        return same(key, float(value))
-    except ValueError:
-        text = "IcePop's bounds, between which weights are kept; here they are truncated at one upper bound"
-        return Line("not supported", f"{value}: {text}")
 
 
 def _clip_ratio(key: str, value: Any, verl: Settings) -> Line:
@@ -404,7 +382,7 @@ _PATTERNS: dict[Converter, str] = {
     _micro_batch_of_all: "*.{ppo_,log_prob_,forward_,}micro_batch_size",
     _model_path: "{,critic.}model.path",
     _images: "data.{image,video,audio}_key",
-    _truncated_weights: "algorithm.rollout_correction.rollout_is_threshold",
+    correction.truncated_weights: "algorithm.rollout_correction.rollout_is_threshold",
     _dynamic: "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
     parallelism.virtual_chunks: "*.megatron.virtual_pipeline_model_parallel_size",
     parallelism.training_only: (
@@ -432,8 +410,8 @@ _PATTERNS: dict[Converter, str] = {
     _quantization: "rollout.quantization",
     _truncation: "data.truncation",
     _generation_batch: "data.gen_batch_size",
-    _trainer_mode: "trainer.v1.trainer_mode",
-    _off_policy: "trainer.v1.sampler.max_off_policy_{threshold,strategy}",
+    correction.trainer_mode: "trainer.v1.trainer_mode",
+    correction.off_policy_bound: "trainer.v1.sampler.max_off_policy_{threshold,strategy}",
     _group_metric: "algorithm.filter_groups.metric",
     _most_batches: "algorithm.filter_groups.max_num_gen_batches",
     _clip_ratio: "actor.clip_ratio",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
+from rlhf_mc.rollout.work_sharing import CLOCKS, VirtualClock
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import evaluate, logprob_check, loop, step_state
@@ -70,7 +72,7 @@ def respond(
 ) -> Responses:
     """Return one response to each prompt."""
     requests = [Request(i, prompt, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
-    return generate_responses(engine, requests, sampling)
+    return generate_responses(engine, requests, sampling, VirtualClock())
 
 
 def generate(
@@ -173,19 +175,32 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
 
 
 def shared(
-    checkpoint: str, groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_running: int
+    checkpoint: str,
+    groups: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    max_running: int,
+    clock: str = "virtual",
+    slow_rank: int | None = None,
 ) -> list[tuple[list[Generation], list[int]]]:
     """Generate responses twice with engines that run max_running requests at once. Return for each time the responses
-    and the requests of this rank's engine, in the order in which it took them."""
-    vectors = [np.array(prompt, np.int32) for prompt in prompts]
-    seeds = list(range(1000, 1000 + len(prompts)))
+    and the requests of this rank's engine, in the order in which it took them. slow_rank: waits in each step."""
+    requests = [Request(i, np.array(prompt, np.int32), 1000 + i, NOTHING) for i, prompt in enumerate(prompts)]
     out = []
     with built_engine(checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running) as engine:
+        step = engine.step
+
+        def slow_step() -> dict[int, Generation]:
+            time.sleep(0.05)
+            return step()
+
+        if dist.get_rank() == slow_rank:
+            engine.step = slow_step  # type: ignore[method-assign]
         for _ in range(2):
             taken: list[int] = []
             with replaced(engine, "add", _recording(engine.add, taken)):
-                responses = to_generations(respond(engine, vectors, seeds, Sampling(1.0, 64, (1, 2, 3))))
-            out.append((responses, taken))
+                sampling = Sampling(1.0, 64, (1, 2, 3))
+                responses = generate_responses(engine, requests, sampling, CLOCKS[clock]())
+            out.append((to_generations(responses), taken))
     return out
 
 
@@ -211,7 +226,9 @@ def in_parts(
                 Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i]) for number, i in enumerate(left)
             ]
             wanted = min(part, len(left))
-            responses = generate_responses(engine, requests, sampling, enough=lambda ended, n=wanted: len(ended) >= n)
+            responses = generate_responses(
+                engine, requests, sampling, VirtualClock(), enough=lambda ended, n=wanted: len(ended) >= n
+            )
             for i, one in zip(left, to_generations(responses), strict=True):
                 drawn[i] = one
             lens.append([len(one.token_ids) for one in drawn])

@@ -53,6 +53,24 @@ def test_shared_requests_have_the_same_responses(
         assert shares[0] != list(range(0, len(prompts), 2)), "an engine takes what it has room for"
 
 
+def test_a_slow_engine_takes_fewer_requests(
+    pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any]
+) -> None:
+    ranks = pool(2).run(
+        rollout_cases.shared,
+        checkpoint=checkpoint,
+        groups=GROUPS[2],
+        prompts=prompts,
+        max_running=4,
+        clock="measured",
+        slow_rank=1,
+    )
+    for responses, _ in (call for rank in ranks for call in rank):
+        assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
+    fast, slow = (len(rank[1][1]) for rank in ranks)
+    assert fast + slow == len(prompts) and fast > 2 * slow
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_response_continues_with_the_same_tokens(
     pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int

@@ -141,3 +141,52 @@ def test_a_lower_limit_cuts_kept_responses(train: Any, config: Path, partial: li
     overrides = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "data.max_response_length=10"]
     steps = train(1, "shorter", *PARTIAL[:2], *overrides, "trainer.total_training_steps=4")[0]["steps"]
     assert {len(tokens) for step in steps for tokens in step["responses"]} <= set(range(1, 11))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_another_layout_replays_the_run(train: Any, config: Path, partial: list[dict[str, Any]], world: int) -> None:
+    replay = [*PARTIAL[:2], f"trainer.replay={config.parent / 'partial'}"]
+    tp = [] if world == 1 else ["actor.megatron.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
+    steps = train(world, f"replay_{world}", *replay, *tp)[0]["steps"]
+    for step, other in zip(steps, partial[0]["steps"], strict=True):
+        assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
+        assert step["rollout_log_probs"] == pytest.approx(other["rollout_log_probs"], abs=1e-3)
+        for key in ("actor/loss", "critic/vf_loss", "actor/grad_norm", "training/off_policy/kept_groups"):
+            assert step["metrics"][key] == pytest.approx(other["metrics"][key], rel=1e-2, abs=1e-4), key
+
+
+def _journal(config: Path, name: str, change: Any) -> str:
+    """Write a changed copy of the journal to a directory. Return the setting that replays it."""
+    lines = (config.parent / "partial" / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (config.parent / name).mkdir()
+    (config.parent / name / "rollouts.jsonl").write_text("".join(change(lines)))
+    return f"trainer.replay={config.parent / name}"
+
+
+def _with_a_longer_response(line: str) -> str:
+    """Return a row whose first response is longer than any."""
+    row = json.loads(line)
+    row["lens"][0][0] = 97
+    return json.dumps(row) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("cut", lambda lines: [*lines[:2], lines[2][:20]], "the journal has no step 3: it has 1 to 2"),
+        (
+            "empty",
+            lambda lines: [lines[0][:30]],
+            "rollouts.jsonl has no rows; a run writes it with rollout.tail_batching",
+        ),
+        ("seed", lambda lines: [line.replace('"seed": 1', '"seed": 9') for line in lines], "is of a run with seed 9"),
+        ("other", lambda lines: [line.replace('"taken"', '"took"') for line in lines], "is no journal of rollouts"),
+        ("drawn", lambda lines: [_with_a_longer_response(lines[0])], "tokens and "),
+    ],
+)
+def test_a_journal_that_cannot_be_replayed_is_one_line(
+    pool: Any, config: Path, partial: list[dict[str, Any]], name: str, change: Any, words: str
+) -> None:
+    overrides = [*PARTIAL[:2], _journal(config, name, change), f"trainer.default_local_dir={config.parent / name}_run"]
+    ((ok, value),) = pool(1).outcomes(pool_cases.train, config_path=str(config), overrides=overrides)
+    assert not ok and value[0] == "UserError" and words in value[1], value

@@ -3,6 +3,7 @@ uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
@@ -16,6 +17,8 @@ import forked
 import pytest
 from runs import kill, outcome
 from tiny import make_workspace, write_config
+
+from rlhf_mc.run_files import read_rows
 
 pytestmark = pytest.mark.system
 
@@ -107,7 +110,8 @@ def start_with_fault(config: Path, logs: Path, fault: Fault | None, overrides: S
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    workspace = make_workspace(tmp_path_factory.mktemp("workspace"), num_hidden_layers=2)
+    workspace = make_workspace(tmp_path_factory.mktemp("workspace"), num_hidden_layers=2, max_position_embeddings=128)
+    (workspace / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
     return write_config(
         workspace,
         trainer={
@@ -119,28 +123,33 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "critic_warmup": 1,
             "logger": ["jsonl"],
         },
-        actor={"optim": {"lr_decay_style": "linear"}, "ppo_epochs": 1},
-        critic={"ppo_epochs": 1},
+        # A response ends after 40 tokens on average.
+        data={"max_response_length": 96},
+        actor={"ppo_max_token_len_per_gpu": 512, "optim": {"lr_decay_style": "linear"}, "ppo_epochs": 1},
+        critic={"ppo_epochs": 1, "ppo_max_token_len_per_gpu": 512, "forward_max_token_len_per_gpu": 512},
+        ref={"log_prob_max_token_len_per_gpu": 512},
+        rollout={"log_prob_max_token_len_per_gpu": 512},
     )
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    root = tmp_path_factory.mktemp("uninterrupted")
-    codes, _ = start_with_fault(config, root / "logs", None, [f"trainer.default_local_dir={root / 'run'}"])
-    assert codes == [0, 0], (root / "logs" / "stderr").read_text()
-    return outcome(root / "run", STEPS)
+PARTIAL = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token", "rollout.max_num_seqs=16"]
 
 
-# Two runs: each kind of fault, with saves in the background and without. KILL_SEED moves the points.
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_anywhere(config: Path, uninterrupted: dict[str, object], tmp_path: Path, seed: int) -> None:
+# Two runs: each kind of fault, with saves in the background and without, with responses that end in their step and
+# with responses that later steps continue. KILL_SEED moves the points.
+@pytest.mark.parametrize(("seed", "settings"), [(0, []), (1, PARTIAL)], ids=["whole", "partial"])
+def test_killed_anywhere(config: Path, tmp_path: Path, seed: int, settings: list[str]) -> None:
+    directory = f"trainer.default_local_dir={tmp_path / 'uninterrupted'}"
+    codes, _ = start_with_fault(config, tmp_path / "uninterrupted_logs", None, [directory, *settings])
+    assert codes == [0, 0], (tmp_path / "uninterrupted_logs" / "stderr").read_text()
+    uninterrupted = outcome(tmp_path / "uninterrupted", STEPS)
     rng = random.Random(f"{os.environ.get('KILL_SEED', '0')} {seed}")
     kinds = list(KINDS)
     rng.shuffle(kinds)
     if kinds[0] == KINDS[-1]:
         kinds.reverse()  # there is nothing to resume at the first start
     overrides = [f"trainer.default_local_dir={tmp_path / 'run'}", f"trainer.async_save={str(seed % 2 == 0).lower()}"]
+    overrides += settings
     events = []
     for number, (kind, fault) in enumerate([(kind, draw(kind, rng)) for kind in kinds]):
         codes, event = start_with_fault(config, tmp_path / f"logs{number}", fault, overrides)
@@ -152,3 +161,6 @@ def test_killed_anywhere(config: Path, uninterrupted: dict[str, object], tmp_pat
     result = outcome(tmp_path / "run", STEPS)
     for key, value in uninterrupted.items():
         assert result[key] == value, key
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    ages = [row.get("training/off_policy/trajectory_staleness_worst/max", 0) for _, row in rows]
+    assert (max(ages) > 0) == (settings == PARTIAL), "responses were continued"

@@ -79,7 +79,7 @@ def test_valid_config_passes(directory: Path) -> None:
 
 
 def test_every_path_setting_is_classified() -> None:
-    named = {unnamed(key) for key in dotted_keys() if key.endswith(("path", "_files", "_dir"))}
+    named = {unnamed(key) for key in dotted_keys() if key.endswith(("path", "_files", "_dir", "replay"))}
     assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT, *paths.OTHER_OUTPUTS}
 
 
@@ -99,6 +99,7 @@ def test_endpoint_is_checked_before_torch_is_imported(directory: Path, overrides
 
 EXTRA = {
     "trainer.resume_from_path": ["trainer.resume_mode=resume_path"],
+    "trainer.replay": ["rollout.tail_batching=true"],
     "algorithm.custom_estimator.path": ["algorithm.adv_estimator=custom"],
     "reward_model.tokenizer_path": ["reward_model.model_path={0}/model"],
     "reward_model.chat_template_path": ["reward_model.model_path={0}/model", "reward_model.tokenizer_path={0}/model"],

@@ -25,7 +25,7 @@ def _generate(lens: list[int], engines: int, expected_lens: list[float] | None =
             for numbers, share, requests, clock in zip(taken, shares, left, clocks, strict=True):
                 share += numbers
                 requests |= {number: lens[number] for number in numbers}
-                clock.begin_period(0)
+                clock.begin_period(0, [], 0)
         for engine, (requests, clock) in enumerate(zip(left, clocks, strict=True)):
             while requests and not (queue and clock.period_is_over):
                 running = list(requests)[:PLACES]

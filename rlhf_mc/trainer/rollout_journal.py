@@ -1,0 +1,103 @@
+"""The journal of the groups that each step has generated, rollouts.jsonl, and its replay: trainer.replay lets a run in
+another layout take the decisions of an earlier one, which depend on the number of engines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config
+from rlhf_mc.observability.sinks import best_effort
+from rlhf_mc.run_files import JOURNAL_FILE, read_rows
+from rlhf_mc.trainer.group_pool import Group
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The groups of one step: a row of the journal."""
+
+    step: int
+    positions: Sequence[int]
+    """Of each group that the step has generated."""
+    lens: Sequence[Sequence[int]]
+    """Tokens of each of its responses at the end of the step."""
+    taken: Sequence[int]
+    """Positions of the groups that the step has trained on."""
+
+
+class RolloutJournal:
+    """The journal of a run, which rank 0 writes, and the one that the run replays. The same on every rank."""
+
+    def __init__(self, cfg: Config) -> None:
+        """Raise UserError if the journal of trainer.replay cannot be replayed."""
+        self._path = Path(cfg.trainer.default_local_dir) / JOURNAL_FILE
+        self._settings = {"seed": cfg.trainer.seed, "train_batch_size": cfg.data.train_batch_size, "n": cfg.rollout.n}
+        self._replayed: dict[int, StepGroups] | None = None
+        if cfg.trainer.replay is not None:
+            self._replayed = self._read(Path(cfg.trainer.replay) / JOURNAL_FILE)
+
+    def _read(self, path: Path) -> dict[int, StepGroups]:
+        """Return the rows of a journal by step. An incomplete last row, of a killed run, is left out."""
+        rows: list[dict[str, Any]] = [row for _, row in read_rows(path)]
+        if not rows:
+            raise UserError(
+                f"trainer.replay: {path} has no rows; a run writes it with rollout.tail_batching or partial_rollout"
+            )
+        for row in rows:
+            other = {key: row.pop(key, None) for key in self._settings}
+            if other != self._settings:
+                raise UserError(
+                    f"trainer.replay: {path} is of a run with {_words(other)}; this run has {_words(self._settings)}"
+                )
+        try:
+            return {row["step"]: StepGroups(**row) for row in rows}
+        except TypeError:
+            raise UserError(f"trainer.replay: {path} is no journal of rollouts: it has other fields") from None
+
+    @property
+    def is_replayed(self) -> bool:
+        """The run takes the decisions of another one."""
+        return self._replayed is not None
+
+    def replayed(self, step: int) -> StepGroups:
+        """Return the groups of the step in the run that is replayed. Raise UserError if its journal ends before."""
+        assert self._replayed is not None
+        if step not in self._replayed:
+            raise UserError(
+                f"trainer.replay: the journal has no step {step}: it has {min(self._replayed)} to"
+                f" {max(self._replayed)}; leave trainer.replay out to continue from a checkpoint without it"
+            )
+        return self._replayed[step]
+
+    def record(self, step: int, groups: Sequence[Group], taken: Sequence[Group]) -> None:
+        """Write the row of a step, before its updates. Rank 0 calls it by itself."""
+        lens = [[len(one.token_ids) for one in group.responses] for group in groups]
+        row = StepGroups(step, [group.position for group in groups], lens, [group.position for group in taken])
+        line = json.dumps({**asdict(row), **self._settings}) + "\n"
+
+        def append() -> None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
+
+        best_effort(JOURNAL_FILE, append)
+
+
+def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
+    """Raise UserError unless the responses have the lengths of the journal."""
+    for group, lens in zip(groups, row.lens, strict=True):
+        for response, (one, wanted) in enumerate(zip(group.responses, lens, strict=True)):
+            if len(one.token_ids) != wanted:
+                raise UserError(
+                    f"trainer.replay: step {row.step}, {group.prompt.where}: response {response} has"
+                    f" {len(one.token_ids)} tokens and {wanted} in the journal; the runs have drawn other tokens: are"
+                    " model, data, settings and versions those of that run?"
+                )
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
