@@ -36,7 +36,7 @@ from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout import engine_loop
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
-from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
+from rlhf_mc.rollout.work_sharing import Clock, ResponseLengths, SharedQueue
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import generate
 from rlhf_mc.trainer.generate import generate_batch
@@ -296,6 +296,7 @@ class SimulatedEngines:
         engine: Any,
         requests: Sequence[Request],
         sampling: Sampling,
+        clock: Clock,
         expected_lens: Sequence[float] | None = None,
         enough: Callable[[Set[int]], bool] | None = None,
     ) -> Responses:
@@ -313,7 +314,7 @@ class SimulatedEngines:
             self._thread.rank = rank
             try:
                 return engine_loop.generate_responses(
-                    self.engines[rank], requests, sampling, expected_lens, enough and is_enough
+                    self.engines[rank], requests, sampling, type(clock)(), expected_lens, enough and is_enough
                 )
             except BaseException:
                 self._gather.abort()
@@ -415,6 +416,8 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
         train_prompts=Prompts(count),
         response_lengths=lengths,
         group_pool=GroupPool(),
+        groups=SimpleNamespace(rank=0),
+        journal=SimpleNamespace(is_replayed=False, record=lambda *row: None),
         stop_token_ids=(),
         offload_schedule=SimpleNamespace(phase=lambda timer, name: contextlib.nullcontext()),
     )

@@ -86,16 +86,14 @@ class RecordedEngine(VLLMEngine):
         self._start = now
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Add requests, with their lengths in place of sampling.max_tokens."""
+        """Add requests, which end at their lengths."""
+        with self._not_counted():
+            lens = [self.workload.length(prompt_index(request), request.seed) for request in requests]
+            requests = [replace(request, max_tokens=length) for request, length in zip(requests, lens, strict=True)]
+            self.twin.add(requests, sampling)
         start = time.process_time()
         super().add(requests, sampling)
         self.added += [(time.process_time() - start) / max(1, len(requests))] * len(requests)
-        with self._not_counted():
-            self.twin.add(requests, sampling)
-            for request in requests:
-                length = self.workload.length(prompt_index(request), request.seed)
-                _, name = self._requests[request.number]
-                self._core.scheduler.requests[name].max_tokens = length - len(request.begun.token_ids)
 
     def step(self) -> dict[int, Generation]:
         """Take a step of vLLM, and compare it with the simulator's."""
@@ -285,7 +283,8 @@ def main() -> None:
         if args.costs is not None:
             args.costs.write_text(json.dumps(asdict(costs)))
         print(f"ms of a step by batch: {', '.join(f'{k}: {costs.by_batch[k] * 1e3:.2f}' for k in (1, args.places))}")
-        print(f"costs: {costs}")
+        exchanges = [each * 1e3 for record in records for each in record["exchanges"]]
+        print(f"ms of an exchange: mean {np.mean(exchanges):.2f}, median {np.median(exchanges):.2f}; all costs: {costs}")
         report(replace(workload, kind=""), results, costs)
     engine.close()
     shut_down()
