@@ -50,8 +50,13 @@ def _without_critic(estimator: str, *settings: str) -> Variant:
     return Variant(estimator, settings=(f"algorithm.adv_estimator={estimator}", *settings))
 
 
+_PARTIAL = ("rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token")
+_FEW_PLACES = "rollout.max_num_seqs=32"  # of 256 responses: most are unfinished when enough groups are complete
+
 VARIANTS = (
     Variant("gae", "configs/quickstart.yaml"),
+    Variant("gae_tail_batching", "configs/quickstart.yaml", ("rollout.tail_batching=true", _FEW_PLACES)),
+    Variant("gae_partial_rollout", "configs/quickstart.yaml", (*_PARTIAL, _FEW_PLACES)),
     _without_critic("grpo"),
     _without_critic("grpo_passk"),
     # As many responses in groups of 2: a group of 8 seldom has exactly one right response, and no gradient otherwise.

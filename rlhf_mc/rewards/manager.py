@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
@@ -25,38 +25,53 @@ _MAX_REPORTED = 5
 
 
 class PendingScores:
-    """Scores that workers are computing, in the order of the rows."""
+    """Scores that workers are computing, in the order in which their rows were submitted."""
 
-    def __init__(self, parts: Sequence[Future[Scores]], num_rows: int, workers: Sequence[Worker], names: Names) -> None:
-        """Part p has the scores of rows p, p + len(parts), ... (round-robin), which worker p computes."""
+    def __init__(self, names: Names) -> None:
         self.names = names
         """Limits the numbers of the scores of all ranks together."""
-        self._parts = parts
-        self._workers = workers
-        self._num_rows = num_rows
-        self._submitted = time.perf_counter()
-        self._done = self._submitted
-        for part in parts:
-            part.add_done_callback(self._note_time)
+        self.num_rows = 0
+        self._parts: list[tuple[Sequence[int], Future[Scores]]] = []
+        self._num_before: dict[Worker, int] = {}
+        """Rows that each worker had scored before."""
+        self._last_parts: dict[Worker, Future[Scores]] = {}
+        """A worker computes its parts one after the other."""
+        self._submitted: float | None = None
+        self._done = 0.0
+
+    def add(self, worker: Worker, rows: Sequence[int], scores: Future[Scores]) -> None:
+        """Add the scores of these rows, which the worker computes."""
+        self._submitted = self._submitted or time.perf_counter()
+        self._num_before.setdefault(worker, worker.num_scored)
+        self._parts.append((rows, scores))
+        self._last_parts[worker] = scores
+        scores.add_done_callback(self._note_time)
 
     def _note_time(self, part: Future[Scores]) -> None:
         self._done = max(self._done, time.perf_counter())
 
+    @property
+    def is_busy(self) -> bool:
+        """Rows are waiting for their scores."""
+        return not all(part.done() for part in self._last_parts.values())
+
     def result(self) -> Scores:
         """Wait for the scores and return them. Raise UserError if a row could not be scored."""
-        scores: Scores = [Score(0.0)] * self._num_rows
-        with working(total=self._num_rows, unit="responses") as work:
-            for p, part in enumerate(self._parts):
+        scores: Scores = [Score(0.0)] * self.num_rows
+        with working(total=self.num_rows, unit="responses") as work:
+            for rows, part in self._parts:
                 while not wait([part], _COUNT_SECONDS).done:
-                    work.done = sum(worker.num_scored for worker in self._workers)
-                scores[p :: len(self._parts)] = part.result()
+                    work.done = sum(worker.num_scored - before for worker, before in self._num_before.items())
+                for row, score in zip(rows, part.result(), strict=True):
+                    scores[row] = score
         return scores
 
     def seconds_until(self, moment: float) -> float:
-        """Return the seconds of scoring before the moment (of time.perf_counter), during which the rank did other
-        work."""
-        is_done = all(part.done() for part in self._parts)
-        return (min(self._done, moment) if is_done else moment) - self._submitted
+        """Return the seconds from the first submission to the last score or the moment (of time.perf_counter), during
+        which the rank did other work."""
+        if self._submitted is None:
+            return 0.0
+        return (moment if self.is_busy else min(self._done, moment)) - self._submitted
 
 
 class RewardManager:
@@ -73,11 +88,12 @@ class RewardManager:
         self._failures = 0
         self._names = Names()
         self._workers: list[Worker] = []
-        self._threads = ThreadPoolExecutor(reward.num_workers)
+        self.is_batched = False
+        """The user's function takes all rows in one call."""
         if custom.path is not None or reward.remote.url is not None:
             # An error in the user's file, or a missing key, is reported before training starts.
             try:
-                self._start_workers(1)[0].load()
+                self.is_batched = self._start_workers(1)[0].load()
             except UserError:
                 self.close()
                 raise
@@ -110,20 +126,28 @@ class RewardManager:
         responses: Sequence[str],
         training: bool = True,
         texts: Sequence[str] | None = None,
+        earlier: PendingScores | None = None,
     ) -> PendingScores:
         """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
         responses. Errors are raised by PendingScores.result.
 
         training: by the weights of training, else of validation. Parts of reward models are not added here.
-        texts: the prompts as text, with `needs_prompts`."""
+        texts: the prompts as text, with `needs_prompts`. earlier: scores to come, behind which these are added."""
+        pending = PendingScores(self._names) if earlier is None else earlier
         texts = [""] * len(prompts) if texts is None else texts
         rows = [
             self._row(p, response, training, text) for p, response, text in zip(prompts, responses, texts, strict=True)
         ]
-        has_functions = any(not self.mixture.is_by_models(row.parts) for row in rows)
-        workers = self._start_workers(min(self._reward.num_workers, len(rows))) if has_functions else []
-        parts = [self._threads.submit(self._score, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)]
-        return PendingScores(parts, len(rows), workers, self._names)
+        first = pending.num_rows
+        pending.num_rows += len(rows)
+        if any(not self.mixture.is_by_models(row.parts) for row in rows):
+            # Row i of all is worker i's, round-robin.
+            workers = self._start_workers(min(self._reward.num_workers, pending.num_rows))
+            for p in range(min(len(workers), len(rows))):
+                worker = workers[(first + p) % len(workers)]
+                part = worker.thread.submit(self._score, worker, rows[p :: len(workers)])
+                pending.add(worker, range(first + p, pending.num_rows, len(workers)), part)
+        return pending
 
     def close(self) -> None:
         """End the workers."""
@@ -149,7 +173,8 @@ class RewardManager:
             return worker.score(rows, self._failed)
         except UserError:
             worker.close()
-            self._workers.remove(worker)
+            if worker in self._workers:  # a part that was submitted later fails too
+                self._workers.remove(worker)
             raise
 
     def _failed(self, row: RewardRow, failure: Failure) -> Score:

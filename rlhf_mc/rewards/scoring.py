@@ -96,6 +96,11 @@ class Scorer:
         """Rows are scored concurrently or in one call, not one after the other."""
         return self._custom is not None and (self._custom.is_async or self._custom.is_batched)
 
+    @property
+    def is_batched(self) -> bool:
+        """The user's function takes all rows in one call."""
+        return self._custom is not None and self._custom.is_batched
+
     def score(self, rows: Sequence[RewardRow], done: Done, progress: Callable[[], None]) -> None:
         """Call `done` for each row. Before, call `progress` for each answer of the remote endpoint."""
         from_remote = {}

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -27,14 +28,15 @@ _EXTRA_SECONDS = 1.0
 
 
 class Worker:
-    """The rank's handle of a worker process and of the guard around it (runtime/guard.py). One thread at a time may
-    use it."""
+    """The rank's handle of a worker process and of the guard around it (runtime/guard.py)."""
 
     def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
         self._custom = custom
         self._reward = reward
+        self.thread = ThreadPoolExecutor(1)
+        """The thread that may use the worker."""
         self.num_scored = 0
-        """Rows of the current call of `score` that have a score; other threads read it."""
+        """Rows that have a score; other threads read it."""
         self._start()
 
     def _start(self) -> None:
@@ -52,21 +54,23 @@ class Worker:
         theirs.close()
         self._loading = True
         self._scores_together = False
+        self._is_batched = False
         self._connection.send((self._custom, self._reward))
 
-    def load(self) -> None:
-        """Wait until the reward function is loaded. Raise UserError if that fails."""
+    def load(self) -> bool:
+        """Wait until the reward function is loaded. Return Scorer.is_batched. Raise UserError if loading fails."""
         if not self._loading:
-            return
+            return self._is_batched
         name = custom_score_name(self._custom)
         limit = max(self._reward.timeout_seconds, IMPORT_SECONDS)
         try:
             if not self._wait_for_message(limit):
                 raise UserError(f"{name}: not imported after {limit:g} s (reward.timeout_seconds)")
-            self._scores_together = self._receive()
+            self._scores_together, self._is_batched = self._receive()
         except (EOFError, OSError):
             raise UserError(f"{name}: importing it ended the worker process, {self._describe_end()}") from None
         self._loading = False
+        return self._is_batched
 
     def score(self, rows: Sequence[RewardRow], failed: Callable[[RewardRow, Failure], Score]) -> list[Score]:
         """Return each row's score; the score of a row without one is failed(row, reason). The worker cannot be used any
@@ -75,7 +79,6 @@ class Worker:
         Where a row does not return in time, or ends the process, another process scores the remaining ones. Rows that
         are scored together with it and have no score yet fail with it."""
         scores: dict[int, Score] = {}
-        self.num_scored = 0
         while left := [i for i in range(len(rows)) if i not in scores]:
             self.load()
             failure = self._receive_scores(rows, left, scores, failed)
@@ -112,7 +115,7 @@ class Worker:
                 place, outcome = message
                 i = left[place]
                 scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
-                self.num_scored = len(scores)
+                self.num_scored += 1
         except (EOFError, OSError):
             return Failure("exited", f"its worker process ended, {self._describe_end()}")
         return None
@@ -141,9 +144,9 @@ class Worker:
         return self._connection.poll()
 
     def _receive(self) -> Any:
-        """Return a message: Scorer.scores_together once the user's function is loaded; (place among the rows that were
-        sent, Score or Failure) of a row; None where the remote endpoint has answered. Raise a UserError that the worker
-        has sent."""
+        """Return a message: Scorer.{scores_together, is_batched} once the user's function is loaded; (place among the
+        rows that were sent, Score or Failure) of a row; None where the remote endpoint has answered. Raise a UserError
+        that the worker has sent."""
         message = self._connection.recv()
         if isinstance(message, UserError):
             raise message
@@ -180,7 +183,7 @@ def main(descriptor: int, parent: int) -> None:
     try:
         custom, reward = connection.recv()
         scorer = Scorer(custom, reward)
-        send(scorer.scores_together)
+        send((scorer.scores_together, scorer.is_batched))
         while True:
             rows = connection.recv()
             scorer.score(rows, lambda *scored: send(scored), lambda: send(None))

@@ -27,6 +27,7 @@ def generate_responses(
     clock: Clock,
     expected_lens: Sequence[float] | None = None,
     enough: Callable[[Set[int]], bool] | None = None,
+    on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
 ) -> Responses:
     """Return the response to each request, on every rank. Every rank must call it with the same arguments. Request i
     has number i. clock: a new one. expected_lens: see SharedQueue.
@@ -34,9 +35,13 @@ def generate_responses(
     enough: whether the call may end, by the numbers of the responses that have ended; true of all of them. The call
     then ends with the first period after which it is true, and other responses have the tokens that they have.
 
+    on_ended: called after a step with the responses that have ended in it, by number, each on one rank of its engine.
+
     A response depends on its prompt, its seed and the weights, not on the engine that generates it. Raise UserError if
     the ranks of one engine have drawn different tokens."""
     own = next(number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks)
+    ranks = engine.groups[own]
+    place = ranks.index(dist.get_rank())
     queue = SharedQueue(len(requests), expected_lens)
     responses: dict[int, Generation] = {}
     with working(total=-(-len(requests) // len(engine.groups)), unit="responses") as work:
@@ -52,11 +57,15 @@ def generate_responses(
                 num_prompt_tokens = sum(len(request.prompt) + len(request.begun.token_ids) for request in taken)
                 clock.begin_period(num_prompt_tokens, step_seconds, own)
             ends_with_period = bool(queue) or enough is not None
-            while engine.num_unfinished and not (ends_with_period and clock.period_is_over):
+            while engine.num_unfinished:
                 finished = engine.step()
                 clock.step(engine.num_running + len(finished))
                 work.advance(len(finished), tokens=engine.num_running + len(finished))
                 responses |= finished
+                if on_ended is not None and finished:
+                    on_ended({number: one for number, one in finished.items() if number % len(ranks) == place})
+                if ends_with_period and (len(engine.groups) == 1 or clock.period_is_over):
+                    break
             if not ends_with_period:
                 break
     responses |= engine.abort()

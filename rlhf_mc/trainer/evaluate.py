@@ -25,7 +25,7 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.generate import VALIDATION, generate, repeat_prompts, sampling_seeds, update_weights
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import keep_samples
-from rlhf_mc.trainer.scores import collect_scores, submit_responses
+from rlhf_mc.trainer.scores import ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
 
@@ -78,9 +78,10 @@ def evaluate(run: Run) -> Validation:
     parameters = Sampling(
         sampling.temperature, cfg.data.max_response_length, run.stop_token_ids, sampling.top_p, sampling.top_k
     )
-    generations = generate(run, rows, seeds, parameters)
-    pending = submit_responses(run.rewards, run.tokenizer, rows, generations.token_ids(), training=False)
-    return Validation(rows, generations, collect_scores(pending, len(rows)))
+    stream = ScoreStream(run.rewards, run.tokenizer, rows, training=False)
+    generations = generate(run, rows, seeds, parameters, stream)
+    stream.submit({})  # those that waited for all
+    return Validation(rows, generations, stream.collect())
 
 
 def _as_text(prompt: Prompt, token_ids: list[int], score: Score, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
 
 from rlhf_mc.config.roles import estimator_needs
-from rlhf_mc.data.batch import NOTHING, Prompt, RaggedBatch, Responses, build_batch
+from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
@@ -18,6 +18,7 @@ from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.work_sharing import CLOCKS, Clock
 from rlhf_mc.trainer.group_pool import Group
 from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.scores import ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
 TRAINING = 0
@@ -60,13 +61,20 @@ def generate(
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
     sampling: Sampling,
+    stream: ScoreStream,
+    first: int = 0,
     expected_lens: Sequence[float] | None = None,
 ) -> Responses:
-    """Return one response per prompt, on every rank. expected_lens: of the responses; the longest begin first."""
+    """Return one response per prompt, on every rank. stream: gets each response as soon as it has ended; the first one
+    has the number `first` there. expected_lens: of the responses; the longest begin first."""
     requests = [
         Request(i, prompt.token_ids, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
-    return generate_responses(run.rollout, requests, sampling, new_clock(run), expected_lens)
+
+    def score(ended: Mapping[int, Generation]) -> None:
+        stream.submit({first + number: one.token_ids for number, one in ended.items()}, others_follow=True)
+
+    return generate_responses(run.rollout, requests, sampling, new_clock(run), expected_lens, on_ended=score)
 
 
 def new_clock(run: Run) -> Clock:
@@ -145,9 +153,17 @@ def continue_groups(
     return continued
 
 
-def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
+def new_stream(run: Run, prompts: list[Prompt]) -> ScoreStream:
+    """Return a stream of the scores of a response to each prompt, and of the greedy ones, if the advantage estimator
+    needs them, after all others. prompts: of each response, repeated for its rollout.n responses."""
+    has_greedy = estimator_needs(run.config.algorithm).greedy_baseline
+    greedy = prompts[:: run.config.rollout.n] if has_greedy else []
+    return ScoreStream(run.rewards, run.tokenizer, [*prompts, *greedy])
+
+
+def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
     """Generate rollout.n responses to each prompt of the next batch with the current weights, and a greedy one if the
-    advantage estimator needs it. Return the prompt of each response, and the batch."""
+    advantage estimator needs it. Return the prompt of each response, the batch, and the scores to come."""
     cfg = run.config
     indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
     drawn = run.train_prompts.at(indices)
@@ -161,9 +177,12 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
         rows = [prompt.index for prompt in prompts]
         expected_lens = run.response_lengths.expected(rows)
-        generations = generate(run, prompts, seeds, parameters, expected_lens)
+        stream = new_stream(run, prompts)
+        generations = generate(run, prompts, seeds, parameters, stream, expected_lens=expected_lens)
         run.response_lengths.record(rows, generations.lens.tolist())
         if estimator_needs(cfg.algorithm).greedy_baseline:
-            greedy = generate(run, drawn, seeds[:: cfg.rollout.n], replace(parameters, temperature=0.0))
+            greedy_seeds = seeds[:: cfg.rollout.n]
+            greedy = generate(run, drawn, greedy_seeds, replace(parameters, temperature=0.0), stream, len(prompts))
             state.greedy = build_batch(drawn, greedy)
-    return prompts, build_batch(prompts, generations)
+    stream.submit({})  # those that waited for all
+    return prompts, build_batch(prompts, generations), stream

@@ -14,16 +14,17 @@ from rlhf_mc.config.roles import estimator_needs, prompts_in_flight
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rollout.base import Sampling
-from rlhf_mc.trainer.generate import Enough, continue_groups, generate, new_groups, repeat_prompts
+from rlhf_mc.trainer.generate import Enough, continue_groups, generate, new_groups, new_stream, repeat_prompts
 from rlhf_mc.trainer.group_pool import Group, drop_stale, load_groups, must_end
 from rlhf_mc.trainer.rollout_journal import check_replayed
 from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.scores import ScoreStream, submit_share
 from rlhf_mc.trainer.step_state import StepState
 
 
-def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
-    """Generate until data.train_batch_size groups are complete. Return the prompt of each response, and the batch. All
-    ranks know which responses have ended, and so decide alike."""
+def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
+    """Generate until data.train_batch_size groups are complete. Return the prompt of each response, the batch, and the
+    scores to come. All ranks know which responses have ended, and so decide alike."""
     cfg = run.config
     needed = cfg.data.train_batch_size
     if run.journal.is_replayed:
@@ -55,13 +56,18 @@ def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
     else:
         state.metrics["train/tail_groups"] = len(others)
     run.group_pool.groups = others
+    drawn = [group.prompt for group in taken]
+    prompts = repeat_prompts(drawn, cfg.rollout.n)
+    stream = new_stream(run, prompts)
+    with run.offload_schedule.phase(state.timer, "reward"):
+        submit_share(stream, batch.responses())
     if estimator_needs(cfg.algorithm).greedy_baseline:
         with run.offload_schedule.phase(state.timer, "gen"):
-            prompts = [group.prompt for group in taken]
             parameters = Sampling(0.0, cfg.data.max_response_length, run.stop_token_ids)
-            greedy = generate(run, prompts, [group.seeds[0] for group in taken], parameters)
-            state.greedy = build_batch(prompts, greedy)
-    return repeat_prompts([group.prompt for group in taken], cfg.rollout.n), batch
+            greedy = generate(run, drawn, [group.seeds[0] for group in taken], parameters, stream, len(prompts))
+            stream.submit({})  # those that waited for all
+            state.greedy = build_batch(drawn, greedy)
+    return prompts, batch, stream
 
 
 def load_pool(run: Run, state: Mapping[str, Any] | None, num_batches: int) -> None:

@@ -16,14 +16,13 @@ from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
 from rlhf_mc.data.order import batches_per_epoch
-from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import generate_batch
 from rlhf_mc.trainer.pooled_rollout import pooled_rollout
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import await_rewards, record_samples, submit_rewards
+from rlhf_mc.trainer.scores import ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
 
 PROGRESS_EVERY = 10
@@ -102,16 +101,16 @@ def differ(values: torch.Tensor) -> torch.Tensor:
     return (values != values[:, :1]).any(dim=1)
 
 
-def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch, PendingScores | None]:
-    """Generate the responses of the step and submit them to the reward workers. Return the prompt of each response, the
-    batch, and its scores to come; None where algorithm.filter_groups has scored the responses to choose them. Raise
+def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch, ScoreStream | None]:
+    """Generate the responses of the step, which the reward workers score meanwhile. Return the prompt of each response,
+    the batch, and its scores to come; None where algorithm.filter_groups has scored the responses to choose them. Raise
     StopRequested if a stop is requested."""
     if run.config.algorithm.filter_groups.enable:
         return *filtered_rollout(run, state, stop), None
     has_pool = run.config.rollout.tail_batching or run.config.rollout.partial_rollout
-    prompts, batch = pooled_rollout(run, state) if has_pool else generate_batch(run, state)
+    prompts, batch, stream = pooled_rollout(run, state) if has_pool else generate_batch(run, state)
     stop.check()
-    return prompts, batch, submit_rewards(run, state, prompts, batch)
+    return prompts, batch, stream
 
 
 def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch]:
@@ -132,11 +131,10 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
             raise TooFewGroups(_too_few(cfg, groups, num_batches, in_vain == most_in_vain, state.step))
         if num_batches and num_batches % PROGRESS_EVERY == 0:
             print_line(f"step {state.step}: {_progress(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
-        prompts, batch = generate_batch(run, state)
+        prompts, batch, stream = generate_batch(run, state)
         num_batches += 1
         stop.check()
-        pending = submit_rewards(run, state, prompts, batch)
-        batch, scores = await_rewards(run, state, prompts, batch, pending)
+        batch, scores = await_rewards(run, state, prompts, batch, stream)
         stop.check()
         before = groups.num_kept
         groups.add(prompts, batch, scores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.phase_work import count
-from rlhf_mc.rewards.manager import PendingScores, RewardManager
+from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score, penalize_overlong, reward_metrics
 from rlhf_mc.run_files import TRAIN_GENERATIONS
 from rlhf_mc.runtime.preemption import StopRequests
@@ -29,44 +29,63 @@ _TRAIN_LOG_STEPS = 10
 """Steps between those of which train_generations/ has some responses."""
 
 
-def submit_responses(
-    rewards: RewardManager,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    responses: Sequence[list[int]],
-    training: bool = True,
-) -> PendingScores:
-    """Submit this rank's share of the responses to its reward workers. Responses are assigned to ranks round-robin.
-    training: see RewardManager.submit."""
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    share = prompts[rank::world]
-    count(responses=len(share))
-    texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
-    prompt_texts = None
-    if rewards.needs_prompts:
-        prompt_texts = tokenizer.batch_decode([prompt.token_ids for prompt in share], skip_special_tokens=True)
-    return rewards.submit(share, texts, training, prompt_texts)
+class ScoreStream:
+    """The scores of responses that are submitted to reward workers as they end, while others are generated. A response
+    is named by its number, and scored by one rank, whichever that is."""
+
+    def __init__(
+        self,
+        rewards: RewardManager,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
+        training: bool = True,
+    ) -> None:
+        """prompts: of each response, by its number. training: see RewardManager.submit."""
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._training = training
+        self._numbers: list[int] = []
+        self._held: dict[int, Sequence[int]] = {}
+        """Responses that wait for others, to be scored together."""
+        self._pending = rewards.submit([], [], training)
+
+    def submit(self, responses: Mapping[int, Sequence[int]], others_follow: bool = False) -> None:
+        """Submit the tokens of responses to this rank's workers, by number. With others_follow they wait for others
+        while the workers are busy, since an async function or an endpoint scores many at once; those of a function that
+        takes all rows in one call wait for all."""
+        self._held |= responses
+        if not self._held or (others_follow and (self._rewards.is_batched or self._pending.is_busy)):
+            return
+        numbers = list(self._held)
+        prompts = [self._prompts[number] for number in numbers]
+        decode = self._tokenizer.batch_decode
+        texts = decode([list(self._held[number]) for number in numbers], skip_special_tokens=True)
+        prompt_texts = None
+        if self._rewards.needs_prompts:
+            prompt_texts = decode([prompt.token_ids for prompt in prompts], skip_special_tokens=True)
+        self._held.clear()
+        self._numbers += numbers
+        self._rewards.submit(prompts, texts, self._training, prompt_texts, self._pending)
+
+    def collect(self) -> list[Score]:
+        """Return the scores of all responses on every rank. Raise UserError on all ranks if a response on any cannot be
+        scored. Every rank must call it."""
+        count(responses=len(self._numbers))
+        scores = [Score(0.0)] * len(self._prompts)
+        for part in gather_results(lambda: dict(zip(self._numbers, self._pending.result(), strict=True))):
+            for number, score in part.items():
+                scores[number] = score
+        return self._pending.names.limit(scores)
+
+    def hidden_seconds(self) -> float:
+        """Return the seconds since the first submission, or up to the last score, in which the rank did other work."""
+        return self._pending.seconds_until(time.perf_counter())
 
 
-def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
-    """Return the scores of all num_rows responses on every rank. Raise UserError on all ranks if a response on any
-    cannot be scored. Every rank must call it."""
-    world = dist.get_world_size()
-    out = [Score(0.0)] * num_rows
-    for r, part in enumerate(gather_results(pending.result)):
-        out[r::world] = part
-    return pending.names.limit(out)
-
-
-def submit_rewards(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores:
-    """Submit the responses, the greedy ones last, to the reward workers, which score them during the next phase."""
-    responses = batch.responses()
-    if state.greedy is not None:
-        prompts = prompts + prompts[:: run.config.rollout.n]
-        responses += state.greedy.responses()
-    with run.offload_schedule.phase(state.timer, "reward"):
-        return submit_responses(run.rewards, run.tokenizer, prompts, responses)
+def submit_share(stream: ScoreStream, responses: Sequence[Sequence[int]]) -> None:
+    """Submit this rank's share, round-robin, of all responses, which all ranks have."""
+    stream.submit({i: responses[i] for i in range(dist.get_rank(), len(responses), dist.get_world_size())})
 
 
 def rewards(
@@ -74,7 +93,7 @@ def rewards(
     state: StepState,
     prompts: list[Prompt],
     batch: RaggedBatch,
-    pending: PendingScores | None,
+    pending: ScoreStream | None,
     stop: StopRequests,
 ) -> RaggedBatch:
     """Return the batch with its scores, and record them. pending: of `rollout`; None: the batch has its scores. Raise
@@ -90,7 +109,7 @@ def rewards(
 
 
 def await_rewards(
-    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
+    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: ScoreStream
 ) -> tuple[RaggedBatch, list[Score]]:
     """Return the batch with the score of each response, and of the greedy response to its prompt if there is one: the
     weighted sum of its parts, by the reward workers and the reward models, less the penalty on long responses. Return
@@ -102,10 +121,9 @@ def await_rewards(
         for model in run.reward_models
     }
     hidden = state.metrics.get("timing_s/reward_hidden", 0.0)
-    state.metrics["timing_s/reward_hidden"] = hidden + pending.seconds_until(time.perf_counter())
-    sources = [prompt.data_source for prompt in (*prompts, *greedy_prompts)]
+    state.metrics["timing_s/reward_hidden"] = hidden + pending.hidden_seconds()
     with run.offload_schedule.phase(state.timer, "reward"):
-        scores = collect_scores(pending, len(sources))
+        scores = pending.collect()
     for part, contributions in by_model.items():
         scores = [
             score if value is None else score.plus(part, value)

@@ -33,7 +33,7 @@ from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import gather_objects, gather_results
 from rlhf_mc.trainer import generate, lifecycle, loop, start_table, step_state
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import collect_scores, submit_responses
+from rlhf_mc.trainer.scores import ScoreStream, submit_share
 
 
 @contextlib.contextmanager
@@ -227,7 +227,9 @@ def score_fixed_responses(directory: str, num_prompts: int, **reward: Any) -> li
     prompts = [Prompt(i, np.array([5], np.int32), "arithmetic", "2", {"index": i}) for i in range(num_prompts)]
     rewards = RewardManager(CustomRewardFunctionConfig(path=str(Path(directory) / "reward.py")), RewardConfig(**reward))
     try:
-        return collect_scores(submit_responses(rewards, tokenizer, prompts, [[6, 7]] * num_prompts), num_prompts)
+        stream = ScoreStream(rewards, tokenizer, prompts)
+        submit_share(stream, [[6, 7]] * num_prompts)
+        return stream.collect()
     finally:
         rewards.close()
 

@@ -18,13 +18,17 @@ import vllm
 from cases import built_run
 from ragged import to_generations
 from safetensors.torch import load_file
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.data.batch import NOTHING, Generation, Responses
+from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
+from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.patching import replaced
+from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
@@ -32,6 +36,7 @@ from rlhf_mc.rollout.work_sharing import CLOCKS, VirtualClock
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import evaluate, logprob_check, loop, step_state
+from rlhf_mc.trainer.scores import ScoreStream
 
 
 @contextlib.contextmanager
@@ -233,3 +238,56 @@ def in_parts(
                 drawn[i] = one
             lens.append([len(one.token_ids) for one in drawn])
     return lens, drawn
+
+
+def scored_meanwhile(checkpoint: str, prompts: Sequence[Sequence[int]], directory: str) -> tuple[list[float], bool]:
+    """Generate responses and score them by directory/reward.py. Return the scores, and whether directory/scored, which
+    the reward function makes, was there before the last step of the engine."""
+    where = Path(directory)
+    rows = [Prompt(i, np.array(prompt, np.int32), "mine", None) for i, prompt in enumerate(prompts)]
+    requests = [Request(i, row.token_ids, 1000 + i, NOTHING) for i, row in enumerate(rows)]
+    rewards = RewardManager(CustomRewardFunctionConfig(path=str(where / "reward.py")), RewardConfig())
+    was_there = []
+    try:
+        with built_engine(checkpoint, 1, 128, max_num_seqs=4) as engine:
+            stream = ScoreStream(rewards, load_tokenizer(checkpoint), rows)
+            step = engine.step
+
+            def slow_step() -> dict[int, Generation]:
+                was_there.append((where / "scored").exists())
+                time.sleep(0.02)
+                return step()
+
+            engine.step = slow_step  # type: ignore[method-assign]
+            generate_responses(
+                engine,
+                requests,
+                Sampling(1.0, 64, (1, 2, 3)),
+                VirtualClock(),
+                on_ended=lambda ended: stream.submit({i: r.token_ids for i, r in ended.items()}, others_follow=True),
+            )
+            stream.submit({})
+            return [score.score for score in stream.collect()], was_there[-1]
+    finally:
+        rewards.close()
+
+
+def preempted(checkpoint: str, groups: Sequence[Sequence[int]], kv_cache_bytes: int) -> tuple[list[list[int]], int]:
+    """Generate long responses on engines with a KV cache of this size. Return them, and how many requests vLLM has
+    preempted on this rank."""
+    requests = [Request(i, np.arange(4, 14, dtype=np.int32), 1000 + i, NOTHING) for i in range(12)]
+    count = 0
+    preempt = Scheduler._preempt_request
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        preempt(*args, **kwargs)
+
+    with (
+        replaced(CPUWorker, "determine_available_memory", lambda worker: kv_cache_bytes),
+        replaced(Scheduler, "_preempt_request", counted),
+        built_engine(checkpoint, len(groups[0]), 400, groups=groups, max_num_seqs=12) as engine,
+    ):
+        responses = generate_responses(engine, requests, Sampling(1.0, 380, ()), VirtualClock())
+        return responses.token_ids(), count

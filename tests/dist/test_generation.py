@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +93,46 @@ def test_a_response_continues_with_the_same_tokens(
     for one, other in zip(responses, alone, strict=True):
         assert one.finished == other.finished
         torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+
+
+ONE_BY_ONE = """
+from pathlib import Path
+def compute_score(solution_str, ground_truth=None, **row):
+    (Path(__file__).parent / "scored").touch()
+    return float(row["extra_info"].get("index", 0)) + 0.5
+"""
+TOGETHER = """
+from pathlib import Path
+def compute_score(solution_strs, **rows):
+    (Path(__file__).parent / "scored").touch()
+    return [len(solution_strs)] * len(solution_strs)
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("together", [False, True])
+def test_responses_are_scored_while_others_are_generated(
+    pool: Any, checkpoint: str, prompts: list[list[int]], tmp_path: Path, world: int, together: bool
+) -> None:
+    """Check too that a function which scores responses together gets all of a rank in one call."""
+    (tmp_path / "reward.py").write_text(TOGETHER if together else ONE_BY_ONE)
+    ranks = pool(world).run(
+        rollout_cases.scored_meanwhile, checkpoint=checkpoint, prompts=prompts, directory=str(tmp_path)
+    )
+    for scores, was_scored_meanwhile in ranks:
+        assert scores == ranks[0][0] and len(scores) == len(prompts)
+        assert was_scored_meanwhile != together
+        assert sorted(set(scores)) == ([0.5] if not together else sorted({scores.count(s) for s in set(scores)}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_requests_that_vllm_preempts(pool: Any, tmp_path: Path, world: int) -> None:
+    """Check a KV cache that holds the beginnings of more responses than it holds whole ones."""
+    checkpoint = str(make_checkpoint(tmp_path / "model", max_position_embeddings=512))
+    groups = GROUPS.get(world, [[0]])
+    roomy, tight = (
+        pool(world).run(rollout_cases.preempted, checkpoint=checkpoint, groups=groups, kv_cache_bytes=size)
+        for size in (1 << 28, 1 << 21)
+    )
+    assert [count for _, count in roomy] == [0] * world and max(count for _, count in tight) > 0
+    assert all(responses == roomy[0][0] for responses, _ in (*roomy, *tight))

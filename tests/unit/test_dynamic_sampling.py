@@ -86,17 +86,15 @@ class Drawing:
         self.batches = batches
         self.recorded: dict[str, Any] = {}
         self.drawn = 0
-        for name in ("generate_batch", "submit_rewards", "await_rewards", "reward_metrics", "record_samples"):
+        for name in ("generate_batch", "await_rewards", "reward_metrics", "record_samples"):
             monkeypatch.setattr(rollout, name, getattr(self, name))
 
-    def generate_batch(self, run: Any, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
+    def generate_batch(self, run: Any, state: StepState) -> tuple[list[Prompt], RaggedBatch, str]:
         self.drawn += 1
-        return groups_of(10 * self.drawn, self.batches[self.drawn - 1])[:2]
+        return *groups_of(10 * self.drawn, self.batches[self.drawn - 1])[:2], "scores to come"
 
-    def submit_rewards(self, *args: Any) -> None:
-        return None
-
-    def await_rewards(self, run: Any, state: Any, prompts: Any, batch: Any, pending: None) -> Any:
+    def await_rewards(self, run: Any, state: Any, prompts: Any, batch: Any, stream: str) -> Any:
+        assert stream == "scores to come"
         return batch, [Score(score, {"custom": score}) for score in batch.scores.tolist()]
 
     def reward_metrics(self, sources: list[str], scores: list[Score]) -> dict[str, float]:
@@ -205,11 +203,12 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.Monk
     run.response_lengths = ResponseLengths()
     monkeypatch.setattr(generate, "update_weights", lambda run, timer: calls.append("weights"))
 
-    def record(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any, lens: Any) -> Responses:
+    def record(engine: Any, prompts: Sequence[Prompt], seeds: list[int], *args: Any, **kwargs: Any) -> Responses:
         calls.append((tuple(prompt.index for prompt in prompts[::2]), seeds))
         return Responses.of([Generation([2], [-1.0], True)] * len(prompts))
 
     monkeypatch.setattr(generate, "generate", record)
+    monkeypatch.setattr(generate, "new_stream", lambda run, prompts: SimpleNamespace(submit=lambda responses: None))
     state = begin_step(3, RankStatus(), num_batches=7)
     for awake in ({WEIGHTS, KV_CACHE}, {WEIGHTS, KV_CACHE}, set()):
         run.rollout.awake = awake
