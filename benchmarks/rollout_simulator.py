@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -32,16 +32,14 @@ import numpy as np
 import torch
 
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
-from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
+from rlhf_mc.data.batch import Generation, Prompt, Responses
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout import engine_loop
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.work_sharing import Clock, ResponseLengths, SharedQueue
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate
-from rlhf_mc.trainer.generate import generate_batch
+from rlhf_mc.trainer import generate, pooled_rollout
 from rlhf_mc.trainer.group_pool import GroupPool
-from rlhf_mc.trainer.pooled_rollout import pooled_rollout
 from rlhf_mc.trainer.step_state import begin_step
 
 SEED = 5
@@ -80,13 +78,16 @@ class Workload:
         """Prompts of a step."""
         return self.engines * self.places * self.per_place // self.n
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019: few workloads, for the whole program
     def length(self, prompt: int, seed: int) -> int:
         """Return the length of a response, a function of its prompt's index and its seed."""
-        shared, own = (float(np.random.default_rng((SEED, *key)).standard_normal()) for key in ((prompt,), (1, seed)))
-        normal = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own
-        share = NormalDist().cdf(normal)
-        return min(self.limit, max(1, round(self.limit * QUANTILES[self.kind](share))))
+        return _length(self.kind, self.limit, self.correlation, prompt, seed)
+
+
+@functools.cache
+def _length(kind: str, limit: int, correlation: float, prompt: int, seed: int) -> int:
+    shared, own = (float(np.random.default_rng((SEED, *key)).standard_normal()) for key in ((prompt,), (1, seed)))
+    share = NormalDist().cdf(math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own)
+    return min(limit, max(1, round(limit * QUANTILES[kind](share))))
 
 
 def _bimodal(share: float) -> float:
@@ -119,6 +120,16 @@ class Prompts:
             Prompt(index, np.array([index // DIGIT**k % DIGIT for k in range(PROMPT_TOKENS)], np.int32), "", "")
             for index in indices
         ]
+
+
+class NoScores:
+    """In place of trainer/scores.py's ScoreStream: no response is scored."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def submit(self, responses: Mapping[int, Any], others_follow: bool = False) -> None:
+        """Do nothing."""
 
 
 def prompt_index(request: Request) -> int:
@@ -189,7 +200,7 @@ class SimulatedEngine:
         self.tokens = 0
         """Tokens drawn."""
         self.last_step = (0, 0, 0)
-        """Requests that drew a token in the last step, tokens that it prefilled, tokens of the KV cache that it read."""
+        """Of the last step: requests that drew a token, tokens that it prefilled, tokens of the KV cache that it read."""
         self._workload = workload
         self._costs = costs
         self._requests: dict[int, Request] = {}
@@ -299,6 +310,7 @@ class SimulatedEngines:
         clock: Clock,
         expected_lens: Sequence[float] | None = None,
         enough: Callable[[Set[int]], bool] | None = None,
+        on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
     ) -> Responses:
         """Run engine_loop.generate_responses on every engine. Return what it returns."""
         answers: dict[int, bool] = {}
@@ -321,7 +333,8 @@ class SimulatedEngines:
                 self._end.abort()
                 raise
 
-        return list(self._threads.map(run, range(len(self.engines))))[0]
+        first, *_ = self._threads.map(run, range(len(self.engines)))
+        return first
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -416,6 +429,8 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
         train_prompts=Prompts(count),
         response_lengths=lengths,
         group_pool=GroupPool(),
+        rewards=None,
+        tokenizer=None,
         groups=SimpleNamespace(rank=0),
         journal=SimpleNamespace(is_replayed=False, record=lambda *row: None),
         stop_token_ids=(),
@@ -427,6 +442,8 @@ def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) 
     """Run the rollouts of the steps. Call is_counted before each one. Return of the counted steps: tokens that are
     trained on, tokens that were drawn and are not drawn again, mean ages of the trained tokens."""
     rollout = run.config.rollout
+    has_pool = rollout.partial_rollout or rollout.tail_batching
+    rollout_of_step = pooled_rollout.pooled_rollout if has_pool else generate.generate_batch
     warm_up = WARM_UP if rollout.partial_rollout else 0
     tokens = 0
     kept = 0
@@ -437,7 +454,11 @@ def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) 
         run.rollout.weights_updated()
         state = begin_step(step, RankStatus())
         before = _tokens_of(run)
-        _, batch = (pooled_rollout if rollout.partial_rollout or rollout.tail_batching else generate_batch)(run, state)
+        with (
+            replaced(generate, "ScoreStream", NoScores),
+            replaced(pooled_rollout, "submit_share", lambda stream, responses: None),
+        ):
+            _, batch, _ = rollout_of_step(run, state)
         if counts:
             trained = int(batch.response_lens.sum())
             tokens += trained
@@ -488,7 +509,8 @@ def bound(workload: Workload, costs: Costs) -> float:
 
 
 HEADER = (
-    "| engines | lengths | | idle | waiting for clocks | s a step | tokens/s | over static | least time / time | age |\n"
+    "| engines | lengths | | idle | waiting for clocks | s a step | tokens/s | over static | least / actual time | age"
+    " |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 

@@ -5,7 +5,7 @@ benchmarks/rollout_simulator.py computes from the measured seconds of an engine'
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/rollout_tail.py --limit 1024
 
-Each rank is an engine, with a model of 0.7 M parameters. A response ends at its drawn length and not with an end token;
+Each rank is an engine. A response ends at its drawn length and not with an end token;
 all else is the trainer's own rollout, without rewards, updates and the exchange of responses. Ranks may share cores: an
 engine's time is its processor time, and a segment between two exchanges lasts as long as the engine that works longest
 in it, as if each engine had a core of its own.
@@ -43,7 +43,7 @@ from rollout_simulator import (
     run_steps,
     simulate,
 )
-from workload import SIZES
+from workload import SIZES, Size
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import RolloutConfig
@@ -150,9 +150,8 @@ def segments(engine: RecordedEngine) -> Iterator[None]:
         yield
 
 
-def build_engine(workload: Workload, directory: Path) -> RecordedEngine:
+def build_engine(workload: Workload, directory: Path, size: Size = SIZES["0.7M"]) -> RecordedEngine:
     """Build this rank's engine. Its weights are zero: all tokens are equally probable."""
-    size = SIZES["0.7M"]
     config = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -229,7 +228,7 @@ def print_bounds(workload: Workload) -> None:
     """Print what the variants exchange."""
     requests = workload.batch_size * workload.n
     print(
-        f"an exchange: 8 bytes from each engine, and with tail batching or partial rollouts {-(-requests // 64) * 8}"
+        f"an exchange: 16 bytes from each engine, and with tail batching or partial rollouts {-(-requests // 64) * 8}"
         f" more for {requests} requests ({-(-2 * requests // 64) * 8} for twice as many)"
     )
 
@@ -245,18 +244,22 @@ def sharing_cost(engine: RecordedEngine, workload: Workload, rounds: int) -> Non
             of_variant.extend([figures] * (number > 0))
     static, shared = (float(np.median([each.seconds for each in results[name]])) for name in results)
     waits = float(np.median([each.waits for each in results["shared"]]))
+    exchange = float(np.median(engine.exchanges)) * 1e3
+    step = float(np.median([seconds for *_, seconds in engine.steps])) * 1e3
     work = [float(np.median([each.seconds * (1 - each.idle) for each in results[name]])) for name in results]
     if dist.get_rank() == 0:
         print(
             f"equal lengths, medians of {rounds} rounds: static {static:.3f} s, shared {shared:.3f} s"
             f" ({shared / static - 1:+.1%}); work of an engine {work[0]:.3f} and {work[1]:.3f} s"
-            f" ({work[1] / work[0] - 1:+.1%}); waiting for clocks {waits:.1%}"
+            f" ({work[1] / work[0] - 1:+.1%}); waiting for clocks {waits:.1%}; a step of an engine {step:.2f} ms,"
+            f" an exchange {exchange:.2f} ms"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="*", choices=QUANTILES, default=list(KINDS))
+    parser.add_argument("--size", choices=SIZES, default="0.7M", help="of the model")
     parser.add_argument("--limit", type=int, default=2048)
     parser.add_argument("--places", type=int, default=16, help="requests that an engine runs at once")
     parser.add_argument("--steps", type=int, default=5)
@@ -266,7 +269,7 @@ def main() -> None:
     init_process_group(600)
     workload = Workload("equal", dist.get_world_size(), args.limit, args.places, steps=args.steps)
     with tempfile.TemporaryDirectory() as directory:
-        engine = build_engine(workload, Path(directory))
+        engine = build_engine(workload, Path(directory), SIZES[args.size])
     records: list[dict[str, Any]] = []
     results: dict[str, dict[str, tuple[Figures, float]]] = {}
     if dist.get_rank() == 0:
@@ -284,7 +287,8 @@ def main() -> None:
             args.costs.write_text(json.dumps(asdict(costs)))
         print(f"ms of a step by batch: {', '.join(f'{k}: {costs.by_batch[k] * 1e3:.2f}' for k in (1, args.places))}")
         exchanges = [each * 1e3 for record in records for each in record["exchanges"]]
-        print(f"ms of an exchange: mean {np.mean(exchanges):.2f}, median {np.median(exchanges):.2f}; all costs: {costs}")
+        print(f"ms of an exchange: mean {np.mean(exchanges):.2f}, median {np.median(exchanges):.2f}")
+        print(costs)
         report(replace(workload, kind=""), results, costs)
     engine.close()
     shut_down()

@@ -1,4 +1,4 @@
-"""benchmarks/rollout_tail.py at a small size: vLLM's schedule is the simulator's, and so are the responses of a step."""
+"""benchmarks/rollout_tail.py at a small size: vLLM's schedule is the simulator's, and a step's responses are too."""
 
 from __future__ import annotations
 
