@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast coverage overhead checks lock format clean
+.PHONY: help install quickstart test test-fast coverage overhead checks lock gpu-lock format clean
 
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
@@ -28,6 +28,7 @@ help:
 	@echo "make overhead    the trainer's own share of a quickstart step, at most 10% (idle machine, after make quickstart)"
 	@echo "make checks      ruff, mypy, import-linter, hadolint, sizes"
 	@echo "make lock        resolve requirements/gpu.txt again; keeps each version that still fits"
+	@echo "make gpu-lock    check requirements/gpu.txt without a GPU (9 GB are installed once, outside of this folder)"
 	@echo "make clean       remove caches and runs/quickstart (the virtual environment stays)"
 
 install: $(STAMP)
@@ -79,6 +80,11 @@ lock: $(STAMP)
 	$(BIN)/uv pip compile --quiet --no-config setup.py --extra gpu requirements/gpu.in --output-file $(LOCK) \
 		--python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-python-downloads \
 		--no-emit-package transformer-engine-cu12 --no-annotate --custom-compile-command "make lock"
+
+# Whenever a version in requirements/gpu.txt moves. GPU_LOCK: the virtual environment, which stays. GPU_PYTHON: a Python
+# 3.12 for it, where uv finds none.
+gpu-lock: $(STAMP)
+	$(BIN)/python tests/fake_gpu/lock.py $(if $(GPU_LOCK),--environment $(GPU_LOCK)) $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -90,6 +90,13 @@ def update_weights(run: Run, timer: PhaseTimer) -> None:
         run.rollout.weights_updated()
 
 
+def wake_weights(run: Run, state: StepState) -> None:
+    """Update the engine's weights where it has lost them: a reward model's pass, between two batches of a step, may let
+    it sleep."""
+    if WEIGHTS not in run.rollout.awake:
+        update_weights(run, state.timer)
+
+
 def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
     """Return the groups at these places of the order in which the run draws its prompts, with nothing generated. Their
     seeds are those of the step that trains on them where steps train on the prompts that they have drawn."""
@@ -167,9 +174,7 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
     cfg = run.config
     indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
     drawn = run.train_prompts.at(indices)
-    # The reward model's pass, between two batches of a step, may let the engine sleep, and its weights are then lost.
-    if WEIGHTS not in run.rollout.awake:
-        update_weights(run, state.timer)
+    wake_weights(run, state)
     state.num_batches += 1
     with run.offload_schedule.phase(state.timer, "gen"):
         seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, drawn, cfg.rollout.n, state.drawn)

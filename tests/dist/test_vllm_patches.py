@@ -153,6 +153,14 @@ def test_head_multiplies_as_the_trainers(pool: Any, checkpoint: str, world: int,
     assert pool(world).run(vllm_patch_cases.head_types, **arguments) == [(product, "torch.bfloat16")]
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_graphs_are_offloaded_in_a_sleep_alone(sleeps: bool, offloads: bool) -> None:
+    cfg = RolloutConfig(free_cache_engine=sleeps, offload_cuda_graphs=offloads)
+    found = EngineArgs(model="model", **vllm_engine._gpu_options(cfg))
+    assert (found.enable_sleep_mode, found.sleep_mode_offload_cudagraph) == (sleeps, sleeps and offloads)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_vllm_has_the_options_for_gpus(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
@@ -170,7 +178,12 @@ def test_vllm_has_the_options_for_gpus(deterministic: bool) -> None:
 @pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize(
     ("settings", "is_off"),
-    [({"free_cache_engine": False}, True), ({"free_cache_engine": True}, False), ({"enforce_eager": True}, False)],
+    [
+        ({"free_cache_engine": False}, True),
+        ({"free_cache_engine": True}, False),
+        ({"free_cache_engine": True, "offload_cuda_graphs": False}, True),
+        ({"enforce_eager": True}, False),
+    ],
     ids=str,
 )
 def test_custom_all_reduce_is_off_with_expandable_segments(

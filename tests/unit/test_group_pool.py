@@ -115,7 +115,7 @@ def test_metrics_of_older_weights() -> None:
                 "algorithm.adv_estimator=grpo",
                 "rollout.n=2",
             ),
-            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them",
+            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or",
         ),
     ],
 )
