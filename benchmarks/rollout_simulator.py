@@ -443,7 +443,8 @@ def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) 
     trained on, tokens that were drawn and are not drawn again, mean ages of the trained tokens."""
     rollout = run.config.rollout
     has_pool = rollout.partial_rollout or rollout.tail_batching
-    rollout_of_step = pooled_rollout.pooled_rollout if has_pool else generate.generate_batch
+    pooled = functools.partial(pooled_rollout.pooled_rollout, needed=workload.batch_size)
+    rollout_of_step = pooled if has_pool else generate.generate_batch
     warm_up = WARM_UP if rollout.partial_rollout else 0
     tokens = 0
     kept = 0
