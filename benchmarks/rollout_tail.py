@@ -2,13 +2,14 @@
 engines over responses of given lengths. The times of one run are compared with each other, and with those that
 benchmarks/rollout_simulator.py computes from the measured seconds of an engine's step.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/rollout_tail.py --limit 1024
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --limit 512
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/rollout_tail.py --limit 256
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --size 26M --lengths   # equal lengths alone
 
-Each rank is an engine. A response ends at its drawn length and not with an end token;
-all else is the trainer's own rollout, without rewards, updates and the exchange of responses. Ranks may share cores: an
-engine's time is its processor time, and a segment between two exchanges lasts as long as the engine that works longest
-in it, as if each engine had a core of its own.
+Each rank is an engine. A response ends at its drawn length and not with an end token. All else is the trainer's own
+rollout, without rewards, updates and the exchange of responses. Ranks may share cores: an engine's time is its
+processor time, and a segment between two exchanges lasts as long as the engine that works longest in it, as if each
+engine had a core of its own.
 """
 
 from __future__ import annotations
@@ -270,46 +271,40 @@ def main() -> None:
     workload = Workload("equal", dist.get_world_size(), args.limit, args.places, steps=args.steps)
     with tempfile.TemporaryDirectory() as directory:
         engine = build_engine(workload, Path(directory), SIZES[args.size])
-    records: list[dict[str, Any]] = []
-    results: dict[str, dict[str, tuple[Figures, float]]] = {}
     if dist.get_rank() == 0:
         print_bounds(workload)
     sharing_cost(engine, workload, args.rounds)
-    for kind in args.lengths:
-        results[kind] = {}
+    records: list[dict[str, Any]] = []
+    for number, kind in enumerate(args.lengths):
+        results: dict[str, tuple[Figures, float]] = {}
         for name, variant in VARIANTS.items():
-            results[kind][name] = measure(engine, replace(workload, kind=kind), variant)
+            results[name] = measure(engine, replace(workload, kind=kind), variant)
             of_rank = {"steps": engine.steps, "added": engine.added, "exchanges": engine.exchanges}
             records += gather_objects(of_rank)
-    if dist.get_rank() == 0 and args.lengths:
-        costs = fit_costs(records, args.places)
-        if args.costs is not None:
-            args.costs.write_text(json.dumps(asdict(costs)))
-        print(f"ms of a step by batch: {', '.join(f'{k}: {costs.by_batch[k] * 1e3:.2f}' for k in (1, args.places))}")
-        exchanges = [each * 1e3 for record in records for each in record["exchanges"]]
-        print(f"ms of an exchange: mean {np.mean(exchanges):.2f}, median {np.median(exchanges):.2f}")
-        print(costs)
-        report(replace(workload, kind=""), results, costs)
+        if dist.get_rank() == 0:
+            costs = fit_costs(records, args.places)
+            if args.costs is not None:
+                args.costs.write_text(json.dumps(asdict(costs)))
+            report(replace(workload, kind=kind), results, costs, has_header=number == 0)
     engine.close()
     shut_down()
 
 
 def report(
-    workload: Workload, results: Mapping[str, Mapping[str, tuple[Figures, float]]], costs: Costs
+    workload: Workload, results: Mapping[str, tuple[Figures, float]], costs: Costs, has_header: bool
 ) -> None:
-    """Print the table of measured figures, with the simulator's and the time by the clock."""
-    print(f"{HEADER[: HEADER.index(chr(10))]} simulated s a step | simulated / measured | s by the clock |")
-    print(f"{HEADER[HEADER.index(chr(10)) + 1 :]}---|---|---|")
-    for kind, of_kind in results.items():
-        of_lengths = replace(workload, kind=kind)
-        least = bound(of_lengths, costs)
-        for name, (figures, wall) in of_kind.items():
-            simulated = simulate(of_lengths, VARIANTS[name], costs)
-            print(
-                f"{row(of_lengths, name, figures, of_kind['static'][0], least)} {simulated.seconds:.2f} "
-                f"| {simulated.seconds / figures.seconds:.3f} | {wall:.2f} |",
-                flush=True,
-            )
+    """Print the measured figures, the simulator's time and the time by the clock."""
+    if has_header:
+        titles, line = HEADER.split("\n")
+        print(f"{titles} simulated s a step | simulated / measured | s by the clock |\n{line}---|---|---|")
+    least = bound(workload, costs)
+    for name, (figures, wall) in results.items():
+        simulated = simulate(workload, VARIANTS[name], costs)
+        print(
+            f"{row(workload, name, figures, results['static'][0], least)} {simulated.seconds:.2f} "
+            f"| {simulated.seconds / figures.seconds:.3f} | {wall:.2f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
