@@ -290,9 +290,7 @@ def main() -> None:
     shut_down()
 
 
-def report(
-    workload: Workload, results: Mapping[str, tuple[Figures, float]], costs: Costs, has_header: bool
-) -> None:
+def report(workload: Workload, results: Mapping[str, tuple[Figures, float]], costs: Costs, has_header: bool) -> None:
     """Print the measured figures, the simulator's time and the time by the clock."""
     if has_header:
         titles, line = HEADER.split("\n")
