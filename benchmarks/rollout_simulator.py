@@ -200,7 +200,7 @@ class SimulatedEngine:
         self.tokens = 0
         """Tokens drawn."""
         self.last_step = (0, 0, 0)
-        """Of the last step: requests that drew a token, tokens that it prefilled, tokens of the KV cache that it read."""
+        """Of the last step: requests that drew a token, tokens prefilled, tokens read from the KV cache."""
         self._workload = workload
         self._costs = costs
         self._requests: dict[int, Request] = {}

@@ -4,7 +4,7 @@ benchmarks/rollout_simulator.py computes from the measured seconds of an engine'
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --limit 512
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/rollout_tail.py --limit 256
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --size 26M --lengths   # equal lengths alone
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --size 26M --lengths  # equal ones alone
 
 Each rank is an engine. A response ends at its drawn length and not with an end token. All else is the trainer's own
 rollout, without rewards, updates and the exchange of responses. Ranks may share cores: an engine's time is its

@@ -43,7 +43,8 @@ def test_no_step_takes_less_than_its_necessary_work(workload: Any, results: dict
 
 
 def test_expected_lengths_and_partial_rollouts_shorten_a_step(results: dict[str, Any]) -> None:
-    static, shared = results["static"], results["shared, expected lengths"]
+    static = results["static"]
+    shared = results["shared, expected lengths"]
     partial = results["partial rollouts"]
     assert shared.seconds < 0.95 * static.seconds
     assert partial.tokens_per_second > shared.tokens_per_second
