@@ -137,8 +137,9 @@ def continue_groups(
         Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], lens[g][i])
         for number, (g, i) in enumerate(rows)
     ]
-    expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
-    left = [length - len(one.begun.token_ids) for length, one in zip(expected, requests, strict=True)]
+    expected = None
+    if not run.config.rollout.partial_rollout:  # there the oldest begin first: a begun response waits for no new one
+        expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
     parameters = Sampling(run.config.rollout.temperature, limit, run.stop_token_ids)
 
     def is_enough(ended: Set[int]) -> bool:
@@ -147,7 +148,7 @@ def continue_groups(
 
     with run.offload_schedule.phase(state.timer, "gen"):
         ends = None if enough is None else is_enough
-        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), left, ends).generations()
+        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), expected, ends).generations()
     responses = [list(group.responses) for group in groups]
     for (g, i), response in zip(rows, drawn, strict=True):
         responses[g][i] = response
