@@ -1,0 +1,102 @@
+"""The cases that run on fake CUDA devices, and what a run reports. No torch: the tests' own process has another one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from fake_cuda import Collective
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 500,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+}
+
+
+SEQUENCE = {"sequence_parallel": True}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OFFLOAD = {
+    **DISTRIBUTED,
+    **dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One role's model in one layout, seen from some of the ranks."""
+
+    family: str
+    role: str = "actor"
+    world: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    layers: int = 2
+    ranks: tuple[int, ...] = (0,)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Settings of MegatronConfig beside the sizes of the layout."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the frozen tensors, as in actor.freeze."""
+    fault: str | None = None
+    """Name of a function of fake_faults.py that changes what the ranks run."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config.json of the model."""
+        return {"model_type": self.family, "num_hidden_layers": self.layers, **SIZES, **FAMILIES[self.family]}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has recorded: see FakeCuda."""
+
+    operators: frozenset[tuple[str, tuple[str, ...]]]
+    waits: Counter[tuple[str, str, str]]
+    pageable: Counter[tuple[str, str]]
+    collectives: tuple[Collective, ...]
+
+
+CASES: dict[str, Case] = {
+    "llama": Case("llama"),
+    "mistral": Case("mistral", megatron={"recompute_granularity": "full"}),
+    "qwen2 tied, stages": Case("qwen2", world=8, tp=2, pp=2, ranks=(0, 1, 2, 4), megatron=DISTRIBUTED),
+    "qwen3, sequence parallel": Case("qwen3", world=8, tp=2, ranks=(0, 1, 2), megatron=SEQUENCE),
+    "gemma": Case("gemma", world=8, tp=2, ranks=(0, 1, 2), megatron=DISTRIBUTED),
+    "experts": Case("qwen3_moe"),
+    "experts, parallel": Case(
+        "qwen3_moe",
+        world=8,
+        tp=2,
+        ep=2,
+        ranks=(0, 1, 2, 4),
+        megatron={**SEQUENCE, **DISTRIBUTED},
+    ),
+    "frozen": Case("llama", freeze=("model.embed_tokens.*", "model.layers.0.*"), megatron=DISTRIBUTED),
+    "reward model": Case("qwen2", role="reward_model", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),
+    "critic": Case("qwen2", role="critic", world=8, tp=2, pp=2, ranks=(0, 1, 4), megatron=SEQUENCE),
+    "virtual chunks": Case("llama", layers=4, world=8, tp=2, pp=2, vpp=2, ranks=(0, 1, 2, 4), megatron=DISTRIBUTED),
+    "float32, offload": Case("qwen2", megatron={"dtype": "float32", **OFFLOAD}),
+    "bfloat16, offload": Case("llama", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),
+    "more ranks than KV heads": Case(
+        "llama",
+        world=8,
+        tp=8,
+        ranks=(0, 1, 7),
+        megatron={"recompute_granularity": "selective", **SEQUENCE},
+    ),
+}

@@ -1,0 +1,149 @@
+"""The mode in which code runs on fake CUDA devices, and what it records."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import fake_cuda
+import torch
+from fake_cuda import Collective, DeviceMix, place, wait
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+READS_SIZES = (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.repeat_interleave.Tensor)
+"""Operators the size of whose result the host reads from the device."""
+_INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
+
+
+class FakeCuda(TorchDispatchMode):
+    """Runs its body on fake CUDA devices. Raises DeviceMix where a CPU tensor meets a CUDA tensor.
+
+    selected: the share of the elements that torch.masked_select returns, whose number nothing knows here."""
+
+    def __init__(self, selected: float = 1.0) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self._selected = selected
+        self.phase = ""
+        self.operators: set[tuple[str, tuple[str, ...]]] = set()
+        """Name and types of the CUDA tensors, in order, of each operator."""
+        self.waits: Counter[tuple[str, str, str]] = Counter()
+        """(phase, operator or call, place) -> times that the host waits for the device."""
+        self.pageable: Counter[tuple[str, str]] = Counter()
+        """(phase, place) -> copies to the device from memory that is not page-locked."""
+        self.collectives: list[Collective] = []
+        self.locked: set[int] = set()
+        """Addresses of page-locked memory."""
+
+    def __enter__(self) -> FakeCuda:
+        fake_cuda.current = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        fake_cuda.current = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = tree_leaves((args, kwargs))
+        if func.namespace in ("c10d", "_c10d"):
+            return self._collective(func, args, kwargs, leaves)
+        if kwargs.get("pin_memory"):
+            return self._page_locked(func, args, {**kwargs, "pin_memory": None})
+        if func is aten.is_pinned.default:
+            return self._is_locked(args[0])
+        on_cuda = any(isinstance(x, FakeTensor) and x.device.type == "cuda" for x in leaves)
+        named = any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
+        if not (on_cuda or named):
+            return func(*args, **kwargs)
+        if func is aten._to_copy.default and (target := kwargs.get("device")) and target.type != args[0].device.type:
+            return self._moved(args[0], target, kwargs)
+        if func is aten.copy_.default and args[0].device.type != args[1].device.type:
+            self._note_copy(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+            return args[0]
+        return self._on_cuda(func, args, kwargs, leaves)
+
+    def _on_cuda(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if any(x.device.type != "cuda" and x.dim() for x in tensors):
+            devices = [(tuple(x.shape), x.device.type) for x in tensors]
+            raise DeviceMix(f"{func} at {place()}: tensors of the CPU and of the GPU: {devices}")
+        self.operators.add((str(func), tuple(str(x.dtype)[6:] for x in tensors if x.device.type == "cuda")))
+        if func is aten._local_scalar_dense.default:
+            wait("item")
+            return args[0].dtype == torch.bool or (1.0 if args[0].is_floating_point() else 1)
+        if func is aten.equal.default:
+            wait("equal")
+            return True
+        if func in READS_SIZES:
+            wait(func.overloadpacket.__name__)
+        if func in _INDEXING:
+            self._note_indices(args[1])
+        with self._fake:
+            if func is aten.masked_select.default:
+                return args[0].new_empty(int(args[1].numel() * self._selected))
+            return func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
+
+    def _note_indices(self, indices: list[torch.Tensor | None]) -> None:
+        """torch reads the number of elements of a mask, and copies indices of the host to the device."""
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                wait("index by a mask")
+
+    def _as_fake(self, x: Any) -> Any:
+        is_real = isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
+        return self._fake.from_tensor(x, static_shapes=True) if is_real else x
+
+    def _page_locked(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        out = func(*args, **kwargs)
+        storage = out.untyped_storage()
+        self.locked.add(storage.data_ptr())
+        weakref.finalize(storage, self.locked.discard, storage.data_ptr())
+        return out
+
+    def _is_locked(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.locked
+
+    def _moved(self, tensor: torch.Tensor, target: torch.device, kwargs: Any) -> torch.Tensor:
+        """Return a copy of the tensor on the other side: of ones, where it is on the host."""
+        dtype = kwargs.get("dtype") or tensor.dtype
+        if target.type == "cuda":
+            strides = torch.empty_like(tensor, device="meta").stride()
+            with self._fake:
+                out = torch.empty_strided(tensor.shape, strides, dtype=dtype, device=target)
+        else:
+            with _disable_current_modes():
+                out = torch.ones(tensor.shape, dtype=dtype)
+        self._note_copy(out, tensor, kwargs.get("non_blocking", False))
+        return out
+
+    def _note_copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+        to_host = target.device.type == "cpu"
+        is_locked = self._is_locked(target if to_host else source)
+        if not to_host and not is_locked and source.numel():
+            self.pageable[self.phase, place()] += 1
+        elif not (non_blocking and is_locked):
+            wait("copy to the host" if to_host else "copy to the device")
+
+    def _collective(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if len({x.device.type for x in tensors}) > 1:
+            raise DeviceMix(f"{func} at {place()}: tensors of the CPU and of the GPU")
+        self._note_collective(func, args, tensors)
+        if not any(x.device.type == "cuda" for x in tensors):
+            return func(*args, **kwargs)
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _note_collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+        groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
+        ranks = tuple(torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(groups[0])))
+        kind = func.overloadpacket.__name__.rstrip("_")
+        peer = ranks[args[2]] if kind in ("send", "recv") else None
+        sizes = tuple((str(x.dtype)[6:], x.numel()) for x in tensors)
+        self.collectives.append(Collective(kind, ranks, sizes, peer))
