@@ -76,7 +76,7 @@ CASES: dict[str, Case] = {
     "mistral": Case("mistral", megatron={"recompute_granularity": "full"}),
     "qwen2 tied, stages": Case("qwen2", world=8, tp=2, pp=2, ranks=(0, 1, 2, 4), megatron=DISTRIBUTED),
     "qwen3, sequence parallel": Case("qwen3", world=8, tp=2, ranks=(0, 1, 2), megatron=SEQUENCE),
-    "gemma": Case("gemma", world=8, tp=2, ranks=(0, 1, 2), megatron=DISTRIBUTED),
+    "gemma": Case("gemma", world=8, tp=2, ranks=(0, 1, 2), megatron={"overlap_grad_reduce": False, **DISTRIBUTED}),
     "experts": Case("qwen3_moe"),
     "experts, parallel": Case(
         "qwen3_moe",
@@ -86,9 +86,18 @@ CASES: dict[str, Case] = {
         ranks=(0, 1, 2, 4),
         megatron={**SEQUENCE, **DISTRIBUTED},
     ),
-    "frozen": Case("llama", freeze=("model.embed_tokens.*", "model.layers.0.*"), megatron=DISTRIBUTED),
+    "frozen": Case(
+        "llama",
+        freeze=("model.embed_tokens.*", "model.layers.0.*"),
+        megatron={"recompute_granularity": "full", **DISTRIBUTED},
+    ),
     "reward model": Case("qwen2", role="reward_model", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),
-    "critic": Case("qwen2", role="critic", world=8, tp=2, pp=2, ranks=(0, 1, 4), megatron=SEQUENCE),
+    "experts, stages": Case(
+        "qwen3_moe", world=8, pp=2, ep=2, ranks=(0, 1, 4), megatron={"recompute_granularity": "full"}
+    ),
+    "critic": Case(
+        "qwen2", role="critic", world=8, tp=2, pp=2, ranks=(0, 1, 4), megatron={"dtype": "float32", **SEQUENCE}
+    ),
     "virtual chunks": Case("llama", layers=4, world=8, tp=2, pp=2, vpp=2, ranks=(0, 1, 2, 4), megatron=DISTRIBUTED),
     "float32, offload": Case("qwen2", megatron={"dtype": "float32", **OFFLOAD}),
     "bfloat16, offload": Case("llama", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),

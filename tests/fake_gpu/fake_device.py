@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 READS_SIZES = (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.repeat_interleave.Tensor)
 """Operators the size of whose result the host reads from the device."""
+_FAKE = FakeTensorMode(allow_non_fake_inputs=False)
+"""One for the process: Megatron-Core keeps some tensors in globals."""
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 
 
@@ -27,7 +29,6 @@ class FakeCuda(TorchDispatchMode):
 
     def __init__(self, selected: float = 1.0) -> None:
         super().__init__()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._selected = selected
         self.phase = ""
         self.operators: set[tuple[str, tuple[str, ...]]] = set()
@@ -83,28 +84,35 @@ class FakeCuda(TorchDispatchMode):
         if func in READS_SIZES:
             wait(func.overloadpacket.__name__)
         if func in _INDEXING:
-            self._note_indices(args[1])
-        with self._fake:
+            self._note_indices(*args)
+        with _FAKE:
             if func is aten.masked_select.default:
                 return args[0].new_empty(int(args[1].numel() * self._selected))
             return func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
 
-    def _note_indices(self, indices: list[torch.Tensor | None]) -> None:
-        """torch reads the number of elements of a mask, and copies indices of the host to the device."""
-        for index in indices:
-            if index is not None and index.dtype in (torch.bool, torch.uint8):
-                wait("index by a mask")
+    def _note_indices(
+        self, tensor: torch.Tensor, indices: list[torch.Tensor | None], value: Any = None, *_: Any
+    ) -> None:
+        """Record a wait where torch counts the elements of a mask. It fills by a mask without counting where the value
+        is a number (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp)."""
+        given = [index for index in indices if index is not None]
+        is_number = value is not None and value.numel() == 1 and value.device.type == "cpu"
+        if any(index.dtype in (torch.bool, torch.uint8) for index in given) and not (is_number and len(given) == 1):
+            wait("index by a mask")
 
     def _as_fake(self, x: Any) -> Any:
         is_real = isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
-        return self._fake.from_tensor(x, static_shapes=True) if is_real else x
+        return _FAKE.from_tensor(x, static_shapes=True) if is_real else x
 
     def _page_locked(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        out = func(*args, **kwargs)
-        storage = out.untyped_storage()
+        return self._lock(func(*args, **kwargs))
+
+    def _lock(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that the tensor is in page-locked memory, and return it."""
+        storage = tensor.untyped_storage()
         self.locked.add(storage.data_ptr())
         weakref.finalize(storage, self.locked.discard, storage.data_ptr())
-        return out
+        return tensor
 
     def _is_locked(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.locked
@@ -114,11 +122,13 @@ class FakeCuda(TorchDispatchMode):
         dtype = kwargs.get("dtype") or tensor.dtype
         if target.type == "cuda":
             strides = torch.empty_like(tensor, device="meta").stride()
-            with self._fake:
+            with _FAKE:
                 out = torch.empty_strided(tensor.shape, strides, dtype=dtype, device=target)
         else:
             with _disable_current_modes():
                 out = torch.ones(tensor.shape, dtype=dtype)
+            if kwargs.get("non_blocking"):  # torch's own memory for the copy is page-locked
+                self._lock(out)
         self._note_copy(out, tensor, kwargs.get("non_blocking", False))
         return out
 
@@ -145,5 +155,7 @@ class FakeCuda(TorchDispatchMode):
         ranks = tuple(torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(groups[0])))
         kind = func.overloadpacket.__name__.rstrip("_")
         peer = ranks[args[2]] if kind in ("send", "recv") else None
-        sizes = tuple((str(x.dtype)[6:], x.numel()) for x in tensors)
+        # Of pickled objects the ranks exchange the largest size, which is unknown here.
+        is_object = {x.dtype for x in tensors} == {torch.uint8} and tensors[0].device.type == "cpu"
+        sizes = tuple((str(x.dtype)[6:], 0 if is_object else x.numel()) for x in tensors)
         self.collectives.append(Collective(kind, ranks, sizes, peer))

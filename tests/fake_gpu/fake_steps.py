@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from fake_cases import Case, Report
 from fake_device import FakeCuda
-from gpu_parts.engines import TEMPERATURE, make_engine, objective, token_batch
+from gpu_parts.engines import TEMPERATURE, Role, make_engine, objective, token_batch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from safetensors.torch import save_file
@@ -45,27 +47,28 @@ PER_MICRO_BATCH = 4
 _to_host = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 
 
-def run(case: Case, rank: int, directory: Path) -> Report:
-    """Run the step of the case on one rank. directory: an existing one for the files of the case."""
+def run(case: Case, rank: int) -> Report:
+    """Run the step of the case on one rank."""
     import fake_faults
 
-    _write_checkpoint(case, directory / "model")
     experts = case.config.get("num_experts")
     gpu = FakeCuda(case.config["num_experts_per_tok"] / experts if experts else 1.0)
     with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        _write_checkpoint(case, directory / "model")
         stack.enter_context(simulated_rank(rank, case.world))
         stack.enter_context(_simulation())
         if case.fault:
             stack.enter_context(getattr(fake_faults, case.fault)(rank))
         stack.enter_context(gpu)
         _step(case, gpu, directory)
+        gpu.phase = "end"
+        gc.collect()  # unlocks the memory of this case
     return Report(frozenset(gpu.operators), gpu.waits, gpu.pageable, tuple(gpu.collectives))
 
 
 def _write_checkpoint(case: Case, directory: Path) -> None:
     """Write the files of the model, with the same number everywhere."""
-    if directory.exists():
-        return
     directory.mkdir()
     shapes = hf_layout(ModelShape.from_hf_config(case.config)).shapes
     tensors = {name: torch.full(size, 0.01, dtype=torch.bfloat16) for name, size in shapes.items()}
@@ -119,7 +122,8 @@ def _route_evenly(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
 def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     gpu.phase = "load"
     groups = build_groups(Mesh(case.world, case.tp, case.pp, case.ep, vpp=case.vpp))
-    engine = make_engine(str(directory / "model"), "actor" if case.role == "actor" else "critic", groups, **case.megatron)
+    role: Role = "actor" if case.role == "actor" else "critic"
+    engine = make_engine(str(directory / "model"), role, groups, **{"dtype": "bfloat16", **case.megatron})
     batch, micro_batches = _batch(engine)
     gpu.phase = "score"
     head = log_prob_head(engine.shape.vocab_size, TEMPERATURE) if case.role == "actor" else value_head
@@ -154,9 +158,7 @@ def _with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
     )
 
 
-def _train(
-    case: Case, gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]]
-) -> None:
+def _train(case: Case, gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]]) -> None:
     gpu.phase = "make_trainable"
     frozen = frozen_tensors("actor.freeze", case.freeze, engine.shape)
     layout = engine_layouts(engine)[engine.groups.rank]
@@ -195,7 +197,7 @@ def _checkpoint(gpu: FakeCuda, engine: ModelEngine, directory: Path) -> None:
             path = directory / "second_checkpoint"
         elif buffers is not None:
             for block, copy in zip(blocks, buffers.copies(blocks), strict=True):
-                block.data.copy_(copy)
+                block.data.copy_(copy, non_blocking=True)
 
 
 def _update_weights(gpu: FakeCuda, engine: ModelEngine) -> None:
