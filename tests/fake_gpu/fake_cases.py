@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fake_cuda import Collective
@@ -50,6 +50,9 @@ class Case:
     ranks: tuple[int, ...] = (0,)
     megatron: dict[str, Any] = field(default_factory=dict)
     """Settings of MegatronConfig beside the sizes of the layout."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Keys of config.json in place of SIZES'."""
+    transformer_engine: bool = False
     freeze: tuple[str, ...] = ()
     """Patterns of the frozen tensors, as in actor.freeze."""
     fault: str | None = None
@@ -58,7 +61,13 @@ class Case:
     @property
     def config(self) -> dict[str, Any]:
         """The config.json of the model."""
-        return {"model_type": self.family, "num_hidden_layers": self.layers, **SIZES, **FAMILIES[self.family]}
+        return {
+            "model_type": self.family,
+            "num_hidden_layers": self.layers,
+            **SIZES,
+            **FAMILIES[self.family],
+            **self.sizes,
+        }
 
 
 @dataclass(frozen=True)
@@ -108,4 +117,39 @@ CASES: dict[str, Case] = {
         ranks=(0, 1, 7),
         megatron={"recompute_granularity": "selective", **SEQUENCE},
     ),
+}
+"""With Megatron-Core's local layers."""
+TE_RANKS: dict[str, tuple[int, ...]] = {
+    "llama": (0,),
+    "qwen2 tied, stages": (0, 1, 4),
+    "qwen3, sequence parallel": (0, 1),
+    "gemma": (0, 2),
+    "experts": (0,),
+    "experts, parallel": (0, 1, 4),
+    "experts, stages": (0, 4),
+    "frozen": (0,),
+    "critic": (0, 4),
+    "virtual chunks": (0, 1, 4),
+    "bfloat16, offload": (0, 2),
+    "more ranks than KV heads": (0, 7),
+}
+"""Cases that run with Transformer Engine's layers too -> their ranks."""
+FP8_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+TE_CASES: dict[str, Case] = {
+    **{
+        f"{name}, Transformer Engine": replace(CASES[name], transformer_engine=True, ranks=ranks)
+        for name, ranks in TE_RANKS.items()
+    },
+    **{
+        f"fp8 {recipe}": Case(
+            "llama",
+            world=8,
+            tp=2,
+            ranks=(0, 1),
+            sizes=FP8_SIZES,
+            transformer_engine=True,
+            megatron={"fp8": recipe, **SEQUENCE},
+        )
+        for recipe in ("tensorwise", "blockwise")
+    },
 }

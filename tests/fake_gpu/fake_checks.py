@@ -137,7 +137,8 @@ def without_kernel(
 ) -> tuple[list[str], set[str]]:
     """Return the operators whose types OpInfo does not list for CUDA, and the names that neither OpInfo nor
     WITHOUT_ENTRY has. table: OpInfo's types for CUDA by name."""
-    unsupported, unknown = [], set()
+    unsupported: list[str] = []
+    unknown: set[str] = set()
     for name, types in sorted(operators):
         base = re.match(r"\w+\.(\w+)", name)[1].rstrip("_")
         if base in NO_ARITHMETIC or base in WITHOUT_ENTRY:

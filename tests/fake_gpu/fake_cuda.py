@@ -141,10 +141,9 @@ def replace_driver() -> None:
     )
     results = {
         **dict.fromkeys(("_lazy_init", "_lazy_call", "set_device", "empty_cache", "set_stream", "manual_seed")),
-        **dict.fromkeys(("manual_seed_all", "set_rng_state", "reset_peak_memory_stats")),
+        **dict.fromkeys(("manual_seed_all", "set_rng_state", "set_per_process_memory_fraction")),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
-        **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), 0),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
         "is_current_stream_capturing": False,
         "device_count": 8,
@@ -157,7 +156,11 @@ def replace_driver() -> None:
     cuda = torch.cuda
     for name, result in results.items():
         setattr(cuda, name, lambda *_, result=result, **__: result)
-    cuda.Stream, cuda.Event = Stream, Event
+    cuda.memory_allocated = cuda.memory_reserved = lambda *_: current.memory.live
+    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda *_: current.memory.peak
+    cuda.reset_peak_memory_stats = lambda *_: current.memory.reset_peak()
+    cuda.Stream = Stream
+    cuda.Event = Event
     cuda.stream = lambda _: contextlib.nullcontext()
     cuda.synchronize = lambda *_: wait("synchronize")
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: random_state.clone()
@@ -189,12 +192,22 @@ def _let_storages_be_fake() -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     storage = torch.UntypedStorage
-    real_device, real_address, real_tensor_address = storage.device.__get__, storage.data_ptr, torch.Tensor.data_ptr
+    real_device = storage.device.__get__
+    real_address = storage.data_ptr
+    real_tensor_address = torch.Tensor.data_ptr
 
     def is_fake(self: Any) -> bool:
         return current is not None and real_device(self).type == "meta"
 
     storage.device = property(lambda self: torch.device("cuda", 0) if is_fake(self) else real_device(self))
+    resize = storage.resize_
+
+    def resize_counted(self: Any, size: int) -> Any:
+        if is_fake(self):
+            current.memory.resize(self, size)
+        return resize(self, size)
+
+    storage.resize_ = resize_counted
     storage.data_ptr = lambda self: self._cdata if is_fake(self) else real_address(self)
 
     def address(self: Any) -> int:
@@ -238,11 +251,13 @@ def _let_storages_be_fake() -> None:
     )
 
 
-def start(library: Path) -> None:
-    """Prepare a new process for fake CUDA devices."""
+def start(library: Path, transformer_engine: Path | None = None) -> None:
+    """Prepare a new process for fake CUDA devices. transformer_engine: directory of its Python files, or None."""
     os.environ.pop("RLHF_MC_DEVICE", None)
     load_guard(library)
     replace_driver()
+    if transformer_engine is not None:
+        importlib.import_module("te_kernels").install(transformer_engine)
 
 
 def call(module: str, function: str, *args: Any) -> Any:

@@ -22,8 +22,48 @@ _FAKE = FakeTensorMode(allow_non_fake_inputs=False)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 
 
+class Memory:
+    """Bytes of the device's tensors, as torch's allocator counts them: rounded up to 512."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+        self._storages: dict[int, tuple[int, str]] = {}
+
+    def add(self, tensor: torch.Tensor, phase: str) -> None:
+        """Count the storage of a tensor, until it is freed."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = (0, f"{phase} {place()}")
+            weakref.finalize(storage, self._free, storage._cdata)
+            self.resize(storage, storage.nbytes())
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Count another size of a storage, if it is one of the device."""
+        if storage._cdata in self._storages:
+            before, origin = self._storages[storage._cdata]
+            rounded = -(-size // 512) * 512
+            self._storages[storage._cdata] = (rounded, origin)
+            self.live += rounded - before
+            self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int) -> None:
+        self.live -= self._storages.pop(key)[0]
+
+    def reset_peak(self) -> None:
+        """Begin a new peak."""
+        self.peak = self.live
+
+    def by_origin(self) -> Counter[str]:
+        """Return the bytes that are in use, by the phase and the place in the code of their allocation."""
+        sizes: Counter[str] = Counter()
+        for size, origin in self._storages.values():
+            sizes[origin] += size
+        return sizes
+
+
 class FakeCuda(TorchDispatchMode):
-    """Runs its body on fake CUDA devices. Raises DeviceMix where a CPU tensor meets a CUDA tensor.
+    """Runs its body on fake CUDA devices. Raises DeviceMix where an operator gets tensors of both.
 
     selected: the share of the elements that torch.masked_select returns, whose number nothing knows here."""
 
@@ -38,6 +78,7 @@ class FakeCuda(TorchDispatchMode):
         self.pageable: Counter[tuple[str, str]] = Counter()
         """(phase, place) -> copies to the device from memory that is not page-locked."""
         self.collectives: list[Collective] = []
+        self.memory = Memory()
         self.locked: set[int] = set()
         """Addresses of page-locked memory."""
 
@@ -87,8 +128,17 @@ class FakeCuda(TorchDispatchMode):
             self._note_indices(*args)
         with _FAKE:
             if func is aten.masked_select.default:
-                return args[0].new_empty(int(args[1].numel() * self._selected))
-            return func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
+                out = args[0].new_empty(int(args[1].numel() * self._selected))
+            else:
+                out = func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
+        return self._counted(out)
+
+    def _counted(self, out: Any) -> Any:
+        """Count the memory of the tensors on the device, and return them."""
+        for x in tree_leaves(out):
+            if isinstance(x, FakeTensor) and x.device.type == "cuda":
+                self.memory.add(x, self.phase)
+        return out
 
     def _note_indices(
         self, tensor: torch.Tensor, indices: list[torch.Tensor | None], value: Any = None, *_: Any
@@ -130,12 +180,14 @@ class FakeCuda(TorchDispatchMode):
             if kwargs.get("non_blocking"):  # torch's own memory for the copy is page-locked
                 self._lock(out)
         self._note_copy(out, tensor, kwargs.get("non_blocking", False))
-        return out
+        return self._counted(out)
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+        if not source.numel():
+            return
         to_host = target.device.type == "cpu"
         is_locked = self._is_locked(target if to_host else source)
-        if not to_host and not is_locked and source.numel():
+        if not to_host and not is_locked:
             self.pageable[self.phase, place()] += 1
         elif not (non_blocking and is_locked):
             wait("copy to the host" if to_host else "copy to the device")

@@ -51,12 +51,12 @@ def pageable_copy(rank: int) -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def missing_collective(rank: int) -> Iterator[None]:
     """Leave out a reduction on rank 0."""
-    original = fake_steps._with_targets
+    original = fake_steps.with_targets
 
     def reduce_besides(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
         if rank:
             dist.all_reduce(torch.zeros(1, device="cuda:0"))
         return original(batch, scores)
 
-    with mock.patch.object(fake_steps, "_with_targets", reduce_besides):
+    with mock.patch.object(fake_steps, "with_targets", reduce_besides):
         yield

@@ -1,4 +1,4 @@
-"""What the tests run on fake CUDA devices: one PPO step of one role on one simulated rank, and a weight update."""
+"""One PPO step of one role on one simulated rank of fake CUDA devices, and a weight update."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(case: Case, rank: int) -> Report:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _write_checkpoint(case, directory / "model")
         stack.enter_context(simulated_rank(rank, case.world))
-        stack.enter_context(_simulation())
+        stack.enter_context(simulation())
         if case.fault:
             stack.enter_context(getattr(fake_faults, case.fault)(rank))
         stack.enter_context(gpu)
@@ -89,7 +89,7 @@ class _Inline:
 
 
 @contextlib.contextmanager
-def _simulation() -> Iterator[None]:
+def simulation() -> Iterator[None]:
     """Replace what fake tensors and fake groups cannot do."""
     threading = SimpleNamespace(Thread=_Inline)
     with (
@@ -113,7 +113,7 @@ def _route_evenly(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         self.input_splits = np.full(self.ep_size, tokens // self.ep_size)
         self.output_splits = self.input_splits.copy()
         self.output_splits_tp = np.full(self.tp_size, tokens)
-    if self.num_local_experts > 1:
+    if self.num_local_experts > 1 and not self.config.moe_permute_fusion:
         shape = (self.tp_size * self.ep_size, self.num_local_experts)
         self.num_global_tokens_per_local_expert = torch.full(shape, per_expert)
     return None if result is None else torch.full((self.num_local_experts,), per_expert * self.tp_size * self.ep_size)
@@ -131,7 +131,7 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     gpu.phase = "sum_scores"
     scores = sum_over_ranks(scores)
     if case.role != "reward_model":
-        _train(case, gpu, engine, _with_targets(batch, scores), micro_batches)
+        _train(case, gpu, engine, with_targets(batch, scores), micro_batches)
         _checkpoint(gpu, engine, directory)
     gpu.phase = "offload"
     engine.offload.offload_all_but(())
@@ -151,7 +151,7 @@ def _batch(engine: ModelEngine) -> tuple[RaggedBatch, list[list[int]]]:
     return batch, [of_replica[i::num_micro_batches] for i in range(num_micro_batches)]
 
 
-def _with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
+def with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
     zeros = torch.zeros_like(scores)
     return batch.with_fields(
         old_log_probs=scores, ref_log_probs=zeros, advantages=zeros + 1, values=zeros, returns=zeros

@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_cases import CASES, Report
+from fake_cases import CASES, TE_CASES, Report
 from fake_checks import KNOWN_WAITS, PAGEABLE_COPIES, WITHOUT_ENTRY, mismatches, without_kernel
 
 pytestmark = pytest.mark.slow
 
 Run = Callable[[str, int], Report]
-RUNS = [(name, rank) for name, case in CASES.items() for rank in case.ranks]
-DENSE = [(name, rank) for name, rank in RUNS if "num_experts" not in CASES[name].config]
+ALL = {**CASES, **TE_CASES}
+RUNS = [(name, rank) for name, case in ALL.items() for rank in case.ranks]
+DENSE = [(name, rank) for name, rank in RUNS if "num_experts" not in ALL[name].config]
 PASSES = ("score", "gradient")
 
 
@@ -25,7 +26,10 @@ def report(on_fake_gpu: Callable[..., Any]) -> Run:
 
     def get(name: str, rank: int) -> Report:
         if (name, rank) not in reports:
-            reports[name, rank] = on_fake_gpu("fake_steps", "run", CASES[name], rank)
+            case = ALL[name]
+            reports[name, rank] = on_fake_gpu(
+                "fake_steps", "run", case, rank, transformer_engine=case.transformer_engine
+            )
         return reports[name, rank]
 
     return get
@@ -47,12 +51,19 @@ def test_no_dense_micro_batch_waits(report: Run, name: str, rank: int) -> None:
 
 
 def test_a_layer_of_experts_waits_for_its_numbers_of_tokens(report: Run) -> None:
-    case = CASES["experts"]
     passes = {"score": 1, "gradient": 2}  # over two micro-batches each
-    for what, times in {"Event.synchronize": 1, "masked_select": 2}.items():
-        for phase, count in passes.items():
-            wait = (phase, what, "models/gpt_model.py:PackedGPT.forward")
-            assert report("experts", 0).waits[wait] == times * count * 2 * case.layers
+    for name, selections in {"experts": 2, "experts, Transformer Engine": 0}.items():
+        for what, times in {"Event.synchronize": 1, "masked_select": selections}.items():
+            for phase, count in passes.items():
+                wait = (phase, what, "models/gpt_model.py:PackedGPT.forward")
+                assert report(name, 0).waits[wait] == times * count * 2 * ALL[name].layers
+
+
+@pytest.mark.parametrize("name", TE_CASES)
+def test_an_optimizer_step_of_transformer_engine_waits_once(report: Run, name: str) -> None:
+    for rank in TE_CASES[name].ranks:
+        waits = {key[1:]: times for key, times in report(name, rank).waits.items() if key[0] == "optimizer_step"}
+        assert waits == {("item", "models/engine.py:ModelEngine.train_step"): 2}  # of two steps
 
 
 def test_all_waits_and_copies_from_pageable_memory_are_known(report: Run) -> None:
@@ -64,9 +75,9 @@ def test_all_waits_and_copies_from_pageable_memory_are_known(report: Run) -> Non
     assert {one.waits[key] for one in reports for key in once} <= {0, 1}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.world > 1])
+@pytest.mark.parametrize("name", [name for name, case in ALL.items() if len(case.ranks) > 1])
 def test_collectives_match(report: Run, name: str) -> None:
-    assert mismatches({rank: report(name, rank).collectives for rank in CASES[name].ranks}) == []
+    assert mismatches({rank: report(name, rank).collectives for rank in ALL[name].ranks}) == []
 
 
 def test_cuda_has_a_kernel_for_every_operator(report: Run, cuda_types: dict[str, frozenset[str]]) -> None:

@@ -1,0 +1,1 @@
+NOT_EXECUTED: dict[str, str] = {}
