@@ -56,6 +56,18 @@ PAGEABLE_COPIES = {
 }
 """(phase, place) -> the reason."""
 
+NOT_SHOWN = (
+    "any number that a kernel computes",
+    "the order of streams, and races between them",
+    "NCCL: its connections, timeouts and memory",
+    "torch.compile, Triton's kernels and CUDA graphs",
+    "the attention kernel that torch and cuDNN choose",
+    "fragmentation of torch's allocator, and memory beside its tensors",
+    "vLLM on a GPU",
+    "speed",
+)
+"""Parts of a run on a GPU that fake devices do not execute. docs/gpu.md has the same list."""
+
 P2P = ("send", "recv")
 
 

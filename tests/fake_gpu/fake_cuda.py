@@ -130,6 +130,13 @@ def replace_driver() -> None:
         def synchronize(self) -> None:
             wait("Stream.synchronize")
 
+    class Generator(torch.Generator):
+        """Stands for a generator of either device."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls)
+
+    torch.Generator = Generator
     stream = Stream()
     random_state = torch.zeros(16, dtype=torch.uint8)
     properties = types.SimpleNamespace(

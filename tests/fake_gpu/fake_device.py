@@ -126,6 +126,7 @@ class FakeCuda(TorchDispatchMode):
             wait(func.overloadpacket.__name__)
         if func in _INDEXING:
             self._note_indices(*args)
+        kwargs = {key: x for key, x in kwargs.items() if not isinstance(x, torch._C.Generator)}  # of the CPU
         with _FAKE:
             if func is aten.masked_select.default:
                 out = args[0].new_empty(int(args[1].numel() * self._selected))

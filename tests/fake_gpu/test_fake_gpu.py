@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from fake_cases import CASES, TE_CASES, Report
-from fake_checks import KNOWN_WAITS, PAGEABLE_COPIES, WITHOUT_ENTRY, mismatches, without_kernel
+from documents import ROOT
+from fake_checks import KNOWN_WAITS, NOT_SHOWN, PAGEABLE_COPIES, WITHOUT_ENTRY, mismatches, without_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +85,12 @@ def test_cuda_has_a_kernel_for_every_operator(report: Run, cuda_types: dict[str,
     operators = frozenset().union(*(report(*run).operators for run in RUNS))
     assert without_kernel(operators, cuda_types) == ([], set())
     assert not WITHOUT_ENTRY.keys() & cuda_types.keys()
+
+
+def test_the_page_says_what_is_not_shown() -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    section = page.partition("## Executed on fake CUDA devices\n")[2].partition("\n## ")[0]
+    assert [line.removeprefix("- ") for line in section.splitlines() if line.startswith("- ")] == list(NOT_SHOWN)
 
 
 # ---------------------------------------------------------------- planted faults

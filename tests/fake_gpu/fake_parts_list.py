@@ -1,1 +1,0 @@
-NOT_EXECUTED: dict[str, str] = {}
