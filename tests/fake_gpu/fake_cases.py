@@ -80,6 +80,23 @@ class Report:
     collectives: tuple[Collective, ...]
 
 
+@dataclass(frozen=True)
+class PhaseBytes:
+    """Bytes of the actor's tensors, and of what is in use with them."""
+
+    executed: float
+    planned: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Result of one rank."""
+
+    phases: dict[str, PhaseBytes]
+    left: Counter[str]
+    """After everything is offloaded that the settings offload, by the place of the allocation."""
+
+
 CASES: dict[str, Case] = {
     "llama": Case("llama"),
     "mistral": Case("mistral", megatron={"recompute_granularity": "full"}),

@@ -152,7 +152,7 @@ def replace_driver() -> None:
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
-        "is_current_stream_capturing": False,
+        **dict.fromkeys(("is_current_stream_capturing", "get_sync_debug_mode", "set_sync_debug_mode"), False),
         "device_count": 8,
         "mem_get_info": (MEMORY // 2, MEMORY),
         "get_device_capability": CAPABILITY,
@@ -170,6 +170,8 @@ def replace_driver() -> None:
     cuda.Event = Event
     cuda.stream = lambda _: contextlib.nullcontext()
     cuda.synchronize = lambda *_: wait("synchronize")
+    cuda.nccl.version = lambda: (2, 29, 0)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.memory._record_memory_history = lambda *_, **__: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: random_state.clone()
     cuda.random.set_rng_state = cuda.set_rng_state
     cuda.default_generators = (types.SimpleNamespace(get_state=random_state.clone, set_state=lambda _: None),)

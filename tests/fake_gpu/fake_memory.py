@@ -7,11 +7,11 @@ import gc
 import mmap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from fake_cases import Measured, PhaseBytes
 from fake_device import FakeCuda
 from fake_steps import simulation, with_targets
 from gpu_parts.engines import token_batch
@@ -40,23 +40,6 @@ from rlhf_mc.trainer.update import ActorTerms, actor_objective
 SEQUENCES = 4
 """In each micro-batch."""
 DEVICE_BYTES = 80 << 30
-
-
-@dataclass(frozen=True)
-class PhaseBytes:
-    """Bytes of the actor's tensors, and of what is in use with them."""
-
-    executed: float
-    planned: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Result of one rank."""
-
-    phases: dict[str, PhaseBytes]
-    left: Counter[str]
-    """After everything is offloaded that the settings offload, by the place of the allocation."""
 
 
 def measure(source: str, overrides: Sequence[str], world: int, rank: int) -> Measured:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_cases import CASES, TE_CASES, Report
 from documents import ROOT
+from fake_cases import CASES, TE_CASES, Report
 from fake_checks import KNOWN_WAITS, NOT_SHOWN, PAGEABLE_COPIES, WITHOUT_ENTRY, mismatches, without_kernel
 
 pytestmark = pytest.mark.slow
