@@ -72,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has recorded: see FakeCuda."""
+    """The records of one rank: see FakeCuda."""
 
     operators: frozenset[tuple[str, tuple[str, ...]]]
     waits: Counter[tuple[str, str, str]]

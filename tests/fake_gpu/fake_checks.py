@@ -35,7 +35,7 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
     ),
     ("save", "synchronize", "platform.py:synchronize"): (1, "before the writer's thread reads the blocks"),
     ("save", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
-    ("load_state", "item", "models/optimizer.py:adam_steps"): (1, "the fused optimizer counts on the device"),
+    ("load_state", "item", "models/optimizer.py:adam_steps"): (1, "the fused optimizer has its step on the device"),
     ("load_state", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
     ("update_weights", "copy to the host", "reshard/verify.py:_checksums"): (None, "verification alone"),
     ("update_weights", "copy to the host", "reshard/verify.py:_checksums_of_senders.<locals>.<dictcomp>"): (
