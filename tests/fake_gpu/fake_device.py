@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from typing import Any
@@ -112,7 +113,8 @@ class FakeCuda(TorchDispatchMode):
 
     def _on_cuda(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if any(x.device.type != "cuda" and x.dim() for x in tensors):
+        takes_values = not re.search(r"_like$|^new_", func.overloadpacket.__name__)
+        if takes_values and any(x.device.type != "cuda" and x.dim() for x in tensors):
             devices = [(tuple(x.shape), x.device.type) for x in tensors]
             raise DeviceMix(f"{func} at {place()}: tensors of the CPU and of the GPU: {devices}")
         self.operators.add((str(func), tuple(str(x.dtype)[6:] for x in tensors if x.device.type == "cuda")))
@@ -126,7 +128,7 @@ class FakeCuda(TorchDispatchMode):
             wait(func.overloadpacket.__name__)
         if func in _INDEXING:
             self._note_indices(*args)
-        kwargs = {key: x for key, x in kwargs.items() if not isinstance(x, torch._C.Generator)}  # of the CPU
+        kwargs = {key: None if isinstance(x, torch._C.Generator) else x for key, x in kwargs.items()}  # of the CPU
         with _FAKE:
             if func is aten.masked_select.default:
                 out = args[0].new_empty(int(args[1].numel() * self._selected))

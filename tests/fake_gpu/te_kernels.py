@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 
@@ -21,16 +20,33 @@ FP8_MULTIPLES = {"Float8CurrentScalingQuantizer": 16, "Float8BlockQuantizer": 12
 """Quantizer of a recipe -> the number of which the rows of a product's operands must be a multiple."""
 
 
+class _Unused:
+    """Stands for modules and kernels: any attribute, item and result of it is itself, and it keeps no argument."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
 def install(directory: Path) -> None:
     """Import Transformer Engine from a directory of its Python files, with this module as its compiled one."""
     sys.path.append(str(directory))
     sys.modules["transformer_engine_torch"] = sys.modules[__name__]
     # Of these its files import kernels and types, which are not used.
-    triton = MagicMock(
-        __version__="3.4.0", cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length()
-    )
-    names = ("triton", "triton.language", "triton.language.standard", "onnx", "onnxscript")
-    absent = {name: MagicMock() for name in names} | {"triton": triton, "triton.language": triton.language}
+    triton = _Unused()
+    vars(triton).update(__version__="3.4.0", cdiv=lambda a, b: -(-a // b))
+    vars(triton).update(next_power_of_2=lambda n: 1 << (n - 1).bit_length())
+    absent = dict.fromkeys(("triton.language", "triton.language.standard", "onnx", "onnxscript"), _Unused())
+    absent["triton"] = triton
     sys.modules.update(absent)
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it loads no libraries
     package = ModuleType("transformer_engine")

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 NOT_EXECUTED = {
     "timeouts": "it starts processes",
-    "profile": "torch's profiler needs CUPTI, and the allocator a history",
+    "synchronisations": "torch's profiler needs CUPTI",
+    "profile": "the same, and the allocator's history",
     "quickstart": "vLLM",
     "sleep": "vLLM",
     "aliased_weights": "vLLM",
