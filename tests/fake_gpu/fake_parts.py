@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 from unittest import mock
 
 from fake_device import FakeCuda
 from fake_steps import simulation
-from gpu_parts import catalog, model_parts, reference
+from gpu_parts import catalog
 from gpu_parts.report import Report
 from gpu_parts.sizes import SMALL
 
 from rlhf_mc.topology.groups import simulated_rank
-
-
-class _Reference(reference.Reference):
-    """A model of transformers whose tied weights are one again: a move to a fake device makes two of them."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.model.tie_weights()
 
 
 def run(name: str) -> None:
@@ -31,6 +22,5 @@ def run(name: str) -> None:
         stack.enter_context(simulated_rank(0, 1))
         stack.enter_context(simulation())
         stack.enter_context(mock.patch.object(Report, "case", lambda self, case: contextlib.nullcontext()))
-        stack.enter_context(mock.patch.object(model_parts, "Reference", _Reference))
         stack.enter_context(gpu)
         catalog.find(name).function()(Report(), SMALL)

@@ -12,6 +12,10 @@ pytestmark = pytest.mark.slow
 
 NOT_EXECUTED = {
     "timeouts": "it starts processes",
+    **dict.fromkeys(
+        ("models_float32", "models_bfloat16", "models_te", "models_te_float32"),
+        "a move to a fake device separates the tied weights of transformers' model",
+    ),
     "synchronisations": "torch's profiler needs CUPTI",
     "profile": "the same, and the allocator's history",
     "quickstart": "vLLM",
