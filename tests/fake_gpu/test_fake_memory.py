@@ -37,9 +37,7 @@ CONFIGS = {
     "0.5B": Config("ppo_qwen2.5_0.5b", "qwen2.5-0.5b", 1, 0),
     "7B": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0),
     "7B without offload": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, WITHOUT_OFFLOAD),
-    "32B": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 0),
-    "30B-A3B, first stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 0),
-    "30B-A3B, last stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 15),
+    "32B, first stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 0),
     "70B, first stage": Config("ppo_70b", "llama-3-70b", 64, 0),
     "70B, last stage": Config("ppo_70b", "llama-3-70b", 64, 63),
 }
@@ -81,7 +79,7 @@ def is_off(planned: float, executed: float) -> bool:
     return abs(planned - executed) > WITHIN * executed + KEPT
 
 
-@pytest.mark.parametrize("name", ["30B-A3B, first stage", "70B, first stage", "70B, last stage"])
+@pytest.mark.parametrize("name", ["70B, first stage", "70B, last stage"])
 def test_little_stays_after_an_offload(measured: Callable[[str], Any], name: str) -> None:
     left = {origin: size for origin, size in measured(name).left.items() if size > 0.01 * GB}
     places = ("autograd", "models/engine.py:ModelEngine._run", "models/gpt_model.py:PackedGPT.forward")
