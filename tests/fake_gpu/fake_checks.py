@@ -23,10 +23,7 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
     ("gradient", "Event.synchronize", "autograd"): (None, "experts, recomputed"),
     ("gradient", "masked_select", "autograd"): (None, "experts without Transformer Engine, recomputed"),
     ("sum_scores", "copy to the host", "topology/consensus.py:sum_over_ranks"): (1, "scores of the batch"),
-    ("optimizer_step", "item", "models/engine.py:ModelEngine.train_step"): (
-        None,
-        "the norm of the gradient; without Transformer Engine and Apex one a tensor",
-    ),
+    ("optimizer_step", "item", "models/engine.py:ModelEngine.train_step"): (1, "the norm of the gradient"),
     ("statistics", "copy to the host", "topology/consensus.py:gather_vectors"): (1, "of all mini-batches"),
     ("async_save", "synchronize", "platform.py:synchronize"): (1, "all copies to page-locked memory"),
     ("save", "copy to the host", "checkpoint/training_tensors.py:TensorWriter._write.<locals>.<genexpr>"): (
@@ -50,7 +47,6 @@ PAGEABLE_COPIES = {
     ("load", "reshard/execute.py:execute"): "weights of the files",
     ("load", "tests"): "the value head of the tests",
     ("make_trainable", "models/engine.py:ModelEngine.make_trainable"): "constants of the optimizer",
-    ("optimizer_step", "models/engine.py:ModelEngine.train_step"): "a constant of Megatron-Core's norm of the gradient",
     ("load_state", "checkpoint/training_tensors.py:read_tensors"): "tensors of the files",
     ("update_weights", "reshard/verify.py:_checksums_of_senders.<locals>.<dictcomp>"): "verification alone, one a peer",
 }
