@@ -127,11 +127,12 @@ def continue_groups(
     group_of = np.array([number for number, _ in rows], dtype=np.int64)
     num_open = np.bincount(group_of, minlength=len(groups))
     requests = [
-        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], lens[g][i])
+        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], min(limit, lens[g][i]))
         for number, (g, i) in enumerate(rows)
     ]
     expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
-    left = [length - len(one.begun.token_ids) for length, one in zip(expected, requests, strict=True)]
+    # Responses that have begun are first: they are the oldest, and often longer than expected.
+    order = [limit if one.begun.token_ids else length for length, one in zip(expected, requests, strict=True)]
     parameters = Sampling(run.config.rollout.temperature, limit, run.stop_token_ids)
 
     def is_enough(ended: Set[int]) -> bool:
@@ -140,7 +141,7 @@ def continue_groups(
 
     with run.offload_schedule.phase(state.timer, "gen"):
         ends = None if enough is None else is_enough
-        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), left, ends).generations()
+        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), order, ends).generations()
     responses = [list(group.responses) for group in groups]
     for (g, i), response in zip(rows, drawn, strict=True):
         responses[g][i] = response

@@ -36,7 +36,13 @@ class RolloutJournal:
     def __init__(self, cfg: Config) -> None:
         """Raise UserError if the journal of trainer.replay cannot be replayed."""
         self._path = Path(cfg.trainer.default_local_dir) / JOURNAL_FILE
-        self._settings = {"seed": cfg.trainer.seed, "train_batch_size": cfg.data.train_batch_size, "n": cfg.rollout.n}
+        self._settings = {
+            "seed": cfg.trainer.seed,
+            "train_batch_size": cfg.data.train_batch_size,
+            "n": cfg.rollout.n,
+            "max_response_length": cfg.data.max_response_length,
+            "partial_rollout": cfg.rollout.partial_rollout,
+        }
         self._replayed: dict[int, StepGroups] | None = None
         if cfg.trainer.replay is not None:
             self._replayed = self._read(Path(cfg.trainer.replay) / JOURNAL_FILE)
