@@ -17,11 +17,11 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import prompts_in_flight
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses, build_batch
-from rlhf_mc.trainer.group_pool import Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
-from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.trainer import generate, pooled_rollout
+from rlhf_mc.trainer.group_pool import Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
+from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pooled_rollout import load_pool, off_policy_metrics
 from rlhf_mc.trainer.step_state import StepState
 
