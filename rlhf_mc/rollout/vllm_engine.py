@@ -45,8 +45,8 @@ def check_build() -> None:
         )
     if wanted == "cuda" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         raise UserError(
-            "rollout: VLLM_USE_V2_MODEL_RUNNER is 0; unset it: the draws of vLLM's other model runner are no function of"
-            " seed and position, so that a response which is continued would repeat them"
+            "rollout: VLLM_USE_V2_MODEL_RUNNER is 0; unset it: vLLM's other model runner does not draw by seed and"
+            " position, and a response that is continued would repeat its draws"
         )
 
 
