@@ -21,3 +21,14 @@ if [[ -n "${RLHF_MC_SOCKET_IFNAME:-}" ]]; then
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$RLHF_MC_SOCKET_IFNAME}"
     export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$RLHF_MC_SOCKET_IFNAME}"
 fi
+# What Triton, Inductor, vLLM and FlashInfer compile stays on the node: in a home directory on shared storage every rank of
+# a job would compile and lock there. Each lock file has a folder of its own.
+if [[ -z "${RLHF_MC_CACHE:-}" ]]; then
+    RLHF_MC_CACHE=/tmp/rlhf_mc_$UID/$(cksum <"$site_root/requirements/gpu.txt" | cut -d " " -f 1)
+fi
+export RLHF_MC_CACHE
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$RLHF_MC_CACHE/triton}"
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$RLHF_MC_CACHE/inductor}"
+export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$RLHF_MC_CACHE/vllm}"
+# It gets a folder .cache/flashinfer.
+export FLASHINFER_WORKSPACE_BASE="${FLASHINFER_WORKSPACE_BASE:-$RLHF_MC_CACHE}"

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -44,6 +45,9 @@ class Job:
         return cls(cfg, number["SLURM_JOB_NUM_NODES"], number["NPROC"], number["SLURM_NODEID"])
 
 
+LEAST_LOCKED_MEMORY = 2**30
+"""Bytes of locked memory below which NCCL cannot start: some MiB for each channel to each peer. Linux grants 64 KiB, or
+8 MiB, where nothing is set."""
 JOB_VARIABLES = {"SLURM_JOB_NUM_NODES": 1, "NPROC": 1, "SLURM_NODEID": 0}
 """Variable -> its value where it is not set."""
 
@@ -159,7 +163,44 @@ def _match(value: str, present: list[str]) -> bool:
     return any(one.startswith(name) for one in present for name in names)
 
 
-CHECKS: tuple[Callable[[Job], Iterator[str]], ...] = (settings, open_files, gpus, interfaces)
+def locked_memory(job: Job) -> Iterator[str]:
+    """Check the limit on locked memory, in which NCCL registers its buffers with InfiniBand and RoCE adapters."""
+    limit = facts.locked_memory_limit()
+    if limit is None or limit >= LEAST_LOCKED_MEMORY or job.num_nodes == 1:
+        return
+    if os.environ.get("NCCL_IB_DISABLE", "0") == "1" or not has_gpus(facts.driver(), facts.gpu_device_files()):
+        return
+    if adapters := ", ".join(port.device for port in facts.infiniband()):
+        yield (
+            f"only {limit / 2**20:.4g} MiB may be locked in memory (ulimit -l), and NCCL registers more with "
+            f"{adapters}: set LimitMEMLOCK=infinity in slurmd's systemd unit; NCCL_IB_DISABLE=1 runs without them"
+        )
+
+
+def compile_cache(job: Job) -> Iterator[str]:
+    """Check that the folder of compiled kernels (launch/env.sh) can be created, and that it is this user's: a process
+    runs the code in it."""
+    folder = Path(os.environ.get("RLHF_MC_CACHE", ""))
+    if not folder.is_absolute():  # not set
+        return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        yield f"RLHF_MC_CACHE, the folder of compiled kernels: {error}; name another one on the node"
+        return
+    if owner != os.getuid() or not os.access(folder, os.W_OK):
+        yield f"RLHF_MC_CACHE {folder} belongs to another user, or cannot be written; name another folder on the node"
+
+
+CHECKS: tuple[Callable[[Job], Iterator[str]], ...] = (
+    settings,
+    open_files,
+    gpus,
+    interfaces,
+    locked_memory,
+    compile_cache,
+)
 """Every check, in the order in which its lines are printed."""
 
 

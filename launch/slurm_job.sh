@@ -135,7 +135,8 @@ requeue() {
 say "$SLURM_JOB_NUM_NODES nodes x $NPROC ranks, attempt ${SLURM_RESTART_COUNT:-0}, the first node is $MASTER_ADDR;" \
     "the ranks' logs are in $LOG_DIR"
 
-# The tasks share all CPUs of the node: by default a step's task gets one.
+# The tasks share all CPUs of the node: by default a step's task gets one. Each rank then takes those near its GPU
+# (rlhf_mc/topology/numa.py).
 cpus=$((SLURM_CPUS_ON_NODE / tasks_per_node))
 step=(srun --cpu-bind=none "${site_srun[@]}")
 if [[ -n "${RLHF_MC_CONTAINER:-}" && -z "${SLURM_JOB_END_TIME:-}" ]]; then

@@ -30,7 +30,8 @@ with python alone, the program has one rank. Launchers that set the environment:
 
   launch/torchrun_1node.sh CONFIG.yaml [section.key=value ...]       one node
   sbatch slurm/ppo_1node.sh CONFIG.yaml [section.key=value ...]      one node, as a Slurm job
-  sbatch slurm/ppo_70b.sh [section.key=value ...]                    8 nodes; the body of both is launch/slurm_job.sh
+  sbatch slurm/ppo_2nodes.sh CONFIG.yaml [section.key=value ...]     2 nodes
+  sbatch slurm/ppo_70b.sh [section.key=value ...]                    8 nodes; the body of all is launch/slurm_job.sh
 
 Each of them takes `--verl SCRIPT_OR_CONFIG [key=value ...]` in place of these arguments.
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+_DEFAULT_POOL = (0, 0)
+"""Identifier of the pool of torch's allocator on a GPU that all tensors are in, unless a caller asks for another."""
 _M_TRIM_THRESHOLD = -1
 """A parameter of glibc's mallopt, from malloc.h."""
 _M_MMAP_THRESHOLD = -3
@@ -50,6 +52,16 @@ def set_device() -> None:
         torch.cuda.set_device(device())
 
 
+def enter_stream() -> None:
+    """Let this thread queue its work on a CUDA stream of its own from now on; do nothing on a CPU.
+
+    vLLM leaves the default stream, on which no CUDA graph can be captured, when its engine is built. By then
+    Megatron-Core's DistributedDataParallel has made autograd's nodes of the parameters, which keep the stream of their
+    making: with two streams each gradient would wait for the other one."""
+    if use_cuda():
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
 def synchronize() -> None:
     """Wait for the queued work of the device, so that the time read next includes it."""
     if use_cuda():
@@ -59,6 +71,12 @@ def synchronize() -> None:
 def device_memory() -> int:
     """Return the bytes of memory of this process's GPU, used or not."""
     return torch.cuda.get_device_properties(device()).total_memory
+
+
+def pci_address() -> str:
+    """Return the PCI address of this process's GPU as /sys names it: 0000:1b:00.0."""
+    gpu: Any = torch.cuda.get_device_properties(device())  # torch's stub lacks these three
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -90,9 +108,16 @@ def keep_freed_memory() -> None:
 
 def free_device_memory() -> tuple[int, int]:
     """Return the bytes of memory of this process's GPU, and how many of them are free now but for the peak of torch's
-    tensors so far, which is within a step."""
+    tensors so far, which is within a step.
+
+    Pools of vLLM's allocator are left out: torch counts their segments as reserved after vLLM has released them, in
+    its sleep and where it trims a pool (cumem.py)."""
     free, total = torch.cuda.mem_get_info()
-    return total, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    segments = torch.cuda.memory_snapshot(include_traces=False)
+    of_pools = [segment for segment in segments if segment["segment_pool_id"] != _DEFAULT_POOL]
+    reserved = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == _DEFAULT_POOL)
+    peak = torch.cuda.max_memory_allocated() - sum(segment["allocated_size"] for segment in of_pools)
+    return total, free + reserved - peak
 
 
 def process_memory() -> int:

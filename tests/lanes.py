@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-ORDER = ("dist", "gpu", "unit", "system")
+ORDER = ("dist", "gpu", "fake_gpu", "unit", "system")
 """Order of the folders. The first process takes files from the front, the second from the back, and so on in turn."""
 
 

@@ -24,7 +24,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.models.layout_check import check_training_layouts
+from rlhf_mc.models.transformer_engine import import_transformer_engine
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.reshard.coverage import Coverage, rollout_coverage
 from rlhf_mc.reshard.model_checks import check_layouts
@@ -35,6 +35,9 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 def check(cfg: Config, world: int) -> None:
     """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a difference."""
+    import_transformer_engine()
+    from rlhf_mc.models.layout_check import check_training_layouts
+
     check_config(cfg, world)
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
     check_layouts(cfg, shapes)

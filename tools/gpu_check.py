@@ -66,6 +66,9 @@ def main() -> int:
         _say(ranks, _row(part.name, results[part.name]))
         if ranks.rank == 0:
             _write(args.output, device, ranks.world, small, results)
+    for name, result in results.items():
+        for text in result.unmeasured:
+            _say(ranks, f"\n{name}: {text} (not measured yet on a GPU)")
     failed = [name for name, result in results.items() if result.verdict == FAILED]
     for name in failed:
         _say(ranks, f"\n{name} failed: {results[name].reason}\n{_last_lines(results[name].log)}")

@@ -71,6 +71,7 @@ def hf_to_mcore(hf_path: str, output: str, sizes: LayoutSizes) -> None:
     """Write the Megatron-Core checkpoint, in the dtype of the Hugging Face one. Raise UserError if it cannot be
     read."""
     from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
+    from rlhf_mc.models.transformer_engine import import_transformer_engine
     from rlhf_mc.reshard.placement import training_layouts
 
     reader = HFReader(hf_path)
@@ -78,6 +79,7 @@ def hf_to_mcore(hf_path: str, output: str, sizes: LayoutSizes) -> None:
     reader.check(shape)
     dtype = reader.dtype_name()
     with working("importing Megatron-Core"):
+        import_transformer_engine()
         from rlhf_mc.checkpoint.megatron_format import save_mcore
     with _built_model(shape, dtype, sizes) as (model, groups):
         params = {name: param.data for name, param in model.named_parameters()}
@@ -91,6 +93,9 @@ def mcore_to_hf(checkpoint: str, output: str, sizes: LayoutSizes, max_shard_byte
     with working("importing Megatron-Core"):
         import torch.distributed as dist
 
+        from rlhf_mc.models.transformer_engine import import_transformer_engine
+
+        import_transformer_engine()
         from rlhf_mc.checkpoint.hf_export import export_hf
         from rlhf_mc.checkpoint.hf_format import read_shape
         from rlhf_mc.checkpoint.megatron_format import HF_ASSETS, checkpoint_dtype, load_mcore
@@ -132,6 +137,9 @@ def training_checkpoint_to_hf(
 
     hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: the path in the
     run's settings. Raise UserError if the checkpoint is corrupt or has no such role."""
+    from rlhf_mc.models.transformer_engine import import_transformer_engine
+
+    import_transformer_engine()
     import torch
     import torch.distributed as dist
 

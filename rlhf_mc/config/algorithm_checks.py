@@ -143,8 +143,11 @@ def _in_flight(cfg: Config) -> Iterator[str]:
             f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or rollout.partial_rollout: true"
             " (other runs draw the same tokens in any layout)"
         )
-    if modes and cfg.algorithm.filter_groups.enable:
-        yield f"rollout.{modes[0]} is true and algorithm.filter_groups.enable is true; set one of them"
+    if rollout.tail_batching and cfg.algorithm.filter_groups.enable:
+        yield (
+            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or"
+            " rollout.partial_rollout"
+        )
     if rollout.partial_rollout and correction.rollout_is is None and not correction.bypass_mode:
         yield (
             "rollout.partial_rollout is true, which trains on tokens of older weights; that needs"

@@ -29,7 +29,13 @@ StopRule = Literal[
 ]
 """Rules after which a run may have a reason to end."""
 Rule = Literal[
-    StopRule, "ppo_kl_low", "grad_norm_low", "throughput_falling", "replicas_unbalanced", "memory_near_limit"
+    StopRule,
+    "ppo_kl_low",
+    "grad_norm_low",
+    "throughput_falling",
+    "replicas_unbalanced",
+    "memory_near_limit",
+    "groups_dropped",
 ]
 RESPONSES = ("disable", "note", "warn", "stop", "roll_back")
 """Lists of rules in HealthConfig."""

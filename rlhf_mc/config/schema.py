@@ -182,6 +182,9 @@ class RolloutConfig:
     """GPU only: run without CUDA graphs. The CPU build always does."""
     free_cache_engine: bool = False
     """GPU only: the engine frees the memory of its weights and KV cache while it does not generate (sleep mode)."""
+    offload_cuda_graphs: bool = True
+    """GPU only, with free_cache_engine: the memory of CUDA graphs is copied to the host and back too. false: it stays
+    on the device."""
     quantization: Literal["fp8"] | None = None
     """fp8: the engine stores the weights of linear layers in fp8, with one scale per output channel, and quantizes
     their inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights

@@ -249,6 +249,15 @@ RULES: tuple[HealthRule, ...] = (
         after="at once",
     ),
     HealthRule(
+        "groups_dropped",
+        "training/off_policy/dropped_groups above 0",
+        ("training/off_policy/dropped_groups",),
+        lambda seen: seen.above(0.0, "training/off_policy/dropped_groups"),
+        "groups are too old before they are complete",
+        "lower rollout.prompts_in_flight",
+        "Or raise rollout.max_off_policy_threshold; with max_off_policy_strategy wait the step waits for them instead.",
+    ),
+    HealthRule(
         "throughput_falling",
         "perf/throughput below half of its median over the window before",
         (THROUGHPUT,),

@@ -208,11 +208,14 @@ def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
 
 def apex(library: Library, engine: Library, on_gpus: bool) -> CheckResult:
     """Check Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not installed."""
+    if library.version is None:
+        text = f"not installed: {library.error}" if library.error else "not installed"
+        if engine.version is not None:
+            return CheckResult(f"{text}; beside Transformer Engine nothing uses it")
+        cost = "torch takes its place: more kernels for Adam and gradient clipping, no gradient accumulation fusion"
+        return CheckResult(text, cost if on_gpus else "")
     if library.error:
         return _unimported(library, is_fatal=not _counts_as_absent(library))
-    if library.version is None:
-        cost = "torch takes its place: more kernels for Adam and gradient clipping, no gradient accumulation fusion"
-        return CheckResult("not installed", cost if on_gpus and engine.version is None else "")
     return CheckResult(library.version)
 
 
@@ -292,14 +295,17 @@ def network(interfaces: list[Interface], address: str) -> CheckResult:
     return CheckResult(text, cost)
 
 
-def infiniband(ports: list[InfinibandPort], locked_bytes: int) -> CheckResult:
-    """Check the InfiniBand and RoCE ports, and the limit on locked memory (-1: none), which their buffers need."""
+def infiniband(ports: list[InfinibandPort], locked_bytes: int | None) -> CheckResult:
+    """Check the InfiniBand and RoCE ports, and the limit on locked memory (None: none), which their buffers need."""
     if not ports:
         return CheckResult("none")
     text = ", ".join(f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports)
     costs = [f"{one.device} is {one.state}, not active" for one in ports if one.state != "active"]
-    if locked_bytes >= 0:
-        costs.append(f"only {locked_bytes / 2**20:.0f} MiB may be locked in memory (ulimit -l), and NCCL locks buffers")
+    if locked_bytes is not None:
+        costs.append(
+            f"only {locked_bytes / 2**20:.4g} MiB may be locked in memory (ulimit -l), and NCCL locks its buffers:"
+            " LimitMEMLOCK=infinity in slurmd's systemd unit, docker run --ulimit memlock=-1"
+        )
     return CheckResult(text, "; ".join(costs))
 
 
@@ -345,7 +351,7 @@ PARTS: dict[str, Callable[[Reader], CheckResult]] = {
     "open files": lambda read: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
     "/dev/shm": lambda read: shared_memory(facts.file_system("/dev/shm")),
     "network": lambda read: network(read(facts.interfaces), read(facts.host_address)),
-    "InfiniBand": lambda read: infiniband(read(facts.infiniband), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+    "InfiniBand": lambda read: infiniband(read(facts.infiniband), read(facts.locked_memory_limit)),
     "Slurm": lambda read: slurm(read(facts.slurm)),
     "cores": lambda read: cores(read(facts.cores), len(read(facts.driver).gpus)),
     "host memory": lambda read: CheckResult(_size_text(*read(facts.memory))),

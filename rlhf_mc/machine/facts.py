@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -30,6 +31,9 @@ COMMAND_SECONDS = 30.0
 """Longest time that a command may take; nvidia-smi hangs on a GPU in a bad state."""
 INFINIBAND = Path("/sys/class/infiniband")
 CGROUPS = Path("/sys/fs/cgroup")
+PROCESS_STATUS = Path("/proc/self/status")
+_CAP_IPC_LOCK = 14
+"""Number of the capability with which Linux does not apply the limit on locked memory (capabilities(7))."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,13 @@ def transformer_engine() -> Library:
 
 
 def apex() -> Library:
-    """Return Apex as it can be imported, with its kernels that Megatron-Core uses."""
-    return imported("apex", "import torch, apex, amp_C, fused_weight_gradient_mlp_cuda")[0]
+    """Return Apex as it can be imported, with its kernels that Megatron-Core uses. Where requirements/apex.sh has not
+    installed it, the error is the reason."""
+    library, _ = imported("apex", "import torch, apex, amp_C, fused_weight_gradient_mlp_cuda")
+    reason = Path(sys.prefix, "apex_missing")
+    if library.version is None and reason.exists():
+        return Library(None, reason.read_text().strip())
+    return library
 
 
 def file_system(path: str) -> tuple[int, int]:
@@ -228,6 +237,14 @@ def infiniband() -> list[InfinibandPort]:
         state, rate, layer = ((port / name).read_text().strip() for name in ("state", "rate", "link_layer"))
         ports.append(InfinibandPort(port.parents[1].name, state.partition(":")[2].strip().lower(), rate, layer))
     return ports
+
+
+def locked_memory_limit() -> int | None:
+    """Return the bytes that this process may lock in memory (ulimit -l), or None where that is not limited."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    (capabilities,) = re.findall(r"^CapEff:\s*(\w+)$", PROCESS_STATUS.read_text(), re.MULTILINE)
+    is_unlimited = limit == resource.RLIM_INFINITY or int(capabilities, 16) >> _CAP_IPC_LOCK & 1
+    return None if is_unlimited else limit
 
 
 def slurm() -> str | None:

@@ -1,6 +1,5 @@
 """Operations that a CPU computes with fewer passes over memory than Megatron-Core's local layers and torch do: the gate
-of the feed-forward part, rotary positions and the norm of a gradient, which megatron_patches.py puts in place, and the
-norm of layers.py.
+of the feed-forward part and rotary positions, which megatron_patches.py puts in place, and the norm of layers.py.
 """
 
 from __future__ import annotations
@@ -114,12 +113,3 @@ def rotate(
     table = table if mscale == 1.0 else table * mscale
     out: torch.Tensor = _Rotation.apply(x, table.to(x.dtype))
     return out
-
-
-def norm_of_all(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
-) -> tuple[torch.Tensor, None]:
-    """Return the norm of all elements of all tensors, [1] float32: Megatron-Core's l2_norm_impl, whose other arguments
-    and result nothing on a CPU uses."""
-    norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
-    return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None

@@ -66,7 +66,12 @@ def pack(seq_lens: Sequence[int]) -> PackedSequences:
 class PackedAttention(torch.nn.Module):
     """Core attention for Megatron-Core: causal within each packed sequence, with grouped queries.
 
-    q [T, 1, heads, head_dim] and k, v [T, 1, kv_heads, head_dim] -> [T, 1, heads * head_dim]."""
+    q [T, 1, heads, head_dim] and k, v [T, 1, kv_heads, head_dim] -> [T, 1, heads * head_dim].
+
+    On a GPU torch 2.13 has no kernel for grouped queries in float32 (sdp_utils.cpp, can_use_mem_efficient_attention)
+    and would store all scores, length x length of each head. So k and v are repeated there for each query head, which
+    its memory-efficient kernel takes. From the forward to the backward pass that is 8 * (heads - kv_heads) * head_dim
+    bytes more per token and layer."""
 
     def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
         super().__init__()
@@ -93,6 +98,8 @@ class PackedAttention(torch.nn.Module):
             strict=True,
         ):
             q, k, v = (x.view(count, length, x.shape[-2], x.shape[-1]).transpose(1, 2) for x in (q, k, v))
+            if platform.use_cuda() and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
             outputs.append(out.transpose(1, 2).reshape(count * length, 1, -1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -34,10 +34,11 @@ from megatron.core.transformer import TransformerConfig, attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.nn.functional import silu
 
 from rlhf_mc import platform
-from rlhf_mc.models.cpu_operations import GatedSiluMLP, norm_of_all, rotate
+from rlhf_mc.models.cpu_operations import GatedSiluMLP, rotate
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.patching import Patch, apply
 from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu, get_rng_state, set_rng_state
@@ -63,6 +64,15 @@ def _splits_as_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None)
         if isinstance(splits := getattr(dispatcher, name), torch.Tensor):
             setattr(dispatcher, name, splits.numpy())
     return tokens_per_expert
+
+
+def _norm_of_all(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
+) -> tuple[torch.Tensor, None]:
+    """Return the norm of all elements of all tensors, [1] float32, without a wait for the device: Megatron-Core's
+    l2_norm_impl, whose other arguments and result nothing uses."""
+    norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
+    return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None
 
 
 EVERYWHERE = (
@@ -119,11 +129,13 @@ ON_CPU = (
         rotate,
         "it computes cosines and sines of the same angles for q and k of every layer, and copies its result once more",
     ),
+)
+LOCAL_NORM = (
     Patch(
         clip_grads,
         "l2_norm_impl",
-        norm_of_all,
-        "without Transformer Engine and Apex it is a call of torch for each tensor",
+        _norm_of_all,
+        "without Transformer Engine and Apex it is a call of torch for each tensor, and on a GPU a wait for each",
     ),
 )
 
@@ -133,6 +145,8 @@ def _patch() -> None:
     apply(EVERYWHERE)
     if uses_transformer_engine():
         apply(WITH_TRANSFORMER_ENGINE)
+    if not platform.use_cuda() or LOCAL_NORM[0].original is local_multi_tensor_l2_norm:
+        apply(LOCAL_NORM)
     if not platform.use_cuda():
         apply(CUDA_CALLS)
         apply(ON_CPU)

@@ -8,7 +8,11 @@ is never given back.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
+import os
+import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -240,12 +244,14 @@ class HostArena:
 
     def _allocate(self, num_bytes: int) -> None:
         self.release()
-        available = available_memory()
+        available = 0
         try:
-            if num_bytes > available:
-                raise MemoryError("more than is available")
-            memory = _pages(num_bytes)
-            platform.lock_pages(memory)
+            with _one_rank_at_a_time():
+                available = available_memory()
+                if num_bytes > available:
+                    raise MemoryError("more than is available")
+                memory = _pages(num_bytes)
+                platform.lock_pages(memory)
         except (OSError, MemoryError) as error:
             raise UserError(
                 f"{self._purpose}: {num_bytes} bytes of host memory are needed by this rank, {available} are available"
@@ -255,6 +261,16 @@ class HostArena:
         self._unlock = weakref.finalize(self, platform.unlock_pages, memory)
         self._unlock.atexit = False  # the driver may be gone by then
         self._bytes = memory
+
+
+@contextlib.contextmanager
+def _one_rank_at_a_time() -> Iterator[None]:
+    """Let the ranks of a node run the body one after another. What one of them has locked in memory is not available to
+    the next: side by side each would count all that the node has."""
+    path = Path(tempfile.gettempdir()) / f"rlhf_mc_host_memory_{os.getuid()}"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _pages(num_bytes: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Transformer Engine: present and whole, or absent; its attention kernel; its fp8 products. It is imported here before
-Megatron-Core, whose files take an ImportError for absence, each by itself, and pass other errors on.
+"""Transformer Engine: present and whole, or absent; its attention kernel; its fp8 products. Programs import it here
+before Megatron-Core, whose files take an ImportError for absence, each by itself, and pass other errors on.
 
 With fp8, parameters stay in bfloat16, so weight update, optimizer and checkpoints do not change.
 """

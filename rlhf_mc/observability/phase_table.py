@@ -22,6 +22,7 @@ _LEAST_SHARE = 0.5
 """Share of the excess that a cause must explain."""
 _ALIKE = 0.05
 """Relative difference up to which amounts of work are called the same."""
+_REWARD_FUNCTIONS = "its reward functions took longer"
 STEP = "step"
 """The phase that consists of others."""
 REST = "between_phases"
@@ -42,7 +43,7 @@ class RankTimes:
     waiting: dict[str, float]
     """By phase, the part of `seconds` spent in collectives and messages."""
     amounts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By phase and kind of work: tokens, responses, file_seconds."""
+    """By phase and kind of work: tokens, responses, file_seconds, reward_seconds."""
 
     def work(self, phase: str) -> float:
         """Return the seconds of the rank's own work in a phase."""
@@ -111,10 +112,13 @@ def _other_reason(ranks: Sequence[RankTimes], phase: str, slowest: int, work: Se
     hosts = [rank.host for rank in ranks]
     if _excess(files, slowest) >= _LEAST_SHARE * _excess(work, slowest):
         return f"it wrote files for {files[slowest]:.2f} s"
+    rewards = [rank.amount(phase, "reward_seconds") for rank in ranks]
+    if _excess(rewards, slowest) >= _LEAST_SHARE * _excess(work, slowest):
+        return _REWARD_FUNCTIONS
     if [r for r, rank in enumerate(ranks) if rank.is_traced] == [slowest]:
         return "it was traced, which takes time (profile.ranks=[]: no traces)"
     if phase == "reward":
-        return "its reward functions took longer"
+        return _REWARD_FUNCTIONS
     if _explains(stages, work, slowest):
         return f"it has pipeline stage {stages[slowest] + 1} of {max(stages) + 1}"
     if _explains(hosts, work, slowest):

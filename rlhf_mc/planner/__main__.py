@@ -38,7 +38,7 @@ from rlhf_mc.planner.report import (
     write_config,
 )
 from rlhf_mc.planner.search import search
-from rlhf_mc.planner.start import Capacity, check_fit, fit_error, plan_run, planned_shapes
+from rlhf_mc.planner.start import Capacity, approximations, check_fit, fit_error, plan_run, planned_shapes
 from rlhf_mc.planner.storage import STORAGE_BANDWIDTH, plan_storage
 from rlhf_mc.planner.times import plan_times
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, plan_traffic
@@ -93,7 +93,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     if fit.problem is not None:
         raise UserError(fit_error(cfg, shapes, capacity, fit))
     if not arguments.json:
-        print(f"fits: the fullest phase is {fit.phase}, and leaves {fit.spare / 1e9:.1f} GB of each device")
+        left = f"fits: the fullest phase is {fit.phase}, and leaves {fit.spare / 1e9:.1f} GB of each device"
+        print(left + approximations(cfg, capacity))
 
 
 def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -77,6 +77,8 @@ class _Sizes:
         queries, keys and values, and the first two after the rotation; the attention's output with its log-sum-exp;
         gate and up, and their product."""
         attention = 3 * self.queries + 3 * self.keys + (self.queries + self.keys if self.qk_norm else 0)
+        if self.itemsize == _FLOAT32:  # torch attends, with k and v repeated for each query head (models/layers.py)
+            attention += 2 * (self.queries - self.keys)
         elements = 4 * self.states + attention + 3 * self.ffn + self.expert_inputs
         return elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
 

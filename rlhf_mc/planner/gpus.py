@@ -39,7 +39,7 @@ class Gpu:
     """A GPU."""
 
     memory: int
-    """Bytes of device memory. The driver keeps up to 1 GiB of it (memory.RESERVED)."""
+    """Bytes of device memory. The driver keeps up to 1 GiB of it (reserved.DRIVER)."""
     rates: Rates | None = None
     """None: the GPU was given by its bytes alone, so that no times are known."""
 

@@ -18,12 +18,10 @@ from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import model_coordinate, own_rollout_weights, rank_state, rollout_tp_ranks
+from rlhf_mc.planner.reserved import reserved_bytes
 from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
-RESERVED = 3 << 30
-"""Bytes that no sum has: CUDA's context, kernels, workspaces of cuBLAS, NCCL's buffers. An assumption: no run on a GPU
-has been measured yet."""
 RESERVED_ON_CPU = 3 << 28
 """Bytes of a process with its libraries. The peak of a rank of the quickstart without its KV cache is 0.73 GiB."""
 
@@ -127,7 +125,8 @@ def plan_memory(
     planned: list[RankMemory] = []
     for models, rollout, ranks in classes.values():
         states = {role: model.state for role, model in models.items()}
-        planned.append(RankMemory(tuple(sorted(ranks)), tuple(_phases(cfg, models, rollout, cuda)), rollout, states))
+        phases = tuple(_phases(cfg, models, rollout, cuda, gpus_per_node))
+        planned.append(RankMemory(tuple(sorted(ranks)), phases, rollout, states))
     return planned
 
 
@@ -143,7 +142,8 @@ class _Model:
     def __init__(self, cfg: Config, role: str, shape: ModelShape, mesh: Mesh, rank: int, cuda: bool) -> None:
         self.role = role
         self._shape = shape
-        self._mesh = mesh
+        self.mesh = mesh
+        """The layout of its ranks."""
         self._megatron = layouts(cfg)[role]
         self._cuda = cuda
         place = model_coordinate(mesh, rank)
@@ -165,21 +165,24 @@ class _Model:
 
     def forward(self, work: Pass) -> float:
         """Return the bytes of activations of a pass without gradients."""
-        return forward_peak(self._shape, self._megatron, self._mesh, self.stage, work, self._cuda)
+        return forward_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda)
 
     def update(self, work: Pass, entropy: bool) -> float:
         """Return the bytes of activations of an update."""
-        return update_peak(self._shape, self._megatron, self._mesh, self.stage, work, self._cuda, entropy)
+        return update_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda, entropy)
 
     @property
     def replicas(self) -> int:
         """Number of model replicas."""
-        return self._mesh.dp
+        return self.mesh.dp
 
 
-def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: bool) -> Iterator[Phase]:
+def _phases(
+    cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: bool, gpus_per_node: int
+) -> Iterator[Phase]:
     """Yield the phases that hold tensors on the device."""
-    reserved = RESERVED if cuda else RESERVED_ON_CPU
+    meshes = [model.mesh for model in models.values()]
+    rollout_tp = cfg.rollout.tensor_model_parallel_size
     work = _activations(cfg, models)
     buckets = 2.0 * min(cfg.reshard.bucket_megabytes << 20, rollout.weights + rollout.staged)
     work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
@@ -191,13 +194,14 @@ def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: b
         parts: dict[str, float] = {}
         for role, model in models.items():
             parts |= model.resident(row.get(role, frozenset()))
-        if not cfg.rollout.free_cache_engine or "kv_cache" in row["rollout"]:
+        is_awake = not cfg.rollout.free_cache_engine or "kv_cache" in row["rollout"]
+        if is_awake:
             parts["vLLM"] = rollout.budget
         elif "weights" in row["rollout"]:
             parts["vLLM weights"] = float(rollout.weights)
-        yield Phase(
-            name, {key: size for key, size in {**parts, **work.get(name, {}), "reserved": reserved}.items() if size}
-        )
+        reserved = reserved_bytes(meshes, gpus_per_node, rollout_tp, is_awake) if cuda else RESERVED_ON_CPU
+        parts = {**parts, **work.get(name, {}), "reserved": reserved}
+        yield Phase(name, {key: size for key, size in parts.items() if size})
 
 
 def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[str, float]]:

@@ -33,6 +33,8 @@ class Capacity:
     ranks_per_node: int = 8
     host_bytes: float | None = None
     """Host memory of each node with GPUs; None: it is not compared."""
+    transformer_engine: bool = True
+    """The GPUs run Transformer Engine's layers."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,16 @@ def check_fit(
         f" part is {largest}, {host.parts[largest] / GB:.0f} GB"
     )
     return MemoryFit(problem, HOST_MEMORY, fit.spare)
+
+
+def approximations(cfg: Config, capacity: Capacity) -> str:
+    """Return what a plan takes for something else, as the end of a line; empty where it takes nothing so."""
+    texts = []
+    if cfg.rollout.name == "custom":
+        texts.append("the memory of the engine in rollout.custom_engine is taken as vLLM's")
+    if capacity.cuda and not capacity.transformer_engine:
+        texts.append("activations are taken as those of Transformer Engine's layers, which are not installed here")
+    return "".join(f"; {text}" for text in texts)
 
 
 def _device_fit(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> MemoryFit:
@@ -134,7 +146,7 @@ def fit_error(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity,
         advice = "use fewer ranks on a node, or one with more memory"
     if settings is not None:
         advice = f"it fits with {' '.join(settings)}"
-    return f"does not fit: {fit.problem}; {advice}"
+    return f"does not fit: {fit.problem}; {advice}{approximations(cfg, capacity)}"
 
 
 def _fits(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, settings: Sequence[str]) -> bool:
@@ -155,7 +167,8 @@ def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacit
         size = capacity.device_bytes * ranks
         where = "of each GPU" if capacity.cuda else "of a node"
         taken = size - fit.spare
-        return f"memory as planned: {fit.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
+        most = f"{fit.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
+        return f"memory as planned: {most}{approximations(cfg, capacity)}"
     line = fit_error(cfg, shapes, capacity, fit)
     if cfg.trainer.planner == "refuse":
         raise UserError(f"{line}; with trainer.planner=warn it starts all the same")

@@ -50,7 +50,8 @@ def generate_responses(
         while True:
             if queue or enough is not None:
                 num_awaited = len(requests) if enough is not None else 0
-                rooms, step_seconds, ended = _exchange(engine, clock, responses, num_awaited)
+                num_queued = len(queue.left) // len(engine.groups)
+                rooms, step_seconds, ended = _exchange(engine, clock, responses, num_awaited, num_queued)
                 if enough is not None and enough(ended):
                     break
                 taken = [requests[number] for number in queue.take(rooms)[own]]
@@ -78,13 +79,13 @@ def generate_responses(
 
 
 def _exchange(
-    engine: RolloutEngine, clock: Clock, responses: Mapping[int, Generation], num_requests: int
+    engine: RolloutEngine, clock: Clock, responses: Mapping[int, Generation], num_requests: int, num_queued: int
 ) -> tuple[list[int], list[float], set[int]]:
     """Return how many requests each engine has room for, the seconds of its steps, and which of the first num_requests
-    requests have ended on any engine. Every rank must call it."""
+    requests have ended on any engine. num_queued: requests in the queue for each engine. Every rank must call it."""
     # Requests that wait do so for memory, and the engine then runs no more than it does now.
     is_full = engine.num_unfinished > engine.num_running > 0
-    room = room_for(engine.num_running if is_full else engine.max_running, engine.num_unfinished)
+    room = room_for(engine.num_running if is_full else engine.max_running, engine.num_unfinished, num_queued)
     has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
     has_ended[[number for number in responses if number < num_requests]] = True
     nanoseconds = int(clock.step_seconds * 1e9)

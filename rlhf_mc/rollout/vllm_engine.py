@@ -84,6 +84,7 @@ class VLLMEngine:
         self._buffers: dict[str, torch.Tensor] = {}
         options: dict[str, Any] = {"disable_custom_all_reduce": not _custom_all_reduce(groups, cfg)}
         if platform.use_cuda():
+            _keep_stream()
             options.update(_gpu_options(cfg))
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
@@ -278,6 +279,12 @@ def engine_settings(
     }
 
 
+def _keep_stream() -> None:
+    """Let vLLM use the current stream. Its current_stream() knows a stream only by torch.cuda.set_stream, which it has
+    replaced when it was imported; without a call since then it enters a stream of its own."""
+    torch.cuda.set_stream(torch.cuda.current_stream())
+
+
 def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
     """Return vLLM's options that a CPU does not have."""
     options: dict[str, Any] = {
@@ -285,7 +292,7 @@ def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
         "enforce_eager": cfg.enforce_eager,
         "enable_sleep_mode": cfg.free_cache_engine,
         # The memory of CUDA graphs is copied to the host and back. vLLM does so only if asked to.
-        "sleep_mode_offload_cudagraph": cfg.free_cache_engine,
+        "sleep_mode_offload_cudagraph": _offloads_graphs(cfg),
         # The only backend that does not repack the weights of experts: a weight update writes them in place.
         "moe_backend": "triton",
     }
@@ -295,19 +302,24 @@ def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
     return options
 
 
+def _offloads_graphs(cfg: RolloutConfig) -> bool:
+    """Return whether a sleep moves the memory of CUDA graphs to the host."""
+    return cfg.free_cache_engine and cfg.offload_cuda_graphs
+
+
 def _custom_all_reduce(groups: Sequence[Sequence[int]], cfg: RolloutConfig) -> bool:
     """Return whether vLLM may use its custom all-reduce; on a GPU print a line if not.
 
     CustomAllreduce.register_graph_buffers collects the addresses in captured graphs by sorted rank, but files this
     rank's own by its rank in the group. The two differ in groups that do not ascend, and a capture fails. It fails too
-    where torch allocates expandable segments, which cudaIpcGetMemHandle refuses (vLLM issue 42609); with sleep vLLM
-    registers no graph's memory. vLLM's other all-reduces (FlashInfer, symmetric memory, NCCL) number the ranks as the
+    where torch allocates expandable segments, which cudaIpcGetMemHandle refuses (vLLM issue 42609); graphs that vLLM
+    offloads are not registered. vLLM's other all-reduces (FlashInfer, symmetric memory, NCCL) number the ranks as the
     group does, and share memory of their own."""
     unsorted = next((list(group) for group in groups if list(group) != sorted(group)), None)
     reason = ""
     if unsorted is not None:
         reason = f"it needs ascending ranks, and an engine has {unsorted}"
-    elif not (cfg.free_cache_engine or cfg.enforce_eager) and expandable_segments_enabled_from_env():
+    elif not (_offloads_graphs(cfg) or cfg.enforce_eager) and expandable_segments_enabled_from_env():
         reason = "it cannot share the memory of CUDA graphs, since PYTORCH_CUDA_ALLOC_CONF has expandable_segments"
     if reason and platform.use_cuda():
         print_line(f"rollout: vLLM's custom all-reduce is off: {reason}", rank_0_only=True)

@@ -24,13 +24,17 @@ times: the assignment is then less even, and as repeatable."""
 
 
 _SPARE = 1 / 8
-"""Requests that an engine takes beyond those that it can run, as a share of these: they begin where others end within a
-period."""
+_SPARE_OF_QUEUE = 1 / 4
+"""Requests that an engine takes beyond those that it can run, which begin where others end within a period: this share
+of its places, or of its part of the queue while that is more. Responses of equal lengths end together, and all places
+of an engine are then free for up to a period."""
 
 
-def room_for(num_places: int, num_unfinished: int) -> int:
-    """Return how many more requests an engine takes that runs up to num_places at once."""
-    return max(0, num_places + math.ceil(num_places * _SPARE) - num_unfinished)
+def room_for(num_places: int, num_unfinished: int, num_queued: int) -> int:
+    """Return how many more requests an engine takes that runs up to num_places at once. num_queued: requests in the
+    queue for each engine."""
+    spare = max(num_places * _SPARE, num_queued * _SPARE_OF_QUEUE)
+    return max(0, num_places + math.ceil(spare) - num_unfinished)
 
 
 class Clock(Protocol):

@@ -1,4 +1,4 @@
-"""Environment variables that CUDA's driver and libraries read when they start: set before torch is imported."""
+"""Environment variables that CUDA's driver and libraries, and Triton, read: set before torch is imported."""
 
 from __future__ import annotations
 
@@ -30,16 +30,24 @@ def forbid_tf32(dtypes: Collection[str]) -> None:
     """Let float32 matrices be multiplied in float32, if a model has this type. dtypes: MegatronConfig.dtype of each
     model.
 
-    TF32 has 10 mantissa bits. torch and vLLM do not use it by default. Transformer Engine asks cuBLAS for it
-    (common/gemm/cublaslt_gemm.cu), with errors of about 1e-3: as large as trainer.max_rollout_logprob_diff allows in
-    float32."""
-    if "float32" in dtypes:
-        _default(
-            "NVIDIA_TF32_OVERRIDE",
-            "0",
-            "a model has dtype float32, and Transformer Engine then multiplies its matrices in TF32: log-probs differ"
-            " from vLLM's by about 1e-3",
-        )
+    TF32 has 10 mantissa bits. torch does not use it by default. Two libraries do, with errors of about 1e-3, as large
+    as trainer.max_rollout_logprob_diff allows in float32. Transformer Engine asks cuBLAS for it
+    (common/gemm/cublaslt_gemm.cu). Triton's tl.dot takes it where a kernel names no precision, as vLLM's attention and
+    experts do; NVIDIA_TF32_OVERRIDE does not reach Triton's kernels."""
+    if "float32" not in dtypes:
+        return
+    _default(
+        "NVIDIA_TF32_OVERRIDE",
+        "0",
+        "a model has dtype float32, and Transformer Engine then multiplies its matrices in TF32: log-probs differ"
+        " from vLLM's by about 1e-3",
+    )
+    _default(
+        "TRITON_F32_DEFAULT",
+        "ieee",
+        "a model has dtype float32, and vLLM's Triton kernels then multiply its matrices in less precision: log-probs"
+        " differ from the trainer's",
+    )
 
 
 def _default(name: str, value: str, consequence: str) -> None:

@@ -257,7 +257,13 @@ def _check_memory(cfg: Config, shapes: Mapping[str, ModelShape]) -> str | None:
         return None
     cuda = platform.use_cuda()
     smallest = min(gather_objects(platform.device_memory())) if cuda else _smallest_share()
-    capacity = Capacity(dist.get_world_size(), smallest, cuda, ranks_per_node())
+    capacity = Capacity(
+        dist.get_world_size(),
+        smallest,
+        cuda,
+        ranks_per_node(),
+        transformer_engine=uses_transformer_engine(),
+    )
     return on_rank_0(lambda: check_start(cfg, shapes, capacity))
 
 

@@ -9,6 +9,7 @@ from rlhf_mc.runtime.console import print_line
 
 _ON_CPU = {
     "rollout.free_cache_engine": False,
+    "rollout.offload_cuda_graphs": RolloutConfig.offload_cuda_graphs,
     "rollout.gpu_memory_utilization": RolloutConfig.gpu_memory_utilization,
     "rollout.enforce_eager": RolloutConfig.enforce_eager,
 }

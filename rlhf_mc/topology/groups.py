@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhf_mc import platform
@@ -104,14 +105,16 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
             of_mesh[mesh] = groups(mesh)
     # Of the world for weight updates and exports, of the stages for Megatron-Core's schedules.
     connected = [dist.group.WORLD, *(made.collection.pp for made in of_mesh.values())]
-    _connect(connected, _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds)
+    chunked = [made.collection.pp for mesh, made in of_mesh.items() if mesh.vpp > 1]
+    _connect(connected, chunked, _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds)
     return {role: of_mesh[mesh] for role, mesh in meshes.items()}
 
 
-def _connect(groups: Sequence[dist.ProcessGroup | None], seconds: float) -> None:
+def _connect(groups: Sequence[dist.ProcessGroup | None], chunked: Sequence[dist.ProcessGroup], seconds: float) -> None:
     """Run a collective in each group, in order. NCCL connects the ranks of a group in the first operation, so without
     it the first batch_isend_irecv, in which not every rank takes part, would be undefined (torch's documentation).
-    Raise UserError if it does not end within its timeout, `seconds`.
+    Then connect the neighbours in the groups of stages `chunked`, those with virtual pipeline chunks. Raise UserError
+    if it does not end within its timeout, `seconds`.
 
     The alternative, init_process_group(device_id=...), splits every later group off the world, which all ranks must
     take part in: it hangs with groups of gloo alone, which vLLM makes, and with use_local_synchronization."""
@@ -123,6 +126,8 @@ def _connect(groups: Sequence[dist.ProcessGroup | None], seconds: float) -> None
             for group in dict.fromkeys(groups):
                 if group is not None and group.size() > 1:
                     dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
+            for stages in dict.fromkeys(chunked):
+                _connect_neighbours(stages)
             platform.synchronize()
         except BaseException as error:  # raised in the main thread
             failures.append(error)
@@ -139,6 +144,25 @@ def _connect(groups: Sequence[dist.ProcessGroup | None], seconds: float) -> None
         )
     if failures:
         raise failures[0]
+
+
+def _connect_neighbours(stages: dist.ProcessGroup) -> None:
+    """Exchange a message with the next and the previous stage as Megatron-Core's schedule of virtual pipeline chunks
+    does: each by itself, and not in a batch. For such messages NCCL makes a communicator of each pair of ranks, which
+    otherwise the first micro-batch would wait for. Every rank of the group must call it."""
+    next_rank, prev_rank = (dist.get_global_rank(stages, (stages.rank() + step) % stages.size()) for step in (1, -1))
+    numbers = torch.zeros(4, device=platform.device())
+    requests = p2p_communication._p2p_ops(
+        tensor_send_prev=numbers[0],
+        tensor_recv_prev=numbers[1],
+        tensor_send_next=numbers[2],
+        tensor_recv_next=numbers[3],
+        group=stages,
+        prev_pipeline_rank=prev_rank,
+        next_pipeline_rank=next_rank,
+    )
+    for request in requests.values():
+        request.wait()
 
 
 def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:

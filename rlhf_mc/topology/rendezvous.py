@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rlhf_mc import platform
 from rlhf_mc.config.errors import JoinError
 from rlhf_mc.patching import apply
+from rlhf_mc.topology.numa import bind_to_numa_node
 from rlhf_mc.topology.open_files import raise_limit
 from rlhf_mc.torch_patches import GLOO_GROUPS
 
@@ -34,9 +35,12 @@ def init_process_group(timeout_seconds: float) -> None:
         os.environ.setdefault("MASTER_PORT", "0")
     _check_device()
     platform.set_device()
+    platform.enter_stream()
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     raise_limit(world, rank)
+    if platform.use_cuda():
+        bind_to_numa_node(platform.pci_address())
     store = _store(rank, world, min(JOIN_SECONDS, timeout_seconds))
     _wait_for_all(store, rank, world, min(JOIN_SECONDS, timeout_seconds))
     timeout = datetime.timedelta(seconds=timeout_seconds)

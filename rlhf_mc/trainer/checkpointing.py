@@ -19,6 +19,7 @@ from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import recorded, without_secrets
+from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import check_metrics
@@ -311,7 +312,7 @@ class Checkpoints:
         pairs = differences(without_secrets(stored), recorded(self._run.config))
         changed = [key for key in pairs if key not in _WITHOUT_EFFECT and not key.startswith("health.")]
         if changed:
-            listed = ", ".join(f"{key} {pairs[key][0]} -> {pairs[key][1]}" for key in changed)
+            listed = ", ".join(f"{key} {' -> '.join(map(yaml_text, pairs[key]))}" for key in changed)
             _print(f"settings that differ from the checkpoint's: {listed}")
 
     # ------------------------------------------------------------ save

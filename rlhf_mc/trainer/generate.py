@@ -90,6 +90,13 @@ def update_weights(run: Run, timer: PhaseTimer) -> None:
         run.rollout.weights_updated()
 
 
+def wake_weights(run: Run, state: StepState) -> None:
+    """Update the engine's weights where it has lost them: a reward model's pass, between two batches of a step, may let
+    it sleep."""
+    if WEIGHTS not in run.rollout.awake:
+        update_weights(run, state.timer)
+
+
 def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
     """Return the groups at these places of the order in which the run draws its prompts, with nothing generated. Their
     seeds are those of the step that trains on them where steps train on the prompts that they have drawn."""
@@ -130,9 +137,9 @@ def continue_groups(
         Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], min(limit, lens[g][i]))
         for number, (g, i) in enumerate(rows)
     ]
-    expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
-    # Responses that have begun are first: they are the oldest, and often longer than expected.
-    order = [limit if one.begun.token_ids else length for length, one in zip(expected, requests, strict=True)]
+    expected = None
+    if not run.config.rollout.partial_rollout:  # there the oldest begin first: a begun response waits for no new one
+        expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
     parameters = Sampling(run.config.rollout.temperature, limit, run.stop_token_ids)
 
     def is_enough(ended: Set[int]) -> bool:
@@ -141,7 +148,7 @@ def continue_groups(
 
     with run.offload_schedule.phase(state.timer, "gen"):
         ends = None if enough is None else is_enough
-        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), order, ends).generations()
+        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), expected, ends).generations()
     responses = [list(group.responses) for group in groups]
     for (g, i), response in zip(rows, drawn, strict=True):
         responses[g][i] = response
@@ -167,9 +174,7 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
     cfg = run.config
     indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
     drawn = run.train_prompts.at(indices)
-    # The reward model's pass, between two batches of a step, may let the engine sleep, and its weights are then lost.
-    if WEIGHTS not in run.rollout.awake:
-        update_weights(run, state.timer)
+    wake_weights(run, state)
     state.num_batches += 1
     with run.offload_schedule.phase(state.timer, "gen"):
         seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, drawn, cfg.rollout.n, state.drawn)

@@ -134,13 +134,14 @@ def oldest_first(groups: Sequence[Group], version: int) -> list[Group]:
     return sorted(groups, key=lambda group: -group.span(version))  # stable
 
 
-def may_end(spans: np.ndarray, is_complete: np.ndarray, size: int, cfg: RolloutConfig) -> bool:
-    """Return whether a step may end, which trains on the first `size` complete groups. With max_off_policy_strategy
-    wait later steps must be able to train on the others before they exceed max_off_policy_threshold.
+def may_end(spans: np.ndarray, is_complete: np.ndarray, needed: int, size: int, cfg: RolloutConfig) -> bool:
+    """Return whether a step may end, which trains on the first `needed` complete groups. With max_off_policy_strategy
+    wait later steps, of `size` groups each, must be able to train on the others before they exceed
+    max_off_policy_threshold.
 
     spans: [groups] Group.span in this step, the largest first. is_complete: [groups] bool."""
-    taken = np.flatnonzero(is_complete)[:size]
-    if len(taken) < size or cfg.max_off_policy_strategy != "wait" or is_complete.all():
-        return len(taken) == size
+    taken = np.flatnonzero(is_complete)[:needed]
+    if len(taken) < needed or cfg.max_off_policy_strategy != "wait" or is_complete.all():
+        return len(taken) == needed
     others = np.delete(spans, taken)
     return bool((np.arange(len(others)) < (cfg.max_off_policy_threshold - others) * size).all())

@@ -31,7 +31,7 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     stop.check()
     with state.timer.phase("step"):
         update_weights(run, state.timer)  # the actor's, into the engine's parameters
-        prompts, batch, pending = rollout(run, state, stop)  # the reward workers score while the next passes run
+        prompts, batch, pending = rollout(run, state, stop)  # reward workers score what has ended
         batch = log_probs(run, state, batch)  # old and reference log-probs, values
         batch = rewards(run, state, prompts, batch, pending, stop)
         batch = compute_advantages(run, state, batch)

@@ -15,23 +15,34 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.trainer.generate import Enough, continue_groups, generate, new_groups, new_stream, repeat_prompts
+from rlhf_mc.trainer.generate import (
+    Enough,
+    continue_groups,
+    generate,
+    new_groups,
+    new_stream,
+    repeat_prompts,
+    wake_weights,
+)
 from rlhf_mc.trainer.group_pool import Group, drop_stale, load_groups, may_end, oldest_first
 from rlhf_mc.trainer.rollout_journal import check_replayed
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import ScoreStream, submit_share
 from rlhf_mc.trainer.step_state import StepState
 
+REFILLED = "training/off_policy/refilled_groups"
+DROPPED = "training/off_policy/dropped_groups"
 
-def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
-    """Generate until data.train_batch_size groups are complete. Return the prompt of each response, the batch, and the
-    scores to come. All ranks know which responses have ended, and so decide alike."""
+
+def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
+    """Generate until `needed` groups are complete. Return the prompt of each response, the batch, and the scores to
+    come. All ranks know which responses have ended, and so decide alike."""
     cfg = run.config
-    needed = cfg.data.train_batch_size
+    wake_weights(run, state)
     if run.journal.is_replayed:
         groups, taken = _replayed(run, state)
     else:
-        groups, enough = _partial(run, state) if cfg.rollout.partial_rollout else _tail(run)
+        groups, enough = _partial(run, state, needed) if cfg.rollout.partial_rollout else _tail(run)
         groups = continue_groups(run, state, groups, enough)
         taken = [group for group in groups if group.has_ended(cfg.data.max_response_length).all()][:needed]
     if run.groups.rank == 0:
@@ -42,21 +53,20 @@ def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         in_step = {group.position for group in groups}
         waiting = [group for group in run.group_pool.groups if group.position not in in_step]
         others = [*waiting, *(group.restarted() for group in others)]
-    state.num_batches += 1
     batch = _batch(taken)
     if cfg.rollout.partial_rollout:
         versions = np.concatenate([each for group in taken for each in group.versions])
         batch = batch.with_fields(token_ages=torch.from_numpy(state.step - 1 - versions))
-        state.metrics |= off_policy_metrics(batch)
         continued = {group.position for group in run.group_pool.groups} & {group.position for group in groups}
         state.metrics |= {
             "training/off_policy/kept_groups": len(others),
-            "training/off_policy/refilled_groups": len(groups) - len(continued),
-            "training/off_policy/dropped_groups": len(run.group_pool.groups) - len(continued),
+            REFILLED: state.metrics.get(REFILLED, 0) + len(groups) - len(continued),
+            DROPPED: state.metrics.get(DROPPED, 0) + len(run.group_pool.groups) - len(continued),
         }
     else:
         state.metrics["train/tail_groups"] = len(others)
     run.group_pool.groups = others
+    state.num_batches = (run.group_pool.num_drawn - len(others)) // cfg.data.train_batch_size
     drawn = [group.prompt for group in taken]
     prompts = repeat_prompts(drawn, cfg.rollout.n)
     stream = new_stream(run, prompts)
@@ -116,19 +126,20 @@ def _tail(run: Run) -> tuple[list[Group], Enough | None]:
     return _draw(run, num_new), lambda is_complete: is_complete.sum() >= needed
 
 
-def _partial(run: Run, state: StepState) -> tuple[list[Group], Enough]:
+def _partial(run: Run, state: StepState, needed: int) -> tuple[list[Group], Enough]:
     """Return the groups of a step of rollout.partial_rollout: those that earlier steps have left, and new ones."""
     cfg = run.config
     version = state.step - 1
     left = oldest_first(drop_stale(run.group_pool.groups, version, cfg.rollout), version)
     groups = [*left, *_draw(run, max(0, prompts_in_flight(cfg) - len(left)))]
     spans = np.array([group.span(version) for group in groups])
-    return groups, lambda is_complete: may_end(spans, is_complete, cfg.data.train_batch_size, cfg.rollout)
+    return groups, lambda is_complete: may_end(spans, is_complete, needed, cfg.data.train_batch_size, cfg.rollout)
 
 
 def _replayed(run: Run, state: StepState) -> tuple[list[Group], list[Group]]:
     """Generate as the step of the run that is replayed. Return its groups, and those to train on."""
-    row = run.journal.replayed(state.step)
+    row = run.journal.replayed(state.step, state.num_rollouts)
+    state.num_rollouts += 1
     left = {group.position: group for group in run.group_pool.groups}
     new = {group.position: group for group in new_groups(run, [p for p in row.positions if p not in left])}
     groups = continue_groups(run, state, [left.get(p) or new[p] for p in row.positions], None, row.lens)

@@ -20,7 +20,7 @@ from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import generate_batch
-from rlhf_mc.trainer.pooled_rollout import pooled_rollout
+from rlhf_mc.trainer.pooled_rollout import off_policy_metrics, pooled_rollout
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
@@ -105,40 +105,51 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
     """Generate the responses of the step, which the reward workers score meanwhile. Return the prompt of each response,
     the batch, and its scores to come; None where algorithm.filter_groups has scored the responses to choose them. Raise
     StopRequested if a stop is requested."""
+    stream: ScoreStream | None = None
     if run.config.algorithm.filter_groups.enable:
-        return *filtered_rollout(run, state, stop), None
-    has_pool = run.config.rollout.tail_batching or run.config.rollout.partial_rollout
-    prompts, batch, stream = pooled_rollout(run, state) if has_pool else generate_batch(run, state)
+        prompts, batch = filtered_rollout(run, state, stop)
+    else:
+        prompts, batch, stream = next_groups(run, state, run.config.data.train_batch_size)
+    if batch.token_ages is not None:
+        state.metrics |= off_policy_metrics(batch)
     stop.check()
     return prompts, batch, stream
 
 
+def next_groups(run: Run, state: StepState, count: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
+    """Generate the groups of the next batch of prompts, or the `count` groups that end first of those that
+    rollout.tail_batching or partial_rollout generate at once."""
+    has_pool = run.config.rollout.tail_batching or run.config.rollout.partial_rollout
+    return pooled_rollout(run, state, count) if has_pool else generate_batch(run, state)
+
+
 def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch]:
-    """Generate and score responses to batches of prompts until data.train_batch_size groups differ. Return the prompt
+    """Generate and score groups until data.train_batch_size of them differ. Return the prompt
     of each response, and the batch with its scores. Raise TooFewGroups if there are too few in the batches that a step
     may draw, or none in many consecutive ones, StopRequested if a stop is requested. All ranks have all scores, and so
     decide alike."""
     cfg = run.config
     wanted = cfg.data.train_batch_size
-    per_epoch = batches_per_epoch(len(run.train_prompts), prompts_per_batch(cfg.data))
+    size = prompts_per_batch(cfg.data)
+    per_epoch = batches_per_epoch(len(run.train_prompts), size)
     most = cfg.algorithm.filter_groups.max_num_gen_batches or per_epoch
-    most_in_vain = max(BATCHES_IN_VAIN, -(-GROUPS_IN_VAIN // prompts_per_batch(cfg.data)))
+    most_in_vain = max(BATCHES_IN_VAIN * size, GROUPS_IN_VAIN)
     groups = SampledGroups(cfg.rollout.n, cfg.algorithm.filter_groups.metric)
     num_batches = 0
     in_vain = 0
     while groups.num_kept < wanted:
-        if num_batches == most or in_vain == most_in_vain:
-            raise TooFewGroups(_too_few(cfg, groups, num_batches, in_vain == most_in_vain, state.step))
+        if groups.num_drawn >= most * size or in_vain >= most_in_vain:
+            raise TooFewGroups(_too_few(cfg, groups, num_batches, in_vain >= most_in_vain, state.step))
         if num_batches and num_batches % PROGRESS_EVERY == 0:
             print_line(f"step {state.step}: {_progress(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
-        prompts, batch, stream = generate_batch(run, state)
+        prompts, batch, stream = next_groups(run, state, wanted - groups.num_kept)
         num_batches += 1
         stop.check()
         batch, scores = await_rewards(run, state, prompts, batch, stream)
         stop.check()
         before = groups.num_kept
         groups.add(prompts, batch, scores)
-        in_vain = 0 if groups.num_kept > before else in_vain + 1
+        in_vain = 0 if groups.num_kept > before else in_vain + len(prompts) // cfg.rollout.n
     num_dropped = groups.dropped.total()
     state.metrics |= {
         **reward_metrics(groups.sources, groups.scores),

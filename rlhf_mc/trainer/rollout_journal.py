@@ -5,6 +5,7 @@ another layout take the decisions of an earlier one, which depend on the number 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlhf_mc.trainer.group_pool import Group
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups of one step: a row of the journal."""
+    """The groups of one step: a row of the journal. With algorithm.filter_groups a step may have several."""
 
     step: int
     positions: Sequence[int]
@@ -43,11 +44,11 @@ class RolloutJournal:
             "max_response_length": cfg.data.max_response_length,
             "partial_rollout": cfg.rollout.partial_rollout,
         }
-        self._replayed: dict[int, StepGroups] | None = None
+        self._replayed: dict[int, list[StepGroups]] | None = None
         if cfg.trainer.replay is not None:
             self._replayed = self._read(Path(cfg.trainer.replay) / JOURNAL_FILE)
 
-    def _read(self, path: Path) -> dict[int, StepGroups]:
+    def _read(self, path: Path) -> dict[int, list[StepGroups]]:
         """Return the rows of a journal by step. An incomplete last row, of a killed run, is left out."""
         rows: list[dict[str, Any]] = [row for _, row in read_rows(path)]
         if not rows:
@@ -60,8 +61,11 @@ class RolloutJournal:
                 raise UserError(
                     f"trainer.replay: {path} is of a run with {_words(other)}; this run has {_words(self._settings)}"
                 )
+        by_step: dict[int, list[StepGroups]] = defaultdict(list)
         try:
-            return {row["step"]: StepGroups(**row) for row in rows}
+            for row in rows:
+                by_step[row["step"]].append(StepGroups(**row))
+            return dict(by_step)
         except TypeError:
             raise UserError(f"trainer.replay: {path} is no journal of rollouts: it has other fields") from None
 
@@ -70,15 +74,16 @@ class RolloutJournal:
         """The run takes the decisions of another one."""
         return self._replayed is not None
 
-    def replayed(self, step: int) -> StepGroups:
-        """Return the groups of the step in the run that is replayed. Raise UserError if its journal ends before."""
+    def replayed(self, step: int, rollout: int) -> StepGroups:
+        """Return the groups of a rollout of the step, from 0, in the run that is replayed. Raise UserError if its
+        journal ends before. A step may be repeated, after a roll-back."""
         assert self._replayed is not None
-        if step not in self._replayed:
+        if len(self._replayed.get(step, ())) <= rollout:
             raise UserError(
                 f"trainer.replay: the journal has no step {step}: it has {min(self._replayed)} to"
                 f" {max(self._replayed)}; leave trainer.replay out to continue from a checkpoint without it"
             )
-        return self._replayed[step]
+        return self._replayed[step][rollout]
 
     def record(self, step: int, groups: Sequence[Group], taken: Sequence[Group]) -> None:
         """Write the row of a step, before its updates. Rank 0 calls it by itself."""

@@ -73,8 +73,15 @@ class ScoreStream:
         """Return the scores of all responses on every rank. Raise UserError on all ranks if a response on any cannot be
         scored. Every rank must call it."""
         count(responses=len(self._numbers))
+
+        def result() -> dict[int, Score]:
+            start = time.perf_counter()
+            own = self._pending.result()
+            count(reward_seconds=time.perf_counter() - start)
+            return dict(zip(self._numbers, own, strict=True))
+
         by_number: dict[int, Score] = {}
-        for part in gather_results(lambda: dict(zip(self._numbers, self._pending.result(), strict=True))):
+        for part in gather_results(result):
             by_number |= part
         assert len(by_number) == len(self._prompts), f"{len(by_number)} scores of {len(self._prompts)} responses"
         return self._pending.names.limit([by_number[number] for number in range(len(self._prompts))])

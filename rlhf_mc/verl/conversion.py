@@ -123,7 +123,9 @@ class Conversion:
 
     def yaml(self, source: str) -> str:
         """Return a config for load_config, with the command that runs it as a comment."""
-        run = f"torchrun --nnodes {self.nodes} --nproc-per-node {self.processes} -m rlhf_mc THIS_FILE"
+        run = f"torchrun --standalone --nproc-per-node {self.processes} -m rlhf_mc THIS_FILE"
+        if self.nodes > 1:
+            run = f"sbatch --nodes {self.nodes} slurm/ppo_2nodes.sh THIS_FILE"
         lines = [f"# Converted from {source} (docs/from_verl.md). To run it: {run}", *_nested(self.settings)]
         return "\n".join(lines) + "\n"
 

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import generate, lifecycle, loop, step_state
+from rlhf_mc.trainer.scores import ScoreStream, submit_share
 
 
 @contextmanager
@@ -26,8 +27,12 @@ def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]
     replayed = iter(pickle.loads(replay_from.read_bytes())) if replay_from else None
     generations: list[Any] = []
 
-    def record_or_replay(*args: Any) -> Any:
-        generations.append(next(replayed) if replayed else original(*args))
+    def record_or_replay(run: Any, prompts: Any, seeds: Any, sampling: Any, stream: ScoreStream, **kwargs: Any) -> Any:
+        if replayed:
+            generations.append(next(replayed))
+            submit_share(stream, generations[-1].token_ids())
+        else:
+            generations.append(original(run, prompts, seeds, sampling, stream, **kwargs))
         return generations[-1]
 
     generate.generate = record_or_replay

@@ -28,11 +28,12 @@ from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import engine, gpt_model, megatron_patches
 from rlhf_mc.models.gpt_model import fusions
-from rlhf_mc.models.megatron_patches import EVERYWHERE, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
+from rlhf_mc.models.megatron_patches import EVERYWHERE, LOCAL_NORM, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu
 
-PATCHES = {patch.target: patch for patch in (*CUDA_CALLS, *GLOO_GROUPS, *EVERYWHERE, *WITH_TRANSFORMER_ENGINE, *ON_CPU)}
+MEGATRON = (*EVERYWHERE, *WITH_TRANSFORMER_ENGINE, *LOCAL_NORM, *ON_CPU)
+PATCHES = {patch.target: patch for patch in (*CUDA_CALLS, *GLOO_GROUPS, *MEGATRON)}
 
 
 def small_batch() -> RaggedBatch:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from gpu_parts.engines import score_tokens
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication
 from model_cases import TEMPERATURE, _my_micro_batches, _objective, logical_tensors, make_engine
 
 from rlhf_mc.config.errors import UserError
@@ -43,13 +44,17 @@ class RolePlacement(NamedTuple):
 def step_all_roles(placements: Mapping[str, RolePlacement], batch: RaggedBatch) -> dict[str, Any]:
     """Run the passes of a PPO step on all roles' models, built together: scores, gradients, an optimizer step of actor
     and critic, and scores again. Return the results, tensors gathered on this rank, and the groups ("connected") in
-    which building them ran an all-reduce, and those ("exchanging") in which batches of messages were sent later.
-    """
-    with recorded_groups("all_reduce") as connected:
+    which building them ran an all-reduce, and those ("exchanging") in which batches of messages were sent later. Also
+    return the groups in which building them sent messages one by one ("paired"), and those of later such messages
+    ("messaging")."""
+    with recorded_groups(dist, "all_reduce") as connected, recorded_groups(p2p_communication, "_p2p_ops") as paired:
         groups = build_role_groups(meshes_of(placements))
-    with recorded_groups("batch_isend_irecv") as exchanging:
+    with (
+        recorded_groups(dist, "batch_isend_irecv") as exchanging,
+        recorded_groups(p2p_communication, "_p2p_ops") as messaging,
+    ):
         out = _step(placements, groups, batch)
-    return {**out, "connected": connected, "exchanging": exchanging}
+    return {**out, "connected": connected, "exchanging": exchanging, "paired": paired, "messaging": messaging}
 
 
 def connect_late(seconds: float) -> str:
@@ -62,7 +67,7 @@ def connect_late(seconds: float) -> str:
         seconds = 600.0
     try:
         with replaced(topology, "_LATER_SECONDS", 0.0):
-            topology._connect([dist.group.WORLD], seconds)
+            topology._connect([dist.group.WORLD], [], seconds)
     except UserError as failure:
         error = str(failure)
         store.set("gave up", "")
@@ -80,17 +85,18 @@ def meshes_of(placements: Mapping[str, RolePlacement]) -> dict[str, Mesh]:
 
 
 @contextlib.contextmanager
-def recorded_groups(name: str) -> Iterator[set[tuple[int, ...]]]:
-    """Yield a set of the ranks of each group in which a function of torch.distributed is called while the body runs."""
+def recorded_groups(module: Any, name: str) -> Iterator[set[tuple[int, ...]]]:
+    """Yield a set of the ranks of each group in which a function of torch.distributed or of Megatron-Core is called
+    while the body runs."""
     found: set[tuple[int, ...]] = set()
-    original = getattr(dist, name)
+    original = getattr(module, name)
 
     def record(*args: Any, **kwargs: Any) -> Any:
         group = args[0][0].group if name == "batch_isend_irecv" else kwargs.get("group")
         found.add(tuple(dist.get_process_group_ranks(group)))
         return original(*args, **kwargs)
 
-    with replaced(dist, name, record):
+    with replaced(module, name, record):
         yield found
 
 

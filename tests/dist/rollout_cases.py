@@ -18,6 +18,7 @@ import vllm
 from cases import built_run
 from ragged import to_generations
 from safetensors.torch import load_file
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -269,3 +270,24 @@ def scored_meanwhile(checkpoint: str, prompts: Sequence[Sequence[int]], director
             return [score.score for score in stream.collect()], was_there[-1]
     finally:
         rewards.close()
+
+
+def preempted(checkpoint: str, groups: Sequence[Sequence[int]], kv_cache_bytes: int) -> tuple[list[list[int]], int]:
+    """Generate long responses on engines with a KV cache of this size. Return them, and how many requests vLLM has
+    preempted on this rank."""
+    requests = [Request(i, np.arange(4, 14, dtype=np.int32), 1000 + i, NOTHING) for i in range(12)]
+    count = 0
+    preempt = Scheduler._preempt_request
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        preempt(*args, **kwargs)
+
+    with (
+        replaced(CPUWorker, "determine_available_memory", lambda worker: kv_cache_bytes),
+        replaced(Scheduler, "_preempt_request", counted),
+        built_engine(checkpoint, len(groups[0]), 400, groups=groups, max_num_seqs=12) as engine,
+    ):
+        responses = generate_responses(engine, requests, Sampling(1.0, 380, ()), VirtualClock())
+        return responses.token_ids(), count

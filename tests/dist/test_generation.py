@@ -123,3 +123,16 @@ def test_responses_are_scored_while_others_are_generated(
         assert scores == ranks[0][0] and len(scores) == len(prompts)
         assert was_scored_meanwhile != together
         assert sorted(set(scores)) == ([0.5] if not together else sorted({scores.count(s) for s in set(scores)}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_requests_that_vllm_preempts(pool: Any, tmp_path: Path, world: int) -> None:
+    """Check a KV cache that holds the beginnings of more responses than it holds whole ones."""
+    checkpoint = str(make_checkpoint(tmp_path / "model", max_position_embeddings=512))
+    groups = GROUPS.get(world, [[0]])
+    roomy, tight = (
+        pool(world).run(rollout_cases.preempted, checkpoint=checkpoint, groups=groups, kv_cache_bytes=size)
+        for size in (1 << 28, 1 << 21)
+    )
+    assert [count for _, count in roomy] == [0] * world and max(count for _, count in tight) > 0
+    assert all(responses == roomy[0][0] for responses, _ in (*roomy, *tight))

@@ -205,3 +205,47 @@ def test_a_journal_that_cannot_be_replayed_is_one_line(
     overrides = [*PARTIAL[:2], _journal(config, name, change), f"trainer.default_local_dir={config.parent / name}_run"]
     ((ok, value),) = pool(1).outcomes(pool_cases.train, config_path=str(config), overrides=overrides)
     assert not ok and value[0] == "UserError" and words in value[1], value
+
+
+FILTERED = [
+    *PARTIAL[:2],
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "algorithm.kl_ctrl.type=fixed",
+    "algorithm.filter_groups.enable=true",
+    "algorithm.filter_groups.metric=score",
+    "trainer.save_freq=1",
+]
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 2)
+"""
+
+
+def test_groups_of_equal_scores_are_replaced_by_the_next_that_end(train: Any, config: Path) -> None:
+    """Check too a resume bit for bit, and a replay in another layout."""
+    (config.parent / "parity.py").write_text(REWARD)
+    settings = [*FILTERED, f"custom_reward_function.path={config.parent / 'parity.py'}"]
+    first, second = train(2, "filtered", *settings, "trainer.total_training_steps=4")
+    assert [_decisions(step) for step in first["steps"]] == [_decisions(step) for step in second["steps"]]
+    for step in first["steps"]:
+        assert len(set(step["prompts"])) == NEEDED
+        assert step["metrics"]["train/surplus_groups_ratio"] == 0, "no more groups are taken than are missing"
+        assert step["metrics"]["critic/score/mean"] == 0.5
+    assert max(step["metrics"]["train/num_gen_batches"] for step in first["steps"]) > 1
+    assert max(step["metrics"]["train/dropped_groups_ratio"] for step in first["steps"]) > 0
+    assert max(max(step["ages"]) for step in first["steps"]) > 0
+    start = config.parent / "filtered" / "global_step_2"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "trainer.total_training_steps=4"]
+    resumed = train(2, "filtered_resumed", *settings, *resume)[0]
+    replayed = train(
+        1,
+        "filtered_replayed",
+        *settings,
+        f"trainer.replay={config.parent / 'filtered'}",
+        "trainer.total_training_steps=4",
+    )[0]
+    for step, other in zip(resumed["steps"], first["steps"][2:], strict=True):
+        assert _decisions(step) == _decisions(other)
+    for step, other in zip(replayed["steps"], first["steps"], strict=True):
+        assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))

@@ -123,12 +123,15 @@ def test_roles_in_their_own_layouts_match_one_process(
     results = pool(world).run(role_cases.step_all_roles, placements=models, batch=role_batch)
     for rank, result in enumerate(results):
         for name, want in alone[case].items():
-            if name not in ("communicators", "connected", "exchanging"):
+            if name not in ("communicators", "connected", "exchanging", "paired", "messaging"):
                 assert_close(result[name], want, f"rank {rank}, {name}")
         # No two groups of the same ranks, over all purposes and roles.
         assert len(set(result["communicators"])) == len(result["communicators"])
         # With NCCL a batch of messages between some ranks of a group must not be the group's first operation.
         assert tuple(range(world)) in result["exchanging"] and result["exchanging"] <= result["connected"]
+        # Nor may the first message by itself, for which NCCL connects two ranks, be inside of a micro-batch.
+        assert result["messaging"] == result["paired"]
+        assert bool(result["paired"]) == any(model.vpp > 1 for model in models.values())
 
 
 def test_step_changes_only_actor_and_critic(alone: dict[str, dict[str, Any]]) -> None:

@@ -4,8 +4,10 @@ test_layouts.py."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils import torch_utils
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
@@ -165,6 +169,14 @@ def test_head_multiplies_as_the_trainers(pool: Any, checkpoint: str, world: int,
     assert pool(world).run(vllm_patch_cases.head_types, **arguments) == [(product, "torch.bfloat16")]
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_graphs_are_offloaded_in_a_sleep_alone(sleeps: bool, offloads: bool) -> None:
+    cfg = RolloutConfig(free_cache_engine=sleeps, offload_cuda_graphs=offloads)
+    found = EngineArgs(model="model", **vllm_engine._gpu_options(cfg))
+    assert (found.enable_sleep_mode, found.sleep_mode_offload_cudagraph) == (sleeps, sleeps and offloads)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_vllm_has_the_options_for_gpus(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
@@ -182,7 +194,12 @@ def test_vllm_has_the_options_for_gpus(deterministic: bool) -> None:
 @pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize(
     ("settings", "is_off"),
-    [({"free_cache_engine": False}, True), ({"free_cache_engine": True}, False), ({"enforce_eager": True}, False)],
+    [
+        ({"free_cache_engine": False}, True),
+        ({"free_cache_engine": True}, False),
+        ({"free_cache_engine": True, "offload_cuda_graphs": False}, True),
+        ({"enforce_eager": True}, False),
+    ],
     ids=str,
 )
 def test_custom_all_reduce_is_off_with_expandable_segments(
@@ -209,3 +226,19 @@ def test_the_base_class_of_loaders_is_there() -> None:
 def test_compilation_is_off() -> None:
     """Libraries that import torch._dynamo earlier have read TORCH_COMPILE_DISABLE by now."""
     assert torch._dynamo.config.disable
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_vllm_replaces_a_stream_that_it_has_not_seen(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enter the stream before vLLM is imported, as rendezvous.py does."""
+    device: list[Any] = [mock.Mock(name="our stream")]
+    ours = device[0]
+    monkeypatch.setattr(torch_utils, "prev_set_stream", device.append)
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
+    monkeypatch.setattr(torch.cuda, "set_stream", torch_utils._patched_set_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock)
+    monkeypatch.setattr(CpuPlatform, "is_cuda", lambda self: True)
+    if told:
+        vllm_engine._keep_stream()
+    assert (torch_utils.current_stream() is ours) == (device[-1] is ours) == told

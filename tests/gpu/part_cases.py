@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gpu_parts import catalog
 from gpu_parts.report import Report, Result
 from gpu_parts.sizes import SMALL, Sizes
 
 from rlhf_mc.patching import replaced
+from rlhf_mc.reshard.weight_sync import WeightSync
 
 LEAST = SMALL._replace(
     checksum_elements=(1, 1003),
@@ -40,6 +42,21 @@ def run(name: str, sizes: Sizes = SMALL) -> Result:
     finally:
         torch.use_deterministic_algorithms(False)
     return report.result
+
+
+def operations_of(name: str) -> list[str]:
+    """Run a part on this rank. Return its all-reduces and weight updates, in order."""
+    calls: list[str] = []
+
+    def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: calls.append(name) or original(*args, **kwargs)  # type: ignore[func-returns-value]
+
+    with (
+        replaced(dist, "all_reduce", recorded("all_reduce", dist.all_reduce)),
+        replaced(WeightSync, "run", recorded("WeightSync.run", WeightSync.run)),
+    ):
+        run(name, LEAST)
+    return calls
 
 
 @dataclass(frozen=True)

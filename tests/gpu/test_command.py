@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import gpu_check
 import pytest
 from gpu_parts import catalog, processes
+from gpu_parts.report import PASSED, Result
 
 from rlhf_mc.topology import rendezvous
 
@@ -95,3 +97,19 @@ def test_a_gpu_that_torch_does_not_see_is_one_line(monkeypatch: pytest.MonkeyPat
 def test_an_unknown_part_is_named(tmp_path: Path) -> None:
     code, text, _ = check(1, tmp_path / "out.json", "--parts", "machine,bogus")
     assert code == 2 and "unknown part 'bogus'" in text
+
+
+def test_what_no_gpu_has_been_measured_for_is_a_line_below_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.json"
+    arguments = ["--device", "cpu", "--parts", "machine,checksums", "--output", str(output)]
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # of a world that another test has made here
+    monkeypatch.setattr(sys, "argv", [COMMAND, *arguments])
+    found = {"machine": Result(PASSED, unmeasured=["3 waits, none is expected"]), "checksums": Result(PASSED)}
+    monkeypatch.setattr(processes, "run_part", lambda part, *others: found[part.name])
+    assert gpu_check.main() == 0
+    text = capsys.readouterr().out
+    assert "\nmachine: 3 waits, none is expected (not measured yet on a GPU)\n" in text
+    assert text.count("not measured yet") == 1 and "2 passed, 0 failed" in text
+    assert json.loads(output.read_text())["parts"]["machine"]["unmeasured"] == ["3 waits, none is expected"]

@@ -14,11 +14,13 @@ from megatron.core.transformer import attention
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlhf_mc import platform
 from rlhf_mc.models import megatron_patches
 from rlhf_mc.models.cpu_operations import _GatedSilu, rms_norm, rotary_table, rotate
 from rlhf_mc.models.layers import RMSNorm
+from rlhf_mc.patching import Patch
 
-NORM = next(patch for patch in megatron_patches.ON_CPU if patch.owner is clip_grads)
+(NORM,) = megatron_patches.LOCAL_NORM
 ROTARY = next(patch for patch in megatron_patches.ON_CPU if patch.owner is attention)
 CONFIG = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
 
@@ -71,6 +73,19 @@ def test_norm_of_a_gradient_is_megatrons_in_fewer_calls(monkeypatch: pytest.Monk
     assert found.shape == wanted.shape == (1,) and found.dtype == wanted.dtype
     assert torch.equal(found, wanted)
     assert num_calls == len(calls) == 5, "if Megatron-Core no longer calls it for each tensor, drop the patch"
+
+
+@pytest.mark.parametrize(("kernel", "patched"), [(NORM.original, True), (lambda *arguments: None, False)])
+def test_a_gpu_takes_one_norm_of_all_where_there_is_no_kernel(
+    kernel: Any, patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    applied: list[Any] = []
+    monkeypatch.setattr(megatron_patches, "apply", applied.extend)
+    monkeypatch.setattr(platform, "use_cuda", lambda: True)
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", kernel)
+    monkeypatch.setattr(megatron_patches, "LOCAL_NORM", (Patch(clip_grads, NORM.name, NORM.replacement, NORM.reason),))
+    megatron_patches._patch.__wrapped__()
+    assert [patch.name for patch in applied].count("l2_norm_impl") == patched
 
 
 def test_megatron_computes_cosines_for_each_tensor(angles: torch.Tensor, heads: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from rlhf_mc.runtime.cuda_environment import forbid_tf32, set_cuda_connections
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TF32 = "NVIDIA_TF32_OVERRIDE"
+TRITON = "TRITON_F32_DEFAULT"
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,9 @@ TF32 = "NVIDIA_TF32_OVERRIDE"
         (forbid_tf32, ["bfloat16", "float32"], TF32, None, "0", False),
         (forbid_tf32, ["float32"], TF32, "0", "0", False),
         (forbid_tf32, ["float32"], TF32, "1", "1", True),
+        (forbid_tf32, ["bfloat16"], TRITON, None, None, False),
+        (forbid_tf32, ["bfloat16", "float32"], TRITON, None, "ieee", False),
+        (forbid_tf32, ["float32"], TRITON, "tf32x3", "tf32x3", True),
     ],
 )
 def test_value(
@@ -40,9 +44,11 @@ def test_value(
     after: str | None,
     warned: bool,
 ) -> None:
-    monkeypatch.setenv(name, before or "")  # restored at the end, also where it was not set
-    if before is None:
-        monkeypatch.delenv(name)
+    for variable in (QUEUES, TF32, TRITON):
+        monkeypatch.setenv(variable, "")  # restored at the end, also where it was not set
+        monkeypatch.delenv(variable)
+    if before is not None:
+        monkeypatch.setenv(name, before)
     with caplog.at_level(logging.WARNING):
         function(argument)
     assert os.environ.get(name) == after

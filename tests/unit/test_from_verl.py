@@ -447,7 +447,7 @@ def test_machine_gives_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
              "actor_rollout_ref.actor.strategy=fsdp2"]  # fmt: skip
     assert from_verl.main([*given, "--nodes", "2", "--gpus-per-node=8", "--gpu", "h100"]) == 0
     out = capsys.readouterr().out
-    assert "torchrun --nnodes 2 --nproc-per-node 8 -m rlhf_mc" in out
+    assert "sbatch --nodes 2 slurm/ppo_2nodes.sh THIS_FILE" in out
     (tmp_path / "ours.yaml").write_text(out)
     cfg = load_config(str(tmp_path / "ours.yaml"))
     shapes = planned_shapes(cfg)
@@ -777,7 +777,7 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "ours.yaml"
     path.write_text(out)
     check_config(load_config(str(path)), 8)
-    assert "torchrun --nnodes 1 --nproc-per-node 8 -m rlhf_mc" in out
+    assert "torchrun --standalone --nproc-per-node 8 -m rlhf_mc" in out
     assert "renamed        critic.model.path -> critic.model_path: Qwen/Qwen2-7B-Instruct\n" in report
     assert len(report.splitlines()) >= len(PPO_MATH) and "warning" not in report
     assert from_verl.main(["--env", "NAME=b", "trainer.project_name=http://me:secret@host/x"]) in (0, 2)

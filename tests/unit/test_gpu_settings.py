@@ -12,6 +12,7 @@ from rlhf_mc.setup.gpu_settings import for_this_device
 
 SETTINGS = (
     "rollout.free_cache_engine=true",
+    "rollout.offload_cuda_graphs=false",
     "rollout.gpu_memory_utilization=0.6",
     "rollout.enforce_eager=true",
     "actor.megatron.fp8=blockwise",
@@ -26,8 +27,9 @@ def test_one_line_names_all_on_a_cpu(
     cfg = load(config_file, *SETTINGS)
     assert for_this_device(cfg) == load(config_file)
     (line,) = capsys.readouterr().err.splitlines()
-    named = "rollout.free_cache_engine, rollout.gpu_memory_utilization, rollout.enforce_eager, actor.megatron.fp8"
-    assert line.startswith("rlhf_mc: on a CPU these settings") and f": {named}, critic.megatron.fp8" in line
+    names = ("free_cache_engine", "offload_cuda_graphs", "gpu_memory_utilization", "enforce_eager")
+    named = ", ".join([*(f"rollout.{name}" for name in names), "actor.megatron.fp8", "critic.megatron.fp8"])
+    assert line.startswith("rlhf_mc: on a CPU these settings") and f": {named}" in line
     assert "ref.megatron" not in line
     for_this_device(load(config_file))
     assert capsys.readouterr().err == ""

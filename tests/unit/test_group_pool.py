@@ -23,6 +23,7 @@ from rlhf_mc.trainer import generate, pooled_rollout
 from rlhf_mc.trainer.group_pool import Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pooled_rollout import load_pool, off_policy_metrics
+from rlhf_mc.trainer.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.step_state import StepState
 
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
@@ -98,9 +99,10 @@ def test_a_step_waits_while_the_others_would_be_trained_on_too_late(
 ) -> None:
     is_complete = np.isin(np.arange(3), complete)
     wait = RolloutConfig(max_off_policy_threshold=3, max_off_policy_strategy="wait")
-    assert may_end(np.array(spans), is_complete, 1, wait) == (not waits)
+    assert may_end(np.array(spans), is_complete, 1, 1, wait) == (not waits)
     drop = RolloutConfig(max_off_policy_threshold=3, max_off_policy_strategy="drop")
-    assert may_end(np.array(spans), is_complete, 1, drop) and not may_end(np.array(spans), is_complete, 4, drop)
+    assert may_end(np.array(spans), is_complete, 1, 1, drop)
+    assert not may_end(np.array(spans), is_complete, 4, 4, drop)
 
 
 class Prompts:
@@ -193,6 +195,19 @@ def test_responses_that_have_begun_are_generated_first(config_file: Path, monkey
     assert groups[1].responses == begun.responses and [len(each) for each in groups[1].versions] == [9, 0]
 
 
+def test_a_replayed_step_may_be_repeated(config_file: Path, tmp_path: Path) -> None:
+    """Check a step of two rollouts, as algorithm.filter_groups has them, that a roll-back repeats."""
+    run = _run(config_file, PARTIAL, f"trainer.default_local_dir={tmp_path}")
+    writer = RolloutJournal(run.config)
+    for position in (4, 5):
+        writer.record(3, pooled_rollout.new_groups(run, [position]), [])
+    journal = RolloutJournal(_run(config_file, PARTIAL, f"trainer.replay={tmp_path}").config)
+    for _ in range(2):
+        assert [journal.replayed(3, rollout).positions for rollout in range(2)] == [[4], [5]]
+    with pytest.raises(UserError, match="the journal has no step 3"):
+        journal.replayed(3, 2)
+
+
 def test_metrics_of_older_weights() -> None:
     responses = [Generation([1] * 4, [-1.0] * 4, True), Generation([1] * 2, [-1.0] * 2, True)]
     batch = build_batch([PROMPT] * 2, Responses.of(responses))
@@ -242,7 +257,7 @@ def test_metrics_of_older_weights() -> None:
                 "algorithm.adv_estimator=grpo",
                 "rollout.n=2",
             ),
-            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them",
+            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or",
         ),
     ],
 )

@@ -114,6 +114,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         {"training__rollout_logprobs_diff_p99": 1.1},
         {"training__rollout_logprobs_diff_p99": 0.9},
     ),
+    ("groups_dropped", 2, {"training__off_policy__dropped_groups": 1.0}, {"training__off_policy__dropped_groups": 0.0}),
     ("throughput_falling", 2, {"perf__throughput": 490.0}, {"perf__throughput": 510.0}),
     ("replicas_unbalanced", 2, {"global_seqlen__idle_share": 0.11}, {"global_seqlen__idle_share": 0.09}),
     ("memory_near_limit", 1, {"perf__memory_used_ratio": 0.96}, {"perf__memory_used_ratio": 0.94}),

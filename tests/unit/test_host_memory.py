@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.machine import facts
 from rlhf_mc.machine.facts import available_memory
+from rlhf_mc.models import offload
 from rlhf_mc.models.offload import ALIGNMENT, HostArena, TensorGroup
 
 PAGE = 4096
@@ -111,6 +114,32 @@ def test_too_little_memory_is_one_line() -> None:
     assert message.startswith(f"actor.megatron.param_offload: {1 << 50} bytes of host memory are needed by this rank, ")
     assert "available on this node" in message and "\n" not in message
     assert arena.num_bytes == 0 and len(arena.views([10])[0]) == 10
+
+
+def test_ranks_of_a_node_count_what_the_others_have_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two threads be two ranks of a node with memory for one of them, and the lock take a while."""
+    left = [150]
+    errors: list[UserError] = []
+
+    def lock_pages(memory: torch.Tensor) -> None:
+        time.sleep(0.2)
+        left[0] -= len(memory)
+
+    def rank() -> None:
+        try:
+            HostArena("x").views([100])
+        except UserError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(offload, "available_memory", lambda: left[0])
+    monkeypatch.setattr(platform, "lock_pages", lock_pages)
+    ranks = [threading.Thread(target=rank) for _ in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    (error,) = errors
+    assert "22 are available on this node (more than is available)" in str(error)
 
 
 def test_available_memory_within_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,6 +324,26 @@ def test_launchers_pass_the_sites_interface_on(variables: dict[str, str], expect
     assert in_launcher(command, **variables) == expected
 
 
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASHINFER_WORKSPACE_BASE": "",
+}
+
+
+def test_launchers_keep_compiled_kernels_on_the_node() -> None:
+    names = ["RLHF_MC_CACHE", *CACHES]
+    command = "; ".join(f'printenv {name} || echo "not exported"' for name in names)
+    root, *others = in_launcher(command, HOME="/shared/home")
+    checksum = subprocess.check_output(["cksum", ROOT / "requirements/gpu.txt"], text=True).split()[0]
+    assert root == f"/tmp/rlhf_mc_{os.getuid()}/{checksum}"
+    assert others == [f"{root}/{inner}".rstrip("/") for inner in CACHES.values()]
+    assert in_launcher(command, RLHF_MC_CACHE="/scratch")[:3] == ["/scratch", "/scratch/triton", "/scratch/inductor"]
+    chosen = {name: f"/mine/{name}" for name in names}
+    assert in_launcher(command, **chosen) == list(chosen.values())
+
+
 def test_launchers_end_a_process_at_once_after_an_error_of_nccl() -> None:
     from torch.distributed.elastic.agent.server import local_elastic_agent
 

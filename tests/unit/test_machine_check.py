@@ -62,6 +62,25 @@ def test_memory_is_limited_by_the_job_around_this_process(tmp_path: Path, monkey
     assert facts.memory_limits("4:memory:/job\n1:cpu:/\n0::/slurm/job_7/step_0\n") == [2000, 1000]
 
 
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "expected"),
+    [
+        (2**23, "0000000000000000", 2**23),
+        (2**23, "000001ffffffbfff", 2**23),
+        (2**23, "0000000000004000", None),
+        (resource.RLIM_INFINITY, "0000000000000000", None),
+    ],
+    ids=["limited", "another capability", "CAP_IPC_LOCK", "unlimited"],
+)
+def test_locked_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, capabilities: str, expected: int | None
+) -> None:
+    (tmp_path / "status").write_text(f"CapPrm:\tffff\nCapEff:\t{capabilities}\nCapBnd:\tffff\n")
+    monkeypatch.setattr(facts, "PROCESS_STATUS", tmp_path / "status")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, resource.RLIM_INFINITY))
+    assert facts.locked_memory_limit() == expected
+
+
 # ---------------------------------------------------------------- results
 
 
@@ -102,6 +121,8 @@ def test_memory_is_limited_by_the_job_around_this_process(tmp_path: Path, monkey
         (check.transformer_engine(Library("2.20.2"), on_gpus=True), "note", "2.11.0 was"),
         (check.apex(Library(None), Library("2.11.0"), on_gpus=True), "ok", "not installed"),
         (check.apex(Library(None), Library(None), on_gpus=True), "note", "no gradient accumulation"),
+        (check.apex(Library(None, "failed"), Library("2.11.0"), on_gpus=True), "ok", "not installed: failed; beside"),
+        (check.apex(Library(None, "failed"), Library(None), on_gpus=True), "note", "not installed: failed torch takes"),
         (check.apex(Library("0.1", "ImportError: x"), Library("2.11.0"), on_gpus=True), "note", "uninstall it"),
         (check.apex(Library("0.1", "ValueError: x"), Library("2.11.0"), on_gpus=True), "error", "uninstall it"),
         (check.packages({"numpy": None}), "error", "numpy"),
@@ -117,8 +138,8 @@ def test_memory_is_limited_by_the_job_around_this_process(tmp_path: Path, monkey
         (check.network([Interface("eth0", "10.0.0.5", 0)], "127.0.1.1"), "note", "RLHF_MC_SOCKET_IFNAME"),
         (check.network([Interface("eth0", "10.0.0.5", 0)], ""), "note", "has no address"),
         (check.infiniband([], 0), "ok", "none"),
-        (check.infiniband([InfinibandPort("mlx5_0", "active", "400 Gb", "InfiniBand")], -1), "ok", "400 Gb"),
-        (check.infiniband([InfinibandPort("mlx5_0", "down", "10 Gb/sec", "Ethernet")], -1), "note", "RoCE"),
+        (check.infiniband([InfinibandPort("mlx5_0", "active", "400 Gb", "InfiniBand")], None), "ok", "400 Gb"),
+        (check.infiniband([InfinibandPort("mlx5_0", "down", "10 Gb/sec", "Ethernet")], None), "note", "RoCE"),
         (check.infiniband([InfinibandPort("mlx5_0", "active", "400", "InfiniBand")], 2**23), "note", "8 MiB"),
         (check.slurm(None), "ok", "not installed"),
         (check.cores((8, 64), 8), "note", "each of 8 ranks"),

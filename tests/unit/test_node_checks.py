@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 from collections import namedtuple
 from pathlib import Path
@@ -15,7 +16,7 @@ from launch.node_checks import Job
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config
 from rlhf_mc.machine import facts
-from rlhf_mc.machine.facts import Driver, InstalledGpu
+from rlhf_mc.machine.facts import Driver, InfinibandPort, InstalledGpu
 from rlhf_mc.reshard.layout import logical_shapes
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         "RLHF_MC_SOCKET_IFNAME",
         "NCCL_IB_DISABLE",
         "RLHF_MC_CONTAINER",
+        "RLHF_MC_CACHE",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(facts, "driver", Driver)
@@ -188,6 +190,40 @@ def test_interfaces_and_adapters(
     if variable == "NCCL_IB_HCA":
         machine.setenv("NCCL_IB_DISABLE", "1")
         assert found(overrides) == []
+
+
+def test_locked_memory_is_checked_where_nccl_uses_adapters(
+    machine: pytest.MonkeyPatch, overrides: list[str], tmp_path: Path
+) -> None:
+    machine.setattr(facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
+    machine.setattr(facts, "locked_memory_limit", lambda: 2**23)
+    assert found(overrides) == []  # no adapters
+    machine.setattr(facts, "infiniband", lambda: [InfinibandPort("mlx5_0", "active", "400 Gb/sec", "InfiniBand")])
+    (line,) = found(overrides)
+    assert line.startswith("only 8 MiB may be locked in memory (ulimit -l), and NCCL registers more with mlx5_0: set")
+    machine.setattr(facts, "locked_memory_limit", lambda: None)
+    assert found(overrides) == []
+    machine.setattr(facts, "locked_memory_limit", lambda: 2**16)
+    machine.setenv("NCCL_IB_DISABLE", "1")
+    assert found(overrides) == []
+    machine.delenv("NCCL_IB_DISABLE")
+    machine.setenv("RLHF_MC_DEVICE", "cpu")
+    assert found(overrides) == []
+
+
+def test_folder_of_compiled_kernels_is_this_users(
+    machine: pytest.MonkeyPatch, overrides: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "rlhf_mc_0/123"
+    machine.setenv("RLHF_MC_CACHE", str(folder))
+    assert found(overrides) == [] and folder.stat().st_mode & 0o777 == 0o700
+    machine.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    (line,) = found(overrides)
+    assert line.startswith(f"RLHF_MC_CACHE {folder} belongs to another user, or cannot be written")
+    (tmp_path / "file").touch()
+    machine.setenv("RLHF_MC_CACHE", str(tmp_path / "file/cache"))
+    (line,) = found(overrides)
+    assert "RLHF_MC_CACHE, the folder of compiled kernels: [Errno 20] Not a directory" in line
 
 
 def test_open_files_are_checked_for_the_nodes_first_rank(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:

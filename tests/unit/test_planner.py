@@ -17,6 +17,8 @@ from test_shipped_configs import REPO
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config
+from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.planner import activations
 from rlhf_mc.planner.__main__ import main
 from rlhf_mc.planner.published import MODELS, PUBLISHED, with_model
 from rlhf_mc.reshard.layout import logical_shapes
@@ -194,7 +196,7 @@ def test_model_may_be_a_directory_a_file_or_a_name(
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-3-70b"]))
     model = {"directory": str(tmp_path), "config.json": str(tmp_path / "config.json")}.get(given, given)
     assert main([PLAN_70B[0], "--model", model, "--nodes", "8"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("leaves 22.5 GB of each device")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("leaves 21.8 GB of each device")
 
 
 def test_roles_with_the_actors_path_follow_the_model() -> None:
@@ -228,3 +230,45 @@ def test_every_published_model_is_in_the_wheel() -> None:
 def test_torch_is_not_imported() -> None:
     code = "import sys, rlhf_mc.planner.__main__; assert not {'torch', 'numpy', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
+
+
+def reserved(plan: dict[str, Any]) -> tuple[float, float]:
+    """Return the reserved GB of the first ranks in an update and in generation."""
+    phases = plan["ranks"][0]["phases"]
+    return phases["update_actor"]["reserved"] / GB, phases["gen"]["reserved"] / GB
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "nodes", "gib", "communicators", "peers"),
+    [
+        ("ppo_qwen2.5_0.5b", "qwen2.5-0.5b", 1, 0, 1, 0),  # world, which is the replicas
+        ("ppo_70b", "llama-3-70b", 8, 394 / 1024, 4, 0),  # tensor, pipeline and data parallel, world
+        ("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 2, 394 / 1024, 3, 7),  # stages, experts, world
+    ],
+)
+def test_reserved_memory_has_a_part_for_each_communicator(
+    config: str,
+    model: str,
+    nodes: int,
+    gib: float,
+    communicators: int,
+    peers: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """gib: of the engine's workspace, where the engine sleeps during the update."""
+    assert main([str(REPO / f"configs/{config}.yaml"), "--model", model, "--nodes", str(nodes), "--json"]) == 0
+    update, gen = reserved(json.loads(capsys.readouterr().out))
+    assert gen == pytest.approx((900 + 1024 + 384 * communicators) * 2**20 / GB + 0.35 + 0.47 * peers, abs=0.001)
+    asleep = 384 / 1024 + gib if gib else 0  # rollout TP > 1: a communicator too
+    assert update - gen == pytest.approx(asleep * 2**30 / GB, abs=0.001)
+
+
+def test_float32_attention_on_a_gpu_stores_repeated_keys_and_values() -> None:
+    """Compare with bfloat16, which is half as large but for numbers in float32 in both."""
+    shape = ModelShape.from_hf_config(CONFIGS["llama-3-70b"])
+    narrow, wide = (
+        activations.layer_bytes(shape, MegatronConfig(dtype=dtype), transformer_engine=True).stored
+        for dtype in ("bfloat16", "float32")
+    )
+    in_float32 = 4 * (64 + 2)
+    assert wide - in_float32 == 2 * (narrow - in_float32) + 8 * (64 - 8) * 128

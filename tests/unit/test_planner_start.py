@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from published import model_path
@@ -44,6 +45,19 @@ def verdict_on(cfg: Config, capacity: Capacity) -> str:
 def test_one_line_where_it_fits(capacity: Capacity, where: str) -> None:
     line = verdict_on(config(), capacity)
     assert re.fullmatch(rf"memory as planned: (gen|update_\w+) takes most, [\d.]+ of the 80\.0 GB {where}", line)
+
+
+def test_the_line_names_what_is_taken_for_something_else() -> None:
+    custom = config("rollout.name=custom", f"rollout.custom_engine.path={REPO}/examples/transformers_engine.py")
+    layers = "; activations are taken as those of Transformer Engine's layers, which are not installed here"
+    engine = "; the memory of the engine in rollout.custom_engine is taken as vLLM's"
+    capacity = Capacity(1, 80 * GB, transformer_engine=False)
+    assert verdict_on(config(), capacity).endswith(f"of each GPU{layers}")
+    assert verdict_on(custom, capacity).endswith(f"of each GPU{engine}{layers}")
+    assert verdict_on(custom, replace(capacity, cuda=False)).endswith(f"of a node{engine}")
+    small = replace(capacity, device_bytes=22 * GB)
+    with pytest.raises(UserError, match=f"{engine}{layers}; with trainer.planner=warn"):
+        verdict_on(custom, small)
 
 
 def test_refused_or_warned() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from rlhf_mc import platform
+from rlhf_mc.topology import rendezvous
 
 
 @pytest.fixture
@@ -44,6 +46,39 @@ def test_tensors_of_all_types_and_shapes_arrive_in_one_aligned_buffer(gpu_path: 
 
 def test_a_cpu_copies_nothing() -> None:
     assert all(a is b for a, b in zip(TENSORS, platform.to_device(TENSORS), strict=True))
+
+
+def test_a_process_leaves_the_default_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def set_stream(stream: Any) -> None:
+        calls.append(stream)
+        raise InterruptedError
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a new stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    with pytest.raises(InterruptedError):
+        rendezvous.init_process_group(1.0)
+    assert calls == [torch.device("cuda", 1), "a new stream"]
+
+
+def test_memory_that_vllm_has_released_is_free_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch count segments of vLLM's pools as reserved, a sleeping one as allocated, a trimmed one as not."""
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 30, "allocated_size": 20},
+        {"segment_pool_id": (0, 1), "total_size": 40, "allocated_size": 40},
+        {"segment_pool_id": (0, 2), "total_size": 7, "allocated_size": 0},
+    ]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (65, 100))  # 5 besides: the context
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 77)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 68)
+    assert platform.free_device_memory() == (100, 100 - 5 - 28)
 
 
 FAULTS = """

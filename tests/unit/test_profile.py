@@ -8,8 +8,10 @@ import gzip
 import json
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from rlhf_mc.observability import phase_work
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.phase_table import REST, WIDTH, RankTimes, as_json, as_text, with_rest
 from rlhf_mc.observability.profile import Trace
+from rlhf_mc.rewards.results import Score
+from rlhf_mc.trainer import scores
 
 
 def rank(work: float, waiting: float = 0.0, **others: object) -> RankTimes:
@@ -62,6 +66,7 @@ REASONS = {
         rank(1.4, 0.0, amounts=amounts(responses=3)),
     ],
     "it wrote files for 0.40 s": [rank(1.0, 0.5), rank(1.5, amounts=amounts(file_seconds=0.4))],
+    "its reward functions took longer": [rank(1.0, 0.5), rank(1.5, amounts=amounts(reward_seconds=0.4))],
     "it has pipeline stage 2 of 2": [rank(1.0, 0.5), rank(1.5, stage=1)],
     "it was traced, which takes time (profile.ranks=[]: no traces)": [rank(1.0, 0.5), rank(1.5, is_traced=True)],
 }
@@ -111,6 +116,16 @@ def test_table_fits_80_columns(count: int) -> None:
     assert len(lines) >= 2 + len(names)
     if count > 8:
         assert any(f"(rank {count - 1})" in line and "(rank 0)" in line for line in lines)
+
+
+def test_waiting_for_reward_functions_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count it in each phase that waits, such as a validation."""
+    pending = SimpleNamespace(result=lambda: time.sleep(0.05) or [Score(0.5)], names=SimpleNamespace(limit=list))
+    monkeypatch.setattr(scores, "gather_results", lambda action: [action()])
+    monkeypatch.setattr(scores.dist, "get_world_size", lambda: 1)
+    with phase_work.recorded() as work, phase_work.observed("testing"):
+        scores.collect_scores(pending, 1)
+    assert 0.05 <= work.amounts["testing"]["reward_seconds"] < 5
 
 
 def test_rest_is_the_time_of_no_phase() -> None:

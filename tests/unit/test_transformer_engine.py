@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from rlhf_mc import platform
+from rlhf_mc.checkpoint import convert
 from rlhf_mc.config.errors import NodeError
 from rlhf_mc.models.transformer_engine import (
     has_packed_attention,
@@ -41,10 +43,17 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         del sys.modules[name]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with GPUs may have it")
-def test_a_machine_without_it_uses_local_layers() -> None:
+def test_a_machine_without_it_uses_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert not import_transformer_engine()
-    assert not uses_transformer_engine()
+    assert not uses_transformer_engine.__wrapped__()
+
+
+def test_a_cpu_uses_local_layers_beside_it(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("")
+    monkeypatch.setattr(platform, "use_cuda", lambda: False)
+    assert import_transformer_engine()
+    assert not uses_transformer_engine.__wrapped__()
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,23 @@ def test_a_broken_one_is_one_line(install: Install, code: str, reason: str) -> N
     message = str(caught.value)
     assert "\n" not in message
     assert f"build it for torch {torch.__version__}" in message and "pip uninstall transformer_engine" in message
+
+
+def test_tools_name_a_broken_one_before_megatron_imports_it(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_MC_DEVICE", "cpu")  # which the import sets too
+    import check_layouts
+
+    install("raise FileNotFoundError('Could not find shared object file')")
+    here = str(tmp_path)
+    for program in (
+        lambda: check_layouts.check(mock.Mock(), 1),
+        lambda: convert.mcore_to_hf(here, here, (1, 1, 1), 1),
+        lambda: convert.training_checkpoint_to_hf(here, here, "actor", None, 1),
+    ):
+        with pytest.raises(NodeError, match="FileNotFoundError: Could not find"):
+            program()
 
 
 def test_an_import_error_matters_only_on_a_gpu(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

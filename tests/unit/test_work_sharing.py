@@ -21,7 +21,7 @@ def _generate(lens: list[int], engines: int, expected_lens: list[float] | None =
     steps = [0] * engines
     while queue or any(left):
         if queue:
-            taken = queue.take([room_for(PLACES, len(requests)) for requests in left])
+            taken = queue.take([room_for(PLACES, len(requests), len(queue.left) // engines) for requests in left])
             for numbers, share, requests, clock in zip(taken, shares, left, clocks, strict=True):
                 share += numbers
                 requests |= {number: lens[number] for number in numbers}
@@ -59,9 +59,9 @@ def test_an_engine_with_long_responses_takes_fewer() -> None:
     """Check the case in which every long response is among the first requests of engine 0."""
     lens = [512 if number % 2 == 0 and number < 2 * PLACES else 16 for number in range(200)]
     shares, idle = _generate(lens, 2)
-    assert len(shares[0]) < 30 and len(shares[1]) > 150
+    assert len(shares[0]) < 40 and len(shares[1]) > 150
     static = [sum(lens[engine::2]) for engine in range(2)]
-    assert idle < 0.05 < 1 - sum(static) / (2 * max(static)), "and so the engines end together"
+    assert idle < 0.25 < 0.35 < 1 - sum(static) / (2 * max(static))
 
 
 def test_the_longest_begin_first() -> None:
@@ -81,9 +81,10 @@ def test_requests_go_where_there_is_most_room() -> None:
     assert not queue
 
 
-def test_an_engine_takes_an_eighth_more_than_it_runs() -> None:
-    assert room_for(256, 0) == 288 and room_for(1, 0) == 2
-    assert room_for(256, 288) == 0 and room_for(256, 300) == 0
+def test_an_engine_takes_more_than_it_runs() -> None:
+    assert room_for(256, 0, 0) == 288 and room_for(1, 0, 0) == 2, "an eighth more"
+    assert room_for(256, 288, 0) == 0 and room_for(256, 300, 0) == 0
+    assert room_for(256, 0, 1000) == 506 and room_for(256, 256, 1000) == 250, "or a quarter of its part of the queue"
 
 
 def test_expected_lengths_are_those_of_the_last_responses() -> None:

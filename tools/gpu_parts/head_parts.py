@@ -131,7 +131,7 @@ def _measure_head(report: Report, sizes: Sizes) -> None:
     report.record(chunk_gb=chunk / 1e9, peak_besides_gradients_gb=beyond / 1e9)
     if platform.use_cuda():  # the resident memory of a process on a CPU depends on more
         text = f"peak memory beside the gradients {beyond / 1e9:.2f} GB, one chunk of logits {chunk / 1e9:.2f} GB"
-        report.check(beyond < CHUNKS_IN_MEMORY * chunk, text)
+        report.expect(beyond < CHUNKS_IN_MEMORY * chunk, text)
     report.summarize(
         f"{sizes.head_tokens} tokens: {rates['forward'] / 1e12:.3g} TFLOP/s forward, "
         f"{rates['forward_backward'] / 1e12:.3g} with backward; peak {peaks['forward_backward'] / 1e9:.2f} GB, "

@@ -141,7 +141,7 @@ def out_of_memory(report: Report, sizes: Sizes) -> None:
         kept = (torch.cuda.memory_allocated() if platform.use_cuda() else 0) - in_use
         report.check(token_budget.update_limit(1) == longest, f"the budget of the repeated update is {token_budget}")
         report.check(not step.skipped, "the repeated update was skipped")
-        report.check(kept < 1 << 20, f"{kept} bytes of the first try are still in use")
+        report.expect(kept < 1 << 20, f"{kept} bytes of the first try are still in use")
     report.record(kept_bytes=kept)
     report.summarize(f"the update was repeated with {longest} tokens a micro-batch instead of {2 * longest}")
 
@@ -151,9 +151,10 @@ def weight_update(report: Report, sizes: Sizes) -> None:
     the device. With several ranks: from tensor parallelism over all of them, or as many as the heads allow, to engines
     of half as many."""
     texts = []
-    for name, config in sizes.updated.items():
-        with report.case(name):
-            texts.append(f"{name} {_update(report, name, config, sizes)}")
+    with mesh_groups(1, 1):  # connects all ranks by a collective: NCCL's first operation cannot be a message
+        for name, config in sizes.updated.items():
+            with report.case(name):
+                texts.append(f"{name} {_update(report, name, config, sizes)}")
     report.summarize("; ".join(texts))
 
 

@@ -19,8 +19,8 @@ from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
-from rlhf_mc.planner.memory import RESERVED
 from rlhf_mc.planner.model_state import trained_state
+from rlhf_mc.planner.reserved import besides_tensors
 from rlhf_mc.topology.groups import ProcessGroups
 
 GB = 10**9
@@ -51,13 +51,13 @@ def planned_memory(report: Report, sizes: Sizes) -> None:
             for work, ratio in ratios.items():
                 if groups.mesh.world == 1 or platform.use_cuda():  # gloo's threads free tensors unseen by the profiler
                     text = f"{name}: {work} takes {measured[work]} bytes, planned are {planned[work]:.0f}"
-                    report.check(abs(ratio - 1) < WITHIN, text)
+                    report.expect(abs(ratio - 1) < WITHIN, text)
             texts.append(f"{name} {ratios['update']:.2f}")
             del engine
             gc.collect()
     report.summarize(f"state as planned; planned / measured activations of an update: {', '.join(texts)}")
     if platform.use_cuda():
-        _besides_tensors(report)
+        _besides_tensors(report, groups)
 
 
 def _state(engine: ModelEngine) -> dict[str, float]:
@@ -100,8 +100,9 @@ def _planned(
     }
 
 
-def _besides_tensors(report: Report) -> None:
+def _besides_tensors(report: Report, groups: ProcessGroups) -> None:
     """Record what this process takes of the device besides torch's memory: context, kernels, communicators."""
     free, total = torch.cuda.mem_get_info()
     besides = total - free - torch.cuda.memory_reserved()
-    report.record(besides_tensors_gb=besides / GB, reserved_planned_gb=RESERVED / GB)
+    planned = besides_tensors(frozenset([groups.mesh]), torch.cuda.device_count())
+    report.record(besides_tensors_gb=besides / GB, besides_tensors_planned_gb=planned / GB)

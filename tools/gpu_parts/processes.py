@@ -190,7 +190,7 @@ def _join(results: list[Result]) -> Result:
     several = len(results) > 1
     reason = "; ".join(f"rank {rank}: {result.reason}" if several else result.reason for rank, result in own)
     seconds = max(result.seconds for result in results)
-    return Result(FAILED, reason, seconds, first.summary, first.figures, own[0][1].log)
+    return Result(FAILED, reason, seconds, first.summary, first.figures, first.unmeasured, own[0][1].log)
 
 
 def run_in_this_process(part: Part, path: Path, sizes: Any) -> None:

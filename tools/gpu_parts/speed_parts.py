@@ -56,7 +56,7 @@ def synchronisations(report: Report, sizes: Sizes) -> None:
             # Without Transformer Engine's rotary embedding a GPU waits in each layer.
             if uses_transformer_engine() or not platform.use_cuda():
                 text = f"{name}: the host waits {per_micro_batch:g} times per micro-batch"
-                report.check(per_micro_batch < ONE_WAIT, text)
+                report.expect(per_micro_batch < ONE_WAIT, text)
             if platform.use_cuda():
                 run = _of_each_sequence(action, engine, batches[MANY])
                 with host_syncs() as sites:
@@ -128,7 +128,7 @@ def throughput(report: Report, sizes: Sizes) -> None:
                 flops / peak <= sizes.most_share,
                 f"{share}, which is impossible: its work has not been done or waited for",
             )
-            report.check(flops / peak >= sizes.least_share, f"{share}; at least {sizes.least_share:g} is expected")
+            report.expect(flops / peak >= sizes.least_share, f"{share}; at least {sizes.least_share:g} is expected")
             report.record(**{f"{name}_share_of_data_sheet": None if sheet is None else flops / sheet})
     layers = "Transformer Engine" if uses_transformer_engine() else "local layers"
     report.record(layers=layers, sequences=num_sequences, tokens=sum(lens), peak_memory_gib=platform.peak_memory_gb())

@@ -110,7 +110,9 @@ def checksums(report: Report, sizes: Sizes) -> None:
                     report.check(torch.equal(wanted, _by_definition(block)), f"{of}: not the sums of its 8-byte words")
                 there = block.to(platform.device()) if number < 2 else matrix.to(platform.device())[::2, 10:40][None]
                 num += 1
-                report.check(torch.equal(checksum([there]), wanted), f"{dtype} {tuple(block.shape)}: not the CPU's")
+                report.check(
+                    torch.equal(checksum([there]).cpu(), wanted), f"{dtype} {tuple(block.shape)}: not the CPU's"
+                )
     changed = bits.clone()
     changed[len(bits) // 3] ^= 1
     both = [checksum([x.view(1, 1, -1).to(platform.device())]) for x in (bits, changed)]
@@ -208,7 +210,7 @@ def timeouts(report: Report, sizes: Sizes) -> None:
     report.check(bool(waited), "the process ended before it waited")
     report.check(ended.returncode != 0, "the collective that the other ranks missed has returned")
     took = time.time() - waited[0] if waited else seconds
-    report.check(took < timeout + ENDS_WITHIN_SECONDS, f"ended {took:.0f} s after it began to wait")
+    report.expect(took < timeout + ENDS_WITHIN_SECONDS, f"ended {took:.0f} s after it began to wait")
     report.check(took > 0.8 * timeout, f"ended after {took:.1f} s, before its timeout of {timeout} s")
     report.record(timeout_s=timeout, ended_after_s=took, exit_code=ended.returncode)
     report.summarize(f"ended {took:.1f} s after it began to wait, timeout {timeout} s, exit code {ended.returncode}")

@@ -1,0 +1,74 @@
+"""benchmarks/rollout_simulator.py: the trainer's loop over simulated engines, at a small size."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+spec = importlib.util.spec_from_file_location(
+    "rollout_simulator", Path(__file__).parents[2] / "benchmarks" / "rollout_simulator.py"
+)
+assert spec is not None and spec.loader is not None
+simulator = importlib.util.module_from_spec(spec)
+sys.modules["rollout_simulator"] = simulator
+spec.loader.exec_module(simulator)
+
+COSTS = simulator.default_costs(8)
+
+
+@pytest.fixture(scope="module", params=simulator.KINDS)
+def workload(request: pytest.FixtureRequest) -> Any:
+    return simulator.Workload(request.param, engines=4, limit=256, places=8)
+
+
+@pytest.fixture(scope="module")
+def results(workload: Any) -> dict[str, Any]:
+    return {name: simulator.simulate(workload, variant, COSTS) for name, variant in simulator.VARIANTS.items()}
+
+
+def test_all_but_partial_rollouts_train_on_the_same_responses(results: dict[str, Any]) -> None:
+    tokens = {figures.tokens for name, figures in results.items() if name != "partial rollouts"}
+    assert len(tokens) == 1
+    assert all(figures.staleness == 0 for name, figures in results.items() if name != "partial rollouts")
+    assert results["partial rollouts"].staleness > 0
+
+
+def test_no_step_takes_less_than_its_necessary_work(workload: Any, results: dict[str, Any]) -> None:
+    least = simulator.bound(workload, COSTS)
+    assert all(results[name].seconds >= least for name in ("static", "shared", "shared, expected lengths"))
+
+
+def test_expected_lengths_and_partial_rollouts_shorten_a_step(results: dict[str, Any]) -> None:
+    static = results["static"]
+    shared = results["shared, expected lengths"]
+    partial = results["partial rollouts"]
+    assert shared.seconds < 0.95 * static.seconds
+    assert partial.tokens_per_second > shared.tokens_per_second
+    assert partial.idle < static.idle
+
+
+def test_sharing_costs_little_at_equal_lengths() -> None:
+    workload = simulator.Workload("equal", engines=2, limit=2048, steps=1)
+    costs = simulator.default_costs(workload.places)
+    static, shared = (simulator.simulate(workload, simulator.VARIANTS[name], costs) for name in ("static", "shared"))
+    assert shared.seconds < 1.01 * static.seconds
+
+
+def test_a_response_has_the_length_of_its_prompt_and_seed(workload: Any) -> None:
+    lens = [workload.length(prompt, seed) for prompt in range(200) for seed in range(4)]
+    assert lens == [workload.length(prompt, seed) for prompt in range(200) for seed in range(4)]
+    assert min(lens) >= 1 and max(lens) <= workload.limit
+    assert len(set(lens)) > 30
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--engines", "2", "--lengths", "bimodal", "--limit", "64", "--places", "4"]
+    monkeypatch.setattr(sys, "argv", ["rollout_simulator.py", *arguments])
+    simulator.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + len(simulator.VARIANTS)
+    assert len({row.count("|") for row in rows}) == 1
