@@ -190,9 +190,9 @@ def test_responses_that_have_begun_are_generated_first(config_file: Path, monkey
         return Responses.of([request.begun for request in requests])
 
     monkeypatch.setattr(generate, "generate_responses", no_token)
-    groups = generate.continue_groups(run, StepState(1, PhaseTimer()), [new[0], begun], None)
+    groups = generate.continue_groups(run, StepState(1, PhaseTimer()), oldest_first([new[0], begun], 1), None)
     assert calls == [[[7] * 9, [], [], []]]
-    assert groups[1].responses == begun.responses and [len(each) for each in groups[1].versions] == [9, 0]
+    assert groups[0].responses == begun.responses and [len(each) for each in groups[0].versions] == [9, 0]
 
 
 def test_a_replayed_step_may_be_repeated(config_file: Path, tmp_path: Path) -> None:
