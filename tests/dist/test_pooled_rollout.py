@@ -228,8 +228,10 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_that_end(train: Any, co
     settings = [*FILTERED, f"custom_reward_function.path={config.parent / 'parity.py'}"]
     first, second = train(2, "filtered", *settings, "trainer.total_training_steps=4")
     assert [_decisions(step) for step in first["steps"]] == [_decisions(step) for step in second["steps"]]
+    rows = [json.loads(line) for line in (config.parent / "filtered" / "rollouts.jsonl").read_text().splitlines()]
+    assert max(Counter(position for row in rows for position in row["taken"]).values()) == 1, "no group is taken twice"
     for step in first["steps"]:
-        assert len(set(step["prompts"])) == NEEDED
+        assert len(step["prompts"]) == NEEDED * N
         assert step["metrics"]["train/surplus_groups_ratio"] == 0, "no more groups are taken than are missing"
         assert step["metrics"]["critic/score/mean"] == 0.5
     assert max(step["metrics"]["train/num_gen_batches"] for step in first["steps"]) > 1
