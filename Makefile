@@ -18,12 +18,13 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast coverage overhead checks lock gpu-lock format clean
+.PHONY: help install quickstart test test-fast fake-gpu coverage overhead checks lock gpu-lock format clean
 
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
 	@echo "make test        every test"
 	@echo "make test-fast   the quick tests of one process, within a minute"
+	@echo "make fake-gpu    memory of the shipped configs at full size on fake CUDA devices, against the planner (some minutes)"
 	@echo "make coverage    the lines of rlhf_mc/ that no test runs on this machine (build/coverage/lines.txt)"
 	@echo "make overhead    the trainer's own share of a quickstart step, at most 10% (idle machine, after make quickstart)"
 	@echo "make checks      ruff, mypy, import-linter, hadolint, sizes"
@@ -51,15 +52,18 @@ quickstart: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m rlhf_mc configs/quickstart.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests --lanes 2 --durations=10
+	$(BIN)/python -m pytest tests -m "not full_size" --lanes 2 --durations=10
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -m "not slow" --lanes 3 --durations=5
 
+fake-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/fake_gpu -m full_size --durations=0
+
 coverage: $(STAMP)
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/coverage run -m pytest tests --lanes 2
+	$(BIN)/coverage run -m pytest tests -m "not full_size" --lanes 2
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report | tee build/coverage/lines.txt
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import estimator_needs, prompts_per_batch, uses_critic
+from rlhf_mc.config.roles import estimator_needs, prompts_in_flight, prompts_per_batch, uses_critic
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig, expand_reward_models, get_setting, reward_models
 from rlhf_mc.config.yaml_reader import yaml_text
 
@@ -130,6 +130,14 @@ def _in_flight(cfg: Config) -> Iterator[str]:
                 f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; it must be at least data.train_batch_size,"
                 f" {cfg.data.train_batch_size}"
             )
+    most = rollout.max_off_policy_threshold * cfg.data.train_batch_size
+    if rollout.partial_rollout and rollout.max_off_policy_strategy == "wait" and prompts_in_flight(cfg) > most:
+        yield (
+            f"rollout.prompts_in_flight is {prompts_in_flight(cfg)} and rollout.max_off_policy_strategy is wait; it"
+            " must be at most rollout.max_off_policy_threshold x data.train_batch_size,"
+            f" {rollout.max_off_policy_threshold} x {cfg.data.train_batch_size} = {most}: later steps train on the"
+            " others too late"
+        )
     if cfg.trainer.replay is not None and not modes:
         yield (
             f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or rollout.partial_rollout: true"
@@ -144,6 +152,11 @@ def _in_flight(cfg: Config) -> Iterator[str]:
         yield (
             "rollout.partial_rollout is true, which trains on tokens of older weights; that needs"
             " algorithm.rollout_correction.rollout_is (token or sequence), or bypass_mode: true"
+        )
+    if rollout.partial_rollout and correction.bypass_mode and cfg.actor.policy_loss.loss_mode == "gpg":
+        yield (
+            "rollout.partial_rollout is true and actor.policy_loss.loss_mode is gpg, which has no ratio to the policy"
+            " that drew a token; set algorithm.rollout_correction.rollout_is in place of bypass_mode, or another loss"
         )
 
 

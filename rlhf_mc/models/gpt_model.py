@@ -217,8 +217,8 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_sta
 
 def scale_embeddings(model: Any, hidden_size: int) -> None:
     """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in transformers."""
-    factor = torch.tensor(hidden_size**0.5)
-    model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out))
+    factor = torch.tensor(hidden_size**0.5)  # stays on the CPU: a kernel takes it by value, and no copy is waited for
+    model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:

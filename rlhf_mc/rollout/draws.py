@@ -28,7 +28,7 @@ class Draws:
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests."""
         more = max(0, 1 + max(request.number for request in requests) - len(self._seeds))
-        for name in ("_seeds", "_prompt_lens", "_log_probs"):
+        for name in ("_seeds", "_prompt_lens", "_log_probs") if more else ():
             rows = getattr(self, name)
             setattr(self, name, np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)]))
         for request in requests:

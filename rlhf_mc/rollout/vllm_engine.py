@@ -34,14 +34,19 @@ from rlhf_mc.topology.consensus import on_every_rank
 
 
 def check_build() -> None:
-    """Raise UserError if this build of vLLM does not compute where the trainer does: vLLM chooses by its own build and
-    the driver, without RLHF_MC_DEVICE."""
+    """Raise UserError if this build of vLLM does not compute where the trainer does, or draws tokens by generators.
+    vLLM chooses the device by its own build and the driver, without RLHF_MC_DEVICE."""
     device = current_platform.device_type
     wanted = platform.device().type
     if device != wanted:
         raise UserError(
             f"rollout: this vLLM computes on {device or 'no device'}, and the trainer on {wanted}; install vLLM's "
             f"build for {wanted}{', or unset RLHF_MC_DEVICE' if device == 'cuda' else ''}"
+        )
+    if wanted == "cuda" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        raise UserError(
+            "rollout: VLLM_USE_V2_MODEL_RUNNER is 0; unset it: vLLM's other model runner does not draw by seed and"
+            " position, and a response that is continued would repeat its draws"
         )
 
 

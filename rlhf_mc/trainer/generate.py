@@ -134,7 +134,7 @@ def continue_groups(
     group_of = np.array([number for number, _ in rows], dtype=np.int64)
     num_open = np.bincount(group_of, minlength=len(groups))
     requests = [
-        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], lens[g][i])
+        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], min(limit, lens[g][i]))
         for number, (g, i) in enumerate(rows)
     ]
     expected = None

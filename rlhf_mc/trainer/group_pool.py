@@ -6,6 +6,7 @@ generate.py.
 from __future__ import annotations
 
 import base64
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,15 @@ class Group:
     def first_version(self) -> int | None:
         """The oldest weights that drew a token; None: nothing is generated."""
         return min((int(each[0]) for each in self.versions if len(each)), default=None)
+
+    @property
+    def fingerprint(self) -> int:
+        """Of what a response depends on beside the weights: the prompt's tokens and the seeds."""
+        return zlib.crc32(np.array(self.seeds, np.int64).tobytes(), zlib.crc32(self.prompt.token_ids.tobytes()))
+
+    def span(self, version: int) -> int:
+        """Return the number of versions from the group's first token to this one; 1 where nothing is generated."""
+        return 1 if self.first_version is None else version - self.first_version + 1
 
     def restarted(self) -> Group:
         """Return the group with nothing generated."""
@@ -72,6 +82,7 @@ class GroupPool:
         return {
             "num_drawn": self.num_drawn,
             "positions": [group.position for group in self.groups],
+            "fingerprints": [group.fingerprint for group in self.groups],
             "finished": [[one.finished for one in group.responses] for group in self.groups],
             "lens": [[len(one.token_ids) for one in group.responses] for group in self.groups],
             "tokens": _encode([one.token_ids for group in self.groups for one in group.responses], np.int32),
@@ -82,14 +93,16 @@ class GroupPool:
 
 def load_groups(state: Mapping[str, Any], new_groups: Sequence[Group], max_tokens: int) -> list[Group]:
     """Return the groups of a state of GroupPool.state_dict. new_groups: those of its positions, with nothing generated.
-    A response that is longer than max_tokens, which may be lower than when it was generated, is cut there."""
+    A response that is longer than max_tokens, which may be lower than when it was generated, is cut there. A group of
+    another prompt or other seeds than its position has now has nothing generated: data or settings have changed."""
     tokens, log_probs, versions = (
         np.frombuffer(base64.b85decode(state[name]), dtype)
         for name, dtype in (("tokens", np.int32), ("log_probs", np.float32), ("versions", np.int32))
     )
     groups = []
     end = 0
-    for group, lens, finished in zip(new_groups, state["lens"], state["finished"], strict=True):
+    columns = (state["fingerprints"], state["lens"], state["finished"])
+    for group, fingerprint, lens, finished in zip(new_groups, *columns, strict=True):
         responses = []
         of_versions = []
         for length, is_finished in zip(lens, finished, strict=True):
@@ -98,7 +111,8 @@ def load_groups(state: Mapping[str, Any], new_groups: Sequence[Group], max_token
             whole = is_finished and length <= max_tokens
             responses.append(Generation(tokens[cut].tolist(), log_probs[cut].tolist(), whole))
             of_versions.append(versions[cut])
-        groups.append(replace(group, responses=responses, versions=of_versions))
+        is_same = group.fingerprint == fingerprint
+        groups.append(replace(group, responses=responses, versions=of_versions) if is_same else group)
     return groups
 
 
@@ -112,16 +126,22 @@ def drop_stale(groups: Sequence[Group], version: int, cfg: RolloutConfig) -> lis
     group whose tokens would be of more than max_off_policy_threshold versions is left out."""
     if cfg.max_off_policy_strategy != "drop":
         return list(groups)
-    return [group for group in groups if _span(group, version) <= cfg.max_off_policy_threshold]
+    return [group for group in groups if group.span(version) <= cfg.max_off_policy_threshold]
 
 
-def must_end(groups: Sequence[Group], version: int, cfg: RolloutConfig) -> np.ndarray:
-    """Return whether the step has to wait for each group: [groups] bool. With max_off_policy_strategy wait these are
-    the groups that a later step would continue with more than max_off_policy_threshold versions."""
-    waits = cfg.max_off_policy_strategy == "wait"
-    return np.array([waits and _span(group, version) >= cfg.max_off_policy_threshold for group in groups], bool)
+def oldest_first(groups: Sequence[Group], version: int) -> list[Group]:
+    """Return the groups by their oldest weights, those with nothing generated last. version: of the step's weights."""
+    return sorted(groups, key=lambda group: -group.span(version))  # stable
 
 
-def _span(group: Group, version: int) -> int:
-    """Return the number of versions from the group's first token to this one."""
-    return 1 if group.first_version is None else version - group.first_version + 1
+def may_end(spans: np.ndarray, is_complete: np.ndarray, needed: int, size: int, cfg: RolloutConfig) -> bool:
+    """Return whether a step may end, which trains on the first `needed` complete groups. With max_off_policy_strategy
+    wait later steps, of `size` groups each, must be able to train on the others before they exceed
+    max_off_policy_threshold.
+
+    spans: [groups] Group.span in this step, the largest first. is_complete: [groups] bool."""
+    taken = np.flatnonzero(is_complete)[:needed]
+    if len(taken) < needed or cfg.max_off_policy_strategy != "wait" or is_complete.all():
+        return len(taken) == needed
+    others = np.delete(spans, taken)
+    return bool((np.arange(len(others)) < (cfg.max_off_policy_threshold - others) * size).all())

@@ -14,6 +14,7 @@ from rlhf_mc.config.roles import estimator_needs, prompts_in_flight
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.generate import (
     Enough,
     continue_groups,
@@ -23,7 +24,7 @@ from rlhf_mc.trainer.generate import (
     repeat_prompts,
     wake_weights,
 )
-from rlhf_mc.trainer.group_pool import Group, drop_stale, load_groups, must_end
+from rlhf_mc.trainer.group_pool import Group, drop_stale, load_groups, may_end, oldest_first
 from rlhf_mc.trainer.rollout_journal import check_replayed
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import ScoreStream, submit_share
@@ -85,10 +86,21 @@ def load_pool(run: Run, state: Mapping[str, Any] | None, num_batches: int) -> No
     num_batches: batches of prompts that the run has drawn, each trained on at once where the run had no pool."""
     run.group_pool.groups = ()
     run.group_pool.num_drawn = num_batches * run.config.data.train_batch_size
-    if state is not None:
-        new = new_groups(run, state["positions"])
-        run.group_pool.groups = load_groups(state, new, run.config.data.max_response_length)
-        run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
+    if state is None:
+        return
+    run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
+    rollout = run.config.rollout
+    groups = new_groups(run, state["positions"]) if rollout.tail_batching or rollout.partial_rollout else []
+    if rollout.partial_rollout:
+        groups = load_groups(state, groups, run.config.data.max_response_length)
+    run.group_pool.groups = groups
+    pairs = zip(groups, state["lens"], strict=False)  # no groups without a pool
+    num_kept = sum(group.first_version is not None or not any(lens) for group, lens in pairs)
+    if num_lost := len(state["positions"]) - num_kept:
+        print_line(
+            f"warning: {num_lost} groups that earlier steps have begun are not continued: data or settings changed",
+            rank_0_only=True,
+        )
 
 
 def _draw(run: Run, count: int) -> list[Group]:
@@ -109,7 +121,8 @@ def _tail(run: Run) -> tuple[list[Group], Enough | None]:
     # An epoch ends without groups that are left: it has a multiple of `needed`, of which each step takes that many.
     num_new = min(prompts_in_flight(run.config), per_epoch - run.group_pool.num_drawn % per_epoch)
     if num_new < needed:
-        return [*left, *_draw(run, num_new)], None
+        # As many, unless a change of settings has left another number: then some of the next epoch too.
+        return [*left, *_draw(run, needed - len(left))], None
     return _draw(run, num_new), lambda is_complete: is_complete.sum() >= needed
 
 
@@ -117,15 +130,16 @@ def _partial(run: Run, state: StepState, needed: int) -> tuple[list[Group], Enou
     """Return the groups of a step of rollout.partial_rollout: those that earlier steps have left, and new ones."""
     cfg = run.config
     version = state.step - 1
-    left = drop_stale(run.group_pool.groups, version, cfg.rollout)
+    left = oldest_first(drop_stale(run.group_pool.groups, version, cfg.rollout), version)
     groups = [*left, *_draw(run, max(0, prompts_in_flight(cfg) - len(left)))]
-    must = must_end(groups, version, cfg.rollout)
-    return groups, lambda is_complete: is_complete.sum() >= needed and bool(is_complete[must].all())
+    spans = np.array([group.span(version) for group in groups])
+    return groups, lambda is_complete: may_end(spans, is_complete, needed, cfg.data.train_batch_size, cfg.rollout)
 
 
 def _replayed(run: Run, state: StepState) -> tuple[list[Group], list[Group]]:
     """Generate as the step of the run that is replayed. Return its groups, and those to train on."""
-    row = run.journal.replayed(state.step)
+    row = run.journal.replayed(state.step, state.num_rollouts)
+    state.num_rollouts += 1
     left = {group.position: group for group in run.group_pool.groups}
     new = {group.position: group for group in new_groups(run, [p for p in row.positions if p not in left])}
     groups = continue_groups(run, state, [left.get(p) or new[p] for p in row.positions], None, row.lens)

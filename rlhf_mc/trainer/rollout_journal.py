@@ -37,7 +37,13 @@ class RolloutJournal:
     def __init__(self, cfg: Config) -> None:
         """Raise UserError if the journal of trainer.replay cannot be replayed."""
         self._path = Path(cfg.trainer.default_local_dir) / JOURNAL_FILE
-        self._settings = {"seed": cfg.trainer.seed, "train_batch_size": cfg.data.train_batch_size, "n": cfg.rollout.n}
+        self._settings = {
+            "seed": cfg.trainer.seed,
+            "train_batch_size": cfg.data.train_batch_size,
+            "n": cfg.rollout.n,
+            "max_response_length": cfg.data.max_response_length,
+            "partial_rollout": cfg.rollout.partial_rollout,
+        }
         self._replayed: dict[int, list[StepGroups]] | None = None
         if cfg.trainer.replay is not None:
             self._replayed = self._read(Path(cfg.trainer.replay) / JOURNAL_FILE)
@@ -68,16 +74,16 @@ class RolloutJournal:
         """The run takes the decisions of another one."""
         return self._replayed is not None
 
-    def replayed(self, step: int) -> StepGroups:
-        """Return the next groups of the step in the run that is replayed. Raise UserError if its journal ends
-        before."""
+    def replayed(self, step: int, rollout: int) -> StepGroups:
+        """Return the groups of a rollout of the step, from 0, in the run that is replayed. Raise UserError if its
+        journal ends before. A step may be repeated, after a roll-back."""
         assert self._replayed is not None
-        if not self._replayed.get(step):
+        if len(self._replayed.get(step, ())) <= rollout:
             raise UserError(
                 f"trainer.replay: the journal has no step {step}: it has {min(self._replayed)} to"
                 f" {max(self._replayed)}; leave trainer.replay out to continue from a checkpoint without it"
             )
-        return self._replayed[step].pop(0)
+        return self._replayed[step][rollout]
 
     def record(self, step: int, groups: Sequence[Group], taken: Sequence[Group]) -> None:
         """Write the row of a step, before its updates. Rank 0 calls it by itself."""

@@ -57,7 +57,8 @@ class ScoreStream:
         self._held |= responses
         if not self._held or (others_follow and (self._rewards.is_batched or self._pending.is_busy)):
             return
-        numbers = list(self._held)
+        # In the order in which they have ended, in parts that depend on time: a worker's rows do not.
+        numbers = sorted(self._held) if self._rewards.is_batched else list(self._held)
         prompts = [self._prompts[number] for number in numbers]
         decode = self._tokenizer.batch_decode
         texts = decode([list(self._held[number]) for number in numbers], skip_special_tokens=True)
@@ -72,7 +73,6 @@ class ScoreStream:
         """Return the scores of all responses on every rank. Raise UserError on all ranks if a response on any cannot be
         scored. Every rank must call it."""
         count(responses=len(self._numbers))
-        scores = [Score(0.0)] * len(self._prompts)
 
         def result() -> dict[int, Score]:
             start = time.perf_counter()
@@ -80,10 +80,11 @@ class ScoreStream:
             count(reward_seconds=time.perf_counter() - start)
             return dict(zip(self._numbers, own, strict=True))
 
+        by_number: dict[int, Score] = {}
         for part in gather_results(result):
-            for number, score in part.items():
-                scores[number] = score
-        return self._pending.names.limit(scores)
+            by_number |= part
+        assert len(by_number) == len(self._prompts), f"{len(by_number)} scores of {len(self._prompts)} responses"
+        return self._pending.names.limit([by_number[number] for number in range(len(self._prompts))])
 
     def hidden_seconds(self) -> float:
         """Return the seconds since the first submission, or up to the last score, in which the rank did other work."""

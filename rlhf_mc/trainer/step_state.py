@@ -23,6 +23,8 @@ class StepState:
     metrics: dict[str, float] = field(default_factory=dict)
     num_batches: int = 0
     """Batches of prompts that the run has drawn so far."""
+    num_rollouts: int = 0
+    """Rollouts of this step that were replayed (trainer.replay)."""
     drawn: Counter[int] = field(default_factory=Counter)
     """Number of times that this step has drawn each prompt, by its index."""
     prompts: Sequence[Prompt] = ()

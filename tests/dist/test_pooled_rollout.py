@@ -155,6 +155,16 @@ def test_another_layout_replays_the_run(train: Any, config: Path, partial: list[
             assert step["metrics"][key] == pytest.approx(other["metrics"][key], rel=1e-2, abs=1e-4), key
 
 
+def test_a_step_that_generates_nothing_is_replayed(train: Any, config: Path) -> None:
+    """Check a run whose responses all end in one period, so that its second step trains on groups of the first one."""
+    settings = [*PARTIAL[:2], "data.max_response_length=10", "trainer.total_training_steps=2"]
+    steps = train(2, "short", *settings)[0]["steps"]
+    assert set(steps[1]["ages"]) == {1}
+    replayed = train(1, "replay_short", *settings, f"trainer.replay={config.parent / 'short'}")[0]["steps"]
+    for step, other in zip(replayed, steps, strict=True):
+        assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
+
+
 def _journal(config: Path, name: str, change: Any) -> str:
     """Write a changed copy of the journal to a directory. Return the setting that replays it."""
     lines = (config.parent / "partial" / "rollouts.jsonl").read_text().splitlines(keepends=True)
@@ -180,6 +190,11 @@ def _with_a_longer_response(line: str) -> str:
             "rollouts.jsonl has no rows; a run writes it with rollout.tail_batching",
         ),
         ("seed", lambda lines: [line.replace('"seed": 1', '"seed": 9') for line in lines], "is of a run with seed 9"),
+        (
+            "limit",
+            lambda lines: [line.replace('"max_response_length": 96', '"max_response_length": 99') for line in lines],
+            "is of a run with seed 1, train_batch_size 4, n 2, max_response_length 99",
+        ),
         ("other", lambda lines: [line.replace('"taken"', '"took"') for line in lines], "is no journal of rollouts"),
         ("drawn", lambda lines: [_with_a_longer_response(lines[0])], "tokens and "),
     ],
@@ -213,8 +228,10 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_that_end(train: Any, co
     settings = [*FILTERED, f"custom_reward_function.path={config.parent / 'parity.py'}"]
     first, second = train(2, "filtered", *settings, "trainer.total_training_steps=4")
     assert [_decisions(step) for step in first["steps"]] == [_decisions(step) for step in second["steps"]]
+    rows = [json.loads(line) for line in (config.parent / "filtered" / "rollouts.jsonl").read_text().splitlines()]
+    assert max(Counter(position for row in rows for position in row["taken"]).values()) == 1, "no group is taken twice"
     for step in first["steps"]:
-        assert len(set(step["prompts"])) == NEEDED
+        assert len(step["prompts"]) == NEEDED * N
         assert step["metrics"]["train/surplus_groups_ratio"] == 0, "no more groups are taken than are missing"
         assert step["metrics"]["critic/score/mean"] == 0.5
     assert max(step["metrics"]["train/num_gen_batches"] for step in first["steps"]) > 1

@@ -22,6 +22,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils import torch_utils
 
+from rlhf_mc import platform
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.machine.check import TESTED_VERSIONS
 from rlhf_mc.rollout import vllm_engine
@@ -49,6 +51,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_patches_are_of_the_installed_version() -> None:
     assert vllm.__version__.partition("+")[0] == TESTED_VERSIONS["vllm"]
+
+
+def test_a_sampler_that_cannot_continue_responses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(platform, "device", lambda: torch.device("cuda"))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    vllm_engine.check_build()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UserError, match=r"^rollout: VLLM_USE_V2_MODEL_RUNNER is 0; unset it"):
+        vllm_engine.check_build()
 
 
 def test_every_patch_has_a_test() -> None:

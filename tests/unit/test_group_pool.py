@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +17,14 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import prompts_in_flight
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses, build_batch
-from rlhf_mc.trainer.group_pool import Group, GroupPool, drop_stale, load_groups, must_end
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
+from rlhf_mc.trainer import generate, pooled_rollout
+from rlhf_mc.trainer.group_pool import Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
 from rlhf_mc.trainer.logprob_check import Difference
-from rlhf_mc.trainer.pooled_rollout import off_policy_metrics
+from rlhf_mc.trainer.pooled_rollout import load_pool, off_policy_metrics
+from rlhf_mc.trainer.rollout_journal import RolloutJournal
+from rlhf_mc.trainer.step_state import StepState
 
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
 CORRECTION = "algorithm.rollout_correction.rollout_is=token"
@@ -63,16 +71,141 @@ def test_an_empty_pool_has_a_state() -> None:
     assert load_groups(state, [], 8) == []
 
 
-@pytest.mark.parametrize(("version", "kept", "has_to_end"), [(3, True, False), (4, True, True), (5, False, True)])
-def test_a_group_spans_at_most_the_threshold(version: int, kept: bool, has_to_end: bool) -> None:
+@pytest.mark.parametrize(("version", "kept"), [(3, True), (4, True), (5, False)])
+def test_a_group_spans_at_most_the_threshold(version: int, kept: bool) -> None:
     """Check a group whose oldest token is of version 2, where three versions are allowed: 2, 3 and 4."""
     groups = [begun_group(), new_group(8)]
     drop = RolloutConfig(max_off_policy_threshold=3, max_off_policy_strategy="drop")
     wait = RolloutConfig(max_off_policy_threshold=3, max_off_policy_strategy="wait")
     assert drop_stale(groups, version, drop) == (groups if kept else groups[1:])
     assert drop_stale(groups, version, wait) == groups
-    assert must_end(groups, version, wait).tolist() == [has_to_end, False]
-    assert not must_end(groups, version, drop).any()
+    assert groups[0].span(version) == version - 1 and groups[1].span(version) == 1
+    assert oldest_first(groups[::-1], version) == groups
+
+
+@pytest.mark.parametrize(
+    ("spans", "complete", "waits"),
+    [
+        ([1, 1, 1], [2], False),  # two groups for two later steps
+        ([2, 2, 1], [2], True),  # two groups for one later step
+        ([2, 2, 1], [1], False),
+        ([3, 2, 1], [1], True),  # no later step may train on the first one
+        ([3, 2, 1], [0], False),
+        ([4, 4, 4], [0, 1, 2], False),  # nothing is left to wait for
+    ],
+)
+def test_a_step_waits_while_the_others_would_be_trained_on_too_late(
+    spans: list[int], complete: list[int], waits: bool
+) -> None:
+    is_complete = np.isin(np.arange(3), complete)
+    wait = RolloutConfig(max_off_policy_threshold=3, max_off_policy_strategy="wait")
+    assert may_end(np.array(spans), is_complete, 1, 1, wait) == (not waits)
+    drop = RolloutConfig(max_off_policy_threshold=3, max_off_policy_strategy="drop")
+    assert may_end(np.array(spans), is_complete, 1, 1, drop)
+    assert not may_end(np.array(spans), is_complete, 4, 4, drop)
+
+
+class Prompts:
+    """Twelve prompts, each of the token of its index + `shift`."""
+
+    def __init__(self, shift: int = 0) -> None:
+        self.file_sizes = [12]
+        self._shift = shift
+
+    def __len__(self) -> int:
+        return 12
+
+    def at(self, indices: list[int]) -> list[Prompt]:
+        return [Prompt(i, np.array([i + self._shift], np.int32), "", None) for i in indices]
+
+
+def _run(config_file: Path, *overrides: str, shift: int = 0) -> Any:
+    cfg = load(config_file, "data.train_batch_size=4", "rollout.n=2", CORRECTION, *overrides)
+    return SimpleNamespace(config=cfg, train_prompts=Prompts(shift), group_pool=GroupPool(), journal=None)
+
+
+PARTIAL = "rollout.partial_rollout=true"
+TAIL = "rollout.tail_batching=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shift", "words"),
+    [
+        ((PARTIAL,), 0, ""),
+        ((PARTIAL,), 1, "1 groups that earlier steps have begun are not continued"),
+        ((PARTIAL, "rollout.n=3"), 0, "1 groups"),
+        ((PARTIAL, "trainer.seed=7"), 0, "1 groups"),
+        ((TAIL,), 0, "1 groups"),
+        ((), 0, "2 groups"),
+    ],
+)
+def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
+    config_file: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], shift: int, words: str
+) -> None:
+    """Check a pool of two groups, of which one has tokens, in a run with other prompts or settings. Tail batching
+    trains on no token of older weights."""
+    run = _run(config_file, PARTIAL)
+    new = pooled_rollout.new_groups(run, [2, 5])
+    first = new[0].continued([Generation([10, 11], [-0.5, -0.25], False), Generation([12], [-1.0], True)], 3)
+    run.group_pool.groups = [first, new[1]]
+    run.group_pool.num_drawn = 9
+    state = json.loads(json.dumps(run.group_pool.state_dict()))
+    other = _run(config_file, *overrides, shift=shift)
+    load_pool(other, state, 1)
+    said = capsys.readouterr().err
+    assert words in said if words else not said
+    pool = other.group_pool
+    assert pool.num_drawn == 9 and [group.position for group in pool.groups] == ([2, 5] if overrides else [])
+    for group in pool.groups:
+        assert len(group.seeds) == len(group.responses) == len(group.versions) == other.config.rollout.n
+        assert words == "" or group.first_version is None
+    if not words:
+        assert pool.groups[0].responses == first.responses
+
+
+def test_a_step_of_tail_batching_has_enough_groups_after_any_change(config_file: Path) -> None:
+    """Check an epoch of 12 prompts with two left and one group of an earlier batch size: a step of four begins one of
+    the next epoch."""
+    run = _run(config_file, TAIL)
+    run.group_pool.groups = pooled_rollout.new_groups(run, [3])
+    run.group_pool.num_drawn = 10
+    groups, enough = pooled_rollout._tail(run)
+    assert [group.position for group in groups] == [3, 10, 11, 12] and enough is None
+
+
+def test_responses_that_have_begun_are_generated_first(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a response that is longer than expected: others, which are not begun, do not pass it by."""
+    run = _run(config_file, PARTIAL)
+    run.response_lengths = ResponseLengths()
+    run.response_lengths.record([0, 1, 2], [3, 3, 3])
+    run.offload_schedule = SimpleNamespace(phase=lambda timer, name: nullcontext())
+    run.rollout = run.stop_token_ids = None
+    new = pooled_rollout.new_groups(run, range(2))
+    begun = new[1].continued([Generation([7] * 9, [-1.0] * 9, False), NOTHING], 0)
+    calls = []
+
+    def no_token(engine: None, requests: Any, sampling: Any, clock: Any, expected_lens: Any, enough: Any) -> Responses:
+        queue = SharedQueue(len(requests), expected_lens)
+        calls.append([requests[number].begun.token_ids for number in queue.left])
+        return Responses.of([request.begun for request in requests])
+
+    monkeypatch.setattr(generate, "generate_responses", no_token)
+    groups = generate.continue_groups(run, StepState(1, PhaseTimer()), oldest_first([new[0], begun], 1), None)
+    assert calls == [[[7] * 9, [], [], []]]
+    assert groups[0].responses == begun.responses and [len(each) for each in groups[0].versions] == [9, 0]
+
+
+def test_a_replayed_step_may_be_repeated(config_file: Path, tmp_path: Path) -> None:
+    """Check a step of two rollouts, as algorithm.filter_groups has them, that a roll-back repeats."""
+    run = _run(config_file, PARTIAL, f"trainer.default_local_dir={tmp_path}")
+    writer = RolloutJournal(run.config)
+    for position in (4, 5):
+        writer.record(3, pooled_rollout.new_groups(run, [position]), [])
+    journal = RolloutJournal(_run(config_file, PARTIAL, f"trainer.replay={tmp_path}").config)
+    for _ in range(2):
+        assert [journal.replayed(3, rollout).positions for rollout in range(2)] == [[4], [5]]
+    with pytest.raises(UserError, match="the journal has no step 3"):
+        journal.replayed(3, 2)
 
 
 def test_metrics_of_older_weights() -> None:
@@ -102,6 +235,15 @@ def test_metrics_of_older_weights() -> None:
             ("rollout.partial_rollout=true",),
             "rollout.partial_rollout is true, which trains on tokens of older weights; that needs"
             " algorithm.rollout_correction.rollout_is",
+        ),
+        (
+            (PARTIAL, "algorithm.rollout_correction.bypass_mode=true", "actor.policy_loss.loss_mode=gpg"),
+            "actor.policy_loss.loss_mode is gpg, which has no ratio to the policy that drew a token",
+        ),
+        (
+            (PARTIAL, CORRECTION, "rollout.max_off_policy_strategy=wait", "rollout.max_off_policy_threshold=1"),
+            "rollout.prompts_in_flight is 64 and rollout.max_off_policy_strategy is wait; it must be at most"
+            " rollout.max_off_policy_threshold x data.train_batch_size, 1 x 32 = 32",
         ),
         (("rollout.prompts_in_flight=2048",), "that needs rollout.tail_batching or rollout.partial_rollout: true"),
         (

@@ -110,7 +110,9 @@ def checksums(report: Report, sizes: Sizes) -> None:
                     report.check(torch.equal(wanted, _by_definition(block)), f"{of}: not the sums of its 8-byte words")
                 there = block.to(platform.device()) if number < 2 else matrix.to(platform.device())[::2, 10:40][None]
                 num += 1
-                report.check(torch.equal(checksum([there]), wanted), f"{dtype} {tuple(block.shape)}: not the CPU's")
+                report.check(
+                    torch.equal(checksum([there]).cpu(), wanted), f"{dtype} {tuple(block.shape)}: not the CPU's"
+                )
     changed = bits.clone()
     changed[len(bits) // 3] ^= 1
     both = [checksum([x.view(1, 1, -1).to(platform.device())]) for x in (bits, changed)]

@@ -1,0 +1,172 @@
+"""The cases that run on fake CUDA devices, and what a run reports. No torch: the tests' own process has another one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fake_cuda import Collective
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 500,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+}
+
+
+SEQUENCE = {"sequence_parallel": True}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OFFLOAD = {
+    **DISTRIBUTED,
+    **dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One role's model in one layout, seen from some of the ranks."""
+
+    family: str
+    role: str = "actor"
+    world: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    layers: int = 2
+    ranks: tuple[int, ...] = (0,)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Settings of MegatronConfig beside the sizes of the layout."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Keys of config.json in place of SIZES'."""
+    transformer_engine: bool = False
+    freeze: tuple[str, ...] = ()
+    """Patterns of the frozen tensors, as in actor.freeze."""
+    fault: str | None = None
+    """Name of a function of fake_faults.py that changes what the ranks run."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config.json of the model."""
+        return {
+            "model_type": self.family,
+            "num_hidden_layers": self.layers,
+            **SIZES,
+            **FAMILIES[self.family],
+            **self.sizes,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """The records of one rank: see FakeCuda."""
+
+    operators: frozenset[tuple[str, tuple[str, ...]]]
+    waits: Counter[tuple[str, str, str]]
+    pageable: Counter[tuple[str, str]]
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """Bytes of the actor's tensors, and of what is in use with them."""
+
+    executed: float
+    planned: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Result of one rank."""
+
+    phases: dict[str, PhaseBytes]
+    left: Counter[str]
+    """After everything is offloaded that the settings offload, by the place of the allocation."""
+
+
+CASES: dict[str, Case] = {
+    "llama": Case("llama"),
+    "mistral": Case("mistral", megatron={"recompute_granularity": "full"}),
+    "qwen2 tied, stages": Case("qwen2", world=8, tp=2, pp=2, ranks=(0, 1, 2, 4), megatron=DISTRIBUTED),
+    "qwen3, sequence parallel": Case("qwen3", world=8, tp=2, ranks=(0, 1, 2), megatron=SEQUENCE),
+    "gemma": Case("gemma", world=8, tp=2, ranks=(0, 1, 2), megatron={"overlap_grad_reduce": False, **DISTRIBUTED}),
+    "experts": Case("qwen3_moe"),
+    "experts, parallel": Case(
+        "qwen3_moe",
+        world=8,
+        tp=2,
+        ep=2,
+        ranks=(0, 1, 2, 4),
+        megatron={**SEQUENCE, **DISTRIBUTED},
+    ),
+    "frozen": Case(
+        "llama",
+        freeze=("model.embed_tokens.*", "model.layers.0.*"),
+        megatron={"recompute_granularity": "full", **DISTRIBUTED},
+    ),
+    "reward model": Case("qwen2", role="reward_model", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),
+    "experts, stages": Case(
+        "qwen3_moe", world=8, pp=2, ep=2, ranks=(0, 1, 4), megatron={"recompute_granularity": "full"}
+    ),
+    "critic": Case(
+        "qwen2", role="critic", world=8, tp=2, pp=2, ranks=(0, 1, 4), megatron={"dtype": "float32", **SEQUENCE}
+    ),
+    "virtual chunks": Case("llama", layers=4, world=8, tp=2, pp=2, vpp=2, ranks=(0, 1, 2, 4), megatron=DISTRIBUTED),
+    "float32, offload": Case("qwen2", megatron={"dtype": "float32", **OFFLOAD}),
+    "bfloat16, offload": Case("llama", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),
+    "more ranks than KV heads": Case(
+        "llama",
+        world=8,
+        tp=8,
+        ranks=(0, 1, 7),
+        megatron={"recompute_granularity": "selective", **SEQUENCE},
+    ),
+}
+"""With Megatron-Core's local layers."""
+TE_RANKS: dict[str, tuple[int, ...]] = {
+    "llama": (0,),
+    "qwen2 tied, stages": (0, 1, 4),
+    "qwen3, sequence parallel": (0, 1),
+    "gemma": (0, 2),
+    "experts": (0,),
+    "experts, parallel": (0, 1, 4),
+    "experts, stages": (0, 4),
+    "frozen": (0,),
+    "critic": (0, 4),
+    "virtual chunks": (0, 1, 4),
+    "bfloat16, offload": (0, 2),
+    "more ranks than KV heads": (0, 7),
+}
+"""Cases that run with Transformer Engine's layers too -> their ranks."""
+FP8_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+TE_CASES: dict[str, Case] = {
+    **{
+        f"{name}, Transformer Engine": replace(CASES[name], transformer_engine=True, ranks=ranks)
+        for name, ranks in TE_RANKS.items()
+    },
+    **{
+        f"fp8 {recipe}": Case(
+            "llama",
+            world=8,
+            tp=2,
+            ranks=(0, 1),
+            sizes=FP8_SIZES,
+            transformer_engine=True,
+            megatron={"fp8": recipe, **SEQUENCE},
+        )
+        for recipe in ("tensorwise", "blockwise")
+    },
+}

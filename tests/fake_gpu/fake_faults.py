@@ -1,0 +1,62 @@
+"""Faults that the tests plant in rlhf_mc, each a context: fault(rank)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import fake_steps
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models import engine
+
+
+def _replaced_head(change: Callable[[torch.Tensor], None]) -> AbstractContextManager[Any]:
+    """Call `change` with the states of each micro-batch."""
+    original = engine.states_at
+
+    def states_at(*args: Any) -> torch.Tensor:
+        states = original(*args)
+        change(states)
+        return states
+
+    return mock.patch.object(engine, "states_at", states_at)
+
+
+def integer_dot(rank: int) -> AbstractContextManager[Any]:
+    """Compute torch.dot of int64 vectors, for which CUDA has no kernel."""
+    return _replaced_head(lambda states: torch.dot(*2 * [states.new_ones(4, dtype=torch.int64)]))
+
+
+def cpu_index(rank: int) -> AbstractContextManager[Any]:
+    """Index a CUDA tensor by one of the CPU: torch.index_select raises on a GPU."""
+    return _replaced_head(lambda states: states.index_select(0, torch.tensor([0])))
+
+
+def read_in_micro_batch(rank: int) -> AbstractContextManager[Any]:
+    """Read a number in each micro-batch."""
+    return _replaced_head(lambda states: states.sum().item())
+
+
+def pageable_copy(rank: int) -> AbstractContextManager[Any]:
+    """Copy a vector from pageable memory in each micro-batch."""
+    return _replaced_head(lambda states: torch.arange(4).to("cuda:0", non_blocking=True))
+
+
+@contextlib.contextmanager
+def missing_collective(rank: int) -> Iterator[None]:
+    """Leave out a reduction on rank 0."""
+    original = fake_steps.with_targets
+
+    def reduce_besides(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
+        if rank:
+            dist.all_reduce(torch.zeros(1, device="cuda:0"))
+        return original(batch, scores)
+
+    with mock.patch.object(fake_steps, "with_targets", reduce_besides):
+        yield
