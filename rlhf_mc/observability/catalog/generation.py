@@ -53,7 +53,8 @@ OFF_POLICY = Section(
             "–",
         ),
     ],
-    "With `rollout.partial_rollout`; the last one with `rollout.tail_batching`.",
+    "With `rollout.partial_rollout`; the last one with `rollout.tail_batching`. `training/rollout_logprobs_diff_*` is\nthen "
+    "of the tokens that the trained weights drew, `training/rollout_probs_diff_*` and `rollout_corr/*` of all tokens.",
 )
 
 LENGTHS = Section(
