@@ -88,12 +88,15 @@ class RewardManager:
         self._failures = 0
         self._names = Names()
         self._workers: list[Worker] = []
+        self.scores_together = reward.remote.url is not None
+        """The user's function, or the endpoint, scores several rows at a time."""
         self.is_batched = False
         """The user's function takes all rows in one call."""
         if custom.path is not None or reward.remote.url is not None:
             # An error in the user's file, or a missing key, is reported before training starts.
             try:
-                self.is_batched = self._start_workers(1)[0].load()
+                scores_together, self.is_batched = self._start_workers(1)[0].load()
+                self.scores_together |= scores_together
             except UserError:
                 self.close()
                 raise

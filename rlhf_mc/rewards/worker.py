@@ -57,10 +57,11 @@ class Worker:
         self._is_batched = False
         self._connection.send((self._custom, self._reward))
 
-    def load(self) -> bool:
-        """Wait until the reward function is loaded. Return Scorer.is_batched. Raise UserError if loading fails."""
+    def load(self) -> tuple[bool, bool]:
+        """Wait until the reward function is loaded. Return Scorer.{scores_together, is_batched}. Raise UserError if
+        loading fails."""
         if not self._loading:
-            return self._is_batched
+            return self._scores_together, self._is_batched
         name = custom_score_name(self._custom)
         limit = max(self._reward.timeout_seconds, IMPORT_SECONDS)
         try:
@@ -70,7 +71,7 @@ class Worker:
         except (EOFError, OSError):
             raise UserError(f"{name}: importing it ended the worker process, {self._describe_end()}") from None
         self._loading = False
-        return self._is_batched
+        return self._scores_together, self._is_batched
 
     def score(self, rows: Sequence[RewardRow], failed: Callable[[RewardRow, Failure], Score]) -> list[Score]:
         """Return each row's score; the score of a row without one is failed(row, reason). The worker cannot be used any

@@ -39,8 +39,6 @@ def generate_responses(
 
     A response depends on its prompt, its seed and the weights, not on the engine that generates it. Raise UserError if
     the ranks of one engine have drawn different tokens."""
-    if not requests:
-        return Responses.of([])
     own = next(number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks)
     ranks = engine.groups[own]
     place = ranks.index(dist.get_rank())

@@ -354,7 +354,7 @@ class Checkpoints:
             position.best_accuracy = self._candidate
         if position.step == 0:
             position.last_healthy_step = 0  # the initial weights
-        pool = self._loop_state["group_pool"].state_dict()
+        pool = self._loop_state["group_pool"].state_dict() if dist.get_rank() == 0 else {}  # it writes the loop's state
         loop = {**self._loop_state, "group_pool": pool, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
         with self._naming_last_checkpoint():

@@ -118,7 +118,8 @@ def load_groups(state: Mapping[str, Any], new_groups: Sequence[Group], max_token
 
 def _encode(vectors: Sequence[Any], dtype: type[np.generic]) -> str:
     """Return the vectors end to end as text."""
-    return base64.b85encode(np.array([x for vector in vectors for x in vector], dtype).tobytes()).decode()
+    parts = [np.asarray(vector, dtype) for vector in vectors]
+    return base64.b85encode(np.concatenate(parts).tobytes() if parts else b"").decode()
 
 
 def drop_stale(groups: Sequence[Group], version: int, cfg: RolloutConfig) -> list[Group]:

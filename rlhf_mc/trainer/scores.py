@@ -51,11 +51,12 @@ class ScoreStream:
         self._pending = rewards.submit([], [], training)
 
     def submit(self, responses: Mapping[int, Sequence[int]], others_follow: bool = False) -> None:
-        """Submit the tokens of responses to this rank's workers, by number. With others_follow they wait for others
-        while the workers are busy, since an async function or an endpoint scores many at once; those of a function that
-        takes all rows in one call wait for all."""
+        """Submit the tokens of responses to this rank's workers, by number. With others_follow those of an async
+        function or an endpoint, which score several at a time, wait for others while the workers are busy; those of a
+        function that takes all rows in one call wait for all."""
         self._held |= responses
-        if not self._held or (others_follow and (self._rewards.is_batched or self._pending.is_busy)):
+        waits = self._rewards.is_batched or (self._rewards.scores_together and self._pending.is_busy)
+        if not self._held or (others_follow and waits):
             return
         # In the order in which they have ended, in parts that depend on time: a worker's rows do not.
         numbers = sorted(self._held) if self._rewards.is_batched else list(self._held)

@@ -30,7 +30,7 @@ OFFLOAD_ALL_BUT_ALIASED = [
     *(f"{role}.megatron.param_offload=true" for role in ("critic", "ref")),
 ]
 """Settings with vLLM's weights aliased to the actor's (equal tensor parallelism)."""
-STEP_PHASES = ["update_weights", "gen", "reward", "old_log_prob", "ref", "values", "sum_log_probs", "adv"]
+STEP_PHASES = ["update_weights", "gen", "old_log_prob", "ref", "values", "sum_log_probs", "reward", "adv"]
 STEP_PHASES += ["update_critic", "update_actor", "testing"]
 MACHINE_METRICS = ("run_id", "timing_", "perf/", "reshard/", "memory/")
 

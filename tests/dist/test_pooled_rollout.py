@@ -125,13 +125,16 @@ def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: li
             assert key == same_key and np.array_equal(mine, theirs), key
 
 
-def test_groups_that_would_be_too_stale(train: Any) -> None:
+def test_groups_that_would_be_too_stale(train: Any, config: Path) -> None:
     settings = [*PARTIAL[:2], "rollout.max_off_policy_threshold=2", "trainer.total_training_steps=4"]
+    settings.append("health.patience=1")
     dropped, waited = (
         train(1, name, *settings, f"rollout.max_off_policy_strategy={name}")[0]["steps"] for name in ("drop", "wait")
     )
     key = "training/off_policy/dropped_groups"
     assert sum(step["metrics"][key] for step in dropped) > 0 == sum(step["metrics"][key] for step in waited)
+    events = [json.loads(line) for line in (config.parent / "drop" / "health.jsonl").read_text().splitlines()]
+    assert "groups_dropped" in {event["rule"] for event in events}
     for step in (*dropped, *waited):
         assert max(step["ages"]) <= 1, "at most two versions from the first token to the trained weights"
 

@@ -23,7 +23,10 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
     ("gradient", "Event.synchronize", "autograd"): (None, "experts, recomputed"),
     ("gradient", "masked_select", "autograd"): (None, "experts without Transformer Engine, recomputed"),
     ("sum_scores", "copy to the host", "topology/consensus.py:sum_over_ranks"): (1, "scores of the batch"),
-    ("optimizer_step", "item", "models/engine.py:ModelEngine.train_step"): (1, "the norm of the gradient"),
+    ("optimizer_step", "item", "models/engine.py:ModelEngine.train_step"): (
+        None,
+        "the norm of the gradient; experts have one of their own",
+    ),
     ("statistics", "copy to the host", "topology/consensus.py:gather_vectors"): (1, "of all mini-batches"),
     ("async_save", "synchronize", "platform.py:synchronize"): (1, "all copies to page-locked memory"),
     ("save", "copy to the host", "checkpoint/training_tensors.py:TensorWriter._write.<locals>.<genexpr>"): (

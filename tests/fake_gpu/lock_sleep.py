@@ -33,9 +33,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
 
-from rlhf_mc import platform
-from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
-from rlhf_mc.rollout.vllm_engine import VLLMEngine
+from rlhf_mc.data.batch import NOTHING
+from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
+from rlhf_mc.rollout.vllm_engine import VLLMEngine, _sampling_params
 
 DEVICE = torch.device("cuda", 0)
 UNMAPPED = 0xFF
@@ -387,17 +387,10 @@ def check_close() -> str:
 def parameters(temperature: float, seed: int) -> vllm.SamplingParams:
     """Return a request's parameters as VLLMEngine gives them to vLLM on a GPU, and as vLLM then completes them for a
     model with penalties in its generation_config.json."""
-    given: list[vllm.SamplingParams] = []
-
-    def finished(self: Any, prompts: Any, requests: list[vllm.SamplingParams]) -> list[Any]:
-        given.extend(requests)
-        return []
-
-    engine = VLLMEngine.__new__(VLLMEngine)
-    with replaced(VLLMEngine, "_finished", finished), replaced(platform, "use_cuda", lambda: True):
-        engine._generate([np.zeros(4, np.int32)], [seed], Sampling(temperature, 32, (2, 3)))
-    given[0].update_from_generation_config({"eos_token_id": [5, 6], "repetition_penalty": 1.3}, eos_token_id=5)
-    return given[0]
+    request = Request(0, np.zeros(4, np.int32), seed, NOTHING)
+    given = _sampling_params(Sampling(temperature, 32, (2, 3)), request, draws_itself=True)
+    given.update_from_generation_config({"eos_token_id": [5, 6], "repetition_penalty": 1.3}, eos_token_id=5)
+    return given
 
 
 READERS: tuple[dict[str, Any], ...] = (

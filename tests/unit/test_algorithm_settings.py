@@ -135,7 +135,7 @@ ESTIMATE = "from rlhf_mc.algorithms.estimators import Estimate\ndef estimate(inp
         ("return Estimate(inputs.rewards.double())", "returned advantages of torch.float64"),
         ("return Estimate(inputs.rewards, 3)", "returned returns of shape int"),
         ("return Estimate(inputs.rewards + inputs.values)", "raised TypeError: "),
-        ("import sys; sys.exit(0)", "raised SystemExit: 0 (mine.py:3)"),
+        ("raise SystemExit(0)", "raised SystemExit: 0 (mine.py:3)"),
         ("return 1 / 0", "raised ZeroDivisionError: division by zero (mine.py:3)"),
     ],
 )
@@ -167,7 +167,7 @@ def test_estimator_with_a_critic_must_return_returns(config_file: Path, tmp_path
         ("return inputs.log_probs, {}", "returned a loss that is not a scalar tensor with a gradient"),
         ("return inputs.result(-inputs.log_probs)[0], {'a': 1.0}", "returned the statistic 'a'"),
         ("return inputs.result(-inputs.log_probs)[0], {'a': inputs.log_probs.sum()}", "without a gradient"),
-        ("import sys; sys.exit(0)", "raised SystemExit: 0 (mine.py:2)"),
+        ("raise SystemExit(0)", "raised SystemExit: 0 (mine.py:2)"),
         ("raise KeyError('x')", "raised KeyError: 'x' (mine.py:2)"),
     ],
 )

@@ -120,11 +120,18 @@ def test_table_fits_80_columns(count: int) -> None:
 
 def test_waiting_for_reward_functions_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count it in each phase that waits, such as a validation."""
-    pending = SimpleNamespace(result=lambda: time.sleep(0.05) or [Score(0.5)], names=SimpleNamespace(limit=list))
+    pending = SimpleNamespace(
+        result=lambda: time.sleep(0.05) or [Score(0.5)], names=SimpleNamespace(limit=list), is_busy=False
+    )
+    rewards = SimpleNamespace(
+        submit=lambda *args: pending, needs_prompts=False, is_batched=False, scores_together=False
+    )
+    tokenizer = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [""] * len(rows))
     monkeypatch.setattr(scores, "gather_results", lambda action: [action()])
-    monkeypatch.setattr(scores.dist, "get_world_size", lambda: 1)
+    stream = scores.ScoreStream(rewards, tokenizer, [SimpleNamespace()])  # type: ignore[arg-type,list-item]
+    stream.submit({0: [2]})
     with phase_work.recorded() as work, phase_work.observed("testing"):
-        scores.collect_scores(pending, 1)
+        assert stream.collect() == [Score(0.5)]
     assert 0.05 <= work.amounts["testing"]["reward_seconds"] < 5
 
 

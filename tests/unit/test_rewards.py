@@ -167,7 +167,7 @@ def test_async_functions_run_concurrently(tmp_path: Path) -> None:
     [
         ("return 1 / (ground_truth - 4)", ("raised ZeroDivisionError: division by zero", "reward.py:3")),
         ("raise ValueError('first line\\nsecond line')", ("raised ValueError: first line second line",)),
-        ("import sys; sys.exit(0)", ("raised SystemExit: 0", "reward.py:3")),
+        ("raise SystemExit(0)", ("raised SystemExit: 0", "reward.py:3")),
         ("raise KeyboardInterrupt", ("raised KeyboardInterrupt", "reward.py:3")),
         ("import asyncio; raise asyncio.CancelledError", ("raised CancelledError",)),
         ("import os, atexit; atexit.register(os._exit, 0); return None", ("returned None",)),
