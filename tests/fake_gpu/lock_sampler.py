@@ -130,26 +130,16 @@ def check_log_probs() -> str:
     return f"off by {largest:.1e} nats (at most)"
 
 
-class _Uva:
-    """Stands for vLLM's page-locked memory that a GPU reads."""
-
-    def __init__(self, size: Any, dtype: torch.dtype) -> None:
-        self.cpu = torch.zeros(size, dtype=dtype)
-        self.np = self.cpu.numpy()
-
-    def uva(self, n: int | None = None) -> torch.Tensor:
-        return self.cpu[:n]
-
-
 def sampler(slots: int, vocabulary: int) -> Any:
     """Return vLLM's sampler, and its state of requests, as model runner 2 builds them."""
+    from lock_sleep import HostBuffer
     from vllm.utils import torch_utils
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
     torch_utils.is_pin_memory_available = lambda: False
-    buffer_utils.UvaBuffer = buffer_utils.NonUvaBuffer = _Uva
+    buffer_utils.UvaBuffer = buffer_utils.NonUvaBuffer = HostBuffer
     device = torch.device("cpu")
     states = RequestState(slots, 256, 256, 0, vocabulary, device)
     config = SimpleNamespace(reasoning_config=None, speculative_config=None, num_speculative_tokens=0)
