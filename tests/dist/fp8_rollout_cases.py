@@ -8,7 +8,6 @@ import numpy as np
 import torch.distributed as dist
 import vllm.model_executor.kernels.linear
 from cases import built_run
-from ragged import to_generations
 from rollout_cases import built_engine, respond
 from vllm.platforms import PlatformEnum
 
@@ -43,9 +42,9 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
                     "written": written,
                     "held": {name: param.data.clone() for name, param in held.items()},
                     "addresses": {name: param.data_ptr() for name, param in held.items()},
-                    "responses": to_generations(
-                        respond(engine, vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))
-                    ),
+                    "responses": respond(
+                        engine, vectors, list(range(len(vectors))), Sampling(0.0, 8, ())
+                    ).generations(),
                 }
             )
     return out

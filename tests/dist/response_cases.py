@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ragged import to_generations
 
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.data.responses import exchange_responses
@@ -47,4 +46,4 @@ def exchange(
         original(out, value)
 
     with replaced(dist, "all_gather_into_tensor", all_gather):
-        return to_generations(exchange_responses(mine, engines, count)), sum(sent)
+        return exchange_responses(mine, engines, count).generations(), sum(sent)

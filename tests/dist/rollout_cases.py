@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import vllm
 from cases import built_run
-from ragged import to_generations
 from safetensors.torch import load_file
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -94,7 +93,7 @@ def generate(
     responses = []
     for budget in budgets:
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
-            responses.append(to_generations(respond(engine, vectors, seeds, Sampling(temperature, 8, ()))))
+            responses.append(respond(engine, vectors, seeds, Sampling(temperature, 8, ())).generations())
     return responses
 
 
@@ -205,7 +204,7 @@ def shared(
             with replaced(engine, "add", _recording(engine.add, taken)):
                 sampling = Sampling(1.0, 64, (1, 2, 3))
                 responses = generate_responses(engine, requests, sampling, CLOCKS[clock]())
-            out.append((to_generations(responses), taken))
+            out.append((responses.generations(), taken))
     return out
 
 
@@ -234,7 +233,7 @@ def in_parts(
             responses = generate_responses(
                 engine, requests, sampling, VirtualClock(), enough=lambda ended, n=wanted: len(ended) >= n
             )
-            for i, one in zip(left, to_generations(responses), strict=True):
+            for i, one in zip(left, responses.generations(), strict=True):
                 drawn[i] = one
             lens.append([len(one.token_ids) for one in drawn])
     return lens, drawn
