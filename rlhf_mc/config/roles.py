@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs
-from rlhf_mc.config.schema import Config, DataConfig, MegatronConfig, get_setting, reward_models, roles
+from rlhf_mc.config.schema import Config, DataConfig, MegatronConfig, RolloutConfig, get_setting, reward_models, roles
 
 PASSES = {
     "old_log_prob": "rollout.log_prob",
@@ -47,6 +47,11 @@ def adapts_kl_loss(cfg: Config) -> bool:
 def prompts_per_batch(data: DataConfig) -> int:
     """Return the number of prompts that are generated for at once."""
     return data.train_batch_size if data.gen_batch_size is None else data.gen_batch_size
+
+
+def has_pool(rollout: RolloutConfig) -> bool:
+    """Return whether groups are generated over several steps."""
+    return rollout.tail_batching or rollout.partial_rollout
 
 
 def prompts_in_flight(cfg: Config) -> int:

@@ -79,13 +79,15 @@ def generate_responses(
 def _exchange(
     engine: RolloutEngine, clock: Clock, responses: Mapping[int, Generation], num_requests: int, num_queued: int
 ) -> tuple[list[int], list[float], set[int]]:
-    """Return how many requests each engine has room for, the seconds of its steps, and which of the first num_requests
-    requests have ended on any engine. num_queued: requests in the queue for each engine. Every rank must call it."""
+    """Return how many requests each engine has room for, the seconds of its steps, and which requests have ended on any
+    engine. num_requests: of the call; 0: without those that have ended. num_queued: requests in the queue for each
+    engine. Every rank must call it."""
     # Requests that wait do so for memory, and the engine then runs no more than it does now.
     is_full = engine.num_unfinished > engine.num_running > 0
     room = room_for(engine.num_running if is_full else engine.max_running, engine.num_unfinished, num_queued)
     has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
-    has_ended[[number for number in responses if number < num_requests]] = True
+    if num_requests:
+        has_ended[list(responses)] = True
     nanoseconds = int(clock.step_seconds * 1e9)
     vector = torch.from_numpy(np.concatenate([np.array([room, nanoseconds]), np.packbits(has_ended).view(np.int64)]))
     if len(engine.groups) > 1:

@@ -4,13 +4,13 @@ generates the others again, rollout.partial_rollout continues them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlhf_mc.config.roles import estimator_needs, prompts_in_flight
+from rlhf_mc.config.roles import estimator_needs, has_pool, prompts_in_flight
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rollout.base import Sampling
@@ -53,7 +53,9 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
         in_step = {group.position for group in groups}
         waiting = [group for group in run.group_pool.groups if group.position not in in_step]
         others = [*waiting, *(group.restarted() for group in others)]
-    batch = _batch(taken)
+    drawn = [group.prompt for group in taken]
+    prompts = repeat_prompts(drawn, cfg.rollout.n)
+    batch = build_batch(prompts, Responses.of([response for group in taken for response in group.responses]))
     if cfg.rollout.partial_rollout:
         versions = np.concatenate([each for group in taken for each in group.versions])
         batch = batch.with_fields(token_ages=torch.from_numpy(state.step - 1 - versions))
@@ -67,8 +69,6 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
         state.metrics["train/tail_groups"] = len(others)
     run.group_pool.groups = others
     state.num_batches = (run.group_pool.num_drawn - len(others)) // cfg.data.train_batch_size
-    drawn = [group.prompt for group in taken]
-    prompts = repeat_prompts(drawn, cfg.rollout.n)
     stream = new_stream(run, prompts)
     with run.offload_schedule.phase(state.timer, "reward"):
         submit_share(stream, batch.responses())
@@ -90,7 +90,7 @@ def load_pool(run: Run, state: Mapping[str, Any] | None, num_batches: int) -> No
         return
     run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
     rollout = run.config.rollout
-    groups = new_groups(run, state["positions"]) if rollout.tail_batching or rollout.partial_rollout else []
+    groups = new_groups(run, state["positions"]) if has_pool(rollout) else []
     if rollout.partial_rollout:
         groups = load_groups(state, groups, run.config.data.max_response_length)
     run.group_pool.groups = groups
@@ -145,13 +145,8 @@ def _replayed(run: Run, state: StepState) -> tuple[list[Group], list[Group]]:
     groups = continue_groups(run, state, [left.get(p) or new[p] for p in row.positions], None, row.lens)
     check_replayed(row, groups)
     run.group_pool.num_drawn = max(run.group_pool.num_drawn, 1 + max(row.positions))
-    return groups, [group for group in groups if group.position in set(row.taken)]
-
-
-def _batch(groups: Sequence[Group]) -> RaggedBatch:
-    """Return the batch of complete groups."""
-    prompts = [group.prompt for group in groups for _ in group.responses]
-    return build_batch(prompts, Responses.of([response for group in groups for response in group.responses]))
+    taken = set(row.taken)
+    return groups, [group for group in groups if group.position in taken]
 
 
 def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_mc.config.algorithm_schema import GroupMetric
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import prompts_per_batch
+from rlhf_mc.config.roles import has_pool, prompts_per_batch
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
 from rlhf_mc.data.order import batches_per_epoch
@@ -119,8 +119,7 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
 def next_groups(run: Run, state: StepState, count: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
     """Generate the groups of the next batch of prompts, or the `count` groups that end first of those that
     rollout.tail_batching or partial_rollout generate at once."""
-    has_pool = run.config.rollout.tail_batching or run.config.rollout.partial_rollout
-    return pooled_rollout(run, state, count) if has_pool else generate_batch(run, state)
+    return pooled_rollout(run, state, count) if has_pool(run.config.rollout) else generate_batch(run, state)
 
 
 def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch]:
