@@ -140,10 +140,10 @@ def prompt_index(request: Request) -> int:
 class StaticQueue(SharedQueue):
     """Static assignment in place of the shared queue: engine e of E takes requests e, e + E, ... at once."""
 
-    def take(self, rooms: Sequence[int]) -> list[list[int]]:
+    def deal(self, rooms: Sequence[int], num_more: int) -> list[list[int]]:
         """Return the requests of each engine, whatever it has room for."""
         requests = sorted(self.left)
-        self.left.clear()
+        self.left = []
         return [requests[engine :: len(rooms)] for engine in range(len(rooms))]
 
 
