@@ -26,23 +26,19 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from rollout_simulator import (
+from rollout_simulator import TOKEN_BUDGET, Costs, SimulatedEngine, bound, simulate
+from rollout_workload import (
     HEADER,
     KINDS,
     QUANTILES,
-    TOKEN_BUDGET,
     VARIANTS,
-    Costs,
     Figures,
-    SimulatedEngine,
     Variant,
     Workload,
-    bound,
     make_run,
     prompt_index,
     row,
     run_steps,
-    simulate,
 )
 from workload import SIZES, Size
 
@@ -229,7 +225,7 @@ def print_bounds(workload: Workload) -> None:
     """Print what the variants exchange."""
     requests = workload.batch_size * workload.n
     print(
-        f"an exchange: 16 bytes from each engine, and with tail batching or partial rollouts {-(-requests // 64) * 8}"
+        f"an exchange: 24 bytes from each engine, and with tail batching or partial rollouts {-(-requests // 64) * 8}"
         f" more for {requests} requests ({-(-2 * requests // 64) * 8} for twice as many)"
     )
 
@@ -278,14 +274,14 @@ def main() -> None:
     for number, kind in enumerate(args.lengths):
         results: dict[str, tuple[Figures, float]] = {}
         for name, variant in VARIANTS.items():
-            results[name] = measure(engine, replace(workload, kind=kind), variant)
+            results[name] = measure(engine, workload.of_kind(kind), variant)
             of_rank = {"steps": engine.steps, "added": engine.added, "exchanges": engine.exchanges}
             records += gather_objects(of_rank)
         if dist.get_rank() == 0:
             costs = fit_costs(records, args.places)
             if args.costs is not None:
                 args.costs.write_text(json.dumps(asdict(costs)))
-            report(replace(workload, kind=kind), results, costs, has_header=number == 0)
+            report(workload.of_kind(kind), results, costs, has_header=number == 0)
     engine.close()
     shut_down()
 

@@ -15,7 +15,7 @@ from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
-from rlhf_mc.rollout.work_sharing import Clock, SharedQueue
+from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, period_length
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_vectors
 
@@ -45,6 +45,7 @@ def generate_responses(
     queue = SharedQueue(len(requests), expected_lens)
     responses: dict[int, Generation] = {}
     share: list[int] = []
+    num_cached = 0  # tokens in the engine's KV cache
     with working(total=-(-len(requests) // len(engine.groups)), unit="responses") as work:
         while True:
             if queue.left or enough is not None:
@@ -54,13 +55,16 @@ def generate_responses(
                 if enough is not None and enough(ended):
                     break
                 share = list(queue.deal(rooms, engine.max_running)[own])
-                clock.begin_period(step_seconds, own)
+                clock.begin_period(period_length(sampling.max_tokens), step_seconds, own)
             ends_with_period = bool(queue.left) or enough is not None
             while engine.num_unfinished or share:
                 num_prompt_tokens = _begin(engine, requests, share, sampling)
                 finished = engine.step()
-                clock.step(engine.num_running + len(finished), num_prompt_tokens)
-                work.advance(len(finished), tokens=engine.num_running + len(finished))
+                num_drawn = engine.num_running + len(finished)
+                num_cached += num_prompt_tokens + num_drawn
+                clock.step(num_drawn, num_prompt_tokens, num_cached * engine.cached_token_cost)
+                work.advance(len(finished), tokens=num_drawn)
+                num_cached -= sum(len(requests[i].prompt) + len(one.token_ids) for i, one in finished.items())
                 responses |= finished
                 if on_ended is not None and finished:
                     on_ended({number: one for number, one in finished.items() if number % len(ranks) == place})

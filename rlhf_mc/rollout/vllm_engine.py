@@ -50,6 +50,10 @@ def check_build() -> None:
         )
 
 
+_OVERHEAD_BYTES = {True: 1 << 32, False: 1 << 24}
+"""Bytes that a device (a GPU or not) reads in the time that a step takes whatever the model is, some 1.5 ms."""
+
+
 class VLLMEngine:
     """This rank's part of one vLLM engine, as rollout/base.py describes it. Before the first weight update the weights
     are arbitrary."""
@@ -104,6 +108,9 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 **options,
             )
+        kv_heads = max(1, shape.num_kv_heads // len(self._group))
+        kv_bytes = 2 * shape.num_layers * kv_heads * shape.head_dim * getattr(torch, dtype).itemsize
+        self.cached_token_cost = kv_bytes / (self.weight_bytes + _OVERHEAD_BYTES[platform.use_cuda()])
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
         written = vllm_layout(shape, self._group.index(rank), len(self._group)).shapes
         shapes = self._quantized.shapes(self._model)

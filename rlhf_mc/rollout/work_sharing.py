@@ -14,14 +14,18 @@ from typing import Protocol
 
 import numpy as np
 
-PERIOD = 16.0
-"""Virtual time between two exchanges: the cost of as many steps of a few requests. In a longer period engines are longer
-unequal, a shorter one exchanges more often."""
 _PER_REQUEST = 1 / 256
 _PER_PROMPT_TOKEN = 1 / 512
 """Costs of a request in a step, and of a token of a new prompt, relative to a step's fixed cost: those of a model of
 some billion parameters on a GPU, where a step reads the weights once whatever its batch is. Other engines take other
 times: the assignment is then less even, and as repeatable."""
+
+
+def period_length(max_tokens: int) -> float:
+    """Return the virtual time between two exchanges, where a response has up to max_tokens tokens: a sixteenth of its
+    steps, 16 to 64. In a longer period engines are unequal for longer, and more is generated after a call may end. In a
+    shorter one engines exchange more often, and wait for a larger part of it: they end it up to a step apart."""
+    return min(64.0, max(16.0, max_tokens / 16))
 
 
 class Clock(Protocol):
@@ -31,11 +35,12 @@ class Clock(Protocol):
     def step_seconds(self) -> float:
         """Measured seconds of a step, which the engines exchange; 0: not measured."""
 
-    def begin_period(self, step_seconds: Sequence[float], engine: int) -> None:
-        """Begin a period. step_seconds: of each engine. engine: this one."""
+    def begin_period(self, length: float, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period at the same time as all engines. step_seconds: of each engine. engine: this one."""
 
-    def step(self, num_running: int, num_prompt_tokens: int) -> None:
-        """Count a step with num_running requests, and num_prompt_tokens tokens of prompts that are added before it."""
+    def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
+        """Count a step with num_running requests and num_prompt_tokens tokens of prompts that are added before it.
+        cache_cost: of reading the KV cache, relative to the fixed cost of a step."""
 
     @property
     def period_is_over(self) -> bool:
@@ -43,32 +48,33 @@ class Clock(Protocol):
 
 
 class VirtualClock:
-    """A clock that shows the cost of the steps that the engine has taken."""
+    """A clock that shows the cost of the steps that the engine has taken in the period."""
 
     step_seconds = 0.0
 
     def __init__(self) -> None:
-        self._now = 0.0
-        self._period_end = 0.0
+        self._left = 0.0
+        self._last = 0.0
+        """Cost of the last step."""
 
-    def begin_period(self, step_seconds: Sequence[float], engine: int) -> None:
-        """Begin a period. An engine that had nothing to do in the period before has waited for its end."""
-        self._now = max(self._now, self._period_end)
-        self._period_end += PERIOD
+    def begin_period(self, length: float, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period. Engines have waited for each other at its beginning."""
+        self._left = length
 
-    def step(self, num_running: int, num_prompt_tokens: int) -> None:
-        """Count a step with num_running requests, and num_prompt_tokens tokens of prompts that are added before it."""
-        self._now += 1.0 + num_running * _PER_REQUEST + num_prompt_tokens * _PER_PROMPT_TOKEN
+    def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
+        """Count a step."""
+        self._last = 1.0 + num_running * _PER_REQUEST + num_prompt_tokens * _PER_PROMPT_TOKEN + cache_cost
+        self._left -= self._last
 
     @property
     def period_is_over(self) -> bool:
-        """The engine has taken the steps of this period."""
-        return self._now >= self._period_end
+        """Another step as the last one would end farther from the end of the period."""
+        return self._left <= self._last / 2
 
 
 class MeasuredClock:
-    """A clock for engines of different speed: the fastest one takes as many steps in a period as PERIOD, another one as
-    many as it can take in the same time."""
+    """A clock for engines of different speed: the fastest one takes as many steps in a period as the period is long,
+    another one as many as it can take in the same time."""
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
@@ -76,15 +82,15 @@ class MeasuredClock:
         self._steps_left = 0
         self._start = 0.0
 
-    def begin_period(self, step_seconds: Sequence[float], engine: int) -> None:
+    def begin_period(self, length: float, step_seconds: Sequence[float], engine: int) -> None:
         """Begin a period, whose steps follow from those of the periods before."""
         fastest = min((seconds for seconds in step_seconds if seconds > 0), default=0.0)
         share = fastest / step_seconds[engine] if step_seconds[engine] > 0 else 1.0
-        self._steps_left = max(1, round(PERIOD * share))
+        self._steps_left = max(1, round(length * share))
         self._num_steps = 0
         self._start = time.perf_counter()
 
-    def step(self, num_running: int, num_prompt_tokens: int) -> None:
+    def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
         """Count a step."""
         self._num_steps += 1
         self._steps_left -= 1
