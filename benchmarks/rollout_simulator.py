@@ -50,8 +50,6 @@ from rlhf_mc.trainer import generate
 
 TOKEN_BUDGET = 8192
 """Tokens of a step of an engine: rollout.max_num_batched_tokens."""
-CACHED_TOKEN_COST = 1e-4
-"""RolloutEngine.cached_token_cost of the measured engine."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,8 @@ class Costs:
     per_request: float
     """Of adding a request."""
     per_exchange: float
+    cached_token_cost: float
+    """RolloutEngine.cached_token_cost of the engine."""
 
     def step(self, running: int, prefilled: int, cached: int) -> float:
         """Return the seconds of a step."""
@@ -82,7 +82,7 @@ class SimulatedEngine:
         """costs: None: no time is counted."""
         self.groups = [[engine] for engine in range(workload.engines)]
         self.max_running = workload.places
-        self.cached_token_cost = CACHED_TOKEN_COST
+        self.cached_token_cost = 0.0 if costs is None else costs.cached_token_cost
         self.seconds = 0.0
         """Of work since the last exchange."""
         self.tokens = 0
@@ -299,9 +299,11 @@ def bound(workload: Workload, costs: Costs) -> float:
 
 
 def default_costs(places: int) -> Costs:
-    """Return costs of a GPU that reads its weights in 10 ms: the proportions of rollout/work_sharing.py."""
+    """Return costs of a GPU that reads its weights in 10 ms: the proportions of rollout/work_sharing.py, and a KV cache
+    of 57 kB for a token beside weights of 15 GB."""
     step = 0.01
-    return Costs(tuple(step * (1 + k / 256) for k in range(places + 1)), step / 512, 0.0, 1e-4, 1e-4)
+    cached = 57e3 / 15e9
+    return Costs(tuple(step * (1 + k / 256) for k in range(places + 1)), step / 512, step * cached, 1e-4, 1e-4, cached)
 
 
 def main() -> None:

@@ -201,11 +201,12 @@ def measure(engine: RecordedEngine, workload: Workload, variant: Variant) -> tup
     return Figures.of(calls, *sums), wall
 
 
-def fit_costs(records: Sequence[Mapping[str, Any]], places: int) -> Costs:
-    """Return the costs of an engine by least squares over its steps: the seconds by batch piecewise linear between
+def fit_costs(records: Sequence[Mapping[str, Any]], engine: RecordedEngine) -> Costs:
+    """Return the costs of the engine by least squares over its steps: the seconds by batch piecewise linear between
     KNOTS, and proportional to tokens prefilled and read. records: "steps", "added", "exchanges" of RecordedEngine."""
     steps = np.array([step for record in records for step in record["steps"]])
     steps = steps[steps[:, 3] < np.quantile(steps[:, 3], 0.999)]  # a step that was interrupted
+    places = engine.max_running
     knots = [knot for knot in KNOTS if knot < places] + [places]
     hats = np.eye(len(knots))
     by_knot = np.stack([np.interp(steps[:, 0], knots, hat) for hat in hats], axis=1)
@@ -218,6 +219,7 @@ def fit_costs(records: Sequence[Mapping[str, Any]], places: int) -> Costs:
         *(max(0.0, float(each)) for each in seconds[len(knots) :]),
         float(np.mean(added)),
         float(np.mean(exchanges)) if exchanges else 0.0,
+        engine.cached_token_cost,
     )
 
 
@@ -278,7 +280,7 @@ def main() -> None:
             of_rank = {"steps": engine.steps, "added": engine.added, "exchanges": engine.exchanges}
             records += gather_objects(of_rank)
         if dist.get_rank() == 0:
-            costs = fit_costs(records, args.places)
+            costs = fit_costs(records, engine)
             if args.costs is not None:
                 args.costs.write_text(json.dumps(asdict(costs)))
             report(workload.of_kind(kind), results, costs, has_header=number == 0)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhf_mc import platform
 from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.observability.phase_work import count
@@ -111,7 +110,8 @@ def _exchange(
     numbers = np.array([num_left, _room(engine), int(clock.step_seconds * 1e9)])
     vector = torch.from_numpy(np.concatenate([numbers, np.packbits(has_ended).view(np.int64)]))
     if len(engine.groups) > 1:
-        vectors = gather_vectors(vector.to(platform.device()))[[ranks[0] for ranks in engine.groups]]
+        # On the CPU: on a GPU it would wait for the step that the engine has begun ahead.
+        vectors = gather_vectors(vector)[[ranks[0] for ranks in engine.groups]]
     else:
         vectors = vector[None]
     bits = np.bitwise_or.reduce(vectors[:, 3:].numpy(), axis=0)

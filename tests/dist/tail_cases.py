@@ -28,7 +28,7 @@ def measured(kind: str) -> dict[str, dict[str, Any]]:
         for name, variant in rollout_workload.VARIANTS.items():
             figures, _ = rollout_tail.measure(engine, workload, variant)
             records = [{"steps": engine.steps, "added": engine.added, "exchanges": engine.exchanges}]
-            costs = rollout_tail.fit_costs(records, workload.places)
+            costs = rollout_tail.fit_costs(records, engine)
             simulated = rollout_simulator.simulate(workload, variant, costs)
             results[name] = asdict(figures) | {"simulated": asdict(simulated)}
     finally:
