@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import rollout_simulator as simulator
 from rollout_workload import KINDS, VARIANTS, Workload
+
+from rlhf_mc.rollout.work_sharing import CLOCKS, VirtualClock
 
 COSTS = simulator.default_costs(8)
 
@@ -52,6 +55,30 @@ def test_sharing_costs_little_at_equal_lengths() -> None:
     costs = simulator.default_costs(workload.places)
     static, shared = (simulator.simulate(workload, VARIANTS[name], costs) for name in ("static", "shared"))
     assert shared.seconds < 1.01 * static.seconds
+
+
+def test_the_clock_counts_the_tokens_in_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check responses of which some are cut and continue in the next step."""
+    counted = []
+    cached = []
+
+    class RecordedClock(VirtualClock):
+        def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
+            counted.append(cache_cost)
+            super().step(num_running, num_prompt_tokens, 0.0)
+
+    class RecordedEngine(simulator.SimulatedEngine):
+        def step(self) -> Any:
+            ended = super().step()
+            running, _, before = self.last_step
+            cached.append(before + running)  # the token that each has drawn
+            return ended
+
+    monkeypatch.setitem(CLOCKS, "virtual", RecordedClock)
+    monkeypatch.setattr(simulator, "SimulatedEngine", RecordedEngine)
+    workload = Workload("geometric", engines=1, limit=64, places=4)
+    simulator.simulate(workload, VARIANTS["partial rollouts"], replace(COSTS, cached_token_cost=1.0))
+    assert counted == cached and len(counted) > 100
 
 
 def test_a_response_has_the_length_of_its_prompt_and_seed(workload: Any) -> None:
