@@ -119,7 +119,13 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
 def next_groups(run: Run, state: StepState, count: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
     """Generate the groups of the next batch of prompts, or the `count` groups that end first of those that
     rollout.tail_batching or partial_rollout generate at once."""
-    return pooled_rollout(run, state, count) if has_pool(run.config.rollout) else generate_batch(run, state)
+    data = run.config.data
+    if has_pool(run.config.rollout):
+        return pooled_rollout(run, state, count)
+    if run.group_pool.groups or run.group_pool.num_drawn % prompts_per_batch(data):
+        # The run had a pool before a resume: no prompt of it is lost or trained on twice.
+        return pooled_rollout(run, state, data.train_batch_size)
+    return generate_batch(run, state)
 
 
 def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch]:
