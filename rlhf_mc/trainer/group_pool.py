@@ -74,7 +74,7 @@ class GroupPool:
         self.groups: Sequence[Group] = ()
         """A step replaces the sequence, and changes no group."""
         self.num_drawn = 0
-        """Prompts that the run has drawn."""
+        """Prompts that the run has drawn; 0 where it draws whole batches, without a pool."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the checkpoint, without the groups."""

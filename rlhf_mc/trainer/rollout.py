@@ -120,11 +120,13 @@ def next_groups(run: Run, state: StepState, count: int) -> tuple[list[Prompt], R
     """Generate the groups of the next batch of prompts, or the `count` groups that end first of those that
     rollout.tail_batching or partial_rollout generate at once."""
     data = run.config.data
+    pool = run.group_pool
     if has_pool(run.config.rollout):
         return pooled_rollout(run, state, count)
-    if run.group_pool.groups or run.group_pool.num_drawn % prompts_per_batch(data):
+    if pool.groups or pool.num_drawn % prompts_per_batch(data):
         # The run had a pool before a resume: no prompt of it is lost or trained on twice.
         return pooled_rollout(run, state, data.train_batch_size)
+    pool.num_drawn = 0  # batches alone count, also with another data.train_batch_size after a resume
     return generate_batch(run, state)
 
 

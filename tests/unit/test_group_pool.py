@@ -247,6 +247,13 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
         assert pool.groups[0].responses == first.responses
 
 
+def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
+    """Check data.gen_batch_size, which is not data.train_batch_size: the prompts of an epoch are drawn once each."""
+    sizes = ["algorithm.filter_groups.enable=true", "data.gen_batch_size=3"]
+    groups = pooled_rollout.new_groups(_run(config_file, PARTIAL, *sizes), range(12))
+    assert sorted(group.prompt.index for group in groups) == list(range(12))
+
+
 def test_a_step_of_tail_batching_has_enough_groups_after_any_change(config_file: Path) -> None:
     """Check an epoch of 12 prompts with two left and one group of an earlier batch size: a step of four begins one of
     the next epoch."""
