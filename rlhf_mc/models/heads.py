@@ -107,6 +107,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             torch.sum(exp, -1, out=total[part])
             if with_entropy:
                 torch.sum(exp.mul_(x), -1, out=weighted[part])
+            del x, exp  # before those of the next chunk
         target_x = target_x + peak if is_local is None else torch.where(is_local, target_x + peak, 0.0)
         if is_sharded:
             highest = peak.clone()
@@ -153,13 +154,13 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 grad.mul_(log_p).scatter_add_(1, at_target[0], at_target[1] * grad_log_probs[part, None])
             narrow = grad.to(weight.dtype)
             grad_hidden[part] = torch.mm(narrow, weight) * factor
-            if grad_weight is None:
-                continue
-            states = (hidden[part] * factor).to(weight.dtype)
-            if narrow.dtype == torch.float32 or platform.float32_products():
-                _add_product(grad_weight, narrow.t(), states, beta=1.0)
-            else:
-                grad_weight += torch.mm(narrow.t(), states)
+            if grad_weight is not None:
+                states = (hidden[part] * factor).to(weight.dtype)
+                if narrow.dtype == torch.float32 or platform.float32_products():
+                    _add_product(grad_weight, narrow.t(), states, beta=1.0)
+                else:
+                    grad_weight += torch.mm(narrow.t(), states)
+            del log_p, grad, narrow  # before those of the next chunk
         if ctx.group.size() > 1:
             # Each rank has the contribution of its columns.
             dist.all_reduce(grad_hidden, group=ctx.group)

@@ -66,6 +66,16 @@ def _splits_as_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None)
     return tokens_per_expert
 
 
+_combine = MoEAlltoAllTokenDispatcher.combine_postprocess
+
+
+def _combine_and_forget(dispatcher: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Do as the original, and drop the tensors that say where the tokens went."""
+    output: torch.Tensor = _combine(dispatcher, tokens)
+    dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+    return output
+
+
 def _norm_of_all(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
 ) -> tuple[torch.Tensor, None]:
@@ -81,6 +91,12 @@ EVERYWHERE = (
         "te_general_gemm",
         getattr(moe_utils, "te_general_gemm", None),
         "the router reads the name, which is defined only where Transformer Engine is installed",
+    ),
+    Patch(
+        MoEAlltoAllTokenDispatcher,
+        "combine_postprocess",
+        _combine_and_forget,
+        "each layer keeps the routing of its last micro-batch, 0.7 GB of 128 experts, 24 layers and 16k tokens",
     ),
 )
 WITH_TRANSFORMER_ENGINE = (

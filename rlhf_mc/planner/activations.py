@@ -146,13 +146,15 @@ def update_peak(
 def forward_peak(shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage: int, work: Pass, cuda: bool) -> float:
     """Return the bytes of activations at the peak of a pass without gradients, on a rank of the stage."""
     sizes = _Sizes(shape, megatron)
-    # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up and their product.
-    layer = sizes.states + shape.hidden_size + 3 * sizes.ffn + 2 * sizes.expert_inputs
-    num_bytes = work.tokens * layer * sizes.itemsize
+    # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up and their product. Of
+    # experts also where the tokens went, and their inputs three times: in the order of the tokens, as received, and in
+    # the order of the experts; and their outputs.
+    layer = sizes.states + shape.hidden_size + 3 * sizes.ffn + 4 * sizes.expert_inputs
+    num_bytes = work.tokens * (layer * sizes.itemsize + sizes.routing)
     if stage < mesh.pp - 1:
         return num_bytes
     states = work.tokens * (sizes.states + shape.hidden_size) * sizes.itemsize
-    return max(num_bytes, states + _logit_bytes(shape, megatron, work.logits, cuda, 2 * _FLOAT32))
+    return max(num_bytes, states + _logit_bytes(shape, megatron, work.logits, cuda))
 
 
 def _head_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, entropy: bool) -> float:
@@ -161,19 +163,22 @@ def _head_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: 
     states = 2 * logits * shape.hidden_size * itemsize
     if shape.value_head:
         return states
-    # The product, its float32 copy, the gradient, and the gradient in the weights' type.
+    # The gradient takes the place of the logits, with the entropy's beside it, and is copied into the weights' type.
     narrow = 0 if megatron.dtype == "float32" else itemsize
-    per_logit = _FLOAT32 + _FLOAT32 + (_FLOAT32 if entropy else 0) + 2 * narrow
+    gradient = narrow + (_FLOAT32 if entropy else 0)
     weight = _columns(shape, megatron) * shape.hidden_size * (_FLOAT32 + narrow)
-    return states + _logit_bytes(shape, megatron, logits, cuda, per_logit) + weight
+    return states + _logit_bytes(shape, megatron, logits, cuda, gradient) + weight
 
 
-def _logit_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, per_logit: int) -> float:
-    """Return the bytes of a chunk of logits; 0 for a value head."""
+def _logit_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, gradient: int = 0) -> float:
+    """Return the bytes of a chunk of logits, with `gradient` bytes beside each; 0 for a value head."""
     if shape.value_head:
         return 0.0
+    # A product in another type than float32 is copied into it.
+    product = _FLOAT32 if cuda or megatron.dtype == "float32" else _FLOAT32 + ITEMSIZES[megatron.dtype]
     columns = _columns(shape, megatron)
-    return min(logits, max(1, CHUNK_LOGITS * (GPU_CHUNKS if cuda else 1) // columns)) * columns * per_logit
+    chunk = min(logits, max(1, CHUNK_LOGITS * (GPU_CHUNKS if cuda else 1) // columns))
+    return chunk * columns * (product + gradient)
 
 
 def _columns(shape: ModelShape, megatron: MegatronConfig) -> int:

@@ -28,6 +28,7 @@ from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import engine, gpt_model, megatron_patches
 from rlhf_mc.models.gpt_model import fusions
+from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.megatron_patches import EVERYWHERE, LOCAL_NORM, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu
@@ -69,6 +70,19 @@ def step_without(target: str, checkpoint: str, tp: int, pp: int) -> None:
     # An engine of vLLM, built earlier in this process, has replaced torch.cuda.Stream.
     with reverted(PATCHES[target]), replaced(torch.cuda, "Stream", torch.cuda.streams.Stream):
         _step(checkpoint, tp, pp)
+
+
+def kept_routing(checkpoint: str, original: bool) -> list[str]:
+    """Return the tensors of tokens that the dispatchers of experts keep after a step, by the attribute's name."""
+    target = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.combine_postprocess"
+    with reverted(PATCHES[target]) if original else contextlib.nullcontext(), mesh_groups(1, 1) as groups:
+        model = make_engine(checkpoint, "actor", groups)
+        dispatcher = next(module.token_dispatcher for module in model.model.modules() if hasattr(module, "token_dispatcher"))
+        before = {name for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}
+        model.my_scores(small_batch(), [[0], [1]], log_prob_head(model.shape.vocab_size, 1.0))
+        kept = {name: value for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}
+    experts = model.shape.num_experts
+    return sorted(name for name in kept.keys() - before if kept[name].numel() > experts)
 
 
 def save_without_synchronize(checkpoint: str, directory: str) -> None:

@@ -39,6 +39,7 @@ TESTED_ALONE = {
     "torch.cuda.synchronize",
     "torch.distributed.distributed_c10d.ProcessGroupGloo.__init__",
     f"{RANDOM}._set_cuda_rng_state",
+    f"{DISPATCHER}.combine_postprocess",
     f"{MAPPINGS}._gather_along_first_dim",
     "megatron.core.tensor_parallel.layers._grad_accum_fusion_available",
     "megatron.core.transformer.attention.apply_rotary_pos_emb",  # in tests/unit/test_cpu_operations.py
@@ -90,6 +91,13 @@ def test_a_checkpoint_synchronises_the_gpu(pool: Any, models: dict[str, str], tm
 def test_gloo_does_not_gather_parts_of_different_sizes(pool: Any, world: int) -> None:
     outcomes = pool(world).outcomes(patch_cases.gather_different_sizes)
     assert all_fail(outcomes, "size"), outcomes
+
+
+@WORLD
+def test_a_dispatcher_keeps_the_routing(pool: Any, models: dict[str, str], world: int) -> None:
+    kept = pool(world).run(patch_cases.kept_routing, checkpoint=models["experts"], original=True)
+    assert kept == [["probs", "reversed_local_input_permutation_mapping", "routing_map"]] * world
+    assert pool(world).run(patch_cases.kept_routing, checkpoint=models["experts"], original=False) == [[]] * world
 
 
 @WORLD

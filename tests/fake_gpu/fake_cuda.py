@@ -229,13 +229,16 @@ def _let_storages_be_fake() -> None:
     swap = torch.utils.swap_tensors
 
     def swap_fake(first: Any, second: Any) -> None:
-        """Swap although the mode holds weak references to the tensors."""
+        """Swap although the mode holds weak references to the tensors. As where a real parameter is moved, its
+        attributes stay."""
         references = weakref.getweakrefs
         weakref.getweakrefs = lambda x: [] if isinstance(x, torch.Tensor) else references(x)
         try:
             swap(first, second)
         finally:
             weakref.getweakrefs = references
+        for name, value in vars(second).items():
+            vars(first).setdefault(name, value)
 
     torch.utils.swap_tensors = swap_fake
 

@@ -17,8 +17,6 @@ from fake_steps import simulation, with_targets
 from gpu_parts.engines import token_batch
 
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
-from rlhf_mc.architectures.operations import CHUNK_LOGITS, GPU_CHUNKS
-from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.roles import token_budgets
 from rlhf_mc.config.schema import Config
@@ -59,12 +57,7 @@ def measure(source: str, overrides: Sequence[str], world: int, rank: int) -> Mea
         stack.enter_context(gpu)
         peaks, left = _run(cfg, gpu, world)
         gc.collect()
-    is_last = training_mesh(cfg.actor.megatron, world).is_last_stage(rank)
-    phases = {
-        name: PhaseBytes(peak, _planned(planned, name, _counted_twice(cfg, shape, is_last, name)))
-        for name, peak in peaks.items()
-    }
-    return Measured(phases, left)
+    return Measured({name: PhaseBytes(peak, _planned(planned, name)) for name, peak in peaks.items()}, left)
 
 
 def _pages(num_bytes: int) -> torch.Tensor:
@@ -74,24 +67,11 @@ def _pages(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _planned(planned: RankMemory, name: str, counted_twice: float) -> float:
+def _planned(planned: RankMemory, name: str) -> float:
     """Return the planner's bytes of a phase without those of other models and of what is no tensor of the trainer."""
     (phase,) = [phase for phase in planned.phases if phase.name == name]
     parts = ("actor params", "actor grads", "actor optimizer", "activations", "reshard buckets", "vLLM weights")
-    return sum(phase.parts.get(part, 0) for part in parts) - counted_twice
-
-
-_TWICE = {"update_actor": 6, "old_log_prob": 4}
-"""Bytes for each logit of a chunk that the planner counts and a GPU does not take: there the product is float32 itself,
-and its gradient replaces it (models/heads.py)."""
-
-
-def _counted_twice(cfg: Config, shape: ModelShape, is_last_stage: bool, phase: str) -> float:
-    """Return the bytes of logits that the planner counts too many."""
-    tp = cfg.actor.megatron.tensor_model_parallel_size
-    columns = padded_vocab_size(shape.vocab_size, tp) // tp
-    tokens = min(token_budgets(cfg).get(phase, 0), CHUNK_LOGITS * GPU_CHUNKS // columns)
-    return float(is_last_stage * tokens * columns * _TWICE.get(phase, 0))
+    return sum(phase.parts.get(part, 0) for part in parts)
 
 
 def _run(cfg: Config, gpu: FakeCuda, world: int) -> tuple[dict[str, int], Counter[str]]:

@@ -38,6 +38,9 @@ CONFIGS = {
     "7B": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0),
     "7B without offload": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, WITHOUT_OFFLOAD),
     "32B, first stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 0),
+    "32B, last stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 15),
+    "30B-A3B, first stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 0),
+    "30B-A3B, last stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 15),
     "70B, first stage": Config("ppo_70b", "llama-3-70b", 64, 0),
     "70B, last stage": Config("ppo_70b", "llama-3-70b", 64, 63),
 }

@@ -29,9 +29,9 @@ REPO = Path(__file__).resolve().parents[2]
 
 # (config, GPUs, model, GB that the planner leaves of each GPU, GB of a node's host memory)
 CLUSTERS: list[tuple[str, int, str, float, float]] = [
-    ("ppo_qwen2.5_0.5b", 1, "qwen2.5-0.5b", 18.1, 21),
-    ("ppo_qwen2.5_0.5b", 8, "qwen2.5-0.5b", 28.1, 68),
-    ("ppo_qwen2.5_7b", 8, "qwen2.5-7b", 13.1, 450),
+    ("ppo_qwen2.5_0.5b", 1, "qwen2.5-0.5b", 19.7, 21),
+    ("ppo_qwen2.5_0.5b", 8, "qwen2.5-0.5b", 29.7, 68),
+    ("ppo_qwen2.5_7b", 8, "qwen2.5-7b", 14.7, 450),
     ("ppo_qwen2.5_32b", 16, "qwen2.5-32b", 13.8, 1142),
     ("ppo_qwen3_30b_a3b", 16, "qwen3-30b-a3b", 15.1, 1033),
     ("ppo_70b", 64, "llama-3-70b", 21.8, 676),
