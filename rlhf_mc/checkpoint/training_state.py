@@ -53,7 +53,7 @@ class Save:
     ) -> None:
         """Begin the write. loop: the trainer's state, plain values. inputs: fingerprints of the run's files. buffers:
         host memory to which the tensors are copied, so that training continues; None: return after they are written.
-        others: further files by name, and the function that writes each, which rank 0 calls as it writes its tensors."""
+        others: further files by name, and the function that writes each, which rank 0 calls after its tensors."""
         self.step = step
         self._root = root
         self._run_id = run_id

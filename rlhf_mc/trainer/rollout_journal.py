@@ -119,7 +119,7 @@ def _problem(row: StepGroups, n: int, num_taken: range) -> str | None:
     """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed numbers of groups."""
     lens = row.lens if isinstance(row.lens, list) else [None]
     if not all(map(_are_counts, ([row.step], row.positions, row.taken, *lens))):
-        return "step, positions, lens and taken are not all numbers from 0 on"
+        return "step, positions, lens and taken are not all integers from 0 on"
     if len(lens) != len(row.positions) or any(len(each) != n for each in lens):
         sizes = sorted({len(each) for each in lens})
         return f"positions has {len(row.positions)} groups, and lens {len(lens)} of {sizes} responses; they have {n}"
@@ -131,7 +131,7 @@ def _problem(row: StepGroups, n: int, num_taken: range) -> str | None:
 
 
 def _are_counts(values: object) -> bool:
-    """Return whether these are whole numbers from 0 on."""
+    """Return whether this is a list of integers from 0 on."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 

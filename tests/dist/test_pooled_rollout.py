@@ -284,7 +284,7 @@ def _changed(line: str, name: str, change: Any) -> str:
         ("n", lambda lines: [_changed(lines[0], "lens", lambda lens: [lens[0][:1], *lens[1:]])], "[1, 2] responses"),
         ("taken", lambda lines: [_changed(lines[0], "taken", lambda taken: taken[:-1])], "taken has 3 groups; this"),
         ("alone", lambda lines: [_changed(lines[0], "taken", lambda taken: [*taken, 99])], "or in taken alone"),
-        ("texts", lambda lines: [_changed(lines[0], "positions", lambda all: ["0", *all[1:]])], "not all numbers from"),
+        ("texts", lambda lines: [_changed(lines[0], "positions", lambda all: ["0", *all[1:]])], "not all integers"),
         ("drawn", lambda lines: [_with_a_longer_response(lines[0])], "tokens and "),
     ],
 )

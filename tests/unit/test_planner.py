@@ -91,7 +91,7 @@ def test_host_memory_and_checkpoints(capsys: pytest.CaptureFixture[str]) -> None
     assert main([*PLAN_70B, *partial, "--json", "--host-memory", "1e12", "--storage-bandwidth", "10e9"]) == 0
     larger = json.loads(capsys.readouterr().out)["storage"]
     pool = larger["checkpoint"] - storage["checkpoint"]
-    assert pool == 1024 * 2048 * 8, "one batch is kept: responses of at most so many tokens, each with its log-prob"
+    assert pool == 1024 * 2048 * 8, "one batch is kept, of the longest responses: a token and a log-prob are 8 bytes"
     assert larger["save"] - storage["save"] == pytest.approx(pool / 10e9)
 
 
