@@ -117,7 +117,7 @@ def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
 
 def _problem(row: StepGroups, n: int, num_taken: range) -> str | None:
     """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed numbers of groups."""
-    lens = row.lens if isinstance(row.lens, list) else [None]
+    lens: list[Any] = row.lens if isinstance(row.lens, list) else [None]
     if not all(map(_are_counts, ([row.step], row.positions, row.taken, *lens))):
         return "step, positions, lens and taken are not all integers from 0 on"
     if len(lens) != len(row.positions) or any(len(each) != n for each in lens):
