@@ -4,7 +4,7 @@ shared queue, tail batching and partial rollouts, for any number of engines.
     python benchmarks/rollout_simulator.py --engines 8 32 64
 
 The loop, the queue, the virtual clocks and the groups are the trainer's own: each simulated rank is a thread that runs
-rollout/engine_loop.py, and trainer/pooled_rollout.py decides what a step trains on. Simulated are vLLM's schedule
+rollout/engine_loop.py, and trainer/pool/pooled_rollout.py decides what a step trains on. Simulated are vLLM's schedule
 (first come, first served, chunked prefill), the lengths of responses, and the seconds of an engine's step.
 benchmarks/rollout_tail.py measures these seconds (--costs reads its file), compares its engines' schedule with the one
 here, and its times with those of the simulator.
@@ -38,8 +38,9 @@ from rlhf_mc.rollout import engine_loop
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.work_sharing import Clock, ResponseLengths, SharedQueue
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate, pooled_rollout
-from rlhf_mc.trainer.group_pool import GroupPool
+from rlhf_mc.trainer import generate
+from rlhf_mc.trainer.pool import pooled_rollout
+from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.step_state import begin_step
 
 SEED = 5

@@ -28,7 +28,7 @@ from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
-from rlhf_mc.trainer.pooled_rollout import load_pool
+from rlhf_mc.trainer.pool.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
 
 _WITHOUT_EFFECT = {

@@ -16,7 +16,7 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.work_sharing import CLOCKS, Clock
-from rlhf_mc.trainer.group_pool import Group
+from rlhf_mc.trainer.pool.group_pool import Group
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import GroupScores, ScoreStream
 from rlhf_mc.trainer.step_state import StepState

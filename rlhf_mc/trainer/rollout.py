@@ -20,7 +20,7 @@ from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import generate_batch
-from rlhf_mc.trainer.pooled_rollout import off_policy_metrics, pooled_rollout
+from rlhf_mc.trainer.pool.pooled_rollout import off_policy_metrics, pooled_rollout
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState

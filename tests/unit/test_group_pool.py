@@ -1,4 +1,4 @@
-"""The groups of several steps (trainer/group_pool.py), their settings, and the metrics of older weights."""
+"""The groups of several steps (trainer/pool/group_pool.py), their settings, and the metrics of older weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses, build_bat
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.planner.storage import pool_bytes
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
-from rlhf_mc.trainer import generate, pooled_rollout
-from rlhf_mc.trainer.group_pool import POOL_FILE, Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
+from rlhf_mc.trainer import generate
 from rlhf_mc.trainer.logprob_check import Difference
-from rlhf_mc.trainer.pooled_rollout import load_pool, off_policy_metrics
-from rlhf_mc.trainer.rollout_journal import RolloutJournal
+from rlhf_mc.trainer.pool import pooled_rollout
+from rlhf_mc.trainer.pool.group_pool import POOL_FILE, Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
+from rlhf_mc.trainer.pool.pooled_rollout import load_pool, off_policy_metrics
+from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.scores import GroupScores
 from rlhf_mc.trainer.step_state import StepState
 

@@ -27,7 +27,7 @@ from rlhf_mc.trainer.generate import (
     repeat_prompts,
     wake_weights,
 )
-from rlhf_mc.trainer.group_pool import (
+from rlhf_mc.trainer.pool.group_pool import (
     POOL_FILE,
     Group,
     arrays_of_text,
@@ -36,7 +36,7 @@ from rlhf_mc.trainer.group_pool import (
     may_end,
     oldest_first,
 )
-from rlhf_mc.trainer.rollout_journal import StepGroups, check_replayed
+from rlhf_mc.trainer.pool.rollout_journal import StepGroups, check_replayed
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import GroupScores, ScoreStream
 from rlhf_mc.trainer.step_state import StepState

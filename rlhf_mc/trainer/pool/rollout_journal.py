@@ -15,7 +15,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import JOURNAL_FILE, read_rows
-from rlhf_mc.trainer.group_pool import Group
+from rlhf_mc.trainer.pool.group_pool import Group
 
 
 @dataclass(frozen=True)
