@@ -4,7 +4,7 @@ shared queue, tail batching and partial rollouts, for any number of engines.
     python benchmarks/rollout_simulator.py --engines 8 32 64
 
 The loop, the queue, the virtual clocks and the groups are the trainer's own: each simulated rank is a thread that runs
-rollout/engine_loop.py, and trainer/pooled_rollout.py decides what a step trains on. Simulated are vLLM's schedule
+rollout/engine_loop.py, and trainer/pool/pooled_rollout.py decides what a step trains on. Simulated are vLLM's schedule
 (first come, first served, chunked prefill), the lengths of responses, and the seconds of an engine's step.
 benchmarks/rollout_tail.py measures these seconds (--costs reads its file), compares its engines' schedule with the one
 here, and its times with those of the simulator.

@@ -21,8 +21,9 @@ from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate, pooled_rollout
-from rlhf_mc.trainer.group_pool import GroupPool
+from rlhf_mc.trainer import generate
+from rlhf_mc.trainer.pool import pooled_rollout
+from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.step_state import begin_step
 
 SEED = 5
@@ -125,6 +126,9 @@ class NoScores:
     def submit(self, responses: Mapping[int, Any], others_follow: bool = False) -> None:
         """Do nothing."""
 
+    def select(self, numbers: Sequence[int]) -> None:
+        """Do nothing."""
+
 
 def prompt_index(request: Request) -> int:
     """Return the index of a request's prompt."""
@@ -218,7 +222,7 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
         group_pool=GroupPool(),
         rewards=None,
         tokenizer=None,
-        groups=SimpleNamespace(rank=0),
+        groups=SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1)),
         journal=SimpleNamespace(is_replayed=False, record=lambda *row: None),
         stop_token_ids=(),
         offload_schedule=SimpleNamespace(phase=lambda timer, name: contextlib.nullcontext()),
@@ -242,10 +246,7 @@ def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) 
         run.rollout.weights_updated()
         state = begin_step(step, RankStatus())
         before = _tokens_of(run)
-        with (
-            replaced(generate, "ScoreStream", NoScores),
-            replaced(pooled_rollout, "submit_share", lambda stream, responses: None),
-        ):
+        with replaced(generate, "ScoreStream", NoScores):
             _, batch, _ = rollout_of_step(run, state)
         if counts:
             trained = int(batch.response_lens.sum())
