@@ -15,7 +15,7 @@ from rlhf_mc.config.fields import check_values
 from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import PASSES, absent_roles, uses_critic, uses_reference
+from rlhf_mc.config.roles import PASSES, absent_roles, tokens_on_rank, uses_critic, uses_reference
 from rlhf_mc.config.schema import (
     Config,
     MegatronConfig,
@@ -72,17 +72,19 @@ def _processes(cfg: Config, world_size: int) -> Iterator[str]:
     for role, megatron in layouts(cfg).items():
         tp = megatron.tensor_model_parallel_size
         pp = megatron.pipeline_model_parallel_size
+        cp = megatron.context_parallel_size
         ep = megatron.expert_model_parallel_size
-        dp = replicas[role] = world_size // (tp * pp)
-        if world_size % (tp * pp):
+        replicas[role] = world_size // (tp * pp * cp)
+        if world_size % (tp * pp * cp):
+            context = f" x {role}.megatron.context_parallel_size {cp}" if cp > 1 else ""
             yield (
-                f"{role}.megatron.tensor_model_parallel_size {tp} x {role}.megatron.pipeline_model_parallel_size {pp} ="
-                f" {tp * pp} does not divide {works}"
+                f"{role}.megatron.tensor_model_parallel_size {tp} x {role}.megatron.pipeline_model_parallel_size"
+                f" {pp}{context} = {tp * pp * cp} does not divide {works}"
             )
-        if dp % ep:
+        if (copies := world_size // (tp * pp)) % ep:
             yield (
-                f"{role}.megatron.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of"
-                f" this run; what would: {_divisors(dp)}"
+                f"{role}.megatron.expert_model_parallel_size {ep} does not divide the {copies} replicas of this run;"
+                f" what would: {_divisors(copies)}"
             )
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     if world_size % rollout_tp:
@@ -193,15 +195,19 @@ def _batches(cfg: Config) -> Iterator[str]:
 def _token_budgets(cfg: Config) -> Iterator[str]:
     prompt = cfg.data.max_prompt_length
     response = cfg.data.max_response_length
+    longest = prompt + response
     absent = [f"{role}." for role in absent_roles(cfg)]
     # A reward model with a tokenizer of its own truncates what it reads.
     absent += [f"{role}." for role, section in reward_models(cfg).items() if section.tokenizer_path is not None]
     for key in (f"{name}_max_token_len_per_gpu" for name in expand_reward_models(cfg, PASSES.values())):
         budget = get_setting(cfg, key)
-        if budget < prompt + response and not key.startswith(tuple(absent)):
+        role = key.rpartition(".")[0]
+        cp = layouts(cfg)["actor" if role == "rollout" else role].context_parallel_size
+        if budget < tokens_on_rank(longest, cp) and not key.startswith(tuple(absent)):
+            share = f", of which each of {cp} ranks has {tokens_on_rank(longest, cp)}" if cp > 1 else ""
             yield (
                 f"{key} is {budget}; it must be at least the longest sequence,"
-                f" data.max_prompt_length {prompt} + data.max_response_length {response} = {prompt + response}"
+                f" data.max_prompt_length {prompt} + data.max_response_length {response} = {longest}{share}"
             )
 
 
@@ -291,6 +297,7 @@ def _health(cfg: Config) -> Iterator[str]:
 _ALONE = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "overlap_grad_reduce": False,
 }

@@ -40,6 +40,14 @@ class FrozenMegatronConfig:
     """Ranks that share each layer. It may exceed the number of KV heads (docs/reshard.md)."""
     pipeline_model_parallel_size: Ranks = 1
     """Pipeline stages."""
+    context_parallel_size: Ranks = 1
+    """Ranks that share each sequence: each has its tokens of a micro-batch's sequences, and replicas of the weights.
+    Each sequence is padded to a multiple of twice the size."""
+    cp_comm_type: Literal["p2p", "a2a"] | None = None
+    """Attention over context-parallel ranks on GPUs. p2p: keys and values travel around the ring of ranks while they
+    are used. a2a (Ulysses): all-to-all, after which a rank has some heads of whole sequences; the size must divide the
+    KV heads of a tensor-parallel rank. Transformer Engine has all_gather and a2a+p2p for padded batches alone. On a CPU
+    it is ignored: ranks gather keys and values. null: a2a if it moves fewer bytes, else p2p."""
     virtual_pipeline_model_parallel_size: Layers | None = None
     """Virtual pipeline chunks per stage (interleaved schedule): a smaller pipeline bubble for proportionally more P2P
     messages. null: one chunk."""
@@ -48,7 +56,7 @@ class FrozenMegatronConfig:
     num_layers_in_last_pipeline_stage: Layers | None = None
     """Layers of the last stage, which also holds the output layer; null: as the other stages."""
     expert_model_parallel_size: Ranks = 1
-    """Data-parallel replicas over which the experts of a mixture-of-experts model are sharded."""
+    """Replicas, context-parallel ranks included, over which the experts of a mixture-of-experts model are sharded."""
     sequence_parallel: bool = False
     """Shard the tokens over the tensor-parallel ranks between layers: less activation memory for the same
     communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
@@ -67,14 +75,14 @@ class FrozenMegatronConfig:
 
 @dataclass
 class MegatronConfig(FrozenMegatronConfig):
-    """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP x PP)."""
+    """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP x CP x PP)."""
 
     recompute_granularity: Literal["selective", "full"] | None = None
     """Activations that are recomputed in the backward pass instead of stored. selective: those inside attention (on a
     CPU), inside the MLP (on GPUs), or an expert's activation and the norms (mixture-of-experts on GPUs). full: all
     except the input of each layer, for about a third more computation. null: none."""
     use_distributed_optimizer: bool = True
-    """Shard the optimizer state over the data-parallel ranks (ZeRO-1)."""
+    """Shard the optimizer state over the replicas, data-parallel and context-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over the data-parallel ranks during the backward pass of the last micro-batch, bucket by bucket,
     instead of after it. null: on GPUs with more than one data-parallel rank."""

@@ -22,6 +22,16 @@ def token_budgets(cfg: Config) -> dict[str, int]:
     return {phase: get_setting(cfg, f"{name}_max_token_len_per_gpu") for phase, name in passes.items()}
 
 
+def tokens_on_rank(length: int, cp: int) -> int:
+    """Return a rank's tokens of a sequence that cp ranks share: two chunks of 2 cp, padded to equal lengths."""
+    return length if cp == 1 else -(-length // (2 * cp)) * 2
+
+
+def longest_sequence(tokens: int, cp: int) -> int:
+    """Return the longest sequence of which a rank has at most `tokens`."""
+    return tokens if cp == 1 else tokens // 2 * 2 * cp
+
+
 def estimator_needs(algorithm: AlgorithmConfig) -> Needs:
     """Return the needs of the run's advantage estimator."""
     if algorithm.adv_estimator == "custom":

@@ -21,6 +21,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
 from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, build_model, enable_input_gradients, named_parameters
 from rlhf_mc.models.heads import Head
@@ -47,7 +48,8 @@ from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(model, states [R, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of statistics)."""
+"""(model, states [r, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of statistics). All
+context-parallel ranks compute the same."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class ModelEngine:
         self.name = name
         self.shape = shape
         self.groups = groups
+        self.context = Context.of(groups)
+        """The ranks that share the sequences of each micro-batch."""
         self.chunks = [build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
@@ -145,7 +149,7 @@ class ModelEngine:
         with megatron_calls():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                overlap_grad_reduce=overlaps_reduction(self._megatron, self.groups.mesh.dp, platform.use_cuda()),
+                overlap_grad_reduce=overlaps_reduction(self._megatron, self.groups.mesh.replicas, platform.use_cuda()),
                 use_distributed_optimizer=self._megatron.use_distributed_optimizer,
             )
             self._ddp = [
@@ -256,9 +260,11 @@ class ModelEngine:
         def keep(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> None:
             if micro.is_dummy:
                 return
-            scored = head(model, hidden, micro)  # on all tensor-parallel ranks: each has a shard of the columns
-            if self.groups.coordinate.tp == 0:
-                result[micro.sequence_index if per_sequence else micro.response_index] = scored.float()
+            # On all tensor-parallel ranks: each has a shard of the columns. On all context-parallel ranks: each has a
+            # part of the results.
+            scored = head(model, hidden, micro)
+            if self.groups.coordinate.tp == 0 and micro.packed.context.rank == 0:
+                result[micro.response_index] = scored.float()
 
         self._run(batch, self._with_dummies(micro_batches), keep, True, at_last_token=per_sequence)
         # Each token is scored by one replica, on its last stage; one of the replica's ranks has the result.
@@ -327,14 +333,16 @@ class ModelEngine:
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        # The schedule divides the loss by the number of micro-batches, DDP the gradient by the number of replicas.
+        # The schedule divides the loss by the number of micro-batches and multiplies it by the context-parallel size,
+        # DDP divides the gradient by the number of replicas.
         scale = float(self.groups.mesh.dp * len(micro_batches))
 
         def share(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             if micro.is_dummy:
                 return loss_of_dummy(model, hidden)
             value, stats = loss(model, hidden, micro)
-            sums.add(stats)
+            if micro.packed.context.rank == 0:
+                sums.add(stats)
             return value * (scale + sums.zero_if_finite())
 
         passes = lambda: self._run(batch, micro_batches, share, False)  # noqa: E731
@@ -376,7 +384,7 @@ class ModelEngine:
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
                 last = self.chunks[-1]
                 with own_operations():
-                    states = states_at(last, hidden, micro.last if at_last_token else micro.logit_positions)
+                    states = states_at(last, hidden, micro.logit_positions)
                     value = on_last_stage(last, states, micro)
                 return value if non_loss_data else (value, {})
 
@@ -384,7 +392,7 @@ class ModelEngine:
             work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
             return output, finish
 
-        lengths = packed_lengths(batch, micro_batches, multiple_of)
+        lengths = packed_lengths(batch, micro_batches, multiple_of, self.context)
         count(tokens=sum(lengths))
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}
         if pp > 1:
@@ -396,11 +404,13 @@ class ModelEngine:
         def micros() -> Iterator[MicroBatch]:
             for indices in micro_batches:
                 with platform.named_range("pack"), own_operations():
-                    micro = pack_micro_batch(batch, indices, multiple_of)
+                    micro = pack_micro_batch(batch, indices, multiple_of, self.context, at_last_token)
                 yield micro
 
         several = len(self.chunks) > 1
-        overlap = not forward_only and overlaps_reduction(self._megatron, self.groups.mesh.dp, platform.use_cuda())
+        overlap = not forward_only and overlaps_reduction(
+            self._megatron, self.groups.mesh.replicas, platform.use_cuda()
+        )
         set_reduction(self.chunks[0].config, self._ddp if overlap else ())
         ranges = schedule_ranges(self.chunks[0].config)
         total = len(micro_batches) * len(self.chunks)

@@ -14,76 +14,120 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rlhf_mc import platform
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
+from rlhf_mc.models.context_parallel import ONE_RANK, Context, joined
 from rlhf_mc.models.layers import PackedSequences, pack
 from rlhf_mc.models.megatron_patches import megatron_operations
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed end to end: T tokens, of which R are response tokens. All tensors are on the device."""
+    """Sequences packed end to end, with R results: one for each response token, or one for each sequence. This rank has
+    T of the tokens and r of the results: all, unless several ranks share the sequences. All tensors are on the
+    device."""
 
     tokens: torch.Tensor
     """[1, T] int64."""
     packed: PackedSequences
     """The offsets of the sequences, padding included."""
     logit_positions: torch.Tensor
-    """[R] int64: for each response token the position before it, whose final state predicts it."""
+    """[r] int64: for each response token the position before it, whose final state predicts it; for a sequence its last
+    token's."""
     targets: torch.Tensor
-    """[R] int64: the response tokens."""
+    """[r] int64: the response tokens; for sequences their last tokens."""
     response_index: torch.Tensor
-    """[R] int64: index of each response token in the per-token vectors of the whole batch; empty for a dummy."""
-    last: torch.Tensor
-    """[S] int64: position of each sequence's last token."""
-    sequence_index: torch.Tensor
-    """[S] int64: index of each sequence in the whole batch; empty for a dummy."""
+    """[R] int64: index of each response token in the per-token vectors of the whole batch, or of each sequence in it;
+    empty for a dummy."""
+    own_results: torch.Tensor
+    """[r] int64: indices in [R] of the results that this rank has; empty where it has all."""
 
     @property
     def is_dummy(self) -> bool:
         """True for a replica that has no sequence left but must take part in the collectives of the others."""
         return len(self.response_index) == 0
 
+    def all_results(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the results [R] of all context-parallel ranks, from this rank's [r]. All of them must call it."""
+        context = self.packed.context
+        return own if context.size == 1 else joined(own, self.own_results, len(self.response_index), context)
 
-def packed_lengths(batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int = 1) -> list[int]:
-    """Return the number of tokens of each micro-batch, as `pack_micro_batch` packs and pads it."""
-    lens = batch.seq_lens.tolist()
-    return [-(-sum(lens[i] for i in indices or [0]) // multiple_of) * multiple_of for indices in micro_batches]
+
+def packed_lengths(
+    batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int, context: Context
+) -> list[int]:
+    """Return this rank's number of tokens of each micro-batch, as `pack_micro_batch` packs and pads it."""
+    lens = context.padded(batch.seq_lens.numpy()).tolist()
+    unit = context.multiple(multiple_of)
+    totals = (sum(lens[i] for i in indices or [0]) for indices in micro_batches)
+    return [-(-total // unit) * unit // context.size for total in totals]
 
 
-def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: int = 1) -> MicroBatch:
+def pack_micro_batch(
+    batch: RaggedBatch,
+    indices: Sequence[int],
+    multiple_of: int = 1,
+    context: Context = ONE_RANK,
+    at_last_token: bool = False,
+) -> MicroBatch:
     """Return these sequences of the batch, packed in order of length: neighbours of equal length share one attention
-    call. Without indices it is a dummy: the batch's first sequence, of which no result is used.
+    call. Without indices it is a dummy: the batch's first sequence, of which no result is used. With at_last_token it
+    has a result for each sequence, else for each response token.
 
-    The number of tokens is padded to a multiple of `multiple_of` by one more sequence, of token 0, that has no logit
-    position."""
+    This rank's number of tokens is padded to a multiple of `multiple_of` by one more sequence, of token 0, that has no
+    logit position. With context parallelism the end of each sequence is padded too, which no other token attends
+    to."""
     # By numpy: on so few numbers torch takes three times as long.
     all_lens = batch.seq_lens.numpy()
     which = np.array(sorted(indices or [0]))
     which = which[all_lens[which].argsort(kind="stable")]
-    seq_lens = all_lens[which]
-    response_lens = batch.response_lens.numpy()[which]
-    tokens = batch.tokens.numpy()[ragged_indices(all_lens, which)].astype(np.int64)  # they index embeddings
-    ends = seq_lens.cumsum()
-    first_response = ends - response_lens
-    response_starts = response_lens.cumsum() - response_lens
-    position = np.arange(response_lens.sum()) + np.repeat(first_response - response_starts, response_lens)
-    if missing := -len(tokens) % multiple_of:
-        tokens = np.append(tokens, np.zeros(missing, tokens.dtype))
+    lens = all_lens[which]
+    seq_lens = context.padded(lens)
+    ends = seq_lens.cumsum() - seq_lens + lens  # without the padding
+    if missing := -seq_lens.sum() % context.multiple(multiple_of):
         seq_lens = np.append(seq_lens, missing)
-    response_index = ragged_indices(batch.response_lens.numpy(), which)
+    tokens = np.zeros(seq_lens.sum(), dtype=np.int64)  # they index embeddings
+    tokens[_ranges(ends - lens, lens)] = batch.tokens.numpy()[ragged_indices(all_lens, which)]
+    if at_last_token:
+        index = which
+        position = ends - 1
+        targets = tokens[position]
+    else:
+        response_lens = batch.response_lens.numpy()
+        index = ragged_indices(response_lens, which)
+        position = _ranges(ends - response_lens[which], response_lens[which]) - 1
+        targets = tokens[position + 1]
     packed = pack(seq_lens.tolist())
+    packed.context = context
+    own = np.empty(0, dtype=np.int64)
+    if context.size > 1:
+        at = context.own_tokens(seq_lens)
+        place = np.full(len(tokens), -1)
+        place[at] = np.arange(len(at))
+        tokens = tokens[at]
+        packed.positions = packed.positions[at]
+        own = np.flatnonzero(place[position] >= 0)
+        position = place[position[own]]
+        targets = targets[own]
     on_host = {
         "tokens": tokens[None],
-        "logit_positions": position - 1,
-        "targets": tokens[position],
-        "response_index": response_index if indices else response_index[:0],
-        "last": ends - 1,
-        "sequence_index": which if indices else which[:0],
+        "logit_positions": position,
+        "targets": targets,
+        "response_index": index if indices else index[:0],
+        "own_results": own,
     }
     *fields, cu_seqlens, packed.positions = platform.to_device(
         [*map(torch.from_numpy, on_host.values()), packed.cu_seqlens_q, packed.positions]
     )
     packed.cu_seqlens_q = packed.cu_seqlens_kv = cu_seqlens
+    if context.size > 1:
+        # The padding at the end of a sequence counts as tokens: causal attention to it has no effect on the others.
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
+        packed.cp_group = context.group
     return MicroBatch(packed=packed, **dict(zip(on_host, fields, strict=True)))
+
+
+def _ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """Return the numbers start to start + length of each range, end to end."""
+    return np.arange(lens.sum()) + np.repeat(starts - lens.cumsum() + lens, lens)
 
 
 def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:

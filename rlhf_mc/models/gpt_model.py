@@ -35,7 +35,7 @@ from rlhf_mc.models.megatron_patches import (
     multiply_as_matrices,
 )
 from rlhf_mc.models.transformer_engine import fp8_settings, has_packed_attention, uses_transformer_engine
-from rlhf_mc.reshard.model_checks import check_layout
+from rlhf_mc.reshard.model_checks import check_layout, cp_comm_type
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.groups import ProcessGroups
 
@@ -69,6 +69,8 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        context_parallel_size=megatron.context_parallel_size,
+        cp_comm_type=cp_comm_type(shape, megatron),
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
         # With virtual pipeline chunks, P2P messages are not batched: of two stages, the next and the previous are the
@@ -177,7 +179,9 @@ def _qkv_format(config: TransformerConfig) -> str:
     tp = config.tensor_model_parallel_size
     heads = config.num_attention_heads // tp
     kv_heads = max(1, config.num_query_groups // tp)
-    is_te = uses_transformer_engine() and has_packed_attention(config.params_dtype, heads, kv_heads, config.kv_channels)
+    sizes = (heads, kv_heads, config.kv_channels)
+    context = config.cp_comm_type if config.context_parallel_size > 1 else None
+    is_te = uses_transformer_engine() and has_packed_attention(config.params_dtype, *sizes, context)
     return "thd" if is_te else "packed"
 
 

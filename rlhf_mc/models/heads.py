@@ -201,19 +201,18 @@ def log_probs_and_entropy(
 
 
 Head = Callable[[Any, torch.Tensor, MicroBatch], torch.Tensor]
-"""(model, states [R, 1, hidden], micro-batch) -> [R] float32."""
+"""(model, states [r, 1, hidden], micro-batch) -> [R] float32 (MicroBatch): of all context-parallel ranks."""
 
 
 def log_prob_head(vocab_size: int, temperature: float) -> Head:
     """Return the head that gives the log-prob of each response token."""
 
     def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        return log_probs(model, states, micro.targets, vocab_size, temperature)
+        return micro.all_results(log_probs(model, states, micro.targets, vocab_size, temperature))
 
     return head
 
 
 def value_head(model: Any, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """Return the critic's value of each state, as a Head does."""
-    values: torch.Tensor = model.output_layer(states)
-    return values
+    return micro.all_results(model.output_layer(states))

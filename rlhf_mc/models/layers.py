@@ -21,6 +21,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_mc import platform
+from rlhf_mc.models.context_parallel import ONE_RANK, Context
 from rlhf_mc.models.cpu_operations import rms_norm, rotary_table
 
 
@@ -37,6 +38,8 @@ class PackedSequences(PackedSeqParams):
     """[T] int64: position of each token in its sequence."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """(number of sequences, their length), in packing order: adjacent sequences of equal length are one batch."""
+    context: Context = ONE_RANK
+    """The ranks that share the sequences. `positions` are of this rank's tokens, all else is of whole sequences."""
 
     def for_format(self, qkv_format: str) -> PackedSequences:
         """Return the same description, with the same tensors, for this format."""
@@ -88,6 +91,9 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
+        if packed_seq_params.context.size > 1:
+            out: torch.Tensor = _AttentionOverContext.apply(query, key, value, packed_seq_params)
+            return out
         parts = [count * length for count, length in packed_seq_params.runs]
         outputs = []
         for (count, length), q, k, v in zip(
@@ -97,12 +103,80 @@ class PackedAttention(torch.nn.Module):
             torch.split(value, parts),
             strict=True,
         ):
-            q, k, v = (x.view(count, length, x.shape[-2], x.shape[-1]).transpose(1, 2) for x in (q, k, v))
-            if platform.use_cuda() and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
-                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-            outputs.append(out.transpose(1, 2).reshape(count * length, 1, -1))
+            q, k, v = (x.view(count, length, x.shape[-2], x.shape[-1]) for x in (q, k, v))
+            outputs.append(_attend(q, k, v).reshape(count * length, 1, -1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return causal attention [S, n, heads, head_dim] of q [S, n, heads, head_dim], the last of m tokens of each of S
+    sequences, to k and v [S, m, kv_heads, head_dim]."""
+    length = q.shape[1]
+    end = k.shape[1]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if platform.use_cuda() and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    mask = None if length == end else torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
+    is_grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
+    return out.transpose(1, 2)
+
+
+class _AttentionOverContext(torch.autograd.Function):
+    """Attention of this rank's queries to the keys and values of all context-parallel ranks. Each pass gathers these
+    anew: a rank stores its own tokens' alone. The backward pass computes the scores again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.packed = packed
+        return _attend_to_all(query, packed.context.gather(key), packed.context.gather(value), packed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        context = ctx.packed.context
+        query, key, value = ctx.saved_tensors
+        query = query.detach().requires_grad_()
+        keys = context.gather(key).requires_grad_()
+        values = context.gather(value).requires_grad_()
+        with torch.enable_grad():
+            out = _attend_to_all(query, keys, values, ctx.packed)
+        own, of_keys, of_values = torch.autograd.grad(out, (query, keys, values), grad)
+        return own, context.sum_scattered(of_keys), context.sum_scattered(of_values), None
+
+
+def _attend_to_all(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, packed: PackedSequences
+) -> torch.Tensor:
+    """Return the attention [T, 1, heads * head_dim] of this rank's queries [T, 1, heads, head_dim]. keys, values:
+    [ranks, T, 1, kv_heads, head_dim], of all ranks."""
+    size = packed.context.size
+    rank = packed.context.rank
+    parts = [count * length // size for count, length in packed.runs]
+    outputs = []
+    for (count, length), q, k, v in zip(
+        packed.runs,
+        torch.split(query[:, 0], parts),
+        torch.split(keys[:, :, 0], parts, dim=1),
+        torch.split(values[:, :, 0], parts, dim=1),
+        strict=True,
+    ):
+        chunk = length // (2 * size)
+        k, v = (_whole_sequences(x.unflatten(1, (count, 2, chunk))) for x in (k, v))
+        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)
+        halves = q.unflatten(0, (count, 2, chunk)).unbind(1)
+        out = [_attend(half, k[:, :end], v[:, :end]) for half, end in zip(halves, ends, strict=True)]
+        outputs.append(torch.stack(out, dim=1).reshape(2 * count * chunk, 1, -1))
+    return torch.cat(outputs)
+
+
+def _whole_sequences(parts: torch.Tensor) -> torch.Tensor:
+    """Return [S, tokens, ...] of the two chunks of each of S sequences that each rank has: [ranks, S, 2, chunk, ...].
+    The ranks have the second chunks in descending order."""
+    first, second = parts.unbind(2)
+    return torch.cat((first, second.flip(0))).transpose(0, 1).flatten(1, 2)
 
 
 class ReplicatedKVAttention(SelfAttention):

@@ -103,4 +103,4 @@ def _other_split(
 
 def _place(groups: ProcessGroups) -> str:
     at = groups.coordinate
-    return f"TP rank {at.tp}, stage {at.pp}, DP rank {at.dp}, EP rank {at.ep}"
+    return f"TP rank {at.tp}, CP rank {at.cp}, stage {at.pp}, DP rank {at.dp}, EP rank {at.ep}"

@@ -38,8 +38,8 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.nn.functional import silu
 
 from rlhf_mc import platform
+from rlhf_mc.models import transformer_engine
 from rlhf_mc.models.cpu_operations import GatedSiluMLP, rotate
-from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.patching import Patch, apply
 from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu, get_rng_state, set_rng_state
 
@@ -159,8 +159,8 @@ LOCAL_NORM = (
 @functools.cache
 def _patch() -> None:
     apply(EVERYWHERE)
-    if uses_transformer_engine():
-        apply(WITH_TRANSFORMER_ENGINE)
+    if transformer_engine.uses_transformer_engine():
+        apply((*WITH_TRANSFORMER_ENGINE, *transformer_engine.patches()))
     if not platform.use_cuda() or LOCAL_NORM[0].original is local_multi_tensor_l2_norm:
         apply(LOCAL_NORM)
     if not platform.use_cuda():

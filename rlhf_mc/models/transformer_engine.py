@@ -17,6 +17,7 @@ import torch
 from rlhf_mc import platform
 from rlhf_mc.config.errors import NodeError, first_line
 from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.patching import Patch
 from rlhf_mc.reshard.model_checks import FP8_MULTIPLES
 
 _log = logging.getLogger(__name__)
@@ -49,12 +50,14 @@ def import_transformer_engine() -> bool:
 
 
 @functools.cache
-def has_packed_attention(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+def has_packed_attention(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, cp_comm_type: str | None = None
+) -> bool:
     """Return True where Transformer Engine has an attention kernel for packed sequences on this GPU: cuDNN's, from
     Hopper on, or flash-attn's, if it is installed. Neither takes float32 nor every head size.
 
     Otherwise Transformer Engine would unpack the sequences, pad them to the longest, and store all scores.
-    num_heads, num_kv_heads: of one rank."""
+    num_heads, num_kv_heads: of one rank. cp_comm_type: of context parallelism; None: without it."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     flash, _, fused, *_ = utils.get_attention_backend(
@@ -71,6 +74,8 @@ def has_packed_attention(dtype: torch.dtype, num_heads: int, num_kv_heads: int, 
             attn_mask_type="padding_causal",
             core_attention_bias_shape=None,
             core_attention_bias_requires_grad=False,
+            context_parallel=cp_comm_type is not None,
+            cp_comm_type=cp_comm_type or "p2p",
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
     )
@@ -82,6 +87,38 @@ def has_packed_attention(dtype: torch.dtype, num_heads: int, num_kv_heads: int, 
             " sequences"
         )
     return bool(flash or fused)
+
+
+def place_by_rank(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int) -> torch.Tensor:
+    """Return for each token of packed sequences its place among the tokens of context-parallel rank 0, of rank 1, ...:
+    [num_tokens] int64. cu_seqlens: [sequences + 1] int32, of padded lengths (models/context_parallel.py)."""
+    token = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    start = cu_seqlens[sequence]
+    length = (cu_seqlens[sequence + 1] - start) // (2 * cp_size)
+    chunk = (token - start) // length
+    rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
+    own = start // cp_size + (chunk >= cp_size) * length + (token - start) % length
+    return (rank * (num_tokens // cp_size) + own).long()
+
+
+def _to_sequences(x: torch.Tensor, cu_seqlens: torch.Tensor, chunk_ids: torch.Tensor, cp_size: int) -> torch.Tensor:
+    return x.index_select(0, place_by_rank(cu_seqlens, len(x), cp_size))
+
+
+def _to_ranks(x: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
+    return torch.empty_like(x).index_copy_(0, place_by_rank(cu_seqlens, len(x), cp_size), x)
+
+
+def patches() -> tuple[Patch, ...]:
+    """Return the patches of Transformer Engine, tested with 2.11: of the order of tokens around an all-to-all."""
+    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+
+    reason = "the host reads the bounds of each chunk of each sequence, four times in each pass of a layer"
+    return (
+        Patch(context_parallel, "reorder_seq_chunks_after_a2a_before_attn_thd", _to_sequences, reason),
+        Patch(context_parallel, "reorder_seq_chunks_before_a2a_after_attn_thd", _to_ranks, reason),
+    )
 
 
 _FORMATS = {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}

@@ -197,7 +197,7 @@ class Passes:
         embedding over both ends of the pipeline. With the distributed optimizer new parameters are gathered."""
         shares = self._shape.shares_embeddings
         for buffer in model_buffers(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
-            axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("ep", "expert_dp")
+            axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("cp", "dp")
             group = self._mesh.group_along(self._rank, *axes)
             calls = len(buffer.buckets)
             if not self._megatron.use_distributed_optimizer:

@@ -87,4 +87,4 @@ def _rank_bytes(cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory
 def saved_bytes(state: ModelState, mesh: Mesh) -> float:
     """Return the bytes of a trained model that a rank copies for an asynchronous save: its optimizer state, and an
     equal part of the weights that replicas hold. With experts, most weights are theirs, and have fewer replicas."""
-    return state.params * mesh.ep / mesh.dp + state.optimizer
+    return state.params * mesh.ep / mesh.replicas + state.optimizer

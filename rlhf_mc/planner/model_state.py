@@ -163,10 +163,10 @@ def model_buffers(
     for sizes in _chunks(layout).values():
         trained = [(name, numel) for name, numel in sizes if name not in frozen]
         is_expert = [mesh.ep > 1 and ".experts." in name for name, _ in trained]
-        for ranks, expert in ((mesh.dp, False), (mesh.dp // mesh.ep, True)):
+        for ranks, expert in ((mesh.replicas, False), (mesh.replicas // mesh.ep, True)):
             members = [size for size, e in zip(trained, is_expert, strict=True) if e == expert]
             # Stages after the first reduce all gradients at once.
-            bucket = max(_BUCKET_NUMEL, 1_000_000 * mesh.dp) if overlaps_reduction and stage == 0 else None
+            bucket = max(_BUCKET_NUMEL, 1_000_000 * mesh.replicas) if overlaps_reduction and stage == 0 else None
             buffer = Buffer(expert, ranks, megatron.use_distributed_optimizer, bucket, own_bucket)
             buffer.fill(members)
             if members:

@@ -32,7 +32,7 @@ def some_settings(megatron: MegatronConfig, *names: str) -> SomeSettings:
 
 def model_coordinate(mesh: Mesh, rank: int) -> Coordinate:
     """Return the coordinates of a rank that its layout follows from: without the replica."""
-    return replace(mesh.coordinate(rank), dp=0)
+    return replace(mesh.coordinate(rank), dp=0, cp=0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,7 +66,7 @@ def rank_state(
 ) -> ModelState:
     """Return the state of a role's model on the ranks of this place. freeze: patterns of tensors that are not trained;
     None: the model is never trained."""
-    overlaps = overlaps_reduction(megatron, mesh.dp, cuda)
+    overlaps = overlaps_reduction(megatron, mesh.replicas, cuda)
     patterns = None if freeze is None else tuple(freeze)
     settings = some_settings(megatron, "dtype", "use_distributed_optimizer")
     return _cached_state(role, shape, settings, mesh, place, patterns, cuda, overlaps)

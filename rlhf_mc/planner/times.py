@@ -127,7 +127,7 @@ class _Model:
         that pass is counted. New parameters are gathered after the optimizer step (docs/decisions/0012)."""
         seconds = self._pipelined(work, backward=True)
         sums = self._sums_of_gradients()
-        if overlaps_reduction(self._megatron, self._mesh.dp, True):
+        if overlaps_reduction(self._megatron, self._mesh.replicas, True):
             last = seconds["products"] * BACKWARD / (1 + BACKWARD) / work.micro_batches
             sums["gradients"] = max(0.0, sums["gradients"] - last)
         return {**seconds, **sums, "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory}
@@ -187,7 +187,7 @@ class _Model:
     def _sums_of_gradients(self) -> dict[str, float]:
         """Return the seconds of gradients and of new parameters, on the stage that takes longest."""
         settings = some_settings(self._megatron, "dtype", "sequence_parallel", "use_distributed_optimizer")
-        overlaps = overlaps_reduction(self._megatron, self._mesh.dp, True)
+        overlaps = overlaps_reduction(self._megatron, self._mesh.replicas, True)
         stages = [
             _sums_of_gradients(self._shape, settings, self._mesh, stage, overlaps, self._machine)
             for stage in range(self._mesh.pp)
@@ -237,7 +237,7 @@ def _communication(
     Of the tensor-parallel collectives of a backward pass as many as a forward pass has overlap with
     the products of column-parallel layers: the sum of the input's gradient, and the second gather of the input
     (tensor_parallel/layers.py; Transformer Engine's layers do the same)."""
-    rank = stage * mesh.tp * mesh.dp
+    rank = stage * mesh.tp * mesh.replicas
     of_rank = Passes(shape, MegatronConfig(**dict(settings)), mesh, rank, cuda=True)
     forward = _seconds_by_purpose(of_rank.forward(tokens), rank, machine)
     times = forward
@@ -252,7 +252,7 @@ def _communication(
 def _sums_of_gradients(
     shape: ModelShape, settings: SomeSettings, mesh: Mesh, stage: int, overlaps: bool, machine: Machine
 ) -> Mapping[str, float]:
-    rank = stage * mesh.tp * mesh.dp
+    rank = stage * mesh.tp * mesh.replicas
     of_rank = Passes(shape, MegatronConfig(**dict(settings)), mesh, rank, cuda=True)
     layout = layout_at(shape, mesh, model_coordinate(mesh, rank), True)
     return {"gradients": 0.0, **_seconds_by_purpose(of_rank.gradients(layout, overlaps), rank, machine)}

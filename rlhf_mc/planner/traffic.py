@@ -132,7 +132,7 @@ def _pass_collectives(
     """Yield by rank the collectives of a phase of passes over one model."""
     megatron = layouts(cfg)[work.role]
     mesh = training_mesh(megatron, len(rank_layouts))
-    overlaps = overlaps_reduction(megatron, mesh.dp, cuda=True)
+    overlaps = overlaps_reduction(megatron, mesh.replicas, cuda=True)
     for rank, layout in enumerate(rank_layouts):
         passes = Passes(shape, megatron, mesh, rank, cuda=True)
         once = passes.update(work.tokens, layout, overlaps) if work.is_update else passes.forward(work.tokens)

@@ -37,7 +37,7 @@ def training_coverage(shape: ModelShape, mesh: Mesh, layouts: Sequence[Layout]) 
     def copies(param: Param, dims: Sequence[str]) -> int:
         if param.stage == "last_if_not_first" and mesh.pp == 1:
             return 0
-        replicas = mesh.dp // mesh.ep if param.stage == "expert" else mesh.dp
+        replicas = mesh.replicas // mesh.ep if param.stage == "expert" else mesh.replicas
         return replicas if SPLIT_DIMS.intersection(dims) else replicas * mesh.tp
 
     return _coverage("Megatron-Core", shape, layouts, copies)

@@ -43,6 +43,12 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
     if shape.has_experts:
         _check_experts(shape, megatron, f"{role}.megatron")
     _check_stages(shape.num_layers, megatron, f"{role}.megatron")
+    if megatron.cp_comm_type == "a2a" and not _divides_heads(shape, megatron):
+        raise UserError(
+            f"{role}.megatron.cp_comm_type: 'a2a' needs KV heads that {role}.megatron.context_parallel_size"
+            f" {megatron.context_parallel_size} divides; a tensor-parallel rank has"
+            f" {_kv_heads_on_rank(shape, megatron)} of the model's {shape.num_kv_heads}: set it to p2p"
+        )
     if megatron.fp8 is not None:
         _check_fp8(shape, megatron.fp8, megatron.tensor_model_parallel_size, f"{role}.megatron")
     if shape.o_bias != shape.mlp_bias:
@@ -50,6 +56,25 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
             f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
             "Megatron-Core has both or none"
         )
+
+
+def cp_comm_type(shape: ModelShape, megatron: MegatronConfig) -> str:
+    """Return how context-parallel ranks exchange keys and values, by the setting or by the fewer bytes: of cp ranks, h
+    query heads and g KV heads p2p moves 2 g (cp - 1) heads of a rank's tokens, a2a (2 h + 2 g) (cp - 1) / cp."""
+    if megatron.cp_comm_type is not None:
+        return megatron.cp_comm_type
+    heads = shape.num_heads / megatron.tensor_model_parallel_size
+    kv_heads = _kv_heads_on_rank(shape, megatron)
+    is_a2a_less = heads + kv_heads < kv_heads * megatron.context_parallel_size
+    return "a2a" if is_a2a_less and _divides_heads(shape, megatron) else "p2p"
+
+
+def _kv_heads_on_rank(shape: ModelShape, megatron: MegatronConfig) -> int:
+    return max(1, shape.num_kv_heads // megatron.tensor_model_parallel_size)
+
+
+def _divides_heads(shape: ModelShape, megatron: MegatronConfig) -> bool:
+    return _kv_heads_on_rank(shape, megatron) % megatron.context_parallel_size == 0
 
 
 def _check_fp8(shape: ModelShape, recipe: str, tp: int, section: str) -> None:

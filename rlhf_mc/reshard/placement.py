@@ -17,8 +17,8 @@ def training_layouts(shape: ModelShape, mesh: Mesh, transformer_engine: bool = F
     known: dict[Coordinate, Layout] = {}
     layouts = []
     for rank in range(mesh.world):
-        # Data-parallel replicas share one Layout object, for which make_plan plans once.
-        at = replace(mesh.coordinate(rank), dp=0)
+        # Replicas share one Layout object, for which make_plan plans once.
+        at = replace(mesh.coordinate(rank), dp=0, cp=0)
         if at not in known:
             known[at] = training_layout(shape, mesh, at, transformer_engine)
         layouts.append(known[at])

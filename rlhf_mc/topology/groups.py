@@ -30,19 +30,18 @@ _AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
     "mp": ("tp", "pp"),
-    "dp": ("ep", "expert_dp"),
-    "tp_dp_cp": ("tp", "ep", "expert_dp"),
+    "cp": ("cp",),
+    "tp_cp": ("tp", "cp"),
+    "dp": ("dp",),
+    "dp_cp": ("cp", "dp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
     "ep": ("ep",),
     "tp_ep": ("tp", "ep"),
     "tp_ep_pp": ("tp", "ep", "pp"),
     "expt_tp": ("tp",),
     "expt_dp": ("expert_dp",),
-    # No context parallelism.
-    "cp": (),
-    "tp_cp": ("tp",),
-    "dp_cp": ("ep", "expert_dp"),
     # There is one instance of the distributed optimizer.
-    "intra_dist_opt": ("tp", "ep", "expert_dp", "pp"),
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
 """Group of Megatron-Core's ProcessGroupCollection -> axes of the mesh that it spans. Groups of embeddings, which hold
 the ends of the pipeline, are added in _group_ranks."""
@@ -103,8 +102,10 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
     for mesh in meshes.values():
         if mesh not in of_mesh:
             of_mesh[mesh] = groups(mesh)
-    # Of the world for weight updates and exports, of the stages for Megatron-Core's schedules.
-    connected = [dist.group.WORLD, *(made.collection.pp for made in of_mesh.values())]
+    # Of the world for weight updates and exports, of the stages for Megatron-Core's schedules, of the context-parallel
+    # ranks for the keys and values that Transformer Engine passes on.
+    collections = [made.collection for made in of_mesh.values()]
+    connected = [dist.group.WORLD, *(group for made in collections for group in (made.pp, made.cp))]
     chunked = [made.collection.pp for mesh, made in of_mesh.items() if mesh.vpp > 1]
     _connect(connected, chunked, _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds)
     return {role: of_mesh[mesh] for role, mesh in meshes.items()}

@@ -4,14 +4,15 @@ groups are in groups.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_mc.config.model_schema import MegatronConfig
 
-Axis = Literal["tp", "ep", "expert_dp", "pp"]
-"""Axes of a mesh. The data-parallel axis of the dense layers is split into "ep", the shard of the experts, and
-"expert_dp", the replica of that shard."""
+Axis = Literal["tp", "cp", "dp", "ep", "expert_dp", "pp"]
+"""Axes of a mesh. The replicas of the weights are split twice: for the tokens into "cp" and "dp", for the experts into
+"ep", the shard of the experts, and "expert_dp", the replica of that shard."""
 
 
 @dataclass(frozen=True)
@@ -21,77 +22,93 @@ class Coordinate:
     tp: int
     """Tensor-parallel rank: the shard of each layer."""
     dp: int
-    """Data-parallel rank: the model replica."""
+    """Data-parallel rank: the sequences."""
     pp: int
     """Pipeline stage."""
     ep: int = 0
     """Expert-parallel rank: the shard of the experts."""
+    cp: int = 0
+    """Context-parallel rank: the part of each sequence."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """world = tp x dp x pp ranks. The tensor-parallel rank varies fastest, then the data-parallel rank, then the
-    pipeline stage (Megatron-Core's order "tp-cp-ep-dp-pp")."""
+    """world = tp x cp x dp x pp ranks. The tensor-parallel rank varies fastest, then the context-parallel rank, the
+    data-parallel rank and the pipeline stage (Megatron-Core's order "tp-cp-ep-dp-pp")."""
 
     world: int
     tp: int
     pp: int
     ep: int = 1
-    """Number of neighbouring model replicas over which the experts of a mixture-of-experts model are sharded."""
+    """Number of neighbouring replicas over which the experts of a mixture-of-experts model are sharded."""
     first_stage_layers: int | None = None
     """Layers of the first stage, which also holds the embedding; None: as the stages between."""
     last_stage_layers: int | None = None
     """Layers of the last stage, which also holds the output layer; None: as the stages between."""
     vpp: int = 1
     """Virtual pipeline chunks per stage."""
+    cp: int = 1
+    """Number of neighbouring replicas that share each sequence."""
 
     def __post_init__(self) -> None:
-        assert self.world % (self.tp * self.pp) == 0, f"{self.tp} x {self.pp} does not divide {self.world}"
-        assert self.dp % self.ep == 0, f"expert parallel {self.ep} does not divide {self.dp} replicas"
+        sizes = f"{self.tp} x {self.cp} x {self.pp}"
+        assert self.world % (self.tp * self.cp * self.pp) == 0, f"{sizes} does not divide {self.world}"
+        assert self.replicas % self.ep == 0, f"expert parallel {self.ep} does not divide {self.replicas} replicas"
 
     @property
-    def dp(self) -> int:
-        """Number of model replicas."""
+    def replicas(self) -> int:
+        """Number of replicas of the weights: context-parallel ranks of all data-parallel ranks."""
         return self.world // (self.tp * self.pp)
 
     @property
+    def dp(self) -> int:
+        """Number of ranks, or groups of context-parallel ranks, among which the sequences are divided."""
+        return self.replicas // self.cp
+
+    @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
-        """Name and size of each axis, the one along which the rank varies fastest first."""
-        return (("tp", self.tp), ("ep", self.ep), ("expert_dp", self.dp // self.ep), ("pp", self.pp))
+        """Name and size of each axis of the tokens, the one along which the rank varies fastest first."""
+        return (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
+
+    @property
+    def expert_axes(self) -> tuple[tuple[Axis, int], ...]:
+        """Name and size of each axis of the experts, as `axes` has those of the tokens."""
+        return (("tp", self.tp), ("ep", self.ep), ("expert_dp", self.replicas // self.ep), ("pp", self.pp))
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinates of a global rank."""
-        at = self._indices(rank)
-        return Coordinate(tp=at["tp"], dp=at["expert_dp"] * self.ep + at["ep"], pp=at["pp"], ep=at["ep"])
+        at = _indices(rank, self.axes)
+        ep = _indices(rank, self.expert_axes)["ep"]
+        return Coordinate(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=at["pp"], ep=ep)
 
-    def group_along(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes."""
-        at = self._indices(rank)
+    def group_along(self, rank: int, *along: Axis) -> tuple[int, ...]:
+        """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes, which
+        are all of the tokens or all of the experts."""
+        axes = self._axes_with(along)
+        at = _indices(rank, axes)
         ranks = [0]
         stride = 1
-        for axis, size in self.axes:
-            indices = range(size) if axis in axes else (at[axis],)
+        for axis, size in axes:
+            indices = range(size) if axis in along else (at[axis],)
             ranks = [inner + index * stride for index in indices for inner in ranks]
             stride *= size
         return tuple(ranks)
 
-    def groups_along(self, *axes: Axis) -> list[list[int]]:
+    def groups_along(self, *along: Axis) -> list[list[int]]:
         """Return the lists of ranks whose coordinates differ only along these axes."""
-        first_ranks = (rank for rank in range(self.world) if not any(self._indices(rank)[axis] for axis in axes))
-        return [list(self.group_along(rank, *axes)) for rank in first_ranks]
+        axes = self._axes_with(along)
+        first_ranks = (rank for rank in range(self.world) if not any(_indices(rank, axes)[axis] for axis in along))
+        return [list(self.group_along(rank, *along)) for rank in first_ranks]
 
-    def _indices(self, rank: int) -> dict[Axis, int]:
-        """Return the rank's index along each axis."""
-        assert 0 <= rank < self.world
-        indices: dict[Axis, int] = {}
-        for axis, size in self.axes:
-            rank, indices[axis] = divmod(rank, size)
-        return indices
+    def _axes_with(self, along: tuple[Axis, ...]) -> tuple[tuple[Axis, int], ...]:
+        """Return the axes of the tokens or of the experts, whichever include these."""
+        return self.axes if set(along) <= {axis for axis, _ in self.axes} else self.expert_axes
 
     def __str__(self) -> str:
         chunks = f" ({self.vpp} chunks)" if self.vpp > 1 else ""
+        context = f" x CP {self.cp}" if self.cp > 1 else ""
         experts = f", experts over {self.ep} replicas" if self.ep > 1 else ""
-        return f"TP {self.tp} x PP {self.pp}{chunks} x DP {self.dp}{experts}"
+        return f"TP {self.tp}{context} x PP {self.pp}{chunks} x DP {self.dp}{experts}"
 
     def is_first_stage(self, rank: int) -> bool:
         """Return whether the rank holds the embedding."""
@@ -130,6 +147,15 @@ class Mesh:
         return sizes
 
 
+def _indices(rank: int, axes: tuple[tuple[Axis, int], ...]) -> dict[Axis, int]:
+    """Return the rank's index along each axis."""
+    assert 0 <= rank < math.prod(size for _, size in axes)
+    indices: dict[Axis, int] = {}
+    for axis, size in axes:
+        rank, indices[axis] = divmod(rank, size)
+    return indices
+
+
 def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
     """Return the training mesh of the settings."""
     return Mesh(
@@ -140,6 +166,7 @@ def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
         first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
         last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
         vpp=megatron.virtual_pipeline_model_parallel_size or 1,
+        cp=megatron.context_parallel_size,
     )
 
 

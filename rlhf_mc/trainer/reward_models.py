@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc.config.roles import longest_sequence
 from rlhf_mc.config.schema import Config, reward_models, score_part
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
@@ -30,7 +31,7 @@ class RewardModel:
     path: str
     engine: ModelEngine
     budget: int
-    """Tokens of a micro-batch."""
+    """A rank's tokens of a micro-batch."""
     conversations: ConversationTokenizer | None
     """Makes the tokens that the model reads; None: it reads the actor's."""
 
@@ -42,7 +43,8 @@ class RewardModel:
     @property
     def max_tokens(self) -> int:
         """The most tokens of a conversation; of a longer one the last are read, with the end of the response."""
-        return min(self.engine.shape.max_position_embeddings, self.budget)
+        limit = longest_sequence(self.budget, self.engine.context.size)
+        return min(self.engine.shape.max_position_embeddings, limit)
 
 
 @dataclass(frozen=True)

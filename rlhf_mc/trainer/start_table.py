@@ -18,8 +18,8 @@ from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.trainer.run import Run
 
 COLUMNS = 80
-_TITLES = ("tp", "pp", "dp", "ep", "params", "weights", "gradients", "optimizer")
-_WIDTHS = (3, 4, 4, 3, 7, 9, 9, 9)
+_TITLES = ("tp", "cp", "pp", "dp", "ep", "params", "weights", "gradients", "optimizer")
+_WIDTHS = (3, 3, 4, 4, 3, 7, 9, 9, 9)
 ROLE_WIDTH = COLUMNS - sum(_WIDTHS) - len(_WIDTHS)
 
 
@@ -28,8 +28,8 @@ class ModelRow:
     """A role, or the rollout, whose engines are its data-parallel replicas."""
 
     role: str
-    layout: tuple[str, str, str, str]
-    """Sizes of tensor, pipeline (stages x virtual chunks), data and expert parallel."""
+    layout: tuple[str, str, str, str, str]
+    """Sizes of tensor, context, pipeline (stages x virtual chunks), data and expert parallel."""
     shares: Sequence[RankShare]
     """By rank."""
 
@@ -48,7 +48,7 @@ def start_lines(run: Run) -> list[str]:
     tp = run.config.rollout.tensor_model_parallel_size
     rows = [_row(engine) for engine in run.models()]
     rollout = gather_objects(RankShare(run.rollout.num_parameters, run.rollout.weight_bytes))
-    rows.append(ModelRow("rollout", (str(tp), "1", str(world // tp), "-"), rollout))
+    rows.append(ModelRow("rollout", (str(tp), "1", "1", str(world // tp), "-"), rollout))
     return [
         f"{world} ranks on {platform.device().type}; {len(run.train_prompts)} prompts, "
         f"{run.schedule.total_steps} steps at most",
@@ -61,7 +61,8 @@ def _row(engine: ModelEngine) -> ModelRow:
     """Return the row of a model. Every rank must call it."""
     mesh = engine.groups.mesh
     pp = f"{mesh.pp}x{mesh.vpp}" if mesh.vpp > 1 else str(mesh.pp)
-    return ModelRow(engine.name, (str(mesh.tp), pp, str(mesh.dp), str(mesh.ep)), gather_objects(engine.rank_share()))
+    sizes = (str(mesh.tp), str(mesh.cp), pp, str(mesh.dp), str(mesh.ep))
+    return ModelRow(engine.name, sizes, gather_objects(engine.rank_share()))
 
 
 def _precisions(run: Run) -> list[str]:

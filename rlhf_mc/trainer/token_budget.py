@@ -72,6 +72,8 @@ def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: Token
 
 
 def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> list[list[int]]:
-    """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: tokens of one."""
-    plan = plan_micro_batches(batch.seq_lens.tolist(), engine.groups.mesh.dp, budget, engine.shape.sequence_cost)
+    """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: a rank's tokens of one."""
+    lens = engine.context.padded(batch.seq_lens.numpy()).tolist()
+    tokens = budget * engine.context.size
+    plan = plan_micro_batches(lens, engine.groups.mesh.dp, tokens, engine.shape.sequence_cost)
     return plan[engine.groups.coordinate.dp]

@@ -109,7 +109,8 @@ def actor_objective(
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        log_probs, entropy = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
+        own = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
+        log_probs, entropy = map(micro.all_results, own)
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
         policy = PolicyLossInputs(
             log_probs=log_probs,

@@ -82,7 +82,6 @@ def split_patterns(text: str) -> Iterator[str]:
 
 
 _WRITTEN = "what a run writes goes to trainer.default_local_dir"
-_LONG = "For long sequences use megatron.tensor_model_parallel_size with sequence_parallel, and recompute_granularity"
 
 _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
     "renamed": {
@@ -101,6 +100,7 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "role.megatron.num_layers_in_last_pipeline_stage": (
             "*.override_transformer_config.num_layers_in_last_pipeline_stage"
         ),
+        "role.megatron.cp_comm_type": "*.megatron.override_transformer_config.cp_comm_type",
         "role.megatron.overlap_grad_reduce": "*.megatron.override_ddp_config.overlap_grad_reduce",
         "role.optim.lr_decay_style": "*.optim.warmup_style *.optim.lr_scheduler_type",
         "actor.policy_loss.tau_pos": "actor.tau_pos",
@@ -263,8 +263,8 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         ),
     },
     "not supported": {
-        f"context parallelism is not supported: attention takes whole sequences. {_LONG}": (
-            "*context_parallel_size *.dynamic_context_parallel *.max_seqlen_per_dp_cp_rank",
+        "the context-parallel size is the same for all micro-batches: use megatron.context_parallel_size": (
+            "*.dynamic_context_parallel *.max_seqlen_per_dp_cp_rank",
             (None, 1, False),
         ),
         "LoRA is not supported": "*.lora_* *.lora.* *.target_modules *.exclude_modules",
@@ -350,7 +350,7 @@ CONVERTED_HINTS = {
     "*.enable_gradient_checkpointing": "use megatron.recompute_granularity: full",
     "*.fsdp*.*param_offload *.fsdp*.offload_policy *.fsdp*.optimizer_offload": "use megatron.param_offload and"
     " megatron.optimizer_offload",
-    "*ulysses_sequence_parallel_size": f"attention takes whole sequences. {_LONG}",
+    "*ulysses_sequence_parallel_size": "use megatron.context_parallel_size",
     "data.image_key data.video_key data.audio_key": "prompts have text alone: leave it out",
 }
 """Hints for settings that verl/values.py converts, by patterns."""

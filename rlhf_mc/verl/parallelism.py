@@ -14,6 +14,7 @@ _VERL_MEGATRON: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "param_offload": False,
     "grad_offload": False,
@@ -43,7 +44,7 @@ def layout_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str
     """Yield verl's defaults of each model's layout that differ from what the model would have here. settings:
     ours. roles: the models besides the actor."""
     if is_fsdp(verl):
-        yield from _fsdp_defaults(verl, settings, roles)
+        yield from _fsdp_defaults(settings, roles)
     else:
         for key in (f"{role}.megatron.{name}" for role in roles for name in _OWN.get(role, ())):
             name = key.rpartition(".")[2]
@@ -56,11 +57,7 @@ def layout_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str
             yield Line("default", "ours: false" if role == "actor" else "ours: the actor's", key, True)
 
 
-def _fsdp_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
-    for role, budget in (("actor", 16384), ("critic", 32768)):
-        line = token_budget(f"{role}.ppo_max_token_len_per_gpu", budget, verl)
-        if role in ("actor", *roles) and line.ours not in settings and line.value != budget:
-            yield Line("default", line.text, line.ours, line.value)
+def _fsdp_defaults(settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
     actor = "actor.megatron.recompute_granularity"
     critic = "critic.megatron.recompute_granularity"
     if actor not in settings:
@@ -107,25 +104,22 @@ def fsdp_offload(key: str, value: Any, verl: Settings) -> Line:
 
 
 def ulysses(key: str, value: Any, verl: Settings) -> Line:
-    """Convert Ulysses' sequence parallelism: tensor parallelism with sequence_parallel shards activations alike."""
+    """Convert Ulysses' sequence parallelism, which is context parallelism. A token budget is of one rank in both."""
     if value in (None, 1):
         return Line("implied", "off")
     if not is_fsdp(verl):
         return Line("not needed", "it is of FSDP")
     role = key.partition(".")[0]
-    text = "with sequence_parallel a rank has as many of the tokens between layers, and of the heads in attention"
-    return renamed(f"{role}.megatron.tensor_model_parallel_size", value, text)
+    return renamed(f"{role}.megatron.context_parallel_size", value)
 
 
-def token_budget(key: str, value: Any, verl: Settings) -> Line:
-    """Convert a token budget, which with Ulysses is of each of the ranks that share a micro-batch."""
+def context_size(key: str, verl: Settings) -> int:
+    """Return the ranks that share each sequence in a role's passes, by Ulysses or by context parallelism."""
     role = key.partition(".")[0]
-    own = [verl.get(f"{role}.{section}ulysses_sequence_parallel_size") for section in ("", "fsdp_config.", "fsdp.")]
-    actor = [verl.get(f"actor.{section}ulysses_sequence_parallel_size") for section in ("", "fsdp_config.")]
-    sizes = [size for size in (own if role == "critic" else [*own, *actor]) if type(size) is int]
-    if not is_fsdp(verl) or type(value) is not int or not sizes or sizes[0] == 1:
-        return same(key, value)
-    return same(key, value * sizes[0], f"{value} of each of {sizes[0]} ranks")
+    ulysses_keys = [f"{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config.", "fsdp.")]
+    names = ulysses_keys if is_fsdp(verl) else ["megatron.context_parallel_size"]
+    sizes = (verl.get(f"{of}.{name}") for of in ([role] if role == "critic" else [role, "actor"]) for name in names)
+    return next((size for size in sizes if type(size) is int), 1)
 
 
 def virtual_chunks(key: str, value: Any, verl: Settings) -> Line:

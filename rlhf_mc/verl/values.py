@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
+from rlhf_mc.config.roles import tokens_on_rank
 from rlhf_mc.verl import correction, parallelism
 from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same, split_patterns
 
@@ -103,14 +104,14 @@ def _micro_batch(key: str, value: Any, verl: Settings) -> Line:
         return Line("not supported", "it is not an integer")
     name = key.partition("micro_batch_size")[0]
     name = "reward_model.forward_" if name == "reward_model." else name
-    longest = _longest_sequence(verl)
+    longest = tokens_on_rank(_longest_sequence(verl), parallelism.context_size(key, verl))
     return renamed(f"{name}max_token_len_per_gpu", value * longest, f"{value} sequences of {longest} tokens")
 
 
 def _token_budget(key: str, value: Any, verl: Settings) -> Line:
     if not is_dynamic(key, verl):
         return Line("not needed", "use_dynamic_bsz is off: the number of sequences is converted")
-    return parallelism.token_budget(key, value, verl)
+    return same(key, value)
 
 
 def _dynamic(key: str, value: Any, verl: Settings) -> Line:

@@ -57,17 +57,18 @@ def log_probs(
     budget: int,
     ep: int = 1,
     vpp: int = 1,
+    cp: int = 1,
     **megatron: Any,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return for each checkpoint (log-probs [R], entropies [R]) by ModelEngine.score."""
     out = {}
-    with mesh_groups(tp, pp, ep, vpp) as groups:
+    with mesh_groups(tp, pp, ep, vpp, cp) as groups:
         for checkpoint in checkpoints:
             engine = make_engine(checkpoint, "actor", groups, **megatron)
             vocab = engine.shape.vocab_size
 
             def entropy_head(model: object, states: torch.Tensor, micro: MicroBatch, v: int = vocab) -> torch.Tensor:
-                return log_probs_and_entropy(model, states, micro.targets, v, TEMPERATURE)[1]
+                return micro.all_results(log_probs_and_entropy(model, states, micro.targets, v, TEMPERATURE)[1])
 
             out[checkpoint] = (
                 score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), budget),
@@ -77,10 +78,10 @@ def log_probs(
 
 
 def scores_and_values(
-    checkpoint: str, tp: int, pp: int, batch: RaggedBatch, **megatron: Any
+    checkpoint: str, tp: int, pp: int, batch: RaggedBatch, cp: int = 1, **megatron: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (each sequence's score, each response token's value) by the checkpoint's own value head."""
-    with mesh_groups(tp, pp) as groups:
+    with mesh_groups(tp, pp, cp=cp) as groups:
         engine = reward_engine(checkpoint, groups, **megatron)
         return score_sequences(engine, batch, 32), score_tokens(engine, batch, value_head, 32)
 
@@ -105,8 +106,8 @@ def reward_engine(checkpoint: str, groups: ProcessGroups, **megatron: Any) -> Mo
     """Return the model of a classifier of one label, in float32 and in the layout of the groups."""
     reader = HFReader(checkpoint)
     mesh = groups.mesh
-    layout = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp, "dtype": "float32"}
-    engine = ModelEngine("reward_model", reader.shape(value_head=True), MegatronConfig(**layout, **megatron), groups)
+    config = MegatronConfig(mesh.tp, mesh.pp, mesh.cp, dtype="float32", **megatron)
+    engine = ModelEngine("reward_model", reader.shape(value_head=True), config, groups)
     import_hf(reader, engine_layouts(engine)[groups.rank], engine.params)
     return engine
 
@@ -119,6 +120,7 @@ def gradients(
     ep: int = 1,
     vpp: int = 1,
     chunk_logits: int = heads.CHUNK_LOGITS,
+    cp: int = 1,
     **megatron: Any,
 ) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Return for each job (statistics, gradient of each logical tensor as gathered on this rank). `chunk_logits`
@@ -126,7 +128,7 @@ def gradients(
     """
     out = {}
     engines: dict[tuple[str, Role], ModelEngine] = {}
-    with mesh_groups(tp, pp, ep, vpp) as groups, mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
+    with mesh_groups(tp, pp, ep, vpp, cp) as groups, mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
         for job in jobs:
             key = (job.checkpoint, job.role)
             if key not in engines:
@@ -142,7 +144,9 @@ def gradients(
     return out
 
 
-def saved_activations(checkpoint: str, batch: RaggedBatch, **megatron: Any) -> tuple[int, dict[str, torch.Tensor]]:
+def saved_activations(
+    checkpoint: str, batch: RaggedBatch, cp: int = 1, **megatron: Any
+) -> tuple[int, dict[str, torch.Tensor]]:
     """Return (bytes of activations that the forward pass of one micro-batch saves for backward, the gradients)."""
     saved: dict[int, int] = {}
     bytes_at_loss: list[int] = []
@@ -152,7 +156,7 @@ def saved_activations(checkpoint: str, batch: RaggedBatch, **megatron: Any) -> t
         saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with mesh_groups(1, 1) as groups:
+    with mesh_groups(1, 1, cp=cp) as groups:
         engine = make_engine(checkpoint, "actor", groups, **megatron)
         engine.make_trainable(OptimConfig(), total_steps=1)
         objective = _objective(engine, batch, "token-mean")
@@ -175,11 +179,18 @@ def saved_activations_of(modules: list[str], checkpoint: str, batch: RaggedBatch
 
 
 def weights_after_steps(
-    checkpoint: str, tp: int, pp: int, batch: RaggedBatch, distributed_optimizer: bool, optim: OptimConfig, steps: int
+    checkpoint: str,
+    tp: int,
+    pp: int,
+    batch: RaggedBatch,
+    distributed_optimizer: bool,
+    optim: OptimConfig,
+    steps: int,
+    cp: int = 1,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return (the first step's gradient norm, each logical weight after the steps as gathered on this rank)."""
     norms = []
-    with mesh_groups(tp, pp) as groups:
+    with mesh_groups(tp, pp, cp=cp) as groups:
         engine = make_engine(checkpoint, "actor", groups, use_distributed_optimizer=distributed_optimizer)
         engine.make_trainable(optim, total_steps=1)
         for _ in range(steps):

@@ -76,7 +76,7 @@ WRONG_VLLM = "vllm_layout._RENAMED['.o_proj.'] = '.out_proj.'"
     [
         (
             WRONG_MEGATRON,
-            "actor, rank 0 (TP rank 0, stage 0, DP rank 0, EP rank 0): the layout lacks"
+            "actor, rank 0 (TP rank 0, CP rank 0, stage 0, DP rank 0, EP rank 0): the layout lacks"
             " decoder.layers.0.mlp.linear_fc2.weight",
         ),
         (

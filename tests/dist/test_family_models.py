@@ -66,11 +66,11 @@ def transformers_model(checkpoint: str) -> Reference:
     return Reference(checkpoint)
 
 
-@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("world", "tp", "pp", "cp"), [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)])
 def test_log_probs_and_gradients_match_transformers(
-    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, pp: int
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, pp: int, cp: int
 ) -> None:
-    check_against_transformers(pool(world), {n: workspaces[n] for n in DENSE}, family_batch, tp=tp, pp=pp)
+    check_against_transformers(pool(world), {n: workspaces[n] for n in DENSE}, family_batch, tp=tp, pp=pp, cp=cp)
 
 
 @pytest.mark.parametrize("world", [4])
@@ -84,19 +84,24 @@ def test_more_tp_ranks_than_kv_heads(
     check_against_transformers(pool(world), directories, family_batch, tp=4, pp=1, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.parametrize(("world", "pp", "ep"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("world", "pp", "ep", "cp"),
+    [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2), (4, 1, 4, 2)],
+)
 def test_expert_parallel_layouts_match_transformers(
-    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int
-) -> None:
-    check_against_transformers(pool(world), {n: workspaces[n] for n in EXPERTS}, family_batch, tp=1, pp=pp, ep=ep)
-
-
-@pytest.mark.parametrize(("world", "tp", "ep"), [(2, 2, 1), (4, 2, 2)])
-def test_experts_with_tensor_parallelism_match_transformers(
-    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, ep: int
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int, cp: int
 ) -> None:
     directories = {n: workspaces[n] for n in EXPERTS}
-    check_against_transformers(pool(world), directories, family_batch, tp=tp, pp=1, ep=ep, sequence_parallel=True)
+    check_against_transformers(pool(world), directories, family_batch, tp=1, pp=pp, ep=ep, cp=cp)
+
+
+@pytest.mark.parametrize(("world", "tp", "ep", "cp"), [(2, 2, 1, 1), (4, 2, 2, 1), (4, 2, 2, 2)])
+def test_experts_with_tensor_parallelism_match_transformers(
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, ep: int, cp: int
+) -> None:
+    directories = {n: workspaces[n] for n in EXPERTS}
+    layout = {"tp": tp, "pp": 1, "ep": ep, "cp": cp}
+    check_against_transformers(pool(world), directories, family_batch, **layout, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("world", "family"), [(2, "qwen3"), (2, "gemma")])

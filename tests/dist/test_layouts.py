@@ -106,6 +106,8 @@ def test_every_layout_gives_the_same_training(
         (2, 2, 1, "sequence_parallel=true"),
         (2, 1, 2, "virtual_pipeline_model_parallel_size=2"),
         (2, 1, 1, "recompute_granularity=full"),
+        (2, 1, 1, "context_parallel_size=2"),
+        (4, 2, 1, "context_parallel_size=2"),
     ],
 )
 def test_engine_settings_give_the_same_training(
@@ -148,7 +150,7 @@ def test_role_layouts_give_the_same_training(
         assert "  Megatron-Core's local layers; float32: actor, critic, ref" in result["headlines"]
         rows = {cells[0]: cells[1:] for line in result["headlines"] if (cells := line.split())}
         for role, (tp, pp) in (("actor", actor), ("critic", critic), ("ref", ref)):
-            assert rows[role][:3] == [str(tp), str(pp), str(world // (tp * pp))]
+            assert rows[role][:4] == [str(tp), "1", str(pp), str(world // (tp * pp))]
             assert (rows[role][-2:] == ["-", "-"]) == (role == "ref")
 
 

@@ -4,6 +4,7 @@ losses, for any split of the batch and the model. Whole PPO steps: test_layouts.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def batch(checkpoints: dict[str, str]) -> RaggedBatch:
     """Return a batch of random tokens, with inputs of the losses such that only some tokens are clipped."""
+    return with_loss_inputs(checkpoints["qwen2_tied"], PROMPT_LENS, RESPONSE_LENS)
+
+
+def with_loss_inputs(
+    checkpoint: str, prompt_lens: Sequence[int], response_lens: Sequence[int], seed: int = 5
+) -> RaggedBatch:
     draw = torch.Generator().manual_seed(6)
-    vocab = json.loads((Path(checkpoints["qwen2_tied"]) / "config.json").read_text())["vocab_size"]
-    empty = token_batch(vocab, PROMPT_LENS, RESPONSE_LENS)
-    responses = sum(RESPONSE_LENS)
-    log_probs = transformers_model(checkpoints["qwen2_tied"]).log_probs(empty)[0].detach()
+    vocab = json.loads((Path(checkpoint) / "config.json").read_text())["vocab_size"]
+    empty = token_batch(vocab, prompt_lens, response_lens, seed)
+    responses = sum(response_lens)
+    log_probs = transformers_model(checkpoint).log_probs(empty)[0].detach()
 
     def noise(scale: float) -> torch.Tensor:
         return scale * torch.randn(responses, generator=draw)
@@ -88,6 +95,11 @@ def transformers_model(checkpoint: str) -> Reference:
         (4, 1, 1, {}),
         (2, 2, 1, {"sequence_parallel": True}),
         (2, 1, 2, {"vpp": 2}),
+        (2, 1, 1, {"cp": 2}),
+        (4, 1, 1, {"cp": 4}),
+        (4, 2, 1, {"cp": 2}),
+        (4, 1, 2, {"cp": 2}),
+        (4, 2, 1, {"cp": 2, "sequence_parallel": True}),
     ],
 )
 def test_log_probs_and_entropy_match_transformers(
@@ -135,12 +147,32 @@ def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
 
 
 # Each pair of axes. One axis alone: the tests of engine settings and of replicas without sequences below.
-@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (4, 2, 2), (4, 2, 1), (4, 1, 2)])
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "cp"),
+    [(1, 1, 1, 1), (4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 1, 1, 2), (4, 2, 1, 2), (4, 1, 2, 2), (4, 1, 1, 4)],
+)
 def test_gradient_does_not_depend_on_layout_or_micro_batches(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, cp: int
 ) -> None:
     jobs = gradient_jobs(checkpoints)
-    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch), batch)
+    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, cp=cp, batch=batch), batch)
+
+
+@pytest.mark.parametrize(("world", "cp"), [(2, 2), (4, 2), (4, 4)])
+def test_context_parallel_ranks_share_sequences_of_any_length(
+    pool: Any, checkpoints: dict[str, str], world: int, cp: int
+) -> None:
+    """Take sequences of fewer than 2 x cp tokens, of one token more than a multiple, and a long one among them."""
+    prompt_lens = (1, 1, 2, 1, 3, 60)
+    response_lens = (1, 2, 1, 16, 13, 61)
+    # Of this seed no token is the padding token, whose embedding has no gradient in transformers.
+    batch = with_loss_inputs(checkpoints["qwen2_tied"], prompt_lens, response_lens, seed=0)
+    jobs = [
+        Job(checkpoints["qwen2_untied"], role, "seq-mean-token-mean", budget, sequences)
+        for role in ("actor", "critic")
+        for budget, sequences in ((BIG, (0, 1, 2, 3, 4, 5)), (128, (0, 1, 2, 3, 4, 5)), (BIG, (2,)), (BIG, (0, 1)))
+    ]
+    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=1, pp=1, cp=cp, batch=batch), batch)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -153,6 +185,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "virtual pipeline": {"vpp": 2},
     "virtual pipeline, full recomputation": {"vpp": 2, "recompute_granularity": "full"},
     "virtual pipeline, sequence parallel": {"vpp": 2, "sequence_parallel": True},
+    "context parallel": {"cp": 2},
+    "context parallel, selective recomputation": {"cp": 2, "recompute_granularity": "selective"},
+    "context parallel, sequence parallel": {"cp": 2, "sequence_parallel": True},
+    "context parallel, virtual pipeline": {"cp": 2, "vpp": 2, "recompute_granularity": "full"},
 }
 """Settings that must not change a gradient."""
 
@@ -172,6 +208,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         (4, 2, 2, "sequence parallel"),
         (4, 1, 2, "virtual pipeline"),
         (4, 2, 2, "virtual pipeline, sequence parallel"),
+        (2, 1, 1, "context parallel"),
+        (2, 1, 1, "context parallel, selective recomputation"),
+        (4, 2, 1, "context parallel, sequence parallel"),
+        (4, 1, 2, "context parallel, virtual pipeline"),
     ],
 )
 def test_gradient_does_not_depend_on_engine_settings(
@@ -213,6 +253,22 @@ def test_recomputation_is_bit_exact_and_saves_memory(
     assert saved["full"] < 0.25 * saved[None]
 
 
+@pytest.mark.parametrize(("world", "cp"), [(2, 2), (4, 4)])
+def test_a_context_parallel_rank_saves_its_share_of_activations(
+    pool: Any, checkpoints: dict[str, str], world: int, cp: int
+) -> None:
+    checkpoint = checkpoints["qwen2_tied"]
+    batch = with_loss_inputs(checkpoint, (40, 1), (200, 39))
+    saved = {
+        size: [
+            most
+            for most, _ in pool(ranks).run(model_cases.saved_activations, checkpoint=checkpoint, batch=batch, **layout)
+        ]
+        for size, ranks, layout in ((1, 1, {"recompute_granularity": "selective"}), (cp, world, {"cp": cp}))
+    }
+    assert max(saved[cp]) < 1.02 * saved[1][0] / cp
+
+
 def test_recomputation_of_the_mlp_is_bit_exact_and_saves_memory(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch
 ) -> None:
@@ -227,8 +283,15 @@ def test_recomputation_of_the_mlp_is_bit_exact_and_saves_memory(
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "sequences"),
-    [(2, 1, 1, (2,)), (4, 1, 1, (5, 1)), (4, 2, 1, (2,)), (4, 1, 2, (2,))],
+    ("world", "tp", "pp", "cp", "sequences"),
+    [
+        (2, 1, 1, 1, (2,)),
+        (4, 1, 1, 1, (5, 1)),
+        (4, 2, 1, 1, (2,)),
+        (4, 1, 2, 1, (2,)),
+        (4, 1, 1, 2, (1,)),
+        (4, 2, 1, 2, (1,)),
+    ],
 )
 def test_replica_without_sequences_changes_no_gradient(
     pool: Any,
@@ -237,13 +300,14 @@ def test_replica_without_sequences_changes_no_gradient(
     world: int,
     tp: int,
     pp: int,
+    cp: int,
     sequences: tuple[int, ...],
 ) -> None:
     tied = checkpoints["qwen2_tied"]
     untied = checkpoints["qwen2_untied"]
     roles = ((tied, "actor"), (untied, "actor"), (tied, "critic"))
     jobs = [Job(checkpoint, role, "token-mean", BIG, sequences) for checkpoint, role in roles]
-    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch), batch)
+    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, cp=cp, batch=batch), batch)
 
 
 def test_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatch) -> None:
@@ -257,17 +321,20 @@ def test_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatc
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "family"),
+    ("world", "tp", "pp", "family", "cp"),
     [
-        (2, 1, 1, "qwen2_untied"),
-        (4, 2, 1, "qwen2_untied"),
-        (4, 2, 1, "qwen2_one_kv_head"),
-        (4, 1, 2, "qwen2_untied"),
-        (4, 1, 1, "qwen2_untied"),
+        (2, 1, 1, "qwen2_untied", 1),
+        (4, 2, 1, "qwen2_untied", 1),
+        (4, 2, 1, "qwen2_one_kv_head", 1),
+        (4, 1, 2, "qwen2_untied", 1),
+        (4, 1, 1, "qwen2_untied", 1),
+        (2, 1, 1, "qwen2_untied", 2),
+        (4, 1, 1, "qwen2_untied", 2),
+        (4, 2, 1, "qwen2_one_kv_head", 2),
     ],
 )
 def test_distributed_optimizer_takes_the_same_steps(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, family: str
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, family: str, cp: int
 ) -> None:
     checkpoint = checkpoints[family]
     optim = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
@@ -277,6 +344,7 @@ def test_distributed_optimizer_takes_the_same_steps(
             checkpoint=checkpoint,
             tp=tp,
             pp=pp,
+            cp=cp,
             batch=batch,
             distributed_optimizer=distributed,
             optim=optim,

@@ -71,7 +71,7 @@ def test_checkpoint(
     for rank, layout in enumerate(training_layouts(shape, ranks)):
         at = ranks.coordinate(rank)
         state = trained_state(layout, config, ranks, at.pp, (), False, shape.shares_embeddings)
-        replicas = ranks.group_along(rank, "ep", "expert_dp")
+        replicas = ranks.group_along(rank, "cp", "dp")
         assert state.params == measured[rank]["params"]
         assert state.optimizer == max(measured[other]["optimizer"] for other in replicas)
         planned += saved_bytes(state, ranks)

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),
     "TP 2": (2, ["tensor_model_parallel_size=2"]),
     "DP 2": (2, []),
+    "CP 2": (2, ["context_parallel_size=2"]),
     "PP 2 of 2 chunks": (2, ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"]),
     "TP 4 of 2 KV heads": (4, ["tensor_model_parallel_size=4"]),
     "TP 2 x DP 2": (4, ["tensor_model_parallel_size=2"]),
@@ -111,7 +112,7 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
     return out
 
 
-@pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2", "DP 2"])
+@pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2", "DP 2", "CP 2"])
 def test_resume_on_same_layout_is_bit_exact(runs: UninterruptedRuns, tmp_path: Path, layout: str) -> None:
     (tmp_path / SUCCESS_FILE).write_text("an earlier run's")
     resumed = runs.resumed(layout, layout, tmp_path)
@@ -196,6 +197,8 @@ def test_file_modes_follow_the_umask(runs: UninterruptedRuns, tmp_path: Path) ->
     [
         ("TP 2", "one rank"),
         ("DP 2", "PP 2 of 2 chunks"),
+        ("one rank", "CP 2"),
+        ("CP 2", "one rank"),
         ("DP 2", "TP 4 of 2 KV heads"),
     ],
 )

@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "settings"),
-    [(1, 1, 1, {}), (2, 1, 1, {}), (2, 1, 2, {}), (2, 2, 1, {"sequence_parallel": True})],
+    [(1, 1, 1, {}), (2, 1, 1, {}), (2, 1, 2, {}), (2, 2, 1, {"sequence_parallel": True}), (2, 1, 1, {"cp": 2})],
 )
 def test_scores_and_values_match_transformers(
     pool: Any, checkpoint: Path, world: int, tp: int, pp: int, settings: dict[str, Any]

@@ -46,6 +46,7 @@ class Case:
     pp: int = 1
     ep: int = 1
     vpp: int = 1
+    cp: int = 1
     layers: int = 2
     ranks: tuple[int, ...] = (0,)
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -127,6 +128,7 @@ CASES: dict[str, Case] = {
     "virtual chunks": Case("llama", layers=4, world=8, tp=2, pp=2, vpp=2, ranks=(0, 1, 2, 4), megatron=DISTRIBUTED),
     "float32, offload": Case("qwen2", megatron={"dtype": "float32", **OFFLOAD}),
     "bfloat16, offload": Case("llama", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),
+    "context parallel": Case("qwen3", world=8, tp=2, cp=2, ranks=(0, 1, 2, 4), megatron={**SEQUENCE, **DISTRIBUTED}),
     "more ranks than KV heads": Case(
         "llama",
         world=8,
@@ -148,6 +150,7 @@ TE_RANKS: dict[str, tuple[int, ...]] = {
     "critic": (0, 4),
     "virtual chunks": (0, 1, 4),
     "bfloat16, offload": (0, 2),
+    "context parallel": (0, 2, 4),
     "more ranks than KV heads": (0, 7),
 }
 """Cases that run with Transformer Engine's layers too -> their ranks."""
@@ -157,6 +160,9 @@ TE_CASES: dict[str, Case] = {
         f"{name}, Transformer Engine": replace(CASES[name], transformer_engine=True, ranks=ranks)
         for name, ranks in TE_RANKS.items()
     },
+    "context parallel a2a, Transformer Engine": Case(
+        "qwen3", world=8, tp=2, cp=2, ranks=(0, 2, 4), transformer_engine=True, megatron={"cp_comm_type": "a2a"}
+    ),
     **{
         f"fp8 {recipe}": Case(
             "llama",

@@ -121,7 +121,7 @@ def _route_evenly(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
 
 def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     gpu.phase = "load"
-    groups = build_groups(Mesh(case.world, case.tp, case.pp, case.ep, vpp=case.vpp))
+    groups = build_groups(Mesh(case.world, case.tp, case.pp, case.ep, vpp=case.vpp, cp=case.cp))
     role: Role = "actor" if case.role == "actor" else "critic"
     engine = make_engine(str(directory / "model"), role, groups, **{"dtype": "bfloat16", **case.megatron})
     batch, micro_batches = _batch(engine)

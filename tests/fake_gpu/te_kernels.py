@@ -262,6 +262,42 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None]
 
 
+def thd_read_half_tensor(x: torch.Tensor, cu_seqlens: torch.Tensor, half: int) -> torch.Tensor:
+    """Return one half of the tokens of each sequence."""
+    _check_devices(x, cu_seqlens)
+    assert cu_seqlens.dtype == torch.int32 and half in (0, 1), (cu_seqlens.dtype, half)
+    dim = x.dim() - 3
+    return x.narrow(dim, 0, x.shape[dim] // 2).clone()
+
+
+def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, is_packed: bool, size: int) -> torch.Tensor:
+    """Return the log-sum-exps of the second half of each sequence."""
+    _check_devices(lse, cu_seqlens)
+    assert is_packed and size * 2 == lse.shape[-1], (size, lse.shape)
+    return lse.new_empty(lse.shape[0], size)
+
+
+def thd_second_half_lse_correction(lse: torch.Tensor, step: torch.Tensor, cu_seqlens: Any, is_packed: bool) -> None:
+    """Check the log-sum-exps of all tokens and of the second half of each sequence."""
+    _check_devices(lse, step, cu_seqlens)
+    assert is_packed and lse.shape[-1] == 2 * step.shape[-1], (lse.shape, step.shape)
+
+
+def thd_out_correction(
+    out: torch.Tensor, step: torch.Tensor, lse: torch.Tensor, lse_step: torch.Tensor, cu_seqlens: Any, half: bool,
+    is_packed: bool,
+) -> None:  # fmt: skip
+    """Check the output of all tokens and of one step."""
+    _check_devices(out, step, lse, lse_step, cu_seqlens)
+    assert out.shape[0] == step.shape[0] * (1 + half), (out.shape, step.shape)
+
+
+def thd_grad_correction(grad: torch.Tensor, step: torch.Tensor, cu_seqlens: Any, first: str, second: str) -> None:
+    """Check the gradient of all tokens and of one step."""
+    _check_devices(grad, step, cu_seqlens)
+    assert grad.shape[-2:] == step.shape[-2:], (grad.shape, step.shape)
+
+
 def fused_rope_forward(x: torch.Tensor, freqs: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return the rotated tensor."""
     _check_devices(x, freqs, *_)

@@ -23,13 +23,14 @@ MESHES = [
     Mesh(4, 2, 2),
     Mesh(8, 4, 2),
     Mesh(4, 1, 2, vpp=2),
+    Mesh(8, 2, 2, cp=2),
 ]
 
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [(family, mesh) for family in ("llama", "qwen2", "gemma") for mesh in MESHES]
-    + [("qwen3_moe", mesh) for mesh in (*MESHES, Mesh(8, 2, 2, ep=2))],
+    + [("qwen3_moe", mesh) for mesh in (*MESHES, Mesh(8, 2, 2, ep=2), Mesh(8, 2, 1, ep=4, cp=2))],
     ids=str,
 )
 @pytest.mark.parametrize("value_head", [False, True])
@@ -38,7 +39,7 @@ def test_layouts_cover_the_checkpoint(family: str, mesh: Mesh, value_head: bool)
     found = training_coverage(shape, mesh, training_layouts(shape, mesh))
     sizes = logical_shapes(shape).values()
     assert (found.num_tensors, found.num_elements) == (len(sizes), sum(map(math.prod, sizes)))
-    assert found.num_held >= found.num_elements * (1 if shape.has_experts else mesh.dp)
+    assert found.num_held >= found.num_elements * (1 if shape.has_experts else mesh.replicas)
     assert mesh.world > 1 or found.num_held == found.num_elements
 
 

@@ -189,6 +189,9 @@ def test_settings_that_do_not_fit_the_world_size_or_files(directory: Path, overr
          "actor.megatron.num_layers_in_first_pipeline_stage 4"),
         (["critic.megatron.pipeline_model_parallel_size=3"],
          "critic.megatron.pipeline_model_parallel_size: 3 does not divide the model's 4 layers"),
+        (["actor.megatron.context_parallel_size=3", "actor.megatron.cp_comm_type=a2a"],
+         "actor.megatron.cp_comm_type: 'a2a' needs KV heads that actor.megatron.context_parallel_size 3 divides; a "
+         "tensor-parallel rank has 2 of the model's 2: set it to p2p (model.path)"),
         (["data.max_response_length=200"], "216 tokens, more than the model's max_position_embeddings 128"),
     ],
 )  # fmt: skip

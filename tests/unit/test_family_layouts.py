@@ -7,6 +7,7 @@ independently of layout.py.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ import torch
 from families import shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_ranks import check_movement, empty, numbered, padded_chunk
+from simulated_ranks import check_movement, empty, make_shape, numbered, padded_chunk
 
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.reshard.layout import EMPTY, Layout, check_mcore, hf_layout, logical_shapes, mcore_layout
-from rlhf_mc.reshard.model_checks import check_layout
+from rlhf_mc.reshard.model_checks import check_layout, cp_comm_type
 from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
 
@@ -303,6 +304,26 @@ def test_error_of_an_invalid_size_names_a_tensor(check: Any, tp: int, message: s
 def test_expert_parallelism_of_a_dense_model_is_rejected() -> None:
     with pytest.raises(UserError, match=r"expert_model_parallel_size 2 \(Megatron\): a qwen3 model has no experts"):
         check_mcore(shape_of("qwen3"), 1, ep_size=2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "cp", "wanted"),
+    [
+        (8, 8, 1, 4, "a2a"),
+        (8, 8, 1, 2, "p2p"),  # the same bytes
+        (8, 8, 1, 3, "p2p"),  # does not divide the KV heads
+        (8, 8, 4, 4, "p2p"),  # nor those of a tensor-parallel rank
+        (8, 4, 1, 2, "p2p"),
+        (8, 4, 1, 4, "a2a"),
+        (28, 4, 1, 4, "p2p"),
+        (28, 4, 8, 2, "p2p"),
+    ],
+)
+def test_context_parallel_ranks_move_fewer_bytes(heads: int, kv_heads: int, tp: int, cp: int, wanted: str) -> None:
+    shape = make_shape(num_heads=heads, num_kv_heads=kv_heads)
+    megatron = MegatronConfig(tensor_model_parallel_size=tp, context_parallel_size=cp)
+    assert cp_comm_type(shape, megatron) == wanted
+    assert cp_comm_type(shape, replace(megatron, cp_comm_type="a2a")) == "a2a"
 
 
 @pytest.mark.parametrize(

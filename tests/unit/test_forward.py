@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.forward import pack_micro_batch
+from rlhf_mc.models.context_parallel import Context
+from rlhf_mc.models.forward import pack_micro_batch, packed_lengths
 
 
 def make_batch(prompt_lens: list[int], response_lens: list[int]) -> RaggedBatch:
@@ -33,6 +34,29 @@ def test_padding_is_a_separate_sequence_without_targets(multiple_of: int, padded
     assert micro.packed.positions.tolist() == [*range(4), *range(7), *range(padded - 11)]
     for name in ("logit_positions", "targets", "response_index"):
         assert getattr(micro, name).tolist() == getattr(plain, name).tolist()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("at_last_token", [False, True])
+@pytest.mark.parametrize("multiple_of", [1, 3])
+def test_context_parallel_ranks_have_each_token_and_each_result_once(
+    size: int, at_last_token: bool, multiple_of: int
+) -> None:
+    batch = make_batch([3, 2, 1, 9], [4, 2, 1, 12])
+    plain = pack_micro_batch(batch, [0, 1, 2, 3], at_last_token=at_last_token)
+    contexts = [Context(size=size, rank=rank) for rank in range(size)]
+    parts = [pack_micro_batch(batch, [0, 1, 2, 3], multiple_of, context, at_last_token) for context in contexts]
+    assert sorted(t for part in parts for t in part.tokens[0].tolist() if t) == sorted(plain.tokens[0].tolist())
+    assert sorted(i for part in parts for i in part.own_results.tolist()) == list(range(len(plain.response_index)))
+    for context, part in zip(contexts, parts, strict=True):
+        (length,) = packed_lengths(batch, [[0, 1, 2, 3]], multiple_of, context)
+        assert part.tokens.shape == (1, length) and length % multiple_of == 0
+        assert part.response_index.tolist() == plain.response_index.tolist()
+        assert part.targets.tolist() == plain.targets[part.own_results].tolist()
+        before = plain.tokens[0, plain.logit_positions[part.own_results]]
+        assert part.tokens[0, part.logit_positions].tolist() == before.tolist()
+        position = plain.packed.positions[plain.logit_positions[part.own_results]]
+        assert part.packed.positions[part.logit_positions].tolist() == position.tolist()
 
 
 def test_dummy_micro_batch_can_be_padded() -> None:

@@ -218,8 +218,12 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.actor.optim.min_lr_ratio", "x", ("not supported", None, None)),
         ("trainer.logger", 1, ("same", "trainer.logger", ["jsonl"])),
         ("actor_rollout_ref.actor.optim.override_optimizer_config", {}, ("implied", None, None)),
-        ("actor_rollout_ref.actor.megatron.context_parallel_size", 1, ("implied", None, None)),
-        ("actor_rollout_ref.actor.megatron.context_parallel_size", 2, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size", 2,
+         ("same", "actor.megatron.context_parallel_size", 2)),
+        ("critic.megatron.context_parallel_size", 2, ("same", "critic.megatron.context_parallel_size", 2)),
+        ("actor_rollout_ref.ref.megatron.override_transformer_config.cp_comm_type", "a2a",
+         ("renamed", "ref.megatron.cp_comm_type", "a2a")),
+        ("actor_rollout_ref.actor.megatron.dynamic_context_parallel", True, ("not supported", None, None)),
         ("actor_rollout_ref.actor.megatron.sequence_parallel", True, ("implied", None, None)),
         ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size", 4, ("not needed", None, None)),
         ("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size", 1,
@@ -246,7 +250,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("critic.model.enable_gradient_checkpointing", False,
          ("renamed", "critic.megatron.recompute_granularity", None)),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 4,
-         ("renamed", "actor.megatron.tensor_model_parallel_size", 4)),
+         ("renamed", "actor.megatron.context_parallel_size", 4)),
         ("actor_rollout_ref.actor.ppo_micro_batch_size", 64,
          ("renamed", "actor.ppo_max_token_len_per_gpu", 8 * 1024)),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 4,
@@ -406,8 +410,10 @@ def test_layouts_that_depend_on_others() -> None:
     assert line_of(checkpointing, True, **sizes)[0] == "not needed", "verl's Megatron does not read it"
     ulysses: dict[str, Any] = {"actor__ulysses_sequence_parallel_size": 2, "actor__use_dynamic_bsz": True}
     for key in ("actor.ppo_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"):
-        assert line_of(key, 9000, **ulysses) == ("same", key, 18000)
-    assert line_of("critic.ppo_max_token_len_per_gpu", 9000, **ulysses)[2] == 9000
+        assert line_of(key, 9000, **ulysses) == ("same", key, 9000), "of one rank"
+    del ulysses["actor__use_dynamic_bsz"]
+    for key, tokens in (("ref.log_prob", 3 * 512), ("critic.ppo", 3 * 1024)):
+        assert line_of(f"{key}_micro_batch_size_per_gpu", 3, **ulysses)[2] == tokens
     aggregation = "actor.loss_agg_mode"
     for loss, ours in (("gspo", "seq-mean-token-mean"), ("sapo", "seq-mean-token-mean"), ("cispo", "token-mean")):
         assert line_of(aggregation, "token-mean", actor__policy_loss__loss_mode=loss)[2] == ours

@@ -122,10 +122,23 @@ def test_plan_from_tp_2_to_rollout_tp_3_is_exact() -> None:
     check_movement(make_plan(training.layouts(), target, 8, 1000), training.expected(), want, target, 1000)
 
 
-@pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(8, 4, 1, 2), (8, 2, 2, 4), (8, 2, 1, 8), (4, 1, 2, 2)])
-def test_stride_rule_is_optimal_where_one_size_divides_the_other(world: int, tp: int, pp: int, rollout_tp: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "rollout_tp", "cp"),
+    [
+        (8, 4, 1, 2, 1),
+        (8, 2, 2, 4, 1),
+        (8, 2, 1, 8, 1),
+        (4, 1, 2, 2, 1),
+        (8, 4, 1, 2, 2),
+        (8, 2, 1, 8, 4),
+        (8, 1, 2, 2, 2),
+    ],
+)
+def test_stride_rule_is_optimal_where_one_size_divides_the_other(
+    world: int, tp: int, pp: int, rollout_tp: int, cp: int
+) -> None:
     shape = make_shape(num_layers=2, num_heads=8, num_kv_heads=8, vocab_size=128)
-    mesh = Mesh(world, tp, pp)
+    mesh = Mesh(world, tp, pp, cp=cp)
     groups = choose_rollout_groups(shape, mesh, rollout_tp, vllm_layout)
     assert groups == rollout_groups(mesh, rollout_tp)
     assert received(shape, mesh, groups) == fewest_bytes(shape, mesh, rollout_tp)

@@ -277,7 +277,7 @@ def test_job_takes_a_script_of_verls(tmp_path: Path) -> None:
     facts = [json.loads((tmp_path / f"preflight.{node}.json").read_text()) for node in ("a", "b")]
     assert facts[0]["config"] == facts[1]["config"] and "cannot" not in facts[0]["config"]
 
-    refused = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
+    refused = "actor_rollout_ref.actor.qat.enable=True"
     (tmp_path / "refused").mkdir()
     assert preflight(tmp_path / "refused", "probe", "--verl", str(script), refused).returncode == 0
     done = preflight(tmp_path / "refused", "compare", "1")

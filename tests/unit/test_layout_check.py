@@ -88,7 +88,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         (
             "self_attention.linear_proj.weight",
             {"hf": {"model.layers.{i}.self_attn.o_proj.weight": ("q", "hidden")}},
-            "actor, rank 0 (TP rank 0, stage 0, DP rank 0, EP rank 0): "
+            "actor, rank 0 (TP rank 0, CP rank 0, stage 0, DP rank 0, EP rank 0): "
             "decoder.layers.0.self_attention.linear_proj.weight is split along dimension 1 in Megatron-Core's model and"
             " 0 in the layout",
         ),

@@ -84,15 +84,18 @@ def test_expert_parallel_ranks_are_neighbouring_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "ep"),
-    [(1, 1, 1, 1), (4, 2, 2, 1), (8, 2, 2, 1), (8, 2, 1, 2), (16, 2, 2, 2), (16, 1, 2, 4), (24, 2, 3, 2)],
-)
-def test_groups_match_megatron_core(world: int, tp: int, pp: int, ep: int) -> None:
+    ("world", "tp", "pp", "ep", "cp"),
+    [
+        (1, 1, 1, 1, 1), (4, 2, 2, 1, 1), (8, 2, 2, 1, 1), (8, 2, 1, 2, 1), (16, 2, 2, 2, 1), (16, 1, 2, 4, 1),
+        (24, 2, 3, 2, 1), (16, 2, 2, 1, 2), (32, 2, 2, 2, 4), (32, 2, 2, 4, 2), (24, 2, 1, 6, 4), (48, 2, 2, 2, 3),
+    ],
+)  # fmt: skip
+def test_groups_match_megatron_core(world: int, tp: int, pp: int, ep: int, cp: int) -> None:
     """Compare with RankGenerator, from which initialize_model_parallel builds its groups."""
-    mesh = Mesh(world, tp, pp, ep)
+    mesh = Mesh(world, tp, pp, ep, cp=cp)
     order = "tp-cp-ep-dp-pp"
-    dense = RankGenerator(tp=tp, ep=1, dp=mesh.dp, pp=pp, cp=1, order=order)
-    experts = RankGenerator(tp=tp, ep=ep, dp=mesh.dp // ep, pp=pp, cp=1, order=order)
+    dense = RankGenerator(tp=tp, ep=1, dp=mesh.dp, pp=pp, cp=cp, order=order)
+    experts = RankGenerator(tp=tp, ep=ep, dp=mesh.replicas // ep, pp=pp, cp=1, order=order)
     of_dense = {
         **{name: name for name in ("tp", "pp", "dp", "cp")},
         **{"mp": "tp-pp", "tp_cp": "tp-cp", "dp_cp": "dp-cp", "tp_dp_cp": "tp-dp-cp"},

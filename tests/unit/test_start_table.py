@@ -17,16 +17,16 @@ def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> Non
     ]
     found = table(
         [
-            ModelRow("actor", ("8", "16x4", "1024", "64"), ranks),
-            ModelRow("reward_models.a_very_long_name", ("1", "1", "2", "1"), [RankShare(620_000, 2_480_000)]),
-            ModelRow("rollout", ("1", "1", "2", "-"), [RankShare(620_000, 2_480_000)]),
+            ModelRow("actor", ("8", "2", "16x4", "1024", "64"), ranks),
+            ModelRow("reward_models.a_very_long_name", ("1", "1", "1", "2", "1"), [RankShare(620_000, 2_480_000)]),
+            ModelRow("rollout", ("1", "1", "1", "2", "-"), [RankShare(620_000, 2_480_000)]),
         ]
     )
     assert found == [
-        "a rank holds              tp   pp   dp  ep  params   weights gradients optimizer",
-        "actor                      8 16x4 1024  64   8.75B   17.5 GB  40.0 MB*  1.00 GB*",
-        "..odels.a_very_long_name   1    1    2   1  620.0k   2.48 MB         -         -",
-        "rollout                    1    1    2   -  620.0k   2.48 MB         -         -",
+        "a rank holds          tp  cp   pp   dp  ep  params   weights gradients optimizer",
+        "actor                  8   2 16x4 1024  64   8.75B   17.5 GB  40.0 MB*  1.00 GB*",
+        "..s.a_very_long_name   1   1    1    2   1  620.0k   2.48 MB         -         -",
+        "rollout                1   1    1    2   -  620.0k   2.48 MB         -         -",
         "  * on the device in the phases that need it, else offloaded to the host",
     ]
 
@@ -55,5 +55,5 @@ def test_size(num_bytes: float, text: str) -> None:
 @example([9_999_950_000_000] * 4, "a", {"params", "grads", "optimizer"}, "")
 @pytest.mark.slow
 def test_no_line_is_wider_than_80(numbers: list[int], role: str, offloaded: set[str], note: str) -> None:
-    rows = [ModelRow(role, ("999", "99x9", "9999", "999"), [RankShare(*numbers, frozenset(offloaded))])]
+    rows = [ModelRow(role, ("999", "999", "99x9", "9999", "999"), [RankShare(*numbers, frozenset(offloaded))])]
     assert all(len(line) <= 80 for line in (*table(rows), *notes([note])))

@@ -16,6 +16,8 @@ import torch
 from rlhf_mc import platform
 from rlhf_mc.checkpoint import convert
 from rlhf_mc.config.errors import NodeError
+from rlhf_mc.models import transformer_engine
+from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.transformer_engine import (
     has_packed_attention,
     import_transformer_engine,
@@ -41,6 +43,25 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     yield install
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
+
+
+def test_tokens_of_context_parallel_ranks_are_ordered_as_transformer_engine_orders_them() -> None:
+    """Take the example of its reorder_seq_chunks_before_a2a_after_attn_thd."""
+    sequences = torch.tensor([*range(8), *range(8), *range(8), *range(16)])
+    bounds = torch.tensor([0, 8, 16, 24, 40], dtype=torch.int32)
+    by_rank = torch.tensor(
+        [
+            [0, 7, 0, 7, 0, 7, 0, 1, 14, 15],
+            [1, 6, 1, 6, 1, 6, 2, 3, 12, 13],
+            [2, 5, 2, 5, 2, 5, 4, 5, 10, 11],
+            [3, 4, 3, 4, 3, 4, 6, 7, 8, 9],
+        ]
+    ).flatten()
+    assert torch.equal(transformer_engine._to_ranks(sequences, bounds, 4), by_rank)
+    assert torch.equal(transformer_engine._to_sequences(by_rank, bounds, torch.empty(0), 4), sequences)
+    for rank, tokens in enumerate(by_rank.view(4, -1)):
+        own = Context(size=4, rank=rank).own_tokens(bounds.diff().numpy())
+        assert torch.equal(sequences[own], tokens)
 
 
 def test_a_machine_without_it_uses_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:

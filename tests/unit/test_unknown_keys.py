@@ -52,8 +52,8 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
         ("reward_model.enable", "use reward_model.model_path (null: no reward model)"),
         ("trainer.max_skipped_updates_in_a_row", "it is 3: leave it out"),
         ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "micro-batches are always by token budget"),
-        ("actor.megatron.context_parallel_size", "context parallelism is not supported"),
-        ("actor_rollout_ref.actor.megatron.context_parallel_size", "tensor_model_parallel_size with sequence_parallel"),
+        ("actor.ulysses_sequence_parallel_size", "use megatron.context_parallel_size"),
+        ("actor.megatron.dynamic_context_parallel", "use megatron.context_parallel_size"),
     ],
 )
 def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: str) -> None:

@@ -35,6 +35,14 @@ from rlhf_mc.config.fields import leaf_hints, number_range
         ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
         ("ref.log_prob_max_token_len_per_gpu=1",),  # no KL term: no reference pass
         ("reward_model.forward_max_token_len_per_gpu=1",),  # no reward model
+        (
+            "actor.megatron.context_parallel_size=2",
+            "critic.megatron.context_parallel_size=1",
+            "actor.ppo_max_token_len_per_gpu=512",
+            "rollout.log_prob_max_token_len_per_gpu=512",
+        ),
+        # Experts are sharded over context-parallel ranks too.
+        ("actor.megatron.context_parallel_size=4", "actor.megatron.expert_model_parallel_size=4"),
         (  # it truncates its own tokens
             "reward_model.model_path=rm",
             "reward_model.tokenizer_path=rm",
@@ -93,7 +101,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("actor.megatron.tensor_model_parallel_size=4", "actor.megatron.pipeline_model_parallel_size=2"), ("= 8",)),
         (
             ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.expert_model_parallel_size=4"),
-            ("expert_model_parallel_size 4 does not divide the 2 data-parallel replicas", "what would: 1, 2"),
+            ("expert_model_parallel_size 4 does not divide the 2 replicas", "what would: 1, 2"),
         ),
         (
             ("actor.megatron.virtual_pipeline_model_parallel_size=2",),
@@ -151,12 +159,22 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
             ("critic.megatron.pipeline_model_parallel_size=3",),
             ("critic.megatron.tensor_model_parallel_size 1 x critic.megatron.pipeline_model_parallel_size 3 = 3",),
         ),
+        (
+            ("actor.megatron.context_parallel_size=3",),
+            ("x actor.megatron.context_parallel_size 3 = 3 does not divide", "1, 2, 4"),
+        ),
+        (("actor.megatron.context_parallel_size=0",), ("actor.megatron.context_parallel_size is 0",)),
+        (("actor.megatron.cp_comm_type=all_gather",), ("actor.megatron.cp_comm_type", "p2p", "a2a")),
+        (
+            ("actor.megatron.context_parallel_size=4", "critic.ppo_max_token_len_per_gpu=255"),
+            ("critic.ppo_max_token_len_per_gpu is 255", "= 1024, of which each of 4 ranks has 256"),
+        ),
         (("ref.megatron.tensor_model_parallel_size=8",), ("ref.megatron.tensor_model_parallel_size 8", "1, 2, 4")),
         (("critic.megatron.tensor_model_parallel_size=0",), ("critic.megatron.tensor_model_parallel_size is 0",)),
         (
             ("actor.megatron.tensor_model_parallel_size=4", "critic.megatron.expert_model_parallel_size=4",
              "critic.megatron.tensor_model_parallel_size=2"),
-            ("critic.megatron.expert_model_parallel_size 4 does not divide the 2 data-parallel replicas",),
+            ("critic.megatron.expert_model_parallel_size 4 does not divide the 2 replicas",),
         ),
         (
             ("ref.megatron.sequence_parallel=true",),

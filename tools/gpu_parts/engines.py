@@ -73,9 +73,9 @@ def shared_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1) -> Iterator[ProcessGroups]:
+def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1, cp: int = 1) -> Iterator[ProcessGroups]:
     """Build the process groups of a layout."""
-    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp))
+    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp, cp=cp))
 
 
 def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: Any) -> ModelEngine:
@@ -87,6 +87,7 @@ def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: 
         pipeline_model_parallel_size=groups.mesh.pp,
         virtual_pipeline_model_parallel_size=groups.mesh.vpp if groups.mesh.vpp > 1 else None,
         expert_model_parallel_size=groups.mesh.ep,
+        context_parallel_size=groups.mesh.cp,
         **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
     )
     engine = ModelEngine(role, shape, config, groups)

@@ -1,0 +1,88 @@
+"""Context parallelism: the part of each packed sequence that a rank has, and the exchanges between the ranks that share
+the sequences of a micro-batch. Attention over all parts is in layers.py, and on GPUs Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.data.batch import ragged_indices
+from rlhf_mc.topology.groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share the sequences of a micro-batch, one rank by default.
+
+    Each sequence is padded to 2 x size chunks of equal length, and rank r has the chunks r and 2 x size - 1 - r: causal
+    attention then costs every rank the same. It is Transformer Engine's split (attn_forward_func_with_cp)."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
+
+    @staticmethod
+    def of(groups: ProcessGroups) -> Context:
+        """Return the context-parallel ranks of a mesh."""
+        size = groups.mesh.cp
+        return Context(groups.collection.cp, size, groups.coordinate.cp) if size > 1 else ONE_RANK
+
+    def padded(self, lens: np.ndarray) -> np.ndarray:
+        """Return the lengths of sequences after padding."""
+        return lens if self.size == 1 else -(-lens // (2 * self.size)) * (2 * self.size)
+
+    def multiple(self, multiple_of: int) -> int:
+        """Return the number of which the tokens of all ranks together are a multiple, if those of one rank are to be a
+        multiple of `multiple_of`."""
+        return multiple_of if self.size == 1 else math.lcm(2, multiple_of) * self.size
+
+    def own_tokens(self, lens: np.ndarray) -> np.ndarray:
+        """Return the positions of this rank's tokens in packed sequences of these padded lengths: [T / size]."""
+        chunks = 2 * self.size
+        first = np.arange(len(lens))[:, None] * chunks
+        return ragged_indices(np.repeat(lens // chunks, chunks), (first + [self.rank, chunks - 1 - self.rank]).ravel())
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the tensors [size, ...] of all ranks. Every rank of the group must call it."""
+        parts = own.new_empty(self.size, *own.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), own.contiguous(), group=self.group)
+        return parts
+
+    def sum_scattered(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum of `parts` [size, ...] over all ranks. Every rank of the group must call
+        it."""
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(own, parts.contiguous().flatten(0, 1), group=self.group)
+        return own
+
+
+ONE_RANK = Context()
+
+
+class _Joined(torch.autograd.Function):
+    """The results [N] of all ranks, of which this rank has those at `index`. Every rank computes the same loss of them,
+    so the gradient of its own is not summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, index: torch.Tensor, size: int, context: Context) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        out = own.new_zeros(size).index_copy_(0, index, own)
+        dist.all_reduce(out, group=context.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return grad[ctx.saved_tensors[0]], None, None, None
+
+
+def joined(own: torch.Tensor, index: torch.Tensor, size: int, context: Context) -> torch.Tensor:
+    """Return [size] numbers on all ranks of the context, each from the rank that has its position in `index`. Every
+    rank of the context must call it, and compute the same loss of the result."""
+    out: torch.Tensor = _Joined.apply(own, index, size, context)
+    return out
