@@ -88,6 +88,7 @@ RESTRICTED: Mapping[str, Restriction] = {
     "qk_norm": Restriction((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
     "partial_rotary_factor": _ROTATED,
     "rotary_pct": _ROTATED,
+    "router_jitter_noise": Restriction((0,), "vLLM does not add it to the router's inputs"),
     "rotary_emb_fraction": _ROTATED,
     "rotary_emb_base": Restriction((), "use rope_theta"),
     "rope_dim": _ROTATED,
@@ -275,14 +276,14 @@ _ROPE_KEYS = {
 ROPE_TYPES = tuple(_NEEDS)
 
 
-def rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
     """Return (theta, scaling or None), as transformers and vLLM both read them.
 
     transformers 5 has both in `rope_parameters`. Earlier versions have `rope_theta` and `rope_scaling`, in which the
     first versions named the type `type`. The returned scaling has `rope_type` and only the keys that the type reads.
     "dynamic" does not scale up to max_position_embeddings, which no sequence exceeds here."""
     key, given = _rope_dict(config)
-    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = given.get("rope_theta", config.get("rope_theta", default_theta))
     if not _is_number(theta) or theta <= 0:
         raise refused("rope_theta", theta, "expected a positive number")
     if "rope_theta" in given and config.get("rope_theta", theta) not in (theta, None):

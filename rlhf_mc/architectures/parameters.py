@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_mc.architectures.spec import LayerKind, ModelShape
+from rlhf_mc.architectures.spec import FAMILIES, LayerKind, ModelShape
 
 SPLIT_DIMS = frozenset({"q", "kv", "ffn", "expert_ffn", "vocab"})
 """Dimensions that tensor parallelism splits. A tensor has at most one of them; a tensor with none is replicated."""
@@ -83,14 +83,15 @@ def _feed_forward(shape: ModelShape) -> list[Param]:
 
 
 def _experts(shape: ModelShape) -> list[Param]:
-    expert = _HF + "mlp.experts.{e}."
-    gate_up = {f"{expert}{name}_proj.weight": ("expert_ffn", "hidden") for name in ("gate", "up")}
-    down = {f"{expert}down_proj.weight": ("hidden", "expert_ffn")}
+    names = FAMILIES[shape.family].expert_names
+    expert = f"{_HF}{names.block}.experts.{{e}}."
+    gate_up = {f"{expert}{name}.weight": ("expert_ffn", "hidden") for name in (names.gate, names.up)}
+    down = {f"{expert}{names.down}.weight": ("hidden", "expert_ffn")}
     local = _MC + "mlp.experts.local_experts.{e}."
     grouped = _MC + "mlp.experts."
     return [
         _norm("post_attention_layernorm", "pre_mlp_layernorm"),  # the norm before a router is not fused
-        *_linear("mlp.router", {"mlp.gate": ("experts", "hidden")}, bias=False),
+        *_linear("mlp.router", {f"{names.block}.gate": ("experts", "hidden")}, bias=False),
         Param("expert", gate_up, local + "linear_fc1.weight", grouped + "linear_fc1.weight{e}"),
         Param("expert", down, local + "linear_fc2.weight", grouped + "linear_fc2.weight{e}"),
     ]

@@ -6,9 +6,11 @@ ModelShape. A new parameter is a row in parameters.py.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf_mc.architectures import hf_config
@@ -45,6 +47,17 @@ class Traits:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """Names of a mixture of experts' modules in Hugging Face checkpoints."""
+
+    block: str = "mlp"
+    """The module in a layer that has the router, `gate`, and the experts, `experts`."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class Family:
     """The models of one `model_type`."""
 
@@ -55,10 +68,17 @@ class Family:
     """Name of a trait -> key of config.json that sets it."""
     is_moe: bool = False
     """The layers are mixtures of experts."""
+    expert_names: ExpertNames = field(default_factory=ExpertNames)
+    expert_ffn_key: str = "moe_intermediate_size"
+    """Key of config.json with the intermediate size of an expert."""
     activations: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu"})
     """Supported values of hidden_act -> the function that each selects."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of the keys that a config.json may leave out."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that this family does not read from config.json."""
+    rope_theta: float = 10000.0
+    """Value of rope_theta where config.json has none."""
 
     def traits_in(self, config: Mapping[str, Any]) -> dict[str, bool]:
         """Return every trait of the model that a config.json describes, by name."""
@@ -88,6 +108,15 @@ FAMILIES = {
         config_traits=_ATTENTION_BIAS,
         is_moe=True,
         defaults={"norm_topk_prob": False, "num_key_value_heads": 4, **_NO_WINDOW},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        is_moe=True,
+        expert_names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        expert_ffn_key="intermediate_size",
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        fixed={"norm_topk_prob": True},
+        rope_theta=1e6,
     ),
     "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
     "gemma": Family(
@@ -122,7 +151,9 @@ class ModelShape(Traits):
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     activation: Activation = "silu"
     num_experts: int = 0
-    """Experts of each layer; 0: the layers are dense."""
+    """Experts of each layer that has them; 0: all layers are dense."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers of a mixture of experts that are dense."""
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     """Intermediate size of one expert; a dense layer has ffn_hidden_size."""
@@ -138,7 +169,7 @@ class ModelShape(Traits):
         if not isinstance(family_name, str) or family_name not in FAMILIES:
             raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
         family = FAMILIES[family_name]
-        config = {**family.defaults, **config}
+        config = {**family.defaults, **config, **family.fixed}
         hf_config.check_keys(config, family_name)
         num_heads = size(config, "num_attention_heads")
         num_kv_heads = num_heads if config.get("num_key_value_heads") is None else size(config, "num_key_value_heads")
@@ -146,7 +177,7 @@ class ModelShape(Traits):
             raise UserError(
                 f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
-        rope_theta, rope_scaling = hf_config.rope(config)
+        rope_theta, rope_scaling = hf_config.rope(config, family.rope_theta)
         return cls(
             family=family_name,
             num_layers=size(config, "num_hidden_layers"),
@@ -164,32 +195,57 @@ class ModelShape(Traits):
             activation=hf_config.activation(config, family.activations),
             value_head=value_head,
             **family.traits_in(config),
-            **(_moe_sizes(config) if family.is_moe else {}),
+            **(_moe_sizes(config, family.expert_ffn_key) if family.is_moe else {}),
         )
 
     def sequence_cost(self, num_tokens: int) -> float:
         """Return the compute of a sequence of n tokens, in units of one token of a short sequence.
 
         It is n + n^2 x (dimensions of all queries) / (weights of a layer that one token uses): a product with a weight
-        takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension."""
+        takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension. The weights are the layers' mean."""
+        return num_tokens + num_tokens**2 * self._attention_cost
+
+    @functools.cached_property
+    def _attention_cost(self) -> float:
+        """Query dimensions of all layers, divided by the weights that one token uses."""
         q = self.num_heads * self.head_dim
         kv = self.num_kv_heads * self.head_dim
-        weights = self.hidden_size * (2 * q + 2 * kv + 3 * self.active_ffn_size)
-        return num_tokens + num_tokens**2 * q / weights
+        ffn = sum(part.num_layers * part.active_ffn_size for part in self.by_kind()) / self.num_layers
+        return q / (self.hidden_size * (2 * q + 2 * kv + 3 * ffn))
 
-    @property
+    @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        return ("moe" if self.has_experts else "dense",) * self.num_layers
+        dense = self.dense_layers if self.has_experts else range(self.num_layers)
+        return tuple("dense" if layer in dense else "moe" for layer in range(self.num_layers))
+
+    def by_kind(self, layers: Iterable[int] | None = None) -> list[ModelShape]:
+        """Return one shape per kind among these layers (None: all): a model of as many layers, all of this kind."""
+        kinds = self.layer_kinds
+        counts = Counter(kinds if layers is None else [kinds[layer] for layer in layers])
+        if len(set(kinds)) == 1:
+            return [replace(self, num_layers=count) for count in counts.values()]
+        experts = {"num_experts": 0, "experts_per_token": 0, "expert_ffn_hidden_size": 0}
+        return [
+            replace(self, num_layers=count, dense_layers=(), **(experts if kind == "dense" else {}))
+            for kind, count in counts.items()
+        ]
+
+    def one_of_each_kind(self) -> ModelShape:
+        """Return the model with one layer of each kind."""
+        kinds = list(dict.fromkeys(self.layer_kinds))
+        dense = (kinds.index("dense"),) if self.dense_layers else ()
+        return replace(self, num_layers=len(kinds), dense_layers=dense)
 
     @property
     def has_experts(self) -> bool:
-        """The layers are mixtures of experts."""
+        """Some or all layers are mixtures of experts."""
         return self.num_experts > 0
 
     @property
     def active_ffn_size(self) -> int:
-        """The intermediate size that one token uses: of a dense layer, or of the token's experts together."""
+        """The intermediate size that one token uses, of a model whose layers are of one kind (by_kind): of a dense
+        layer, or of the token's experts together."""
         return self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
 
     @property
@@ -212,13 +268,8 @@ class ModelShape(Traits):
         }
 
 
-def _moe_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ModelShape that describe a mixture of experts. Raise UserError unless all layers have
-    experts."""
-    everywhere: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-    for key, supported in everywhere.items():
-        if config.get(key, supported) not in (supported, None):
-            raise hf_config.refused(key, config[key], f"only {supported} is supported: experts in all layers")
+def _moe_sizes(config: Mapping[str, Any], ffn_key: str) -> dict[str, Any]:
+    """Return the fields of ModelShape that describe a mixture of experts."""
     # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = "num_experts" if config.get("num_experts") else "num_local_experts"
     if config.get("num_local_experts") not in (None, config.get(key)):
@@ -231,9 +282,24 @@ def _moe_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_experts": num_experts,
         "experts_per_token": per_token,
-        "expert_ffn_hidden_size": size(config, "moe_intermediate_size"),
+        "expert_ffn_hidden_size": size(config, ffn_key),
         "norm_topk_prob": flag(config, "norm_topk_prob"),
+        "dense_layers": _dense_layers(config),
     }
+
+
+def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers that have no experts: mlp_only_layers, and those that decoder_sparse_step passes over."""
+    num_layers = size(config, "num_hidden_layers")
+    listed = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
+    if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
+        raise hf_config.refused("mlp_only_layers", listed, f"expected a list of layers from 0 to {num_layers - 1}")
+    step = 1 if config.get("decoder_sparse_step") is None else size(config, "decoder_sparse_step")
+    dense = tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)
+    if len(dense) == num_layers:
+        key = "mlp_only_layers" if len(set(listed)) == num_layers else "decoder_sparse_step"
+        raise hf_config.refused(key, config[key], f"none of the {num_layers} layers would have experts")
+    return dense
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

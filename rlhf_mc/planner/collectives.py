@@ -8,8 +8,9 @@ not grow with the tokens or the model are left out: the norm of the gradient, st
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -88,7 +89,7 @@ class Passes:
         self._tp = mesh.group_along(rank, "tp")
         self._ep = mesh.group_along(rank, "ep")
         self._pp = mesh.group_along(rank, "pp")
-        self._layers = sum(map(len, mesh.chunk_layers(shape.num_layers, self._stage)))
+        self._parts = shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, self._stage)))
         self._is_first = self._stage == 0
         self._is_last = self._stage == mesh.pp - 1
 
@@ -111,7 +112,7 @@ class Passes:
         return _merged(list(self._gradients(layout, overlaps_reduction)))
 
     def _forward(self, work: PassTokens) -> Iterator[Collective]:
-        yield from self._repeat(self._layer(work), self._layers)
+        yield from self._repeat(self._layer, work)
         states = self._states(work)
         if self._is_first:
             yield self._tensor_parallel("reduce_scatter" if self._is_sequence_parallel else "all_reduce", states, work)
@@ -123,7 +124,7 @@ class Passes:
                 yield self._tensor_parallel("all_reduce", 3 * work.results * _FLOAT32, work)
 
     def _backward(self, work: PassTokens) -> Iterator[Collective]:
-        yield from self._repeat(self._layer_backward(work), self._layers)
+        yield from self._repeat(self._layer_backward, work)
         if self._is_first and self._is_sequence_parallel:
             yield self._tensor_parallel("all_gather", self._states(work), work)
         if self._is_last and not self._shape.value_head:
@@ -133,29 +134,29 @@ class Passes:
         """Yield the collectives of forward passes that are repeated: of whole layers, or of dense MLPs on a GPU."""
         granularity = self._megatron.recompute_granularity
         if granularity == "full":
-            yield from self._repeat(self._layer(work), self._layers)
-        elif granularity == "selective" and self._cuda and not self._shape.has_experts:
-            yield from self._repeat(self._sharded_layers(work, 1), self._layers)
+            yield from self._repeat(self._layer, work)
+        elif granularity == "selective" and self._cuda:
+            yield from self._repeat(lambda part, work: self._sharded_layers(work, 0 if part.has_experts else 1), work)
 
-    def _layer(self, work: PassTokens) -> Iterator[Collective]:
+    def _layer(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("all_gather", self._qkv(work), work)
-        if not self._shape.has_experts:
+        if not part.has_experts:
             yield from self._sharded_layers(work, 2)
             return
         yield from self._sharded_layers(work, 1)
         yield from self._experts(work, "all_gather", "reduce_scatter")
 
-    def _layer_backward(self, work: PassTokens) -> Iterator[Collective]:
+    def _layer_backward(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("reduce_scatter", self._qkv(work), work)
-        pairs = 1 if self._shape.has_experts else 2
+        pairs = 1 if part.has_experts else 2
         yield from self._sharded_layers(work, pairs)
         if self._is_sequence_parallel:
             # The inputs of column-parallel layers are gathered again, for the gradients of their weights.
             yield self._tensor_parallel("all_gather", pairs * self._states(work), work, pairs)
-        if self._shape.has_experts:
+        if part.has_experts:
             yield from self._experts(work, "reduce_scatter", "all_gather")
 
     def _sharded_layers(self, work: PassTokens, pairs: int) -> Iterator[Collective]:
@@ -236,8 +237,11 @@ class Passes:
     def _tensor_parallel(self, kind: Kind, num_bytes: float, work: PassTokens, times: int = 1) -> Collective:
         return Collective("tensor parallel", kind, self._tp, num_bytes, times * work.num_micro_batches)
 
-    def _repeat(self, collectives: Iterator[Collective], count: int) -> Iterator[Collective]:
-        return (collective.times(count) for collective in collectives)
+    def _repeat(
+        self, layer: Callable[[ModelShape, PassTokens], Iterator[Collective]], work: PassTokens
+    ) -> Iterator[Collective]:
+        """Yield the collectives of all layers of the stage. layer: of one, for a shape of its kind."""
+        return (collective.times(part.num_layers) for part in self._parts for collective in layer(part, work))
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
-from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import FAMILIES, LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 
 Box = tuple[tuple[int, int], ...]
@@ -233,7 +233,16 @@ def mcore_layout(
 
 Obstacle = tuple[str, str]
 """(the size that is not divisible, the logical tensor that cannot be split)."""
-FIRST_LAYER = "model.layers.0."
+
+
+def tensor_with(dim: str, shape: ModelShape) -> str:
+    """Return the first logical tensor, of the first expert, that has this dimension."""
+    params = model_params(shape)
+    for index, layer in _occurrences(shape, params, range(shape.num_layers)):
+        for name, dims in params[index].hf.items():
+            if dim in dims:
+                return name.format(i=layer, e=0)
+    raise AssertionError(dim)
 
 
 def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
@@ -241,7 +250,7 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
     tp_size ranks."""
 
     def obstacle(parts: int) -> Obstacle | None:
-        uneven = indivisible([heads_size(shape), ffn_size(shape)], parts)
+        uneven = indivisible([heads_size(shape), *ffn_sizes(shape)], parts)
         return uneven or kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
 
     check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, obstacle)
@@ -249,7 +258,7 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
         if ep_size > 1:
             raise UserError(f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no experts")
         return
-    experts = [("num_experts", shape.num_experts, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")]
+    experts = [("num_experts", shape.num_experts, tensor_with("expert_ffn", shape))]
     check_split("expert_model_parallel_size", "Megatron", shape, ep_size, functools.partial(indivisible, experts))
 
 
@@ -269,29 +278,31 @@ def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     """Return the obstacle where neither the number of KV heads nor the number of ranks is a multiple of the other."""
     kv = shape.num_kv_heads
     if kv % tp_size and tp_size % kv:
-        return (
-            f"num_key_value_heads is {kv}, and neither is a multiple of the other",
-            FIRST_LAYER + "self_attn.k_proj.weight",
-        )
+        return f"num_key_value_heads is {kv}, and neither is a multiple of the other", tensor_with("kv", shape)
     return None
 
 
 def _uneven_rows(shape: ModelShape, tp_size: int) -> Obstacle | None:
     rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     what = "the number of rows of q, k and v together"
-    return indivisible([(what, rows, FIRST_LAYER + "self_attn.q_proj.weight")], tp_size)
+    return indivisible([(what, rows, tensor_with("q", shape))], tp_size)
 
 
 def heads_size(shape: ModelShape) -> tuple[str, int, str]:
     """Return the size that the number of ranks must divide in any engine, as `indivisible` takes it."""
-    return "num_attention_heads", shape.num_heads, FIRST_LAYER + "self_attn.q_proj.weight"
+    return "num_attention_heads", shape.num_heads, tensor_with("q", shape)
 
 
-def ffn_size(shape: ModelShape) -> tuple[str, int, str]:
-    """Return the other size that the number of ranks must divide in any engine, as `indivisible` takes it."""
+def ffn_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
+    """Return the other sizes that the number of ranks must divide in any engine, as `indivisible` takes them: one for
+    each kind of layer."""
+    sizes = []
+    if "dense" in shape.layer_kinds:
+        sizes.append(("intermediate_size", shape.ffn_hidden_size, tensor_with("ffn", shape)))
     if shape.has_experts:
-        return "moe_intermediate_size", shape.expert_ffn_hidden_size, FIRST_LAYER + "mlp.experts.0.gate_proj.weight"
-    return "intermediate_size", shape.ffn_hidden_size, FIRST_LAYER + "mlp.gate_proj.weight"
+        key = FAMILIES[shape.family].expert_ffn_key
+        sizes.append((key, shape.expert_ffn_hidden_size, tensor_with("expert_ffn", shape)))
+    return sizes
 
 
 def indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> Obstacle | None:

@@ -29,6 +29,9 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 EXPERTS = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False},
+    "mixtral": {"family": "mixtral", "tied": False},
+    # Layers of two kinds. With two stages, the first has no experts.
+    "qwen3_moe_mixed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     # A token's experts have the weights of the softmax over all experts, not normalised over the chosen ones.
     "qwen3_moe_plain": {"family": "qwen3_moe", "tied": True, "norm_topk_prob": False},
 }
@@ -84,7 +87,7 @@ def test_more_tp_ranks_than_kv_heads(
     check_against_transformers(pool(world), directories, family_batch, tp=4, pp=1, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.parametrize(("world", "pp", "ep"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize(("world", "pp", "ep"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 2, 2)])
 def test_expert_parallel_layouts_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int
 ) -> None:
@@ -142,14 +145,17 @@ def transformers_results(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple
     reference = transformers_model(checkpoint)
     with torch.no_grad():
         log_probs = reference.log_probs(batch)[0]
-    return log_probs, by_checkpoint_names(reference.gradients(batch, job)[1])
+    return log_probs, by_checkpoint_names(reference.gradients(batch, job)[1], reference.model.config.model_type)
 
 
-@pytest.mark.parametrize(("world", "ep", "other_ep"), [(2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("world", "family", "ep", "other_ep"),
+    [(2, "qwen3_moe", 2, 1), (2, "mixtral", 1, 2), (2, "qwen3_moe_mixed", 2, 1)],
+)
 def test_experts_load_with_another_expert_parallel_size(
-    pool: Any, workspaces: dict[str, Path], tmp_path: Path, world: int, ep: int, other_ep: int
+    pool: Any, workspaces: dict[str, Path], tmp_path: Path, world: int, family: str, ep: int, other_ep: int
 ) -> None:
-    checkpoint = str(workspaces["qwen3_moe"] / "model")
+    checkpoint = str(workspaces[family] / "model")
     different = pool(world).run(
         family_cases.save_and_load,
         checkpoint=checkpoint,
@@ -169,6 +175,11 @@ LAYER_NAMES = {
         "pre_mlp_layernorm.weight",
     },
 }
+LAYER_NAMES["mixtral"] = LAYER_NAMES["qwen3_moe"]
+# Layers of unequal kinds are not stacked: each has its number.
+LAYER_NAMES["qwen3_moe_mixed"] = {f"0.{name}" for name in LAYER_NAMES["qwen3"]} | {
+    f"1.{name}" for name in LAYER_NAMES["qwen3_moe"]
+}
 """Names of a layer's tensors after its attention, in the Megatron checkpoints that Transformer Engine's layers write
 (docs/internals/gpu_readings.md)."""
 
@@ -184,7 +195,7 @@ def test_megatron_checkpoints_are_those_of_transformer_engine(
     )
     assert different == []
     inside = {name.removeprefix("model.decoder.layers.") for name in names if ".layers." in name}
-    assert LAYER_NAMES[family] == {name for name in inside if name.startswith(("mlp.", "pre_mlp"))}
+    assert LAYER_NAMES[family] == {name for name in inside if "mlp" in name}
 
 
 YARN = {"factor": 8.0, "original_max_position_embeddings": 16}
@@ -224,7 +235,14 @@ def test_rope_types_match_transformers_and_vllm(pool: Any, tmp_path: Path) -> No
 # From training TP 2 to rollout TP 1 every split tensor is gathered; from 1 to 2 every tensor is split.
 @pytest.mark.parametrize(
     ("world", "family", "tp", "rollout_tp"),
-    [(2, "qwen3", 2, 1), (2, "mistral", 2, 1), (2, "gemma", 2, 1), (2, "gemma", 1, 2)],
+    [
+        (2, "qwen3", 2, 1),
+        (2, "mistral", 2, 1),
+        (2, "gemma", 2, 1),
+        (2, "gemma", 1, 2),
+        (2, "mixtral", 1, 2),
+        (2, "qwen3_moe_mixed", 1, 2),
+    ],
 )
 def test_vllm_has_the_trained_weights(
     pool: Any, workspaces: dict[str, Path], world: int, family: str, tp: int, rollout_tp: int

@@ -50,7 +50,7 @@ class Case:
     ranks: tuple[int, ...] = (0,)
     megatron: dict[str, Any] = field(default_factory=dict)
     """Settings of MegatronConfig beside the sizes of the layout."""
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json in place of SIZES'."""
     transformer_engine: bool = False
     freeze: tuple[str, ...] = ()
@@ -118,8 +118,15 @@ CASES: dict[str, Case] = {
         megatron={"recompute_granularity": "full", **DISTRIBUTED},
     ),
     "reward model": Case("qwen2", role="reward_model", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),
-    "experts, stages": Case(
-        "qwen3_moe", world=8, pp=2, ep=2, ranks=(0, 1, 4), megatron={"recompute_granularity": "full"}
+    "experts, stages": Case(  # the first stage has a dense layer
+        "qwen3_moe",
+        world=8,
+        pp=2,
+        ep=2,
+        layers=4,
+        ranks=(0, 1, 4),
+        megatron={"recompute_granularity": "full"},
+        sizes={"mlp_only_layers": [0]},
     ),
     "critic": Case(
         "qwen2", role="critic", world=8, tp=2, pp=2, ranks=(0, 1, 4), megatron={"dtype": "float32", **SEQUENCE}

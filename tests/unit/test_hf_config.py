@@ -30,6 +30,7 @@ SIZES: dict[str, Any] = {
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 
@@ -179,7 +180,7 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
     theirs = AutoConfig.for_model(family)
     sparse = {"model_type": family} | {key: getattr(theirs, key) for key in (*named, "max_position_embeddings")}
     sparse |= {k: getattr(theirs, k) for k in ("moe_intermediate_size", "num_experts_per_tok") if hasattr(theirs, k)}
-    if family == "qwen3_moe":
+    if hasattr(theirs, "num_experts"):
         sparse["num_experts"] = theirs.num_experts
     if family == "mistral":
         sparse["sliding_window"] = None
@@ -189,7 +190,7 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
     assert shape.tie_embeddings == theirs.tie_word_embeddings
     assert shape.norm_eps == theirs.rms_norm_eps and shape.activation == theirs.hidden_act
     assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", False)
+    assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", family == "mixtral")
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}

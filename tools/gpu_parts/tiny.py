@@ -44,6 +44,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "mistral": {"sliding_window": None},
     "gemma": {"head_dim": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "head_dim": 32,
         "num_experts": 4,
