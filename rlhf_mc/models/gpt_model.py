@@ -298,7 +298,7 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
     last = groups.is_last_stage and chunk == groups.mesh.vpp - 1
     vp_stage = chunk if groups.mesh.vpp > 1 else None
     with megatron_calls():
-        if megatron.sequence_parallel:
+        if megatron.sequence_parallel or uses_transformer_engine():
             add_random_states()
         config = transformer_config(shape, megatron)
         qkv_format = _qkv_format(config)

@@ -262,7 +262,8 @@ def add_random_states() -> None:
 
     Reason: Megatron-Core expects its global initialisation to have added them. With sequence parallelism its embedding
     enters one for dropout, with rate 0 too. Transformer Engine's linear layers enter one while they are built, once
-    there is any: one of their own for experts, and one for layers that are the same on all tensor-parallel ranks.
+    there is any, or a model has been recomputed: one of their own for experts, and one for layers that are the same on
+    all tensor-parallel ranks.
     Nothing is drawn from them, so their seeds do not matter."""
     tracker = mcore_random.get_cuda_rng_tracker()
     names = (

@@ -77,7 +77,9 @@ def kept_routing(checkpoint: str, original: bool) -> list[str]:
     target = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.combine_postprocess"
     with reverted(PATCHES[target]) if original else contextlib.nullcontext(), mesh_groups(1, 1) as groups:
         model = make_engine(checkpoint, "actor", groups)
-        dispatcher = next(module.token_dispatcher for module in model.model.modules() if hasattr(module, "token_dispatcher"))
+        dispatcher = next(
+            module.token_dispatcher for module in model.model.modules() if hasattr(module, "token_dispatcher")
+        )
         before = {name for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}
         model.my_scores(small_batch(), [[0], [1]], log_prob_head(model.shape.vocab_size, 1.0))
         kept = {name: value for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}

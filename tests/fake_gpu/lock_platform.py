@@ -31,6 +31,8 @@ def pretend(gpu: str, memory: int) -> None:
         "get_device_capability": capability,
         "get_device_properties": properties,
         "get_device_name": NAMES[gpu],
+        "current_stream": None,
+        "set_stream": None,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer: answer)

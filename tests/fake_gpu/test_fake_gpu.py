@@ -64,7 +64,9 @@ def test_a_layer_of_experts_waits_for_its_numbers_of_tokens(report: Run) -> None
 def test_an_optimizer_step_of_transformer_engine_waits_once(report: Run, name: str) -> None:
     for rank in TE_CASES[name].ranks:
         waits = {key[1:]: times for key, times in report(name, rank).waits.items() if key[0] == "optimizer_step"}
-        assert waits == {("item", "models/engine.py:ModelEngine.train_step"): 2}  # of two steps
+        # Of two steps. Without the distributed optimizer the experts' gradient has a norm of its own.
+        norms = 2 if name.startswith("experts, stages") else 1
+        assert waits == {("item", "models/engine.py:ModelEngine.train_step"): 2 * norms}
 
 
 def test_all_waits_and_copies_from_pageable_memory_are_known(report: Run) -> None:

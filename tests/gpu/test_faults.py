@@ -11,7 +11,7 @@ from gpu_parts.report import FAILED, PASSED, Report
 
 from rlhf_mc import platform
 
-GPU_ONLY = {"sleep"}
+GPU_ONLY = {"sleep", "sleep_graphs"}
 
 pytestmark = pytest.mark.dist
 

@@ -93,6 +93,7 @@ PARTS = (
     Part("profile", "profile_parts", "the profile of a step: named ranges, kernels, history of the allocator"),
     Part("quickstart", "rollout_parts", "the quickstart by its own commands", VLLM, seconds=1200, rank_0_only=True),
     Part("sleep", "rollout_parts", "vLLM's sleep: memory released, the same tokens afterwards", ("cuda", *VLLM)),
+    Part("sleep_graphs", "rollout_parts", "the same, with the memory of CUDA graphs on the host", ("cuda", *VLLM)),
     Part("aliased_weights", "rollout_parts", "weights that vLLM and the trainer share, under CUDA graphs", VLLM),
     Part("step_speed", "rollout_parts", "tokens per second by phase of a PPO step of a 0.5B model", VLLM, seconds=600),
 )

@@ -93,7 +93,17 @@ def _run(command: list[str]) -> None:
 def sleep(report: Report, sizes: Sizes) -> None:
     """Generate, let vLLM sleep while the trainer scores, and generate again: memory must be released, and the same
     weights and seeds must give the same tokens."""
-    with _built_run(sizes, "tiny", {"rollout": {"free_cache_engine": True}}) as run:
+    _sleep(report, sizes, offload_cuda_graphs=False)
+
+
+def sleep_graphs(report: Report, sizes: Sizes) -> None:
+    """Do as `sleep`, while the memory of CUDA graphs is on the host too."""
+    _sleep(report, sizes, offload_cuda_graphs=True)
+
+
+def _sleep(report: Report, sizes: Sizes, offload_cuda_graphs: bool) -> None:
+    rollout = {"free_cache_engine": True, "offload_cuda_graphs": offload_cuda_graphs}
+    with _built_run(sizes, "tiny", {"rollout": rollout}) as run:
         first_state = step_state.begin_step(1, RankStatus())
         generate.update_weights(run, first_state.timer)
         first = generate.generate_batch(run, first_state)[1]
