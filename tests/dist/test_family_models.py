@@ -234,21 +234,22 @@ def test_rope_types_match_transformers_and_vllm(pool: Any, tmp_path: Path) -> No
 
 # From training TP 2 to rollout TP 1 every split tensor is gathered; from 1 to 2 every tensor is split.
 @pytest.mark.parametrize(
-    ("world", "family", "tp", "rollout_tp"),
+    ("world", "family", "tp", "rollout_tp", "sizes"),
     [
-        (2, "qwen3", 2, 1),
-        (2, "mistral", 2, 1),
-        (2, "gemma", 2, 1),
-        (2, "gemma", 1, 2),
-        (2, "mixtral", 1, 2),
-        (2, "qwen3_moe_mixed", 1, 2),
+        (2, "qwen3", 2, 1, ()),
+        (2, "mistral", 2, 1, ()),
+        (2, "gemma", 2, 1, ()),
+        (2, "gemma", 1, 2, ()),
+        (2, "mixtral", 1, 2, ()),
+        (4, "qwen3_moe_mixed", 1, 2, ("pipeline", "expert")),
     ],
 )
 def test_vllm_has_the_trained_weights(
-    pool: Any, workspaces: dict[str, Path], world: int, family: str, tp: int, rollout_tp: int
+    pool: Any, workspaces: dict[str, Path], world: int, family: str, tp: int, rollout_tp: int, sizes: tuple[str, ...]
 ) -> None:
-    directory = workspaces[family]
-    check_two_steps(pool(world), directory, tp=tp, rollout_tp=rollout_tp, overrides=[])
+    """sizes: the other sizes of the actor's layout that are 2."""
+    overrides = [f"actor.megatron.{size}_model_parallel_size=2" for size in sizes]
+    check_two_steps(pool(world), workspaces[family], tp=tp, rollout_tp=rollout_tp, overrides=overrides)
 
 
 def test_ppo_with_experts_on_two_ranks_matches_one_rank(pool: Any, workspaces: dict[str, Path]) -> None:
