@@ -80,7 +80,7 @@ class Family:
     rope_theta: float = 10000.0
     """Value of rope_theta where config.json has none."""
 
-    def traits_in(self, config: Mapping[str, Any]) -> dict[str, bool]:
+    def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return every trait of the model that a config.json describes, by name."""
         return asdict(self.traits) | {trait: flag(config, key) for trait, key in self.config_traits.items()}
 
@@ -225,7 +225,7 @@ class ModelShape(Traits):
         counts = Counter(kinds if layers is None else [kinds[layer] for layer in layers])
         if len(set(kinds)) == 1:
             return [replace(self, num_layers=count) for count in counts.values()]
-        experts = {"num_experts": 0, "experts_per_token": 0, "expert_ffn_hidden_size": 0}
+        experts: dict[str, Any] = {"num_experts": 0, "experts_per_token": 0, "expert_ffn_hidden_size": 0}
         return [
             replace(self, num_layers=count, dense_layers=(), **(experts if kind == "dense" else {}))
             for kind, count in counts.items()

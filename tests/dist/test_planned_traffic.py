@@ -29,7 +29,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "qwen2": make_checkpoint(root / "qwen2"),
         "qwen3": make_checkpoint(root / "qwen3", family="qwen3", tied=False, num_kv_heads=1),
-        "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False),
+        "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False, mlp_only_layers=[1]),
     }
 
 
