@@ -44,6 +44,9 @@ class Traits:
     """Norms multiply by 1 + weight."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the square root of the hidden size."""
+    sigmoid_router: bool = False
+    """A token's experts have the largest sigmoids plus a correction bias, which is never trained; their weights are the
+    sigmoids."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Family:
     """Values of keys that this family does not read from config.json."""
     rope_theta: float = 10000.0
     """Value of rope_theta where config.json has none."""
+    rotary_fraction: float = 1.0
+    """Value of partial_rotary_factor where config.json has none; 1: the family's heads are rotated whole."""
 
     def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return every trait of the model that a config.json describes, by name."""
@@ -87,6 +92,13 @@ class Family:
 
 _ATTENTION_BIAS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _NO_WINDOW = {"use_sliding_window": False}
+_SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+_DENSE_FIRST = {
+    "first_k_dense_replace": 0,
+    "n_routed_experts": None,
+    "n_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+}
 _GELU: Activation = "gelu_pytorch_tanh"
 
 FAMILIES = {
@@ -108,6 +120,7 @@ FAMILIES = {
         config_traits=_ATTENTION_BIAS,
         is_moe=True,
         defaults={"norm_topk_prob": False, "num_key_value_heads": 4, **_NO_WINDOW},
+        fixed=_DENSE_FIRST,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -115,8 +128,23 @@ FAMILIES = {
         expert_names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
         expert_ffn_key="intermediate_size",
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-        fixed={"norm_topk_prob": True},
+        fixed={"norm_topk_prob": True, **_SPARSE_STEP, **_DENSE_FIRST},
         rope_theta=1e6,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        Traits(sigmoid_router=True),
+        config_traits={"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        is_moe=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+        fixed=_SPARSE_STEP,
+        rotary_fraction=0.5,
     ),
     "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
     "gemma": Family(
@@ -147,6 +175,8 @@ class ModelShape(Traits):
     tie_embeddings: bool
     norm_eps: float
     rope_theta: float
+    rotary_fraction: float = 1.0
+    """Share of a head's dimensions that are rotated, the first ones."""
     max_position_embeddings: int
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     activation: Activation = "silu"
@@ -157,6 +187,10 @@ class ModelShape(Traits):
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     """Intermediate size of one expert; a dense layer has ffn_hidden_size."""
+    shared_ffn_hidden_size: int = 0
+    """Intermediate size of the expert that every token has; 0: there is none."""
+    routed_scaling: float = 1.0
+    """Factor of the router's weights."""
     norm_topk_prob: bool = False
     """The router's weights of a token's experts are normalised to sum to 1."""
     value_head: bool = False
@@ -191,6 +225,7 @@ class ModelShape(Traits):
             norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
+            rotary_fraction=hf_config.rotary_fraction(config, family.rotary_fraction),
             max_position_embeddings=size(config, "max_position_embeddings"),
             activation=hf_config.activation(config, family.activations),
             value_head=value_head,
@@ -225,7 +260,8 @@ class ModelShape(Traits):
         counts = Counter(kinds if layers is None else [kinds[layer] for layer in layers])
         if len(set(kinds)) == 1:
             return [replace(self, num_layers=count) for count in counts.values()]
-        experts: dict[str, Any] = {"num_experts": 0, "experts_per_token": 0, "expert_ffn_hidden_size": 0}
+        sizes = ("num_experts", "experts_per_token", "expert_ffn_hidden_size", "shared_ffn_hidden_size")
+        experts: dict[str, Any] = dict.fromkeys(sizes, 0)
         return [
             replace(self, num_layers=count, dense_layers=(), **(experts if kind == "dense" else {}))
             for kind, count in counts.items()
@@ -246,7 +282,9 @@ class ModelShape(Traits):
     def active_ffn_size(self) -> int:
         """The intermediate size that one token uses, of a model whose layers are of one kind (by_kind): of a dense
         layer, or of the token's experts together."""
-        return self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
+        if not self.has_experts:
+            return self.ffn_hidden_size
+        return self.experts_per_token * self.expert_ffn_hidden_size + self.shared_ffn_hidden_size
 
     @property
     def shares_embeddings(self) -> bool:
@@ -263,6 +301,7 @@ class ModelShape(Traits):
             "ffn": self.ffn_hidden_size,
             "experts": self.num_experts,
             "expert_ffn": self.expert_ffn_hidden_size,
+            "shared_ffn": self.shared_ffn_hidden_size,
             "vocab": self.vocab_size,
             "one": 1,
         }
@@ -271,9 +310,9 @@ class ModelShape(Traits):
 def _moe_sizes(config: Mapping[str, Any], ffn_key: str) -> dict[str, Any]:
     """Return the fields of ModelShape that describe a mixture of experts."""
     # transformers 5 writes num_local_experts, earlier versions num_experts.
-    key = "num_experts" if config.get("num_experts") else "num_local_experts"
+    key = next((key for key in ("num_experts", "n_routed_experts") if config.get(key)), "num_local_experts")
     if config.get("num_local_experts") not in (None, config.get(key)):
-        other = f"num_experts is {config[key]}, and they are two names of one number"
+        other = f"{key} is {config[key]}, and they are two names of one number"
         raise hf_config.refused("num_local_experts", config["num_local_experts"], other)
     num_experts = size(config, key)
     per_token = size(config, "num_experts_per_tok")
@@ -283,21 +322,26 @@ def _moe_sizes(config: Mapping[str, Any], ffn_key: str) -> dict[str, Any]:
         "num_experts": num_experts,
         "experts_per_token": per_token,
         "expert_ffn_hidden_size": size(config, ffn_key),
+        "shared_ffn_hidden_size": size(config, ffn_key) * hf_config.count(config, "n_shared_experts"),
+        "routed_scaling": hf_config.positive(config, "routed_scaling_factor", 1.0),
         "norm_topk_prob": flag(config, "norm_topk_prob"),
         "dense_layers": _dense_layers(config),
     }
 
 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers that have no experts: mlp_only_layers, and those that decoder_sparse_step passes over."""
+    """Return the layers that have no experts: mlp_only_layers, those that decoder_sparse_step passes over, and the
+    first_k_dense_replace first ones."""
     num_layers = size(config, "num_hidden_layers")
     listed = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
     if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
         raise hf_config.refused("mlp_only_layers", listed, f"expected a list of layers from 0 to {num_layers - 1}")
     step = 1 if config.get("decoder_sparse_step") is None else size(config, "decoder_sparse_step")
-    dense = tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)
+    first = hf_config.count(config, "first_k_dense_replace")
+    dense = tuple(layer for layer in range(num_layers) if layer < first or layer in listed or (layer + 1) % step)
     if len(dense) == num_layers:
         key = "mlp_only_layers" if len(set(listed)) == num_layers else "decoder_sparse_step"
+        key = "first_k_dense_replace" if first >= num_layers else key
         raise hf_config.refused(key, config[key], f"none of the {num_layers} layers would have experts")
     return dense
 

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers as mcore_layers
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -128,6 +129,9 @@ def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, A
         "moe_router_topk": shape.experts_per_token,
         # Softmax over all experts (True), or over the chosen ones, whose weights then sum to 1.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
+        "moe_router_topk_scaling_factor": None if shape.routed_scaling == 1.0 else shape.routed_scaling,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
         "moe_router_dtype": "fp32",
         # No auxiliary loss beside PPO's.
         "moe_router_load_balancing_type": "none",
@@ -235,6 +239,19 @@ def scale_embeddings(model: Any, hidden_size: int) -> None:
     model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
 
 
+CORRECTION_BIAS = "router.expert_bias"
+"""Ending of the names of the parameters that are never trained."""
+
+
+def add_correction_biases(model: PackedGPT) -> None:
+    """Give each router the bias by which it chooses experts: a frozen float32 parameter. Megatron-Core's own setting
+    (moe_router_enable_expert_bias) has a buffer, and changes it in each optimizer step."""
+    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        del router.expert_bias
+        bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
+        router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+
+
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
     """Let a frozen embedding return a tensor that requires a gradient. A recomputed layer or MLP has gradients for its
     parameters only where its input requires one."""
@@ -249,7 +266,7 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling rules."""
     model.rotary_pos_emb = layers.PackedRotaryEmbedding(
         shape.head_dim,
-        rotary_percent=1.0,
+        rotary_percent=shape.rotary_fraction,
         rotary_base=shape.rope_theta,
         use_cpu_initialization=model.config.use_cpu_initialization,
         cp_group=model.pg_collection.cp,
@@ -259,7 +276,11 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     rule = ROPE_INIT_FUNCTIONS[shape.rope_scaling["rope_type"]]
     # The attributes of a model's configuration that transformers' rotary functions read.
     parameters = SimpleNamespace(
-        rope_parameters={"rope_theta": shape.rope_theta, **shape.rope_scaling},
+        rope_parameters={
+            "rope_theta": shape.rope_theta,
+            "partial_rotary_factor": shape.rotary_fraction,
+            **shape.rope_scaling,
+        },
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
         head_dim=shape.head_dim,
@@ -327,6 +348,8 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
         compute_on_cpu(model)
         _set_rope(model, shape)
         model.to(DTYPES[megatron.dtype])
+        if shape.sigmoid_router:
+            add_correction_biases(model)
     return model
 
 

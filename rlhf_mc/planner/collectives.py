@@ -142,16 +142,14 @@ class Passes:
         """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("all_gather", self._qkv(work), work)
-        if not part.has_experts:
-            yield from self._sharded_layers(work, 2)
-            return
-        yield from self._sharded_layers(work, 1)
-        yield from self._experts(work, "all_gather", "reduce_scatter")
+        yield from self._sharded_layers(work, _sharded_pairs(part))
+        if part.has_experts:
+            yield from self._experts(work, "all_gather", "reduce_scatter")
 
     def _layer_backward(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("reduce_scatter", self._qkv(work), work)
-        pairs = 1 if part.has_experts else 2
+        pairs = _sharded_pairs(part)
         yield from self._sharded_layers(work, pairs)
         if self._is_sequence_parallel:
             # The inputs of column-parallel layers are gathered again, for the gradients of their weights.
@@ -216,6 +214,8 @@ class Passes:
 
     def _is_summed(self, name: str) -> bool:
         """Return True for a parameter of which each tensor-parallel rank has the gradient of a part of the tokens."""
+        if name.endswith("expert_bias"):
+            return False  # it is not trained
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
         parts = ("layernorm", "layer_norm", "router", "linear_proj.bias")
@@ -242,6 +242,12 @@ class Passes:
     ) -> Iterator[Collective]:
         """Yield the collectives of all layers of the stage. layer: of one, for a shape of its kind."""
         return (collective.times(part.num_layers) for part in self._parts for collective in layer(part, work))
+
+
+def _sharded_pairs(part: ModelShape) -> int:
+    """Return the pairs of a column-parallel and a row-parallel layer in a layer: attention, and a dense MLP or the
+    shared expert."""
+    return 1 if part.has_experts and not part.shared_ffn_hidden_size else 2
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:

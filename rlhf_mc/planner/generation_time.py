@@ -76,7 +76,9 @@ def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsi
         if part.has_experts:
             missed = 1 - part.experts_per_token / part.num_experts
             used = part.num_experts / part.experts_per_token * (1 - missed**tokens)
-        weights += part.num_layers * shape.hidden_size * (2 * q + 2 * kv + 3 * used * part.active_ffn_size / tp)
+        shared = part.shared_ffn_hidden_size
+        ffn = (used * (part.active_ffn_size - shared) + shared) / tp
+        weights += part.num_layers * shape.hidden_size * (2 * q + 2 * kv + 3 * ffn)
     head = shape.vocab_size * shape.hidden_size / tp
     return weights * linear_itemsize + head * itemsize
 

@@ -215,7 +215,7 @@ class _Model:
         expert-parallel rank."""
         q = shape.num_heads * shape.head_dim
         kv = shape.num_kv_heads * shape.head_dim
-        experts = shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep
+        experts = shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep + shape.shared_ffn_hidden_size
         return shape.hidden_size * (2 * q + 2 * kv + 3 * (experts if shape.has_experts else shape.ffn_hidden_size))
 
     def _optimizer_bytes(self, state: ModelState) -> float:

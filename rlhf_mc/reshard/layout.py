@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
 from rlhf_mc.architectures.spec import FAMILIES, LayerKind, ModelShape, padded_vocab_size
@@ -96,6 +96,8 @@ class Layout:
     stacked_shapes: dict[str, tuple[int, ...]]
     """Local name -> local shape."""
     stacked: tuple[Shard, ...]
+    float32: frozenset[str] = frozenset()
+    """Local tensors that are float32 whatever the type of the model."""
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -133,6 +135,20 @@ class Layout:
 
 EMPTY = Layout({}, ())
 
+
+def split_layouts(layouts: Sequence[Layout], tensors: Collection[str]) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts without the shards of these logical tensors, and with these alone. Ranks that share a Layout
+    share the results."""
+    known = {
+        id(layout): tuple(
+            replace(layout, stacked=tuple(p for p in layout.stacked if (p.tensor in tensors) == chosen))
+            for chosen in (False, True)
+        )
+        for layout in {id(layout): layout for layout in layouts}.values()
+    }
+    return [known[id(layout)][0] for layout in layouts], [known[id(layout)][1] for layout in layouts]
+
+
 RankLayout = Callable[[ModelShape, int, int], Layout]
 """The layout of a rank of a rollout engine: of (shape, tensor-parallel rank, tensor-parallel size)."""
 
@@ -151,6 +167,15 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
                 for name, dims in params[index].hf.items():
                     shapes[name.format(i=layer, e=expert)] = tuple(sizes[d] for d in dims)
     return shapes
+
+
+@functools.cache
+def constant_tensors(shape: ModelShape) -> frozenset[str]:
+    """Return the logical tensors that are never trained, and float32 whatever the type of the model."""
+    params = model_params(shape)
+    places = _occurrences(shape, params, range(shape.num_layers))
+    constant = [(params[index], layer) for index, layer in places if params[index].is_constant]
+    return frozenset(name.format(i=layer) for param, layer in constant for name in param.hf)
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
@@ -302,6 +327,9 @@ def ffn_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
     if shape.has_experts:
         key = FAMILIES[shape.family].expert_ffn_key
         sizes.append((key, shape.expert_ffn_hidden_size, tensor_with("expert_ffn", shape)))
+    if shape.shared_ffn_hidden_size:
+        what = f"n_shared_experts x {key}"
+        sizes.append((what, shape.shared_ffn_hidden_size, tensor_with("shared_ffn", shape)))
     return sizes
 
 

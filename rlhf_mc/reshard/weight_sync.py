@@ -20,7 +20,18 @@ from rlhf_mc.reshard.verify import verify
 class WeightSync:
     """This rank's part of the update, and the byte counts of all ranks."""
 
-    def __init__(self, plan: Plan, rank: int, verify_when: Literal["off", "first", "always"]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        verify_when: Literal["off", "first", "always"],
+        dtype: torch.dtype | None = None,
+        constants: Plan | None = None,
+    ) -> None:
+        """dtype: of the messages; None: the one type of all tensors. constants: the plan of the float32 tensors that
+        are never trained; an engine that has slept has lost them too."""
+        self._dtype = dtype
+        self._constants = None if constants is None else constants.for_rank(rank)
         self.plan = plan.for_rank(rank)
         """This rank's transfers."""
         # On GPUs, NCCL chooses between NVLink and the network.
@@ -41,10 +52,14 @@ class WeightSync:
 
     def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
         """Update the target. Collective. Raise UserError if verification finds a difference."""
-        execute(self.plan, source, target, self._transport)
+        execute(self.plan, source, target, self._transport, self._dtype)
+        if self._constants is not None:
+            execute(self._constants, source, target, PointToPoint(_world()), torch.float32)
         if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
             with platform.named_range("verify"):
-                verify(self.plan, source, target, _world())
+                verify(self.plan, source, target, _world(), self._dtype)
+                if self._constants is not None:
+                    verify(self._constants, source, target, _world())
         self._is_first = False
 
 

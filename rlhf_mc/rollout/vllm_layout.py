@@ -5,6 +5,7 @@ run of a config plans with it.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from rlhf_mc.architectures.parameters import Param, model_params
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
@@ -28,6 +29,7 @@ from rlhf_mc.reshard.layout import (
 _RENAMED = {
     ".self_attn.q_proj.": ".self_attn.qkv_proj.",
     ".mlp.gate_proj.": ".mlp.gate_up_proj.",
+    ".shared_experts.gate_proj.": ".shared_experts.gate_up_proj.",
     **{f".experts.{{e}}.{gate}.": ".experts.routed_experts.w13_" for gate in ("gate_proj", "w1")},
     **{f".experts.{{e}}.{down}.": ".experts.routed_experts.w2_" for down in ("down_proj", "w2")},
 }
@@ -59,7 +61,11 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
         if is_qkv(param):
             ranges = [(name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in ranges]
         params.append(local_param(param, shape, vllm_name(param), ranges, range(shape.num_experts)))
-    return layout_of_layers(shape, params, range(shape.num_layers))
+    layout = layout_of_layers(shape, params, range(shape.num_layers))
+    if not shape.sigmoid_router:
+        return layout
+    # vLLM computes these routers in float32, with weights of that type.
+    return replace(layout, float32=frozenset(name for name in layout.stacked_shapes if ".gate." in name))
 
 
 def check_vllm(shape: ModelShape, tp_size: int) -> None:

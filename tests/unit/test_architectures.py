@@ -57,6 +57,10 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
         "experts_per_token": 0,
         "expert_ffn_hidden_size": 0,
         "dense_layers": (),
+        "rotary_fraction": 1.0,
+        "routed_scaling": 1.0,
+        "shared_ffn_hidden_size": 0,
+        "sigmoid_router": False,
         "norm_topk_prob": False,
         "value_head": False,
     }

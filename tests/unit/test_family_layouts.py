@@ -46,7 +46,7 @@ def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
         "input_layernorm.weight": full[hf + "input_layernorm.weight"],
         "pre_mlp_layernorm.weight": full[hf + "post_attention_layernorm.weight"],
     }
-    if shape.family.startswith("qwen3"):
+    if shape.qk_norm:
         out["self_attention.q_layernorm.weight"] = full[hf + "self_attn.q_norm.weight"]
         out["self_attention.k_layernorm.weight"] = full[hf + "self_attn.k_norm.weight"]
     return out
@@ -70,6 +70,11 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
         num_experts = shape.num_experts if shape.layer_kinds[i] == "moe" else 0
         if num_experts:
             out[mc + "mlp.router.weight"] = full[hf + "mlp.gate.weight"]
+        if num_experts and shape.family == "glm4_moe":
+            out[mc + "mlp.router.expert_bias"] = full[hf + "mlp.gate.e_score_correction_bias"]
+            gate, up, down = (full[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
+            out[mc + "mlp.shared_experts.linear_fc1.weight"] = torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
+            out[mc + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[t]
         per_rank = num_experts // ep
         sources = {f"mlp.experts.local_experts.{n}.": f"mlp.experts.{e * per_rank + n}." for n in range(per_rank)}
         for local, source in (sources or {"mlp.": "mlp."}).items():
@@ -109,7 +114,7 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
         out[name] = padded_chunk(full[name], rows, t, tp)
     for i in range(shape.num_layers):
         hf = f"model.layers.{i}."
-        out |= {n: x for n, x in full.items() if n.startswith(hf) and ("norm" in n or n.endswith("mlp.gate.weight"))}
+        out |= {n: x for n, x in full.items() if n.startswith(hf) and ("norm" in n or "mlp.gate." in n)}
         for kind in ["weight"] + ["bias"] * shape.qkv_bias:
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"].chunk(tp)[t] for x in "qkv"]
             out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(qkv)
@@ -118,6 +123,11 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
         sources = [f"{hf}mlp.experts.{n}." for n in range(num_experts)] or [hf + "mlp."]
         gate_up = [torch.cat([full[s + f"{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]) for s in sources]
         down = [full[s + "down_proj.weight"].chunk(tp, 1)[t] for s in sources]
+        if num_experts and shape.family == "glm4_moe":
+            shared = hf + "mlp.shared_experts."
+            halves = [full[f"{shared}{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]
+            out[shared + "gate_up_proj.weight"] = torch.cat(halves)
+            out[shared + "down_proj.weight"] = full[shared + "down_proj.weight"].chunk(tp, 1)[t]
         if num_experts:
             out[hf + "mlp.experts.routed_experts.w13_weight"] = torch.stack(gate_up)
             out[hf + "mlp.experts.routed_experts.w2_weight"] = torch.stack(down)

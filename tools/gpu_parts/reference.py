@@ -89,12 +89,12 @@ def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict
     family = FAMILIES[model_type].expert_names
     out = {}
     for name, grad in grads.items():
-        prefix, is_expert, part = name.replace(".mlp.", f".{family.block}.").partition("experts.")
+        prefix, is_expert, part = name.replace(".mlp.", f".{family.block}.").partition(".experts.")
         for number, of_expert in enumerate(grad) if is_expert else ():
             halves = of_expert.chunk(2) if part == "gate_up_proj" else [of_expert]
             names = (family.gate, family.up) if part == "gate_up_proj" else (family.down,)
             for projection, half in zip(names, halves, strict=True):
-                out[f"{prefix}experts.{number}.{projection}.weight"] = half
+                out[f"{prefix}.experts.{number}.{projection}.weight"] = half
         if not is_expert:
             out[prefix] = grad
     return out
