@@ -170,7 +170,9 @@ def _finish(
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
     if len(shards) > 1:
         sizes = logical_shapes(shape)
-        total = sum(math.prod(size) for size in sizes.values()) * getattr(torch, dtype_name).itemsize
+        constants = constant_tensors(shape)
+        itemsize = getattr(torch, dtype_name).itemsize
+        total = sum(math.prod(size) * (4 if name in constants else itemsize) for name, size in sizes.items())
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.append(INDEX)

@@ -62,6 +62,8 @@ class _Sizes:
         self.heads = shape.num_heads / tp
         self.ffn = shape.active_ffn_size / tp
         """The product of gate and up, of the experts that a token has together."""
+        self.shared_ffn = shape.shared_ffn_hidden_size / tp
+        """The shared expert's part of it."""
         # The dispatcher gathers the tokens of all tensor-parallel ranks, each of which has a part of every expert.
         self.expert_inputs = float(experts * shape.hidden_size)
         """Inputs of a token's experts; 0 for dense layers."""
@@ -86,8 +88,8 @@ class _Sizes:
 
     def selective_transformer_engine(self) -> float:
         """Return the bytes of what selective recomputation recomputes: the second norm's output with gate, up and
-        product; of experts, the norm's output and the product."""
-        return (self.states + (self.ffn if self.num_experts else 3 * self.ffn)) * self.itemsize
+        product; of experts, the norm's output and the product, but for the shared expert's."""
+        return (self.states + (self.ffn - self.shared_ffn if self.num_experts else 3 * self.ffn)) * self.itemsize
 
     def local(self) -> float:
         """Return the bytes of a local layer on a CPU: input and output of each norm; keys and queries before the

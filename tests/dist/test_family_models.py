@@ -260,6 +260,23 @@ def test_vllm_has_the_trained_weights(
     check_two_steps(pool(world), workspaces[family], tp=tp, rollout_tp=rollout_tp, overrides=overrides)
 
 
+def test_float32_parts_of_a_bfloat16_model(pool: Any, workspaces: dict[str, Path]) -> None:
+    """Send a router's weights in bfloat16 to vLLM's float32 ones, and its correction bias in float32."""
+    directory = workspaces["glm4_moe"]
+    types = [f"{role}.megatron.dtype=bfloat16" for role in ("actor", "critic", "ref")]
+    config = write_config(directory)
+    export_to = directory / "out_bfloat16"
+    for result in cases.run_two_steps(pool(2), config, (1, 2, 2), export_to, [*types, "reshard.verify=always"]):
+        assert result["different"] == []
+    start, end = (cases.exported_weights(str(path)) for path in (directory / "model", export_to))
+    for name, weight in end.items():
+        if name.endswith("e_score_correction_bias"):
+            assert weight.dtype == torch.float32 and torch.equal(weight, start[name])
+            assert not torch.equal(weight, weight.bfloat16().float())
+        else:
+            assert weight.dtype == torch.bfloat16
+
+
 def test_ppo_with_experts_on_two_ranks_matches_one_rank(pool: Any, workspaces: dict[str, Path]) -> None:
     """Run on one rank, then with EP 2 in training and with vLLM on TP 1 and on TP 2."""
     directory = workspaces["qwen3_moe"]

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.dist
         ("qwen2", "actor", {}),  # grouped queries, biases of queries, keys and values
         ("qwen3_moe", "actor", {}),  # and a dense layer
         ("mixtral", "actor", {}),
+        ("glm4_moe", "actor", {}),
         ("llama", "critic", {}),
         ("qwen2", "actor", {"recompute_granularity": "full"}),
     ],

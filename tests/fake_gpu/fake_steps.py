@@ -51,7 +51,7 @@ def run(case: Case, rank: int) -> Report:
     """Run the step of the case on one rank."""
     import fake_faults
 
-    experts = case.config.get("num_experts")
+    experts = case.config.get("num_experts", case.config.get("n_routed_experts"))
     gpu = FakeCuda(case.config["num_experts_per_tok"] / experts if experts else 1.0)
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
