@@ -4,7 +4,7 @@ shared queue, tail batching and partial rollouts, for any number of engines.
     python benchmarks/rollout_simulator.py --engines 8 32 64
 
 The loop, the queue, the virtual clocks and the groups are the trainer's own: each simulated rank is a thread that runs
-rollout/engine_loop.py, and trainer/pooled_rollout.py decides what a step trains on. Simulated are vLLM's schedule
+rollout/engine_loop.py, and trainer/pool/pooled_rollout.py decides what a step trains on. Simulated are vLLM's schedule
 (first come, first served, chunked prefill), the lengths of responses, and the seconds of an engine's step.
 benchmarks/rollout_tail.py measures these seconds (--costs reads its file), compares its engines' schedule with the one
 here, and its times with those of the simulator.
@@ -38,8 +38,9 @@ from rlhf_mc.rollout import engine_loop
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.work_sharing import Clock, ResponseLengths, SharedQueue
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate, pooled_rollout
-from rlhf_mc.trainer.group_pool import GroupPool
+from rlhf_mc.trainer import generate
+from rlhf_mc.trainer.pool import pooled_rollout
+from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.step_state import begin_step
 
 SEED = 5
@@ -129,6 +130,9 @@ class NoScores:
         pass
 
     def submit(self, responses: Mapping[int, Any], others_follow: bool = False) -> None:
+        """Do nothing."""
+
+    def select(self, numbers: Sequence[int]) -> None:
         """Do nothing."""
 
 
@@ -431,7 +435,7 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
         group_pool=GroupPool(),
         rewards=None,
         tokenizer=None,
-        groups=SimpleNamespace(rank=0),
+        groups=SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1)),
         journal=SimpleNamespace(is_replayed=False, record=lambda *row: None),
         stop_token_ids=(),
         offload_schedule=SimpleNamespace(phase=lambda timer, name: contextlib.nullcontext()),
@@ -455,10 +459,7 @@ def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) 
         run.rollout.weights_updated()
         state = begin_step(step, RankStatus())
         before = _tokens_of(run)
-        with (
-            replaced(generate, "ScoreStream", NoScores),
-            replaced(pooled_rollout, "submit_share", lambda stream, responses: None),
-        ):
+        with replaced(generate, "ScoreStream", NoScores):
             _, batch, _ = rollout_of_step(run, state)
         if counts:
             trained = int(batch.response_lens.sum())

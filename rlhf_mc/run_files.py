@@ -4,11 +4,14 @@ incomplete. No torch here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_mc import durable, json_files
+from rlhf_mc.config.load import to_dict
+from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.config.unknown import is_removed
 
 METRICS_FILE = "metrics.jsonl"
@@ -101,8 +104,16 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def differences(before: Any, after: Any) -> dict[str, list[Any]]:
-    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks.
-    Settings that only earlier versions have are left out."""
+    """Return {section.key: [value before, value after]} of two resolved configs. A key that one lacks has its default,
+    as in an earlier version without the setting, or null. Settings that only earlier versions have are left out."""
     old, new = (dict(flattened(settings)) if isinstance(settings, Mapping) else {} for settings in (before, after))
     keys = [key for key in {**old, **new} if not is_removed(key)]
-    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+    pairs = {key: [side.get(key, _defaults().get(key)) for side in (old, new)] for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Return the default of each setting that has one, by its dotted key."""
+    required = (DataConfig(None), ModelConfig(None), TrainerConfig(None))  # type: ignore[arg-type]
+    return dict(flattened(to_dict(Config(*required))))

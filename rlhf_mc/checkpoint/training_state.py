@@ -7,12 +7,17 @@ No random state is saved, since all random draws are a function of the seed and 
 from __future__ import annotations
 
 import contextlib
+import io
 import platform as python_platform
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
 import yaml
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -44,9 +49,11 @@ class Save:
         inputs: Inputs,
         run_id: str,
         buffers: HostBuffers | None,
+        others: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
     ) -> None:
         """Begin the write. loop: the trainer's state, plain values. inputs: fingerprints of the run's files. buffers:
-        host memory to which the tensors are copied, so that training continues; None: return after they are written."""
+        host memory to which the tensors are copied, so that training continues; None: return after they are written.
+        others: further files by name, and the function that writes each, which rank 0 calls after its tensors."""
         self.step = step
         self._root = root
         self._run_id = run_id
@@ -62,7 +69,8 @@ class Save:
         }
         self._config = config
         blocks = [block for model in models for block in model_blocks(model)]
-        self._writing = TensorWriter(blocks, directory.staging_path(root, step), buffers)
+        own = others if dist.get_rank() == 0 else {}
+        self._writing = TensorWriter(blocks, directory.staging_path(root, step), buffers, own)
         if buffers is None:
             self._writing.wait()
 
@@ -132,6 +140,16 @@ def stored_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CorruptCheckpoint(f"{path / CONFIG}: corrupt (no settings)")
     return config
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file of a verified checkpoint. Raise CorruptCheckpoint if they cannot be read."""
+    data = directory.read_file(path)
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            return dict(file)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
 
 
 def _models(models: Sequence[TrainedModel]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,10 +62,18 @@ class HostBuffers:
 class TensorWriter:
     """Write of the tensors of one checkpoint, by a thread."""
 
-    def __init__(self, blocks: Sequence[Block], directory: Path, buffers: HostBuffers | None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        directory: Path,
+        buffers: HostBuffers | None,
+        others: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
+    ) -> None:
         """Plan the write and start it. buffers: destination of copies of the blocks; None: the blocks themselves are
-        written, and must not change until `wait` returns. Every rank must call it."""
+        written, and must not change until `wait` returns. others: further files of this rank, by name, and the function
+        that writes each. Every rank must call it."""
         self._directory = directory
+        self._others = others
         written = [block for block in blocks if block.is_writer]
         data = [block.data for block in written] if buffers is None else buffers.copies(written)
         strategy = PlannedSave()
@@ -120,6 +129,10 @@ class TensorWriter:
                     raise written
                 self._results += written
                 self._files[name] = digest_file(Path(file))
+            for name, write in self._others.items():
+                write(self._directory / name)
+                durable.sync(self._directory / name)
+                self._files[name] = digest_file(self._directory / name)
         except Exception as error:  # raised by `finish` in the main thread
             self._error = UserError(f"{self._directory}: cannot be written: {_reason(error)}")
 

@@ -55,9 +55,10 @@ def has_pool(rollout: RolloutConfig) -> bool:
 
 
 def prompts_in_flight(cfg: Config) -> int:
-    """Return the number of prompts that a step generates for with rollout.tail_batching or partial_rollout."""
+    """Return the number of prompts that a step generates for: one batch without rollout.tail_batching or
+    partial_rollout."""
     size = cfg.data.train_batch_size
-    default = 2 * size if cfg.rollout.partial_rollout else -(-5 * size // 4)
+    default = 2 * size if cfg.rollout.partial_rollout else -(-5 * size // 4) if cfg.rollout.tail_batching else size
     return cfg.rollout.prompts_in_flight or default
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.config.roles import prompts_in_flight
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES
@@ -27,7 +28,8 @@ class Storage:
     """Files of a run, in bytes, and lower bounds of their times, in seconds."""
 
     checkpoint: int
-    """Tensors of a training checkpoint. Its metadata is some hundred bytes a block."""
+    """Tensors of a training checkpoint, and the kept responses at their longest. Its metadata is some hundred bytes a
+    block."""
     export: int
     """Tensors of an export of the actor."""
     checkpoints: int | None
@@ -56,7 +58,8 @@ def plan_storage(
     second and direction, of a node."""
     trainer = cfg.trainer
     settings = {role: (layouts(cfg)[role], getattr(cfg, role).freeze) for role in TRAINED if role in shapes}
-    checkpoint = sum(checkpoint_bytes(shapes[role], *setting) for role, setting in settings.items())
+    tensors = sum(checkpoint_bytes(shapes[role], *setting) for role, setting in settings.items())
+    pool = pool_bytes(cfg)
     nodes = max(1, sum(len(ranks.ranks) for ranks in plan) // gpus_per_node)
     read: dict[int, int] = {}
     for ranks in plan:
@@ -66,17 +69,28 @@ def plan_storage(
     kept = trainer.max_ckpt_to_keep
     checkpoints = 0 if trainer.save_freq < 1 else None if kept is None else kept + trainer.keep_best + 1
     return Storage(
-        checkpoint,
+        tensors + pool,
         weight_bytes(shapes["actor"], cfg.actor.megatron),
         checkpoints,
-        checkpoint / nodes / bandwidth,
-        (checkpoint / nodes + max(read.values())) / bandwidth,
+        (tensors / nodes + pool) / bandwidth,
+        (tensors / nodes + max(read.values()) + 2 * pool) / bandwidth,
     )
 
 
 def weight_bytes(shape: ModelShape, megatron: MegatronConfig) -> int:
     """Return the bytes of a model's tensors in a Hugging Face checkpoint."""
     return sum(map(math.prod, logical_shapes(shape).values())) * ITEMSIZES[megatron.dtype]
+
+
+def pool_bytes(cfg: Config) -> int:
+    """Return the most bytes of the responses that rollout.partial_rollout keeps for later steps, a token and a log-prob
+    each. One rank writes them, and every node reads them."""
+    if not cfg.rollout.partial_rollout:
+        return 0
+    # A step takes data.train_batch_size groups; with algorithm.filter_groups the last call may take one alone.
+    num_taken = 1 if cfg.algorithm.filter_groups.enable else cfg.data.train_batch_size
+    num_kept = (prompts_in_flight(cfg) - num_taken) * cfg.rollout.n
+    return num_kept * cfg.data.max_response_length * 2 * _FLOAT32
 
 
 def checkpoint_bytes(shape: ModelShape, megatron: MegatronConfig, freeze: Sequence[str]) -> int:

@@ -55,11 +55,11 @@ from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint,
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import training_mesh
-from rlhf_mc.trainer.group_pool import GroupPool
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
+from rlhf_mc.trainer.pool.group_pool import GroupPool
+from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
-from rlhf_mc.trainer.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import MOST_CONSECUTIVE, SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
-from rlhf_mc.trainer.pooled_rollout import load_pool
+from rlhf_mc.trainer.pool.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
 
 _WITHOUT_EFFECT = {
@@ -70,7 +70,8 @@ class Position:
     step: int = 0
     """The last complete step."""
     num_batches: int = 0
-    """Batches of prompts that the steps up to it have drawn: with algorithm.filter_groups more than steps."""
+    """Batches of prompts that the steps up to it have drawn: with algorithm.filter_groups more than steps. Kept groups
+    do not count, groups that were dropped as too stale do."""
     accuracy: float | None = None
     """Mean validation accuracy after that step; None without a validation."""
     best_step: int | None = None
@@ -111,6 +112,7 @@ class Checkpoints:
         self._skipped: dict[str, int] = {}
         """Consecutive skipped updates by model, from the checkpoint."""
         self._loop_state: dict[str, Any] = {}
+        self._pool_files: dict[str, Callable[[Path], None]] = {}
         self.is_rolled_back = False
         """This process has rolled the run back. It does not repeat the lines of its start."""
         self._is_healthy = True
@@ -296,7 +298,7 @@ class Checkpoints:
             self._run.response_lengths.load_state_dict(loop.get("response_lengths", {"prompts": [], "lens": []}))
             # An earlier version did not count the batches: one per step.
             self.position = Position(**{"num_batches": loop["position"]["step"], **loop["position"]})
-            load_pool(self._run, loop.get("group_pool"), self.position.num_batches)
+            load_pool(self._run, loop.get("group_pool"), path, self.position.num_batches)
             self._logged = loop.get("logged", [])  # an earlier version did not record them
             # An earlier version stored the counts under another name.
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
@@ -338,9 +340,10 @@ class Checkpoints:
         self._loop_state = {
             "kl_controller": self._run.kl_controller.state_dict(),
             "response_lengths": self._run.response_lengths.state_dict(),
-            "group_pool": self._run.group_pool.copy(),
+            "group_pool": self._run.group_pool.state_dict(),
             _SKIPPED: dict(self._run.skipped.consecutive),
         }
+        self._pool_files = self._run.group_pool.files()
 
     def begin(self, wait: bool = False) -> None:
         """Begin the checkpoint of the complete step. No weight may have changed since that step. With
@@ -354,14 +357,15 @@ class Checkpoints:
             position.best_accuracy = self._candidate
         if position.step == 0:
             position.last_healthy_step = 0  # the initial weights
-        pool = self._loop_state["group_pool"].state_dict() if dist.get_rank() == 0 else {}  # it writes the loop's state
-        loop = {**self._loop_state, "group_pool": pool, "position": asdict(position), "logged": self._all_logged()}
+        loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
         with self._naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
             config = recorded(self._run.config)
             inputs = self._run.inputs
-            self._in_flight = Save(self._root, position.step, self._models, loop, config, inputs, self.run_id, buffers)
+            self._in_flight = Save(
+                self._root, position.step, self._models, loop, config, inputs, self.run_id, buffers, self._pool_files
+            )
 
     def _all_logged(self) -> list[list[int]]:
         """Return the ranges of rows in metrics.jsonl up to the complete step, whose row is written before the

@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhf_mc.config.roles import estimator_needs
+from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.work_sharing import CLOCKS, Clock
-from rlhf_mc.trainer.group_pool import Group
+from rlhf_mc.trainer.pool.group_pool import Group
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import ScoreStream
+from rlhf_mc.trainer.scores import GroupScores, ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
 TRAINING = 0
@@ -101,14 +101,15 @@ def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
     """Return the groups at these places of the order in which the run draws its prompts, with nothing generated. Their
     seeds are those of the step that trains on them where steps train on the prompts that they have drawn."""
     data = run.config.data
+    size = prompts_per_batch(data)
     groups = []
-    for number, places in itertools.groupby(positions, lambda position: position // data.train_batch_size):
+    for number, places in itertools.groupby(positions, lambda position: position // size):
         indices = indices_of_batch(data, run.train_prompts.file_sizes, number, run.config.trainer.seed)
         prompts = run.train_prompts.at(indices)
         n = run.config.rollout.n
         seeds = sampling_seeds(run.config.trainer.seed, TRAINING, number + 1, prompts, n)
         for position in places:
-            place = position % data.train_batch_size
+            place = position % size
             group = Group(position, prompts[place], seeds[place * n : (place + 1) * n], [NOTHING] * n, [])
             groups.append(group.restarted())
     return groups
@@ -119,10 +120,15 @@ def continue_groups(
     state: StepState,
     groups: Sequence[Group],
     enough: Enough | None,
+    scores: GroupScores,
+    is_certain: np.ndarray,
     lens: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
     """Generate the responses of the groups that have not ended, with the current weights. enough: None: all groups.
-    lens: the length at which each response is cut; None: none is."""
+    lens: the length at which each response is cut; None: none is.
+
+    scores: gets each response that has ended. is_certain: [groups] bool: the step trains on the group if it is complete
+    in the end. Its responses are submitted in the period in which it is complete; with enough None, as they end."""
     limit = run.config.data.max_response_length
     lens = [[limit] * len(group.responses) for group in groups] if lens is None else lens
     rows = [
@@ -141,16 +147,28 @@ def continue_groups(
     if not run.config.rollout.partial_rollout:  # there the oldest begin first: a begun response waits for no new one
         expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
     parameters = Sampling(run.config.rollout.temperature, limit, run.stop_token_ids)
+    earlier = {(g, i) for g, group in enumerate(groups) for i in range(len(group.responses))}.difference(rows)
+    for g, i in sorted(earlier)[run.groups.rank :: run.groups.mesh.world]:
+        scores.add(g, i, groups[g].responses[i].token_ids)
 
     def is_enough(ended: Set[int]) -> bool:
         assert enough is not None
-        return enough(np.bincount(group_of[sorted(ended)], minlength=len(groups)) == num_open)
+        is_complete = np.bincount(group_of[sorted(ended)], minlength=len(groups)) == num_open
+        scores.submit(is_complete & is_certain)
+        return enough(is_complete)
+
+    def on_ended(ended: Mapping[int, Generation]) -> None:
+        for number, one in ended.items():
+            scores.add(*rows[number], one.token_ids)
+        if enough is None:
+            scores.submit(is_certain)
 
     with run.offload_schedule.phase(state.timer, "gen"):
         ends = None if enough is None else is_enough
-        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), expected, ends).generations()
+        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), expected, ends, on_ended)
+    state.num_generated += int(drawn.lens.sum()) - sum(len(request.begun.token_ids) for request in requests)
     responses = [list(group.responses) for group in groups]
-    for (g, i), response in zip(rows, drawn, strict=True):
+    for (g, i), response in zip(rows, drawn.generations(), strict=True):
         responses[g][i] = response
     continued = [group.continued(each, state.step - 1) for group, each in zip(groups, responses, strict=True)]
     ended = [(g, i) for g, i in rows if continued[g].has_ended(limit)[i]]
@@ -185,9 +203,11 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         stream = new_stream(run, prompts)
         generations = generate(run, prompts, seeds, parameters, stream, expected_lens=expected_lens)
         run.response_lengths.record(rows, generations.lens.tolist())
+        state.num_generated += int(generations.lens.sum())
         if estimator_needs(cfg.algorithm).greedy_baseline:
             greedy_seeds = seeds[:: cfg.rollout.n]
             greedy = generate(run, drawn, greedy_seeds, replace(parameters, temperature=0.0), stream, len(prompts))
             state.greedy = build_batch(drawn, greedy)
+            state.num_generated += int(greedy.lens.sum())
     stream.submit({})  # those that waited for all
     return prompts, build_batch(prompts, generations), stream

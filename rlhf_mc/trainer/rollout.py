@@ -20,7 +20,7 @@ from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import generate_batch
-from rlhf_mc.trainer.pooled_rollout import off_policy_metrics, pooled_rollout
+from rlhf_mc.trainer.pool.pooled_rollout import off_policy_metrics, pooled_rollout
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
@@ -119,7 +119,15 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
 def next_groups(run: Run, state: StepState, count: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
     """Generate the groups of the next batch of prompts, or the `count` groups that end first of those that
     rollout.tail_batching or partial_rollout generate at once."""
-    return pooled_rollout(run, state, count) if has_pool(run.config.rollout) else generate_batch(run, state)
+    data = run.config.data
+    pool = run.group_pool
+    if has_pool(run.config.rollout):
+        return pooled_rollout(run, state, count)
+    if pool.groups or pool.num_drawn % prompts_per_batch(data):
+        # The run had a pool before a resume: no prompt of it is lost or trained on twice.
+        return pooled_rollout(run, state, data.train_batch_size)
+    pool.num_drawn = 0  # batches alone count, also with another data.train_batch_size after a resume
+    return generate_batch(run, state)
 
 
 def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch]:

@@ -19,11 +19,11 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.topology.groups import ProcessGroups
-from rlhf_mc.trainer.group_pool import GroupPool
 from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
+from rlhf_mc.trainer.pool.group_pool import GroupPool
+from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.reward_models import RewardModel
-from rlhf_mc.trainer.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
@@ -70,6 +71,13 @@ class ScoreStream:
         self._numbers += numbers
         self._rewards.submit(prompts, texts, self._training, prompt_texts, self._pending)
 
+    def select(self, numbers: Sequence[int]) -> None:
+        """Number these responses 0, 1, ... in this order. No other response has been or may be submitted."""
+        new = {number: i for i, number in enumerate(numbers)}
+        self._prompts = [self._prompts[number] for number in numbers]
+        self._numbers = [new[number] for number in self._numbers]
+        self._held = {new[number]: tokens for number, tokens in self._held.items()}
+
     def collect(self) -> list[Score]:
         """Return the scores of all responses on every rank. Raise UserError on all ranks if a response on any cannot be
         scored. Every rank must call it."""
@@ -92,9 +100,26 @@ class ScoreStream:
         return self._pending.seconds_until(time.perf_counter())
 
 
-def submit_share(stream: ScoreStream, responses: Sequence[Sequence[int]]) -> None:
-    """Submit this rank's share, round-robin, of all responses, which all ranks have."""
-    stream.submit({i: responses[i] for i in range(dist.get_rank(), len(responses), dist.get_world_size())})
+class GroupScores:
+    """The scores of groups of which a step trains on some. A response waits until it is certain that the step trains on
+    its group: none is scored in vain, or twice. Each response that has ended is on one rank."""
+
+    def __init__(self, stream: ScoreStream, n: int) -> None:
+        """n: responses of a group. stream: response i of group g has number g * n + i."""
+        self._stream = stream
+        self._n = n
+        self._waiting: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
+
+    def add(self, group: int, response: int, token_ids: Sequence[int]) -> None:
+        """Add a response that has ended."""
+        self._waiting[group][group * self._n + response] = token_ids
+
+    def submit(self, is_taken: np.ndarray) -> None:
+        """Submit the responses to this rank's workers that wait, of groups that are taken: [groups] bool."""
+        ready: dict[int, Sequence[int]] = {}
+        for group in sorted(self._waiting.keys() & set(np.flatnonzero(is_taken).tolist())):
+            ready |= self._waiting.pop(group)
+        self._stream.submit(ready, others_follow=True)
 
 
 def rewards(

@@ -63,7 +63,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             **memory_metrics(),
-            **per_token_metrics(batch, times),
+            **per_token_metrics(batch, state.num_generated, times),
             **utilization_metrics(run.actor, run.critic, run.config, batch, {**times, **slowest_rank_times(state)}),
             **run.weight_sync.metrics,
             **run.offload_schedule.metrics(),
@@ -160,13 +160,14 @@ _PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_acto
 _PRODUCTS = 5
 
 
-def per_token_metrics(batch: RaggedBatch, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return `{timing_per_token_ms/<phase>: milliseconds}`. seconds: `timing_s/<phase>` of the step."""
-    num_tokens = {"gen": int(batch.response_lens.sum()), **dict.fromkeys(_PHASES, int(batch.seq_lens.sum()))}
+def per_token_metrics(batch: RaggedBatch, num_generated: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return `{timing_per_token_ms/<phase>: milliseconds}`, without a phase that had no tokens. num_generated: response
+    tokens that the step has generated. seconds: `timing_s/<phase>` of the step."""
+    num_tokens = {"gen": num_generated, **dict.fromkeys(_PHASES, int(batch.seq_lens.sum()))}
     return {
         f"timing_per_token_ms/{phase}": 1000 * seconds[f"timing_s/{phase}"] / count
         for phase, count in num_tokens.items()
-        if f"timing_s/{phase}" in seconds
+        if count and f"timing_s/{phase}" in seconds
     }
 
 

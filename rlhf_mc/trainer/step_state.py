@@ -25,6 +25,8 @@ class StepState:
     """Batches of prompts that the run has drawn so far."""
     num_rollouts: int = 0
     """Rollouts of this step that were replayed (trainer.replay)."""
+    num_generated: int = 0
+    """Response tokens that this step has generated, greedy ones included."""
     drawn: Counter[int] = field(default_factory=Counter)
     """Number of times that this step has drawn each prompt, by its index."""
     prompts: Sequence[Prompt] = ()

@@ -33,7 +33,7 @@ from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import gather_objects, gather_results
 from rlhf_mc.trainer import generate, lifecycle, loop, start_table, step_state
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import ScoreStream, submit_share
+from rlhf_mc.trainer.scores import ScoreStream
 
 
 @contextlib.contextmanager
@@ -232,6 +232,11 @@ def score_fixed_responses(directory: str, num_prompts: int, **reward: Any) -> li
         return stream.collect()
     finally:
         rewards.close()
+
+
+def submit_share(stream: ScoreStream, responses: Sequence[Sequence[int]]) -> None:
+    """Submit this rank's share, round-robin, of all responses, which all ranks have."""
+    stream.submit({i: responses[i] for i in range(dist.get_rank(), len(responses), dist.get_world_size())})
 
 
 def gather_strings(sizes: Sequence[int], members: Sequence[int] | None = None) -> list[str] | None:

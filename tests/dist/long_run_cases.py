@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import built_run
+from cases import built_run, submit_share
 from megatron.core.distributed import DistributedDataParallel
 
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import generate, lifecycle, loop, step_state
-from rlhf_mc.trainer.scores import ScoreStream, submit_share
+from rlhf_mc.trainer.scores import ScoreStream
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cases import built_run
@@ -12,11 +15,27 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import loop
 
 
+@contextmanager
+def submitted_rows(run: Any) -> Iterator[Counter[str]]:
+    """Count the rows that are submitted to the reward workers, and those that are while the engine generates."""
+    rows: Counter[str] = Counter()
+    submit = run.rewards.submit
+
+    def counting(prompts: Any, *args: Any) -> Any:
+        rows["all"] += len(prompts)
+        rows["early"] += len(prompts) * (run.rollout.num_unfinished > 0)
+        return submit(prompts, *args)
+
+    run.rewards.submit = counting
+    yield rows
+
+
 def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
     """Run the whole loop. Return of each step its number, prompts, responses, the ages of their tokens, importance
-    weights and metrics; and the last weights."""
+    weights, scores and metrics, and the rows that this rank's reward workers have got, in all and while its engine
+    generated; and the last weights."""
     steps = []
-    with built_run(config_path, overrides) as run:
+    with built_run(config_path, overrides) as run, submitted_rows(run) as rows:
         for step in loop.steps(run, RankStatus(), StopRequests(run.config.trainer)):
             ages = step.batch.token_ages
             weights = step.batch.is_weights
@@ -29,6 +48,12 @@ def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
                     "ages": None if ages is None else ages.tolist(),
                     "is_weights": None if weights is None else weights.tolist(),
                     "metrics": dict(step.metrics),
+                    "texts": run.tokenizer.batch_decode(step.batch.responses(), skip_special_tokens=True),
+                    "truths": [prompt.ground_truth for prompt in step.prompts],
+                    "scores": step.batch.scores.tolist(),
+                    "greedy_scores": None if step.batch.greedy_scores is None else step.batch.greedy_scores.tolist(),
+                    "submitted": dict(rows),
                 }
             )
+            rows.clear()
         return {"steps": steps, "last": blocks(run)}

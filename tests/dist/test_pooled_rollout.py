@@ -15,6 +15,7 @@ from tiny import make_workspace, write_config
 
 N = 2
 NEEDED = 4
+KEPT = "training/off_policy/kept_groups"
 PER_EPOCH = 6
 LIMIT = 96
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -113,6 +114,80 @@ def test_partial_rollout_continues_responses_with_new_weights(partial: list[dict
     assert spans > 0, "some responses were continued"
 
 
+def _score(text: str, truth: Any) -> float:
+    """Return the score of SCORE_ALL, which is of the response and of its prompt."""
+    return float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7))
+
+
+SCORE_ALL = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):
+    rows = zip(solution_strs, ground_truths, strict=True)
+    return [float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7)) for text, truth in rows]
+"""
+SCORE_ONE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 5 + 10 * (sum(map(ord, str(ground_truth))) % 7))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "reward"),
+    [("partial_rollout", SCORE_ONE), ("partial_rollout", SCORE_ALL), ("tail_batching", SCORE_ONE)],
+    ids=["partial", "partial_batched", "tail"],
+)
+def test_each_trained_response_is_scored_once_and_the_first_while_others_are_generated(
+    train: Any, config: Path, request: pytest.FixtureRequest, mode: str, reward: str
+) -> None:
+    """Check too the scores of greedy responses, which are numbered behind the others."""
+    name = f"scored_{request.node.callspec.id}"
+    (config.parent / f"{name}.py").write_text(reward)
+    greedy = reward == SCORE_ALL
+    settings = [
+        f"rollout.{mode}=true",
+        "algorithm.rollout_correction.rollout_is=token",
+        f"custom_reward_function.path={config.parent / f'{name}.py'}",
+        "trainer.total_training_steps=4",
+    ]
+    settings += ["algorithm.adv_estimator=remax"] if greedy else []
+    ranks = [rank["steps"] for rank in train(2, name, *settings)]
+    early = 0
+    for steps in zip(*ranks, strict=True):
+        for step in steps:
+            rows = zip(step["texts"], step["truths"], strict=True)
+            assert step["scores"] == [_score(*row) for row in rows]
+            if greedy:
+                assert [score // 10 for score in step["greedy_scores"]] == [_score("", t) // 10 for t in step["truths"]]
+        assert sum(step["submitted"]["all"] for step in steps) == NEEDED * N + (NEEDED if greedy else 0)
+        early += sum(step["submitted"]["early"] for step in steps)
+    assert (early > NEEDED * N) == (reward == SCORE_ONE), "a function of all rows waits for the last"
+
+
+def test_a_run_without_a_pool_trains_on_the_groups_that_are_left(train: Any, config: Path) -> None:
+    """Check that a resume that turns the pool off takes each prompt of the epoch once. Then it draws batches again."""
+    seven = [*PARTIAL, "rollout.prompts_in_flight=7", "trainer.total_training_steps=3"]
+    with_pool = train(2, "turned_on", *seven)[0]["steps"]
+    start = config.parent / "turned_on" / "global_step_3"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "trainer.save_freq=1"]
+    steps = train(2, "turned_off", *resume, "trainer.total_training_steps=8")[0]["steps"]
+    trained = Counter(prompt for step in [*with_pool, *steps[:3]] for prompt in step["prompts"])
+    assert set(trained.values()) == {N} and len(trained) == NEEDED * PER_EPOCH
+    assert all(step["ages"] is None for step in steps)
+    assert [step["metrics"].get("train/tail_groups") for step in steps] == [3, 3, 0, None, None]
+    assert [step["metrics"]["training/epoch"] for step in steps] == [0, 0, 0, 1, 1]
+    again = train(2, "turned_off", "trainer.resume_mode=auto", "trainer.total_training_steps=9")[0]["steps"]
+    assert not {*again[0]["prompts"]} & {prompt for step in steps[3:] for prompt in step["prompts"]}
+
+
+def test_a_checkpoint_has_the_pool_in_a_file_of_its_own(config: Path, partial: list[dict[str, Any]]) -> None:
+    directory = config.parent / "partial" / "global_step_3"
+    state = json.loads((directory / "state.json").read_text())["loop"]["group_pool"]
+    manifest = json.loads((directory / "manifest.json").read_text())["files"]
+    with np.load(directory / "group_pool.npz") as arrays:
+        assert len(arrays["positions"]) == state["num_groups"] == partial[0]["steps"][2]["metrics"][KEPT]
+        assert arrays["lens"].sum() == len(arrays["tokens"]) == arrays["version_lens"].sum() > len(arrays["versions"])
+    assert manifest["group_pool.npz"]["bytes"] == (directory / "group_pool.npz").stat().st_size
+
+
 def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: list[dict[str, Any]]) -> None:
     start = config.parent / "partial" / "global_step_3"
     resumed = train(2, "resumed", *PARTIAL[:2], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}")
@@ -183,6 +258,12 @@ def _with_a_longer_response(line: str) -> str:
     return json.dumps(row) + "\n"
 
 
+def _changed(line: str, name: str, change: Any) -> str:
+    """Return a row of which one field is changed."""
+    row = json.loads(line)
+    return json.dumps({**row, name: change(row[name])}) + "\n"
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -199,6 +280,11 @@ def _with_a_longer_response(line: str) -> str:
             "is of a run with seed 1, train_batch_size 4, n 2, max_response_length 99",
         ),
         ("other", lambda lines: [line.replace('"taken"', '"took"') for line in lines], "is no journal of rollouts"),
+        ("sizes", lambda lines: [_changed(lines[0], "lens", lambda lens: lens[:-1])], "row 1: positions has 8 groups"),
+        ("n", lambda lines: [_changed(lines[0], "lens", lambda lens: [lens[0][:1], *lens[1:]])], "[1, 2] responses"),
+        ("taken", lambda lines: [_changed(lines[0], "taken", lambda taken: taken[:-1])], "taken has 3 groups; this"),
+        ("alone", lambda lines: [_changed(lines[0], "taken", lambda taken: [*taken, 99])], "or in taken alone"),
+        ("texts", lambda lines: [_changed(lines[0], "positions", lambda all: ["0", *all[1:]])], "not all integers"),
         ("drawn", lambda lines: [_with_a_longer_response(lines[0])], "tokens and "),
     ],
 )

@@ -1,8 +1,10 @@
-"""The groups of several steps (trainer/group_pool.py), their settings, and the metrics of older weights."""
+"""The groups of several steps (trainer/pool/group_pool.py), their settings, and the metrics of older weights."""
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +15,22 @@ import pytest
 import torch
 from config_files import load, validated
 
+from rlhf_mc.checkpoint.directory import CorruptCheckpoint
+from rlhf_mc.checkpoint.training_state import read_arrays
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import prompts_in_flight
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses, build_batch
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.planner.storage import pool_bytes
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
-from rlhf_mc.trainer import generate, pooled_rollout
-from rlhf_mc.trainer.group_pool import Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
+from rlhf_mc.trainer import generate
 from rlhf_mc.trainer.logprob_check import Difference
-from rlhf_mc.trainer.pooled_rollout import load_pool, off_policy_metrics
-from rlhf_mc.trainer.rollout_journal import RolloutJournal
+from rlhf_mc.trainer.pool import pooled_rollout
+from rlhf_mc.trainer.pool.group_pool import POOL_FILE, Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
+from rlhf_mc.trainer.pool.pooled_rollout import load_pool, off_policy_metrics
+from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
+from rlhf_mc.trainer.scores import GroupScores
 from rlhf_mc.trainer.step_state import StepState
 
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
@@ -49,15 +56,49 @@ def test_each_token_has_the_version_of_its_weights() -> None:
     assert group.restarted().first_version is None and group.restarted().responses == [NOTHING] * 2
 
 
+def stored(pool: GroupPool, directory: Path) -> dict[str, Any]:
+    """Write the pool as a checkpoint has it. Return its state."""
+    for name, write in pool.files().items():
+        write(directory / name)
+    state: dict[str, Any] = json.loads(json.dumps(pool.state_dict()))
+    return state
+
+
+def stored_as_text(pool: GroupPool) -> dict[str, Any]:
+    """Return the state as the checkpoints of an earlier version have it."""
+
+    def text(vectors: Sequence[Any], dtype: Any) -> str:
+        return base64.b85encode(np.concatenate([np.array(vector, dtype) for vector in vectors]).tobytes()).decode()
+
+    responses = [one for group in pool.groups for one in group.responses]
+    state: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                "num_drawn": pool.num_drawn,
+                "positions": [group.position for group in pool.groups],
+                "fingerprints": [group.fingerprint for group in pool.groups],
+                "finished": [[one.finished for one in group.responses] for group in pool.groups],
+                "lens": [[len(one.token_ids) for one in group.responses] for group in pool.groups],
+                "tokens": text([one.token_ids for one in responses], np.int32),
+                "log_probs": text([one.log_probs for one in responses], np.float32),
+                "versions": text([each for group in pool.groups for each in group.versions], np.int32),
+            }
+        )
+    )
+    return state
+
+
 @pytest.mark.parametrize("max_tokens", [8, 2, 1])
-def test_the_state_of_a_checkpoint(max_tokens: int) -> None:
+def test_the_state_of_a_checkpoint(tmp_path: Path, max_tokens: int) -> None:
     """Check that responses longer than a lower limit are cut."""
     pool = GroupPool()
     pool.groups = [begun_group(), new_group(9)]
     pool.num_drawn = 12
-    state = json.loads(json.dumps(pool.copy().state_dict()))
-    assert state["positions"] == [7, 9] and state["num_drawn"] == 12
-    first, second = load_groups(state, [new_group(7), new_group(9)], max_tokens)
+    assert stored(pool, tmp_path) == {"num_drawn": 12, "num_groups": 2}
+    arrays = read_arrays(tmp_path / POOL_FILE)
+    assert arrays["positions"].tolist() == [7, 9]
+    assert arrays["versions"].tolist() == [2, 3] and arrays["version_lens"].tolist() == [2, 3]
+    first, second = load_groups(arrays, [new_group(7), new_group(9)], max_tokens)
     assert second.responses == [NOTHING] * 2 and second.position == 9
     for one, whole, versions in zip(first.responses, begun_group().responses, first.versions, strict=True):
         assert one.token_ids == whole.token_ids[:max_tokens] and one.log_probs == whole.log_probs[:max_tokens]
@@ -66,9 +107,46 @@ def test_the_state_of_a_checkpoint(max_tokens: int) -> None:
     assert first.versions[0].tolist() == [2, 2, 3][:max_tokens]
 
 
-def test_an_empty_pool_has_a_state() -> None:
-    state = json.loads(json.dumps(GroupPool().state_dict()))
-    assert load_groups(state, [], 8) == []
+def test_a_write_in_the_background_has_the_groups_of_its_step(tmp_path: Path) -> None:
+    """Check a pool that the next step changes before the file is written."""
+    pool = GroupPool()
+    pool.groups = [begun_group()]
+    files = pool.files()
+    pool.groups = [new_group(1), new_group(2)]
+    files[POOL_FILE](tmp_path / POOL_FILE)
+    assert read_arrays(tmp_path / POOL_FILE)["positions"].tolist() == [7]
+
+
+def test_an_empty_pool_has_no_file() -> None:
+    assert GroupPool().files() == {}
+    assert GroupPool().state_dict() == {"num_drawn": 0, "num_groups": 0}
+
+
+def test_groups_with_nothing_generated_have_a_file(tmp_path: Path) -> None:
+    pool = GroupPool()
+    pool.groups = [new_group(4)]
+    stored(pool, tmp_path)
+    (group,) = load_groups(read_arrays(tmp_path / POOL_FILE), [new_group(4)], 8)
+    assert group.responses == [NOTHING] * 2 and group.first_version is None
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04" + bytes(40)])
+def test_a_file_that_is_not_as_it_was_written_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / POOL_FILE).write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"group_pool\.npz: cannot be read"):
+        read_arrays(tmp_path / POOL_FILE)
+
+
+def test_the_planner_counts_the_bytes_of_the_file(config_file: Path, tmp_path: Path) -> None:
+    """Compare with a file of as many groups as a run keeps at most, of the longest responses."""
+    limit = 64
+    cfg = _run(config_file, PARTIAL, "rollout.prompts_in_flight=9", f"data.max_response_length={limit}").config
+    pool = GroupPool()
+    response = Generation([7] * limit, [-1.0] * limit, False)
+    pool.groups = [new_group(position).continued([response] * 2, 3) for position in range(5)]
+    stored(pool, tmp_path)
+    assert 0 < (tmp_path / POOL_FILE).stat().st_size - pool_bytes(cfg) < 3000
+    assert pool_bytes(_run(config_file, TAIL).config) == pool_bytes(_run(config_file).config) == 0
 
 
 @pytest.mark.parametrize(("version", "kept"), [(3, True), (4, True), (5, False)])
@@ -132,35 +210,49 @@ TAIL = "rollout.tail_batching=true"
     ("overrides", "shift", "words"),
     [
         ((PARTIAL,), 0, ""),
-        ((PARTIAL,), 1, "1 groups that earlier steps have begun are not continued"),
+        ((PARTIAL,), 1, "1 groups that earlier steps have begun are generated anew"),
         ((PARTIAL, "rollout.n=3"), 0, "1 groups"),
         ((PARTIAL, "trainer.seed=7"), 0, "1 groups"),
         ((TAIL,), 0, "1 groups"),
-        ((), 0, "2 groups"),
+        ((), 0, "1 groups"),
     ],
 )
+@pytest.mark.parametrize("is_text", [False, True])
 def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
-    config_file: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], shift: int, words: str
+    config_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...],
+    shift: int,
+    words: str,
+    is_text: bool,
 ) -> None:
-    """Check a pool of two groups, of which one has tokens, in a run with other prompts or settings. Tail batching
-    trains on no token of older weights."""
+    """Check a pool of two groups, of which one has tokens, in a run with other prompts or settings, also in the format
+    of an earlier version. Tail batching, and a run without a pool, train on no token of older weights."""
     run = _run(config_file, PARTIAL)
     new = pooled_rollout.new_groups(run, [2, 5])
     first = new[0].continued([Generation([10, 11], [-0.5, -0.25], False), Generation([12], [-1.0], True)], 3)
     run.group_pool.groups = [first, new[1]]
     run.group_pool.num_drawn = 9
-    state = json.loads(json.dumps(run.group_pool.state_dict()))
+    state = stored_as_text(run.group_pool) if is_text else stored(run.group_pool, tmp_path)
     other = _run(config_file, *overrides, shift=shift)
-    load_pool(other, state, 1)
+    load_pool(other, state, tmp_path, 1)
     said = capsys.readouterr().err
     assert words in said if words else not said
     pool = other.group_pool
-    assert pool.num_drawn == 9 and [group.position for group in pool.groups] == ([2, 5] if overrides else [])
+    assert pool.num_drawn == 9 and [group.position for group in pool.groups] == [2, 5]
     for group in pool.groups:
         assert len(group.seeds) == len(group.responses) == len(group.versions) == other.config.rollout.n
         assert words == "" or group.first_version is None
     if not words:
         assert pool.groups[0].responses == first.responses
+
+
+def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
+    """Check data.gen_batch_size, which is not data.train_batch_size: the prompts of an epoch are drawn once each."""
+    sizes = ["algorithm.filter_groups.enable=true", "data.gen_batch_size=3"]
+    groups = pooled_rollout.new_groups(_run(config_file, PARTIAL, *sizes), range(12))
+    assert sorted(group.prompt.index for group in groups) == list(range(12))
 
 
 def test_a_step_of_tail_batching_has_enough_groups_after_any_change(config_file: Path) -> None:
@@ -180,17 +272,20 @@ def test_responses_that_have_begun_are_generated_first(config_file: Path, monkey
     run.response_lengths.record([0, 1, 2], [3, 3, 3])
     run.offload_schedule = SimpleNamespace(phase=lambda timer, name: nullcontext())
     run.rollout = run.stop_token_ids = None
+    run.groups = SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1))
     new = pooled_rollout.new_groups(run, range(2))
     begun = new[1].continued([Generation([7] * 9, [-1.0] * 9, False), NOTHING], 0)
     calls = []
 
-    def no_token(engine: None, requests: Any, sampling: Any, clock: Any, expected_lens: Any, enough: Any) -> Responses:
+    def no_token(engine: None, requests: Any, sampling: Any, clock: Any, expected_lens: Any, *rest: Any) -> Responses:
         queue = SharedQueue(len(requests), expected_lens)
         calls.append([requests[number].begun.token_ids for number in queue.left])
         return Responses.of([request.begun for request in requests])
 
     monkeypatch.setattr(generate, "generate_responses", no_token)
-    groups = generate.continue_groups(run, StepState(1, PhaseTimer()), oldest_first([new[0], begun], 1), None)
+    ordered = oldest_first([new[0], begun], 1)
+    scores = GroupScores(None, 2)  # type: ignore[arg-type]
+    groups = generate.continue_groups(run, StepState(1, PhaseTimer()), ordered, None, scores, np.zeros(2, bool))
     assert calls == [[[7] * 9, [], [], []]]
     assert groups[0].responses == begun.responses and [len(each) for each in groups[0].versions] == [9, 0]
 
@@ -200,8 +295,10 @@ def test_a_replayed_step_may_be_repeated(config_file: Path, tmp_path: Path) -> N
     run = _run(config_file, PARTIAL, f"trainer.default_local_dir={tmp_path}")
     writer = RolloutJournal(run.config)
     for position in (4, 5):
-        writer.record(3, pooled_rollout.new_groups(run, [position]), [])
-    journal = RolloutJournal(_run(config_file, PARTIAL, f"trainer.replay={tmp_path}").config)
+        groups = pooled_rollout.new_groups(run, [position])
+        writer.record(3, groups, groups)
+    filtered = ["algorithm.filter_groups.enable=true", f"trainer.replay={tmp_path}"]
+    journal = RolloutJournal(_run(config_file, PARTIAL, *filtered).config)
     for _ in range(2):
         assert [journal.replayed(3, rollout).positions for rollout in range(2)] == [[4], [5]]
     with pytest.raises(UserError, match="the journal has no step 3"):

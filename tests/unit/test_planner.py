@@ -87,6 +87,12 @@ def test_host_memory_and_checkpoints(capsys: pytest.CaptureFixture[str]) -> None
     assert storage["checkpoint"] / GB == pytest.approx(2 * 70.6 * 14, rel=0.01) and storage["checkpoints"] == 3
     assert storage["space"] == 3 * storage["checkpoint"] + storage["export"]
     assert storage["save"] == storage["checkpoint"] / 8 / 10e9 < storage["load"]
+    partial = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token"]
+    assert main([*PLAN_70B, *partial, "--json", "--host-memory", "1e12", "--storage-bandwidth", "10e9"]) == 0
+    larger = json.loads(capsys.readouterr().out)["storage"]
+    pool = larger["checkpoint"] - storage["checkpoint"]
+    assert pool == 1024 * 2048 * 8, "one batch is kept, of the longest responses: a token and a log-prob are 8 bytes"
+    assert larger["save"] - storage["save"] == pytest.approx(pool / 10e9)
 
 
 def test_host_memory_is_judged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,3 +115,11 @@ def test_differences_of_sections_that_come_and_go() -> None:
     assert differences({"a": 1}, {"a": 1, "b": {"c": {"d": 2, "e": None}}}) == {"b.c.d": [None, 2]}
     assert differences({"a": {"b": 1}}, {"a": [1]}) == {"a.b": [1, None], "a": [None, [1]]}
     assert differences({"a": {"b": 1}}, {"a": None}) == {"a.b": [1, None]}
+
+
+def test_differences_from_a_version_without_a_setting() -> None:
+    """Check that such a version counts as one with the setting's default."""
+    assert differences({"rollout": {}}, {"rollout": {"n": 1, "partial_rollout": True}}) == {
+        "rollout.partial_rollout": [False, True]
+    }
+    assert differences({"data": {}}, {"data": {"train_files": ["a"]}}) == {"data.train_files": [None, ["a"]]}

@@ -47,10 +47,11 @@ def batch() -> RaggedBatch:
 
 def test_milliseconds_per_token(batch: RaggedBatch) -> None:
     found = step_report.per_token_metrics(
-        batch, {"timing_s/gen": 0.5, "timing_s/update_actor": 1.1, "timing_s/testing": 9.0}
+        batch, 25, {"timing_s/gen": 0.5, "timing_s/update_actor": 1.1, "timing_s/testing": 9.0}
     )
-    assert found == pytest.approx({"timing_per_token_ms/gen": 50.0, "timing_per_token_ms/update_actor": 50.0})
+    assert found == pytest.approx({"timing_per_token_ms/gen": 20.0, "timing_per_token_ms/update_actor": 50.0})
     assert undeclared(found) == []
+    assert step_report.per_token_metrics(batch, 0, {"timing_s/gen": 0.5}) == {}, "a step of earlier steps' responses"
 
 
 def test_mfu_is_flops_per_rank_and_second_over_the_peak(batch: RaggedBatch, monkeypatch: pytest.MonkeyPatch) -> None:

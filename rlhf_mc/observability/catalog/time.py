@@ -116,7 +116,7 @@ SPEED = Section(
         ),
         Metric(
             "timing_per_token_ms/gen",
-            "generation, per response token of the batch",
+            "generation, per response token that the step has generated",
             "ms",
             "rank 0",
         ),

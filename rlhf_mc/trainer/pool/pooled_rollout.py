@@ -5,16 +5,19 @@ generates the others again, rollout.partial_rollout continues them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlhf_mc.config.roles import estimator_needs, has_pool, prompts_in_flight
+from rlhf_mc.checkpoint.training_state import read_arrays
+from rlhf_mc.config.roles import estimator_needs, prompts_in_flight, prompts_per_batch
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
+from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.generate import (
     Enough,
     continue_groups,
@@ -24,10 +27,18 @@ from rlhf_mc.trainer.generate import (
     repeat_prompts,
     wake_weights,
 )
-from rlhf_mc.trainer.group_pool import Group, drop_stale, load_groups, may_end, oldest_first
-from rlhf_mc.trainer.rollout_journal import check_replayed
+from rlhf_mc.trainer.pool.group_pool import (
+    POOL_FILE,
+    Group,
+    arrays_of_text,
+    drop_stale,
+    load_groups,
+    may_end,
+    oldest_first,
+)
+from rlhf_mc.trainer.pool.rollout_journal import StepGroups, check_replayed
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import ScoreStream, submit_share
+from rlhf_mc.trainer.scores import GroupScores, ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
 REFILLED = "training/off_policy/refilled_groups"
@@ -38,23 +49,37 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     """Generate until `needed` groups are complete. Return the prompt of each response, the batch, and the scores to
     come. All ranks know which responses have ended, and so decide alike."""
     cfg = run.config
+    n = cfg.rollout.n
     wake_weights(run, state)
+    enough: Enough | None = None
+    row: StepGroups | None = None
     if run.journal.is_replayed:
-        groups, taken = _replayed(run, state)
+        row = run.journal.replayed(state.step, state.num_rollouts)
+        groups = _replayed(run, state, row)
+        is_certain = np.isin(row.positions, row.taken)
     else:
         groups, enough = _partial(run, state, needed) if cfg.rollout.partial_rollout else _tail(run)
-        groups = continue_groups(run, state, groups, enough)
-        taken = [group for group in groups if group.has_ended(cfg.data.max_response_length).all()][:needed]
+        is_certain = np.arange(len(groups)) < needed  # the complete ones of these are taken, whichever others are
+    stream = new_stream(run, repeat_prompts([group.prompt for group in groups], n))
+    scores = GroupScores(stream, n)
+    groups = continue_groups(run, state, groups, enough, scores, is_certain, None if row is None else row.lens)
+    if row is None:
+        is_complete = np.array([group.has_ended(cfg.data.max_response_length).all() for group in groups])
+        is_taken = is_complete & (is_complete.cumsum() <= needed)
+    else:
+        check_replayed(row, groups)
+        is_taken = is_certain
+    taken = [group for group, is_one in zip(groups, is_taken, strict=True) if is_one]
     if run.groups.rank == 0:
         run.journal.record(state.step, groups, taken)
     used = {group.position for group in taken}
     others = [group for group in groups if group.position not in used]
-    if cfg.rollout.tail_batching:
+    if not cfg.rollout.partial_rollout:
         in_step = {group.position for group in groups}
         waiting = [group for group in run.group_pool.groups if group.position not in in_step]
         others = [*waiting, *(group.restarted() for group in others)]
     drawn = [group.prompt for group in taken]
-    prompts = repeat_prompts(drawn, cfg.rollout.n)
+    prompts = repeat_prompts(drawn, n)
     batch = build_batch(prompts, Responses.of([response for group in taken for response in group.responses]))
     if cfg.rollout.partial_rollout:
         versions = np.concatenate([each for group in taken for each in group.versions])
@@ -68,37 +93,45 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     else:
         state.metrics["train/tail_groups"] = len(others)
     run.group_pool.groups = others
-    state.num_batches = (run.group_pool.num_drawn - len(others)) // cfg.data.train_batch_size
-    stream = new_stream(run, prompts)
+    state.num_batches = (run.group_pool.num_drawn - len(others)) // prompts_per_batch(cfg.data)
     with run.offload_schedule.phase(state.timer, "reward"):
-        submit_share(stream, batch.responses())
-    if estimator_needs(cfg.algorithm).greedy_baseline:
+        scores.submit(is_taken)
+    has_greedy = estimator_needs(cfg.algorithm).greedy_baseline
+    is_selected = np.concatenate([np.repeat(is_taken, n), *([is_taken] if has_greedy else [])])
+    stream.select(np.flatnonzero(is_selected).tolist())
+    if has_greedy:
         with run.offload_schedule.phase(state.timer, "gen"):
             parameters = Sampling(0.0, cfg.data.max_response_length, run.stop_token_ids)
             greedy = generate(run, drawn, [group.seeds[0] for group in taken], parameters, stream, len(prompts))
-            stream.submit({})  # those that waited for all
             state.greedy = build_batch(drawn, greedy)
+            state.num_generated += int(greedy.lens.sum())
+    stream.submit({})  # those that waited for all
     return prompts, batch, stream
 
 
-def load_pool(run: Run, state: Mapping[str, Any] | None, num_batches: int) -> None:
-    """Load the pool of a checkpoint, from which the next step continues. state: None of an earlier version.
-    num_batches: batches of prompts that the run has drawn, each trained on at once where the run had no pool."""
+def load_pool(run: Run, state: Mapping[str, Any] | None, path: Path, num_batches: int) -> None:
+    """Load the pool of the checkpoint at path, from which the next step continues. state: None of an earlier version.
+    num_batches: batches of prompts that the run has drawn, each trained on at once where the run had no pool. Every
+    rank must call it."""
     run.group_pool.groups = ()
-    run.group_pool.num_drawn = num_batches * run.config.data.train_batch_size
+    run.group_pool.num_drawn = num_batches * prompts_per_batch(run.config.data)
     if state is None:
         return
     run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
-    rollout = run.config.rollout
-    groups = new_groups(run, state["positions"]) if has_pool(rollout) else []
-    if rollout.partial_rollout:
-        groups = load_groups(state, groups, run.config.data.max_response_length)
+    if "tokens" in state:
+        arrays = arrays_of_text(state)
+    elif state["num_groups"]:
+        arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
+    else:
+        return
+    groups = new_groups(run, arrays["positions"].tolist())
+    if run.config.rollout.partial_rollout:
+        groups = load_groups(arrays, groups, run.config.data.max_response_length)
     run.group_pool.groups = groups
-    pairs = zip(groups, state["lens"], strict=False)  # no groups without a pool
-    num_kept = sum(group.first_version is not None or not any(lens) for group, lens in pairs)
-    if num_lost := len(state["positions"]) - num_kept:
+    pairs = zip(groups, arrays["lens"], strict=True)
+    if num_anew := sum(group.first_version is None and lens.any() for group, lens in pairs):
         print_line(
-            f"warning: {num_lost} groups that earlier steps have begun are not continued: data or settings changed",
+            f"warning: {num_anew} groups that earlier steps have begun are generated anew: data or settings changed",
             rank_0_only=True,
         )
 
@@ -117,7 +150,8 @@ def _tail(run: Run) -> tuple[list[Group], Enough | None]:
     left = list(run.group_pool.groups)
     if len(left) >= needed:
         return left[:needed], None
-    per_epoch = needed * batches_per_epoch(len(run.train_prompts), needed)
+    size = prompts_per_batch(run.config.data)
+    per_epoch = size * batches_per_epoch(len(run.train_prompts), size)
     # An epoch ends without groups that are left: it has a multiple of `needed`, of which each step takes that many.
     num_new = min(prompts_in_flight(run.config), per_epoch - run.group_pool.num_drawn % per_epoch)
     if num_new < needed:
@@ -136,17 +170,13 @@ def _partial(run: Run, state: StepState, needed: int) -> tuple[list[Group], Enou
     return groups, lambda is_complete: may_end(spans, is_complete, needed, cfg.data.train_batch_size, cfg.rollout)
 
 
-def _replayed(run: Run, state: StepState) -> tuple[list[Group], list[Group]]:
-    """Generate as the step of the run that is replayed. Return its groups, and those to train on."""
-    row = run.journal.replayed(state.step, state.num_rollouts)
+def _replayed(run: Run, state: StepState, row: StepGroups) -> list[Group]:
+    """Return the groups of a step of the run that is replayed."""
     state.num_rollouts += 1
     left = {group.position: group for group in run.group_pool.groups}
     new = {group.position: group for group in new_groups(run, [p for p in row.positions if p not in left])}
-    groups = continue_groups(run, state, [left.get(p) or new[p] for p in row.positions], None, row.lens)
-    check_replayed(row, groups)
     run.group_pool.num_drawn = max(run.group_pool.num_drawn, 1 + max(row.positions))
-    taken = set(row.taken)
-    return groups, [group for group in groups if group.position in taken]
+    return [left.get(p) or new[p] for p in row.positions]
 
 
 def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:

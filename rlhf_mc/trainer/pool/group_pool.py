@@ -6,9 +6,11 @@ generate.py.
 from __future__ import annotations
 
 import base64
+import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,10 @@ class Group:
         return replace(self, responses=responses, versions=versions)
 
 
+POOL_FILE = "group_pool.npz"
+"""File of a checkpoint with the groups of the pool."""
+
+
 class GroupPool:
     """The groups that are begun and not trained on yet, the oldest first. The same on every rank."""
 
@@ -68,40 +74,55 @@ class GroupPool:
         self.groups: Sequence[Group] = ()
         """A step replaces the sequence, and changes no group."""
         self.num_drawn = 0
-        """Prompts that the run has drawn."""
-
-    def copy(self) -> GroupPool:
-        """Return a pool of the same groups, which the next step does not change."""
-        pool = GroupPool()
-        pool.groups = self.groups
-        pool.num_drawn = self.num_drawn
-        return pool
+        """Prompts that the run has drawn; 0 where it draws whole batches, without a pool."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for the checkpoint."""
-        return {
-            "num_drawn": self.num_drawn,
-            "positions": [group.position for group in self.groups],
-            "fingerprints": [group.fingerprint for group in self.groups],
-            "finished": [[one.finished for one in group.responses] for group in self.groups],
-            "lens": [[len(one.token_ids) for one in group.responses] for group in self.groups],
-            "tokens": _encode([one.token_ids for group in self.groups for one in group.responses], np.int32),
-            "log_probs": _encode([one.log_probs for group in self.groups for one in group.responses], np.float32),
-            "versions": _encode([each for group in self.groups for each in group.versions], np.int32),
-        }
+        """Return the state for the checkpoint, without the groups."""
+        return {"num_drawn": self.num_drawn, "num_groups": len(self.groups)}
+
+    def files(self) -> dict[str, Callable[[Path], None]]:
+        """Return the function that writes the present groups, by the name of their file; nothing without groups."""
+        return {POOL_FILE: functools.partial(_write, self.groups)} if self.groups else {}
 
 
-def load_groups(state: Mapping[str, Any], new_groups: Sequence[Group], max_tokens: int) -> list[Group]:
-    """Return the groups of a state of GroupPool.state_dict. new_groups: those of its positions, with nothing generated.
+def _write(groups: Sequence[Group], path: Path) -> None:
+    """Write groups to an .npz file, as data/cache.py writes the tokens of prompts: arrays by group [G], by response
+    [G, rollout.n], by token [R] end to end, and the versions of all tokens run-length coded."""
+    responses = [one for group in groups for one in group.responses]
+    versions = np.concatenate([each for group in groups for each in group.versions])
+    starts = np.flatnonzero(np.diff(versions, prepend=-1))
+    np.savez(
+        path,
+        positions=np.array([group.position for group in groups]),
+        fingerprints=np.array([group.fingerprint for group in groups]),
+        finished=np.array([[one.finished for one in group.responses] for group in groups]),
+        lens=np.array([[len(one.token_ids) for one in group.responses] for group in groups]),
+        tokens=np.concatenate([np.array(one.token_ids, np.int32) for one in responses]),
+        log_probs=np.concatenate([np.array(one.log_probs, np.float32) for one in responses]),
+        versions=versions[starts],
+        version_lens=np.diff(starts, append=len(versions)),
+    )
+
+
+def arrays_of_text(state: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the arrays of _write from the state of a checkpoint of an earlier version, which had them as
+    text."""
+    dtypes = {"tokens": np.int32, "log_probs": np.float32, "versions": np.int32}
+    vectors = {name: np.frombuffer(base64.b85decode(state[name]), dtype) for name, dtype in dtypes.items()}
+    others = {name: np.array(state[name]) for name in ("positions", "fingerprints", "finished", "lens")}
+    return {**vectors, **others, "version_lens": np.ones(len(vectors["versions"]), np.int64)}
+
+
+def load_groups(arrays: Mapping[str, np.ndarray], new_groups: Sequence[Group], max_tokens: int) -> list[Group]:
+    """Return the groups of the arrays of _write. new_groups: those of its positions, with nothing generated.
     A response that is longer than max_tokens, which may be lower than when it was generated, is cut there. A group of
     another prompt or other seeds than its position has now has nothing generated: data or settings have changed."""
-    tokens, log_probs, versions = (
-        np.frombuffer(base64.b85decode(state[name]), dtype)
-        for name, dtype in (("tokens", np.int32), ("log_probs", np.float32), ("versions", np.int32))
-    )
+    tokens = arrays["tokens"]
+    log_probs = arrays["log_probs"]
+    versions = np.repeat(arrays["versions"], arrays["version_lens"])
     groups = []
     end = 0
-    columns = (state["fingerprints"], state["lens"], state["finished"])
+    columns = (arrays[name].tolist() for name in ("fingerprints", "lens", "finished"))
     for group, fingerprint, lens, finished in zip(new_groups, *columns, strict=True):
         responses = []
         of_versions = []
@@ -114,12 +135,6 @@ def load_groups(state: Mapping[str, Any], new_groups: Sequence[Group], max_token
         is_same = group.fingerprint == fingerprint
         groups.append(replace(group, responses=responses, versions=of_versions) if is_same else group)
     return groups
-
-
-def _encode(vectors: Sequence[Any], dtype: type[np.generic]) -> str:
-    """Return the vectors end to end as text."""
-    parts = [np.asarray(vector, dtype) for vector in vectors]
-    return base64.b85encode(np.concatenate(parts).tobytes() if parts else b"").decode()
 
 
 def drop_stale(groups: Sequence[Group], version: int, cfg: RolloutConfig) -> list[Group]:

@@ -15,7 +15,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import JOURNAL_FILE, read_rows
-from rlhf_mc.trainer.group_pool import Group
+from rlhf_mc.trainer.pool.group_pool import Group
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class RolloutJournal:
             "max_response_length": cfg.data.max_response_length,
             "partial_rollout": cfg.rollout.partial_rollout,
         }
+        least = 1 if cfg.algorithm.filter_groups.enable else cfg.data.train_batch_size
+        self._num_taken = range(least, cfg.data.train_batch_size + 1)
         self._replayed: dict[int, list[StepGroups]] | None = None
         if cfg.trainer.replay is not None:
             self._replayed = self._read(Path(cfg.trainer.replay) / JOURNAL_FILE)
@@ -62,12 +64,15 @@ class RolloutJournal:
                     f"trainer.replay: {path} is of a run with {_words(other)}; this run has {_words(self._settings)}"
                 )
         by_step: dict[int, list[StepGroups]] = defaultdict(list)
-        try:
-            for row in rows:
-                by_step[row["step"]].append(StepGroups(**row))
-            return dict(by_step)
-        except TypeError:
-            raise UserError(f"trainer.replay: {path} is no journal of rollouts: it has other fields") from None
+        for number, row in enumerate(rows, 1):
+            try:
+                one = StepGroups(**row)
+            except TypeError:
+                raise UserError(f"trainer.replay: {path} is no journal of rollouts: it has other fields") from None
+            if problem := _problem(one, self._settings["n"], self._num_taken):
+                raise UserError(f"trainer.replay: {path}, row {number}: {problem}; is it as the run has written it?")
+            by_step[one.step].append(one)
+        return dict(by_step)
 
     @property
     def is_replayed(self) -> bool:
@@ -108,6 +113,26 @@ def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
                     f" {len(one.token_ids)} tokens and {wanted} in the journal; the runs have drawn other tokens: are"
                     " model, data, settings and versions those of that run?"
                 )
+
+
+def _problem(row: StepGroups, n: int, num_taken: range) -> str | None:
+    """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed numbers of groups."""
+    lens: list[Any] = row.lens if isinstance(row.lens, list) else [None]
+    if not all(map(_are_counts, ([row.step], row.positions, row.taken, *lens))):
+        return "step, positions, lens and taken are not all integers from 0 on"
+    if len(lens) != len(row.positions) or any(len(each) != n for each in lens):
+        sizes = sorted({len(each) for each in lens})
+        return f"positions has {len(row.positions)} groups, and lens {len(lens)} of {sizes} responses; they have {n}"
+    if len({*row.positions}) < len(row.positions) or not {*row.taken} <= {*row.positions}:
+        return "a group is in positions twice, or in taken alone"
+    if len({*row.taken}) not in num_taken:
+        return f"taken has {len({*row.taken})} groups; this run trains on {num_taken[-1]}"
+    return None
+
+
+def _are_counts(values: object) -> bool:
+    """Return whether this is a list of integers from 0 on."""
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _words(settings: dict[str, Any]) -> str:
