@@ -164,8 +164,8 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather all of the model that is trained on this rank, by the names of the Hugging Face checkpoint. This rank's own blocks come
-    from itself, so that over all ranks every replica of every block is compared."""
+    """Gather what is trained of the whole model on this rank, by the names of the Hugging Face checkpoint. This rank's
+    own blocks come from itself, so that over all ranks every replica of every block is compared."""
     target = hf_layout(engine.shape, logical_shapes(engine.shape).keys() - constant_tensors(engine.shape))
     plan = make_plan(engine_layouts(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
     tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
