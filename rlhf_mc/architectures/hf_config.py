@@ -325,10 +325,10 @@ def rotary_fraction(config: Mapping[str, Any], default: float) -> float:
             raise refused(where, value, whole)
         if value is not None and not (_is_number(value) and 0 < value <= 1):
             raise refused(where, value, "expected a number above 0 and at most 1")
-    found = {value for value in values.values() if value is not None}
-    if len(found) > 1:
+    fractions = {value for value in values.values() if value is not None}
+    if len(fractions) > 1:
         raise refused(name, config[name], f"{key}.{name} is {given[name]}; keep one of them")
-    return float(found.pop()) if found else default
+    return float(fractions.pop()) if fractions else default
 
 
 def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

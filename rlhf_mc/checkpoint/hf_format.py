@@ -68,8 +68,8 @@ def is_buffer(name: str) -> bool:
 
 def layer_number(name: str) -> int | None:
     """Return the number of the layer that a tensor of a checkpoint belongs to; None outside the layers."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return None if found is None else int(found[1])
+    prefix = re.match(r"model\.layers\.(\d+)\.", name)
+    return None if prefix is None else int(prefix[1])
 
 
 def shorten_names(names: Collection[str]) -> str:
