@@ -59,4 +59,6 @@ def check_experts(key: str, frozen: Collection[str], shape: ModelShape) -> None:
 
 def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str]:
     """Return the names of a rank's parameters that hold these tensors."""
+    if not tensors:
+        return frozenset()  # the shards of single experts are many
     return frozenset(shard.local for shard in layout.shards if shard.tensor in tensors)
