@@ -66,10 +66,10 @@ def is_buffer(name: str) -> bool:
     return name.endswith(_BUFFERS)
 
 
-def layer_number(name: str) -> int | None:
-    """Return the number of the layer that a tensor of a checkpoint belongs to; None outside the layers."""
+def _is_after(name: str, num_layers: int) -> bool:
+    """Return whether a tensor of a checkpoint belongs to a layer after the model's last one."""
     prefix = re.match(r"model\.layers\.(\d+)\.", name)
-    return None if prefix is None else int(prefix[1])
+    return prefix is not None and int(prefix[1]) >= num_layers
 
 
 def shorten_names(names: Collection[str]) -> str:
@@ -160,17 +160,14 @@ class HFReader:
             if stored != wanted:
                 raise UserError(f"{self.file_path(name)}: {name} has shape {stored}, config.json describes {wanted}")
         self._check_files()
-        if drafts := [n for n in self.names if (i := layer_number(n)) is not None and i >= shape.num_layers]:
-            raise UserError(
-                f"{self.directory}: {shorten_names(drafts)}: config.json describes {shape.num_layers} layers; those of"
-                " multi-token prediction are neither trained nor exported: leave them out of the checkpoint"
-            )
         excess = [n for n in self.names if n not in expected and n not in _HEADS and not is_buffer(n)]
         if excess:
             be = "is" if len(excess) == 1 else "are"
-            raise UserError(
-                f"{self.directory}: {shorten_names(excess)} {be} no part of the {shape.family} model of config.json"
-            )
+            hint = ""
+            if self.config.get("num_nextn_predict_layers") and any(_is_after(n, shape.num_layers) for n in excess):
+                hint = "; layers of multi-token prediction are neither trained nor exported: leave them out"
+            part = f"{be} no part of the {shape.family} model of config.json"
+            raise UserError(f"{self.directory}: {shorten_names(excess)} {part}{hint}")
         other = {n: self._slice(n).get_dtype() for n in expected if n in self.names}
         other = {name: dtype for name, dtype in other.items() if dtype not in _DTYPES}
         if other:

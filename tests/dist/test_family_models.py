@@ -84,7 +84,7 @@ def test_more_tp_ranks_than_kv_heads(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, sequence_parallel: bool
 ) -> None:
     """Split two KV heads over four ranks, with QK norms and zero-centred norms. Experts need sequence parallelism."""
-    names = ["qwen3", "gemma", *(["qwen3_moe"] if sequence_parallel else [])]
+    names = ["qwen3", "gemma", *(["qwen3_moe", "glm4_moe"] if sequence_parallel else [])]
     directories = {name: workspaces[name] for name in names}
     check_against_transformers(pool(world), directories, family_batch, tp=4, pp=1, sequence_parallel=sequence_parallel)
 
