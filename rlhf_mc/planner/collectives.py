@@ -17,7 +17,8 @@ from typing import Literal
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.planner.model_state import ITEMSIZES, model_buffers
-from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.reshard.freeze import frozen_parameters
+from rlhf_mc.reshard.layout import Layout, constant_tensors
 from rlhf_mc.topology.mesh import Axis, Mesh
 
 _FLOAT32 = 4
@@ -195,7 +196,10 @@ class Passes:
         """Yield the sums of gradients, in float32: over replicas, of norms over tensor-parallel ranks, of a tied
         embedding over both ends of the pipeline. With the distributed optimizer new parameters are gathered."""
         shares = self._shape.shares_embeddings
-        for buffer in model_buffers(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
+        frozen = frozen_parameters(constant_tensors(self._shape), layout)
+        for buffer in model_buffers(
+            layout, self._megatron, self._mesh, self._stage, frozen, overlaps_reduction, shares
+        ):
             axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("ep", "expert_dp")
             group = self._mesh.group_along(self._rank, *axes)
             calls = len(buffer.buckets)
@@ -204,7 +208,8 @@ class Passes:
                 continue
             yield Collective("gradients", "reduce_scatter", group, buffer.numel * _FLOAT32, calls)
             yield Collective("parameters", "all_gather", group, buffer.numel * self._itemsize, calls)
-        norms = sum(math.prod(size) for name, size in layout.shapes.items() if self._is_summed(name))
+        summed = [name for name in layout.shapes if name not in frozen and self._is_summed(name)]
+        norms = sum(math.prod(layout.shapes[name]) for name in summed)
         if norms:
             yield Collective("gradients", "all_reduce", self._tp, norms * _FLOAT32, 1)
         if shares and self._mesh.pp > 1 and (self._is_first or self._is_last):
@@ -214,8 +219,6 @@ class Passes:
 
     def _is_summed(self, name: str) -> bool:
         """Return True for a parameter of which each tensor-parallel rank has the gradient of a part of the tokens."""
-        if name.endswith("expert_bias"):
-            return False  # it is not trained
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
         parts = ("layernorm", "layer_norm", "router", "linear_proj.bias")

@@ -3,7 +3,7 @@ once, at the start of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -11,10 +11,13 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.plan import Plan
+from rlhf_mc.reshard.layout import Layout, split_layouts
+from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.reshard.shared_memory import host_transport
 from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
+
+VerifyWhen = Literal["off", "first", "always"]
 
 
 class WeightSync:
@@ -24,7 +27,7 @@ class WeightSync:
         self,
         plan: Plan,
         rank: int,
-        verify_when: Literal["off", "first", "always"],
+        verify_when: VerifyWhen,
         dtype: torch.dtype | None = None,
         constants: Plan | None = None,
     ) -> None:
@@ -61,6 +64,28 @@ class WeightSync:
                 if self._constants is not None:
                     verify(self._constants, source, target, _world())
         self._is_first = False
+
+
+def plan_weight_sync(
+    source: Sequence[Layout],
+    target: Sequence[Layout],
+    constants: frozenset[str],
+    rank: int,
+    dtype: torch.dtype,
+    verify_when: VerifyWhen,
+    bucket_bytes: int,
+    ranks_per_node: int = 8,
+    share: bool = False,
+) -> WeightSync:
+    """Return this rank's update from each rank's layout of the trainer to its layout of an engine, the same plan on
+    every rank. constants: the tensors that are float32 in both, whatever the type `dtype` of the trainer's others."""
+    source, source_constants = split_layouts(source, constants)
+    target, target_constants = split_layouts(target, constants)
+    plan = make_plan(source, target, dtype.itemsize, bucket_bytes, ranks_per_node, share=share)
+    if not constants:
+        return WeightSync(plan, rank, verify_when, dtype)
+    others = make_plan(source_constants, target_constants, torch.float32.itemsize, bucket_bytes, ranks_per_node)
+    return WeightSync(plan, rank, verify_when, dtype, others)
 
 
 def _world() -> dist.ProcessGroup:
