@@ -26,23 +26,19 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from rollout_simulator import (
+from rollout_simulator import TOKEN_BUDGET, Costs, SimulatedEngine, bound, simulate
+from rollout_workload import (
     HEADER,
     KINDS,
     QUANTILES,
-    TOKEN_BUDGET,
     VARIANTS,
-    Costs,
     Figures,
-    SimulatedEngine,
     Variant,
     Workload,
-    bound,
     make_run,
     prompt_index,
     row,
     run_steps,
-    simulate,
 )
 from workload import SIZES, Size
 
@@ -205,11 +201,12 @@ def measure(engine: RecordedEngine, workload: Workload, variant: Variant) -> tup
     return Figures.of(calls, *sums), wall
 
 
-def fit_costs(records: Sequence[Mapping[str, Any]], places: int) -> Costs:
-    """Return the costs of an engine by least squares over its steps: the seconds by batch piecewise linear between
+def fit_costs(records: Sequence[Mapping[str, Any]], engine: RecordedEngine) -> Costs:
+    """Return the costs of the engine by least squares over its steps: the seconds by batch piecewise linear between
     KNOTS, and proportional to tokens prefilled and read. records: "steps", "added", "exchanges" of RecordedEngine."""
     steps = np.array([step for record in records for step in record["steps"]])
     steps = steps[steps[:, 3] < np.quantile(steps[:, 3], 0.999)]  # a step that was interrupted
+    places = engine.max_running
     knots = [knot for knot in KNOTS if knot < places] + [places]
     hats = np.eye(len(knots))
     by_knot = np.stack([np.interp(steps[:, 0], knots, hat) for hat in hats], axis=1)
@@ -222,6 +219,7 @@ def fit_costs(records: Sequence[Mapping[str, Any]], places: int) -> Costs:
         *(max(0.0, float(each)) for each in seconds[len(knots) :]),
         float(np.mean(added)),
         float(np.mean(exchanges)) if exchanges else 0.0,
+        engine.cached_token_cost,
     )
 
 
@@ -229,7 +227,7 @@ def print_bounds(workload: Workload) -> None:
     """Print what the variants exchange."""
     requests = workload.batch_size * workload.n
     print(
-        f"an exchange: 16 bytes from each engine, and with tail batching or partial rollouts {-(-requests // 64) * 8}"
+        f"an exchange: 24 bytes from each engine, and with tail batching or partial rollouts {-(-requests // 64) * 8}"
         f" more for {requests} requests ({-(-2 * requests // 64) * 8} for twice as many)"
     )
 
@@ -278,14 +276,14 @@ def main() -> None:
     for number, kind in enumerate(args.lengths):
         results: dict[str, tuple[Figures, float]] = {}
         for name, variant in VARIANTS.items():
-            results[name] = measure(engine, replace(workload, kind=kind), variant)
+            results[name] = measure(engine, workload.of_kind(kind), variant)
             of_rank = {"steps": engine.steps, "added": engine.added, "exchanges": engine.exchanges}
             records += gather_objects(of_rank)
         if dist.get_rank() == 0:
-            costs = fit_costs(records, args.places)
+            costs = fit_costs(records, engine)
             if args.costs is not None:
                 args.costs.write_text(json.dumps(asdict(costs)))
-            report(replace(workload, kind=kind), results, costs, has_header=number == 0)
+            report(workload.of_kind(kind), results, costs, has_header=number == 0)
     engine.close()
     shut_down()
 

@@ -89,6 +89,7 @@ class TransformersEngine:
             param.data = storage.get(name, param.data)
         self.groups = groups
         self.max_running = 1
+        self.cached_token_cost = 0.0  # it has no KV cache
         self._waiting: deque[tuple[Request, Sampling]] = deque()
         self.awake = frozenset({WEIGHTS, KV_CACHE})
 

@@ -61,6 +61,9 @@ class RolloutEngine(Protocol):
     """The ranks of each engine, in the order of their tensor-parallel ranks."""
     max_running: int
     """The largest number of requests that generate at once."""
+    cached_token_cost: float
+    """Time in which a step reads the keys and values of a token in the KV cache, relative to the time of a step that
+    reads none. The same on every rank."""
     awake: frozenset[str]
     """The parts (WEIGHTS, KV_CACHE) that have device memory."""
 

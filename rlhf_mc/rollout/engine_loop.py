@@ -10,12 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhf_mc import platform
 from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
-from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, room_for
+from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, period_length
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_vectors
 
@@ -44,23 +43,27 @@ def generate_responses(
     place = ranks.index(dist.get_rank())
     queue = SharedQueue(len(requests), expected_lens)
     responses: dict[int, Generation] = {}
+    share: list[int] = []
+    num_cached = 0  # tokens in the engine's KV cache
     with working(total=-(-len(requests) // len(engine.groups)), unit="responses") as work:
         while True:
-            if queue or enough is not None:
+            if queue.left or enough is not None:
                 num_awaited = len(requests) if enough is not None else 0
-                num_queued = len(queue.left) // len(engine.groups)
-                rooms, step_seconds, ended = _exchange(engine, clock, responses, num_awaited, num_queued)
+                nums_left, rooms, step_seconds, ended = _exchange(engine, clock, responses, num_awaited, len(share))
+                queue.end_period(nums_left)
                 if enough is not None and enough(ended):
                     break
-                taken = [requests[number] for number in queue.take(rooms)[own]]
-                engine.add(taken, sampling)
-                num_prompt_tokens = sum(len(request.prompt) + len(request.begun.token_ids) for request in taken)
-                clock.begin_period(num_prompt_tokens, step_seconds, own)
-            ends_with_period = bool(queue) or enough is not None
-            while engine.num_unfinished:
+                share = list(queue.deal(rooms, engine.max_running)[own])
+                clock.begin_period(period_length(sampling.max_tokens), step_seconds, own)
+            ends_with_period = bool(queue.left) or enough is not None
+            while engine.num_unfinished or share:
+                num_prompt_tokens = _begin(engine, requests, share, sampling)
                 finished = engine.step()
-                clock.step(engine.num_running + len(finished))
-                work.advance(len(finished), tokens=engine.num_running + len(finished))
+                num_drawn = engine.num_running + len(finished)
+                num_cached += num_prompt_tokens + num_drawn
+                clock.step(num_drawn, num_prompt_tokens, num_cached * engine.cached_token_cost)
+                work.advance(len(finished), tokens=num_drawn)
+                num_cached -= sum(len(requests[i].prompt) + len(one.token_ids) for i, one in finished.items())
                 responses |= finished
                 if on_ended is not None and finished:
                     on_ended({number: one for number, one in finished.items() if number % len(ranks) == place})
@@ -76,24 +79,42 @@ def generate_responses(
     return exchange_responses(responses, engine.groups, len(requests))
 
 
-def _exchange(
-    engine: RolloutEngine, clock: Clock, responses: Mapping[int, Generation], num_requests: int, num_queued: int
-) -> tuple[list[int], list[float], set[int]]:
-    """Return how many requests each engine has room for, the seconds of its steps, and which requests have ended on any
-    engine. num_requests: of the call; 0: without those that have ended. num_queued: requests in the queue for each
-    engine. Every rank must call it."""
+def _room(engine: RolloutEngine) -> int:
+    """Return how many requests the engine begins now."""
     # Requests that wait do so for memory, and the engine then runs no more than it does now.
     is_full = engine.num_unfinished > engine.num_running > 0
-    room = room_for(engine.num_running if is_full else engine.max_running, engine.num_unfinished, num_queued)
+    return 0 if is_full else engine.max_running - engine.num_unfinished
+
+
+def _begin(engine: RolloutEngine, requests: Sequence[Request], share: list[int], sampling: Sampling) -> int:
+    """Move the requests for which the engine has room from its share to the engine. Return the tokens of their prompts
+    and begun responses."""
+    room = _room(engine) if share else 0
+    if not room:
+        return 0
+    begun = [requests[number] for number in share[:room]]
+    del share[:room]
+    engine.add(begun, sampling)
+    return sum(len(request.prompt) + len(request.begun.token_ids) for request in begun)
+
+
+def _exchange(
+    engine: RolloutEngine, clock: Clock, responses: Mapping[int, Generation], num_requests: int, num_left: int
+) -> tuple[list[int], list[int], list[float], set[int]]:
+    """Return of each engine how many requests of its share it has not begun (num_left), how many it begins now, and the
+    seconds of its steps, and which requests have ended on any engine. num_requests: of the call; 0: without those that
+    have ended. Every rank must call it."""
     has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
     if num_requests:
         has_ended[list(responses)] = True
-    nanoseconds = int(clock.step_seconds * 1e9)
-    vector = torch.from_numpy(np.concatenate([np.array([room, nanoseconds]), np.packbits(has_ended).view(np.int64)]))
+    numbers = np.array([num_left, _room(engine), int(clock.step_seconds * 1e9)])
+    vector = torch.from_numpy(np.concatenate([numbers, np.packbits(has_ended).view(np.int64)]))
     if len(engine.groups) > 1:
-        vectors = gather_vectors(vector.to(platform.device()))[[ranks[0] for ranks in engine.groups]]
+        # On the CPU: on a GPU it would wait for the step that the engine has begun ahead.
+        vectors = gather_vectors(vector)[[ranks[0] for ranks in engine.groups]]
     else:
         vectors = vector[None]
-    bits = np.bitwise_or.reduce(vectors[:, 2:].numpy(), axis=0)
+    bits = np.bitwise_or.reduce(vectors[:, 3:].numpy(), axis=0)
     ended = set(np.flatnonzero(np.unpackbits(bits.view(np.uint8))).tolist())
-    return vectors[:, 0].tolist(), (vectors[:, 1] / 1e9).tolist(), ended
+    nums_left, rooms, nanoseconds = vectors[:, :3].T.tolist()
+    return nums_left, rooms, [each / 1e9 for each in nanoseconds], ended

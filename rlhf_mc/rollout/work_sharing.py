@@ -1,21 +1,19 @@
 """Which rollout engine generates which response: arithmetic that every rank does alike.
 
-The requests of a call are in one queue, and an engine takes the next ones when it has room. Time decides nothing: an
+The requests of a call are in one queue, and an engine begins the next ones when it has room. Time decides nothing: an
 engine's clock is the cost of the steps that it has taken, and the engines exchange their free places once in a period
 of that clock. So two runs assign alike and form the same batches, as a killed and resumed run does.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-PERIOD = 16.0
-"""Virtual time between two exchanges: the cost of as many steps of a few requests. A longer period leaves places empty
-that became free within it, a shorter one exchanges more often."""
+import numpy as np
+
 _PER_REQUEST = 1 / 256
 _PER_PROMPT_TOKEN = 1 / 512
 """Costs of a request in a step, and of a token of a new prompt, relative to a step's fixed cost: those of a model of
@@ -23,18 +21,11 @@ some billion parameters on a GPU, where a step reads the weights once whatever i
 times: the assignment is then less even, and as repeatable."""
 
 
-_SPARE = 1 / 8
-_SPARE_OF_QUEUE = 1 / 4
-"""Requests that an engine takes beyond those that it can run, which begin where others end within a period: this share
-of its places, or of its part of the queue while that is more. Responses of equal lengths end together, and all places
-of an engine are then free for up to a period."""
-
-
-def room_for(num_places: int, num_unfinished: int, num_queued: int) -> int:
-    """Return how many more requests an engine takes that runs up to num_places at once. num_queued: requests in the
-    queue for each engine."""
-    spare = max(num_places * _SPARE, num_queued * _SPARE_OF_QUEUE)
-    return max(0, num_places + math.ceil(spare) - num_unfinished)
+def period_length(max_tokens: int) -> float:
+    """Return the virtual time between two exchanges, where a response has up to max_tokens tokens: a sixteenth of its
+    steps, 16 to 64. In a longer period engines are unequal for longer, and more is generated after a call may end. In a
+    shorter one engines exchange more often, and wait for a larger part of it: they end it up to a step apart."""
+    return min(64.0, max(16.0, max_tokens / 16))
 
 
 class Clock(Protocol):
@@ -44,12 +35,12 @@ class Clock(Protocol):
     def step_seconds(self) -> float:
         """Measured seconds of a step, which the engines exchange; 0: not measured."""
 
-    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
-        """Begin a period, with num_prompt_tokens tokens of new prompts. step_seconds: of each engine. engine: this
-        one."""
+    def begin_period(self, length: float, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period at the same time as all engines. step_seconds: of each engine. engine: this one."""
 
-    def step(self, num_running: int) -> None:
-        """Count a step with num_running requests."""
+    def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
+        """Count a step with num_running requests and num_prompt_tokens tokens of prompts that are added before it.
+        cache_cost: of reading the KV cache, relative to the fixed cost of a step."""
 
     @property
     def period_is_over(self) -> bool:
@@ -57,32 +48,33 @@ class Clock(Protocol):
 
 
 class VirtualClock:
-    """A clock that shows the cost of the steps that the engine has taken."""
+    """A clock that shows the cost of the steps that the engine has taken in the period."""
 
     step_seconds = 0.0
 
     def __init__(self) -> None:
-        self._now = 0.0
-        self._period_end = 0.0
+        self._left = 0.0
+        self._last = 0.0
+        """Cost of the last step."""
 
-    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
-        """Begin a period. An engine that had nothing to do in the period before has waited for its end."""
-        self._now = max(self._now, self._period_end) + num_prompt_tokens * _PER_PROMPT_TOKEN
-        self._period_end += PERIOD
+    def begin_period(self, length: float, step_seconds: Sequence[float], engine: int) -> None:
+        """Begin a period. Engines have waited for each other at its beginning."""
+        self._left = length
 
-    def step(self, num_running: int) -> None:
-        """Count a step with num_running requests."""
-        self._now += 1.0 + num_running * _PER_REQUEST
+    def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
+        """Count a step."""
+        self._last = 1.0 + num_running * _PER_REQUEST + num_prompt_tokens * _PER_PROMPT_TOKEN + cache_cost
+        self._left -= self._last
 
     @property
     def period_is_over(self) -> bool:
-        """The engine has taken the steps of this period."""
-        return self._now >= self._period_end
+        """Another step as the last one would end farther from the end of the period."""
+        return self._left <= self._last / 2
 
 
 class MeasuredClock:
-    """A clock for engines of different speed: the fastest one takes as many steps in a period as PERIOD, another one as
-    many as it can take in the same time."""
+    """A clock for engines of different speed: the fastest one takes as many steps in a period as the period is long,
+    another one as many as it can take in the same time."""
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
@@ -90,15 +82,15 @@ class MeasuredClock:
         self._steps_left = 0
         self._start = 0.0
 
-    def begin_period(self, num_prompt_tokens: int, step_seconds: Sequence[float], engine: int) -> None:
+    def begin_period(self, length: float, step_seconds: Sequence[float], engine: int) -> None:
         """Begin a period, whose steps follow from those of the periods before."""
         fastest = min((seconds for seconds in step_seconds if seconds > 0), default=0.0)
         share = fastest / step_seconds[engine] if step_seconds[engine] > 0 else 1.0
-        self._steps_left = max(1, round(PERIOD * share))
+        self._steps_left = max(1, round(length * share))
         self._num_steps = 0
         self._start = time.perf_counter()
 
-    def step(self, num_running: int) -> None:
+    def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
         """Count a step."""
         self._num_steps += 1
         self._steps_left -= 1
@@ -143,7 +135,10 @@ class ResponseLengths:
 
 
 class SharedQueue:
-    """The requests that no engine has taken yet. Every rank has the same."""
+    """The requests that no engine has begun. Every rank has the same.
+
+    For each period an engine gets a share of them, and begins the next one of its share when it has room. Those that it
+    has not begun by the end of the period are dealt again: no engine waits for requests that another one has."""
 
     def __init__(self, num_requests: int, expected_lens: Sequence[float] | None = None) -> None:
         """Queue requests 0 to num_requests - 1. expected_lens: the expected length of each response; the longest begin
@@ -151,19 +146,27 @@ class SharedQueue:
         order: Sequence[int] = range(num_requests)
         if expected_lens is not None:
             order = sorted(order, key=lambda number: -expected_lens[number])  # stable: equal ones keep their order
-        self.left = deque(order)
-        """Their numbers, in the order in which they are taken."""
+        self.left = list(order)
+        """Their numbers, in the order in which they are dealt."""
+        self._shares: list[list[int]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self.left)
+    def deal(self, rooms: Sequence[int], num_more: int) -> list[list[int]]:
+        """Return the share of each engine. rooms: how many requests each begins at once; these leave the queue.
+        num_more: how many more each may begin within the period. The next request goes to the engine with the most
+        room, the first of equal ones."""
+        levels = np.concatenate([np.arange(room, -num_more, -1) for room in rooms])
+        engines = np.repeat(np.arange(len(rooms)), [room + num_more for room in rooms])
+        dealt = engines[np.lexsort((engines, -levels))].tolist()
+        self._shares = [[] for _ in rooms]
+        for engine, number in zip(dealt, self.left, strict=False):
+            self._shares[engine].append(number)
+        self._begin(share[:room] for share, room in zip(self._shares, rooms, strict=True))
+        return self._shares
 
-    def take(self, rooms: Sequence[int]) -> list[list[int]]:
-        """Return the requests that each engine takes, by engine. rooms: how many each has room for. The next request
-        goes to the engine with the most room, the first of equal ones."""
-        rooms = list(rooms)
-        taken: list[list[int]] = [[] for _ in rooms]
-        while self.left and max(rooms) > 0:
-            engine = rooms.index(max(rooms))
-            taken[engine].append(self.left.popleft())
-            rooms[engine] -= 1
-        return taken
+    def end_period(self, nums_left: Sequence[int]) -> None:
+        """End a period. nums_left: how many requests of its share each engine has not begun."""
+        self._begin(share[: len(share) - num] for share, num in zip(self._shares, nums_left, strict=False))
+
+    def _begin(self, shares: Iterable[Sequence[int]]) -> None:
+        begun = {number for share in shares for number in share}
+        self.left = [number for number in self.left if number not in begun]

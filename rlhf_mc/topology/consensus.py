@@ -44,7 +44,7 @@ def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
     """Return the vectors [n] of all ranks, in rank order, on the CPU of every rank: [ranks, n]. `vector` is on the
-    device; one collective, one copy to the host. Every rank must call it with the same n."""
+    device or the CPU; one collective, one copy to the host. Every rank must call it with the same n."""
     world = dist.get_world_size()
     out = vector.new_empty(world * len(vector))
     dist.all_gather_into_tensor(out, vector)

@@ -18,16 +18,17 @@ def measured(kind: str) -> dict[str, dict[str, Any]]:
     figures, those of the simulator as "simulated"."""
     import rollout_simulator
     import rollout_tail
+    import rollout_workload
 
-    workload = rollout_simulator.Workload(kind, dist.get_world_size(), limit=64, places=4)
+    workload = rollout_workload.Workload(kind, dist.get_world_size(), limit=64, places=4)
     with tempfile.TemporaryDirectory() as directory:
         engine = rollout_tail.build_engine(workload, Path(directory))
     results = {}
     try:
-        for name, variant in rollout_simulator.VARIANTS.items():
+        for name, variant in rollout_workload.VARIANTS.items():
             figures, _ = rollout_tail.measure(engine, workload, variant)
             records = [{"steps": engine.steps, "added": engine.added, "exchanges": engine.exchanges}]
-            costs = rollout_tail.fit_costs(records, workload.places)
+            costs = rollout_tail.fit_costs(records, engine)
             simulated = rollout_simulator.simulate(workload, variant, costs)
             results[name] = asdict(figures) | {"simulated": asdict(simulated)}
     finally:

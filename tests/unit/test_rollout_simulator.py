@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-spec = importlib.util.spec_from_file_location(
-    "rollout_simulator", Path(__file__).parents[2] / "benchmarks" / "rollout_simulator.py"
-)
-assert spec is not None and spec.loader is not None
-simulator = importlib.util.module_from_spec(spec)
-sys.modules["rollout_simulator"] = simulator
-spec.loader.exec_module(simulator)
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import rollout_simulator as simulator
+from rollout_workload import KINDS, VARIANTS, Workload
+
+from rlhf_mc.rollout.work_sharing import CLOCKS, VirtualClock
 
 COSTS = simulator.default_costs(8)
 
 
-@pytest.fixture(scope="module", params=simulator.KINDS)
+@pytest.fixture(scope="module", params=KINDS)
 def workload(request: pytest.FixtureRequest) -> Any:
-    return simulator.Workload(request.param, engines=4, limit=256, places=8)
+    return Workload(request.param, engines=4, limit=256, places=8)
 
 
 @pytest.fixture(scope="module")
 def results(workload: Any) -> dict[str, Any]:
-    return {name: simulator.simulate(workload, variant, COSTS) for name, variant in simulator.VARIANTS.items()}
+    return {name: simulator.simulate(workload, variant, COSTS) for name, variant in VARIANTS.items()}
 
 
 def test_all_but_partial_rollouts_train_on_the_same_responses(results: dict[str, Any]) -> None:
@@ -52,10 +51,34 @@ def test_expected_lengths_and_partial_rollouts_shorten_a_step(results: dict[str,
 
 
 def test_sharing_costs_little_at_equal_lengths() -> None:
-    workload = simulator.Workload("equal", engines=2, limit=2048, steps=1)
+    workload = Workload("equal", engines=2, limit=2048, steps=1)
     costs = simulator.default_costs(workload.places)
-    static, shared = (simulator.simulate(workload, simulator.VARIANTS[name], costs) for name in ("static", "shared"))
+    static, shared = (simulator.simulate(workload, VARIANTS[name], costs) for name in ("static", "shared"))
     assert shared.seconds < 1.01 * static.seconds
+
+
+def test_the_clock_counts_the_tokens_in_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check responses of which some are cut and continue in the next step."""
+    counted = []
+    cached = []
+
+    class RecordedClock(VirtualClock):
+        def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
+            counted.append(cache_cost)
+            super().step(num_running, num_prompt_tokens, 0.0)
+
+    class RecordedEngine(simulator.SimulatedEngine):
+        def step(self) -> Any:
+            ended = super().step()
+            running, _, before = self.last_step
+            cached.append(before + running)  # the token that each has drawn
+            return ended
+
+    monkeypatch.setitem(CLOCKS, "virtual", RecordedClock)
+    monkeypatch.setattr(simulator, "SimulatedEngine", RecordedEngine)
+    workload = Workload("geometric", engines=1, limit=64, places=4)
+    simulator.simulate(workload, VARIANTS["partial rollouts"], replace(COSTS, cached_token_cost=1.0))
+    assert counted == cached and len(counted) > 100
 
 
 def test_a_response_has_the_length_of_its_prompt_and_seed(workload: Any) -> None:
@@ -70,5 +93,5 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     monkeypatch.setattr(sys, "argv", ["rollout_simulator.py", *arguments])
     simulator.main()
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 + len(simulator.VARIANTS)
+    assert len(rows) == 2 + len(VARIANTS)
     assert len({row.count("|") for row in rows}) == 1
