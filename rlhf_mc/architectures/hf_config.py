@@ -21,6 +21,7 @@ SUPPORTED = frozenset(
         "architectures",
         "attention_bias",
         "decoder_sparse_step",
+        "first_k_dense_replace",
         "head_dim",
         "hidden_act",
         "hidden_activation",
@@ -33,6 +34,8 @@ SUPPORTED = frozenset(
         "model_type",
         "moe_intermediate_size",
         "norm_topk_prob",
+        "n_routed_experts",
+        "n_shared_experts",
         "num_attention_heads",
         "num_experts",
         "num_experts_per_tok",
@@ -40,13 +43,16 @@ SUPPORTED = frozenset(
         "num_key_value_heads",
         "num_local_experts",
         "original_max_position_embeddings",
+        "partial_rotary_factor",
         "qkv_bias",
         "rms_norm_eps",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
+        "routed_scaling_factor",
         "sliding_window",
         "tie_word_embeddings",
+        "use_qk_norm",
         "use_sliding_window",
         "vocab_size",
     }
@@ -55,6 +61,7 @@ SUPPORTED = frozenset(
 
 LLAMA_LIKE = frozenset({"llama", "mistral"})
 """Families that vLLM builds from its llama layers."""
+GLM = frozenset({"glm4_moe"})
 QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe"})
 """Families whose sliding_window takes effect only if use_sliding_window is true."""
 
@@ -85,9 +92,11 @@ RESTRICTED: Mapping[str, Restriction] = {
     "is_encoder_decoder": Restriction((False,), "the model must be a decoder"),
     "logit_scale": Restriction((1,), "logits are not scaled"),
     "head_dtype": Restriction(("model",), "the head has the dtype of the other weights"),
+    "n_group": Restriction((1,), "experts are chosen among all", GLM),
+    "topk_group": Restriction((1,), "experts are chosen among all", GLM),
     "qk_norm": Restriction((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
-    "partial_rotary_factor": _ROTATED,
     "rotary_pct": _ROTATED,
+    "router_jitter_noise": Restriction((0,), "vLLM does not add it to the router's inputs"),
     "rotary_emb_fraction": _ROTATED,
     "rotary_emb_base": Restriction((), "use rope_theta"),
     "rope_dim": _ROTATED,
@@ -135,6 +144,7 @@ _LABELS = "labels of a classifier; score.weight has their number"
 _TOKENS = "stop tokens come from the tokenizer and generation_config.json"
 _HOW = "it selects an implementation in transformers, with the same result"
 _LIBRARY = "metadata of transformers"
+_MTP = "layers of multi-token prediction, which no pass here uses; a checkpoint that has them is refused"
 _EXPERT_NAMES = "vLLM reads it for models without num_experts"
 
 IGNORED: Mapping[str, str] = {
@@ -160,10 +170,11 @@ IGNORED: Mapping[str, str] = {
     "moe_top_k": _EXPERT_NAMES,
     "moe_topk": _EXPERT_NAMES,
     "n_positions": _LENGTH,
-    "n_routed_experts": _EXPERT_NAMES,
     "name_or_path": _LIBRARY,
     "num_experts_per_token": _EXPERT_NAMES,
     "num_labels": _LABELS,
+    "num_mtp_layers": _MTP,
+    "num_nextn_predict_layers": _MTP,
     "output_attentions": _OUTPUT,
     "output_hidden_states": _OUTPUT,
     "output_router_logits": _OUTPUT,
@@ -191,6 +202,8 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
         if value not in rule.values:
             supported = f"only {rule.values[0]!r} is supported" if rule.values else "it is not supported"
             raise refused(key, value, f"{supported}: {rule.reason}")
+    if family in GLM and not flag(config, "norm_topk_prob"):
+        raise refused("norm_topk_prob", False, "Megatron-Core normalises the weights of a sigmoid router")
     _check_windows(config, family)
     _check_biases(config, family)
 
@@ -238,6 +251,8 @@ def head_dim(config: Mapping[str, Any], family: str) -> int:
     heads = size(config, "num_attention_heads")
     if hidden % heads and (config.get("head_dim") is None or family == "llama"):  # transformers refuses such a llama
         raise UserError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if family in GLM:
+        need(config, "head_dim")  # vLLM has no default
     dim = hidden // heads if config.get("head_dim") is None else size(config, "head_dim")
     if family == "qwen2" and dim * heads != hidden:
         wanted = f"hidden_size / num_attention_heads, {hidden // heads}"
@@ -275,14 +290,14 @@ _ROPE_KEYS = {
 ROPE_TYPES = tuple(_NEEDS)
 
 
-def rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
     """Return (theta, scaling or None), as transformers and vLLM both read them.
 
     transformers 5 has both in `rope_parameters`. Earlier versions have `rope_theta` and `rope_scaling`, in which the
     first versions named the type `type`. The returned scaling has `rope_type` and only the keys that the type reads.
     "dynamic" does not scale up to max_position_embeddings, which no sequence exceeds here."""
     key, given = _rope_dict(config)
-    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = given.get("rope_theta", config.get("rope_theta", default_theta))
     if not _is_number(theta) or theta <= 0:
         raise refused("rope_theta", theta, "expected a positive number")
     if "rope_theta" in given and config.get("rope_theta", theta) not in (theta, None):
@@ -295,9 +310,25 @@ def rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     for name in sorted(given.keys() - _ROPE_KEYS):
         shown = name if name.isidentifier() else repr(name)
         raise refused(f"{key}.{shown}", given[name], f"a {kind} rope has no such key")
-    if given.get("partial_rotary_factor") not in (None, 1):
-        raise refused(f"{key}.partial_rotary_factor", given["partial_rotary_factor"], "only 1; " + _ROTATED.reason)
     return float(theta), None if kind == "default" else _scaling(config, key, kind, given)
+
+
+def rotary_fraction(config: Mapping[str, Any], default: float) -> float:
+    """Return partial_rotary_factor, which is in the rotary settings or at top level. default: of the family, whose
+    heads are rotated whole if it is 1. Raise UserError for a value that transformers and vLLM do not both support."""
+    name = "partial_rotary_factor"
+    key, given = _rope_dict(config)
+    values = {f"{key}.{name}": given.get(name), name: config.get(name)}
+    for where, value in values.items():
+        whole = f"only 1 is supported: {_ROTATED.reason}"
+        if value is not None and default == 1.0 and value != 1:
+            raise refused(where, value, whole)
+        if value is not None and not (_is_number(value) and 0 < value <= 1):
+            raise refused(where, value, "expected a number above 0 and at most 1")
+    fractions = {value for value in values.values() if value is not None}
+    if len(fractions) > 1:
+        raise refused(name, config[name], f"{key}.{name} is {given[name]}; keep one of them")
+    return float(fractions.pop()) if fractions else default
 
 
 def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -378,6 +409,12 @@ def flag(config: Mapping[str, Any], key: str, prefix: str = "") -> bool:
     if value not in (True, False, None) or isinstance(value, float):
         raise refused(prefix + key, value, "expected true or false")
     return bool(value)
+
+
+def count(config: Mapping[str, Any], key: str) -> int:
+    """Return the value of a key, 0 if it is missing or null. Raise UserError unless it is a whole number of at least
+    0."""
+    return 0 if config.get(key) in (None, 0) and config.get(key) is not False else size(config, key)
 
 
 def positive(config: Mapping[str, Any], key: str, default: float) -> float:

@@ -54,10 +54,11 @@ def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: f
     lens = list(seq_lens)
     q = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
-    tokens = shape.num_layers * sum(lens)
+    tokens = sum(lens)
+    rows = sum(part.num_layers * (3 * part.active_ffn_size + part.num_experts) for part in shape.by_kind())
     return ForwardFlops(
-        projections=tokens * (2.0 * shape.hidden_size * (2 * q + 2 * kv)),
-        feed_forward=tokens * (2.0 * shape.hidden_size * (3 * shape.active_ffn_size + shape.num_experts)),
+        projections=tokens * shape.num_layers * (2.0 * shape.hidden_size * (2 * q + 2 * kv)),
+        feed_forward=tokens * (2.0 * shape.hidden_size * rows),
         attention=shape.num_layers * num_pairs(lens) * (4.0 * q),
         output=num_positions * output_flops(shape),
     )

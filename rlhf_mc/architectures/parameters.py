@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_mc.architectures.spec import LayerKind, ModelShape
+from rlhf_mc.architectures.spec import FAMILIES, LayerKind, ModelShape
 
-SPLIT_DIMS = frozenset({"q", "kv", "ffn", "expert_ffn", "vocab"})
+SPLIT_DIMS = frozenset({"q", "kv", "ffn", "expert_ffn", "shared_ffn", "vocab"})
 """Dimensions that tensor parallelism splits. A tensor has at most one of them; a tensor with none is replicated."""
 
 StagePlacement = Literal["first", "layer", "expert", "last", "last_if_not_first"]
@@ -36,6 +36,8 @@ class Param:
     the experts of a layer; None: as `mcore`."""
     kind: LayerKind | None = None
     """The kind of layer that has it; None: it is outside the layers."""
+    is_constant: bool = False
+    """It is never trained, and float32 whatever the type of the model."""
 
 
 _HF = "model.layers.{i}."
@@ -83,14 +85,25 @@ def _feed_forward(shape: ModelShape) -> list[Param]:
 
 
 def _experts(shape: ModelShape) -> list[Param]:
-    expert = _HF + "mlp.experts.{e}."
-    gate_up = {f"{expert}{name}_proj.weight": ("expert_ffn", "hidden") for name in ("gate", "up")}
-    down = {f"{expert}down_proj.weight": ("hidden", "expert_ffn")}
+    names = FAMILIES[shape.family].expert_names
+    expert = f"{_HF}{names.block}.experts.{{e}}."
+    gate_up = {f"{expert}{name}.weight": ("expert_ffn", "hidden") for name in (names.gate, names.up)}
+    down = {f"{expert}{names.down}.weight": ("hidden", "expert_ffn")}
     local = _MC + "mlp.experts.local_experts.{e}."
     grouped = _MC + "mlp.experts."
+    others = []
+    if shape.sigmoid_router:
+        bias = {f"{_HF}{names.block}.gate.e_score_correction_bias": ("experts",)}
+        others.append(Param("layer", bias, _MC + "mlp.router.expert_bias", is_constant=True))
+    if shape.shared_ffn_hidden_size:
+        shared = f"{names.block}.shared_experts."
+        gate_up_shared = {shared + name: ("shared_ffn", "hidden") for name in (names.gate, names.up)}
+        others += _linear("mlp.shared_experts.linear_fc1", gate_up_shared, bias=False)
+        others += _linear("mlp.shared_experts.linear_fc2", {shared + names.down: ("hidden", "shared_ffn")}, bias=False)
     return [
         _norm("post_attention_layernorm", "pre_mlp_layernorm"),  # the norm before a router is not fused
-        *_linear("mlp.router", {"mlp.gate": ("experts", "hidden")}, bias=False),
+        *_linear("mlp.router", {f"{names.block}.gate": ("experts", "hidden")}, bias=False),
+        *others,
         Param("expert", gate_up, local + "linear_fc1.weight", grouped + "linear_fc1.weight{e}"),
         Param("expert", down, local + "linear_fc2.weight", grouped + "linear_fc2.weight{e}"),
     ]

@@ -6,9 +6,11 @@ ModelShape. A new parameter is a row in parameters.py.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf_mc.architectures import hf_config
@@ -42,6 +44,20 @@ class Traits:
     """Norms multiply by 1 + weight."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the square root of the hidden size."""
+    sigmoid_router: bool = False
+    """A token's experts have the largest sigmoids plus a correction bias, which is never trained; their weights are the
+    sigmoids."""
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a mixture of experts' modules in Hugging Face checkpoints."""
+
+    block: str = "mlp"
+    """The module in a layer that has the router, `gate`, and the experts, `experts`."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True)
@@ -55,18 +71,34 @@ class Family:
     """Name of a trait -> key of config.json that sets it."""
     is_moe: bool = False
     """The layers are mixtures of experts."""
+    expert_names: ExpertNames = field(default_factory=ExpertNames)
+    expert_ffn_key: str = "moe_intermediate_size"
+    """Key of config.json with the intermediate size of an expert."""
     activations: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu"})
     """Supported values of hidden_act -> the function that each selects."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of the keys that a config.json may leave out."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that this family does not read from config.json."""
+    rope_theta: float = 10000.0
+    """Value of rope_theta where config.json has none."""
+    rotary_fraction: float = 1.0
+    """Value of partial_rotary_factor where config.json has none; 1: the family's heads are rotated whole."""
 
-    def traits_in(self, config: Mapping[str, Any]) -> dict[str, bool]:
+    def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return every trait of the model that a config.json describes, by name."""
         return asdict(self.traits) | {trait: flag(config, key) for trait, key in self.config_traits.items()}
 
 
 _ATTENTION_BIAS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _NO_WINDOW = {"use_sliding_window": False}
+_SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+_DENSE_FIRST = {
+    "first_k_dense_replace": 0,
+    "n_routed_experts": None,
+    "n_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+}
 _GELU: Activation = "gelu_pytorch_tanh"
 
 FAMILIES = {
@@ -88,6 +120,31 @@ FAMILIES = {
         config_traits=_ATTENTION_BIAS,
         is_moe=True,
         defaults={"norm_topk_prob": False, "num_key_value_heads": 4, **_NO_WINDOW},
+        fixed=_DENSE_FIRST,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        is_moe=True,
+        expert_names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        expert_ffn_key="intermediate_size",
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        fixed={"norm_topk_prob": True, **_SPARSE_STEP, **_DENSE_FIRST},
+        rope_theta=1e6,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        Traits(sigmoid_router=True),
+        config_traits={"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        is_moe=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+        fixed=_SPARSE_STEP,
+        rotary_fraction=0.5,
     ),
     "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
     "gemma": Family(
@@ -118,14 +175,22 @@ class ModelShape(Traits):
     tie_embeddings: bool
     norm_eps: float
     rope_theta: float
+    rotary_fraction: float = 1.0
+    """Share of a head's dimensions that are rotated, the first ones."""
     max_position_embeddings: int
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     activation: Activation = "silu"
     num_experts: int = 0
-    """Experts of each layer; 0: the layers are dense."""
+    """Experts of each layer that has them; 0: all layers are dense."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers of a mixture of experts that are dense."""
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     """Intermediate size of one expert; a dense layer has ffn_hidden_size."""
+    shared_ffn_hidden_size: int = 0
+    """Intermediate size of the expert that every token has; 0: there is none."""
+    routed_scaling: float = 1.0
+    """Factor of the router's weights."""
     norm_topk_prob: bool = False
     """The router's weights of a token's experts are normalised to sum to 1."""
     value_head: bool = False
@@ -138,7 +203,7 @@ class ModelShape(Traits):
         if not isinstance(family_name, str) or family_name not in FAMILIES:
             raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
         family = FAMILIES[family_name]
-        config = {**family.defaults, **config}
+        config = {**family.defaults, **config, **family.fixed}
         hf_config.check_keys(config, family_name)
         num_heads = size(config, "num_attention_heads")
         num_kv_heads = num_heads if config.get("num_key_value_heads") is None else size(config, "num_key_value_heads")
@@ -146,7 +211,7 @@ class ModelShape(Traits):
             raise UserError(
                 f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
-        rope_theta, rope_scaling = hf_config.rope(config)
+        rope_theta, rope_scaling = hf_config.rope(config, family.rope_theta)
         return cls(
             family=family_name,
             num_layers=size(config, "num_hidden_layers"),
@@ -160,37 +225,66 @@ class ModelShape(Traits):
             norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
+            rotary_fraction=hf_config.rotary_fraction(config, family.rotary_fraction),
             max_position_embeddings=size(config, "max_position_embeddings"),
             activation=hf_config.activation(config, family.activations),
             value_head=value_head,
             **family.traits_in(config),
-            **(_moe_sizes(config) if family.is_moe else {}),
+            **(_moe_sizes(config, family.expert_ffn_key) if family.is_moe else {}),
         )
 
     def sequence_cost(self, num_tokens: int) -> float:
         """Return the compute of a sequence of n tokens, in units of one token of a short sequence.
 
         It is n + n^2 x (dimensions of all queries) / (weights of a layer that one token uses): a product with a weight
-        takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension."""
+        takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension. The weights are the layers' mean."""
+        return num_tokens + num_tokens**2 * self._attention_cost
+
+    @functools.cached_property
+    def _attention_cost(self) -> float:
+        """Query dimensions of all layers, divided by the weights that one token uses."""
         q = self.num_heads * self.head_dim
         kv = self.num_kv_heads * self.head_dim
-        weights = self.hidden_size * (2 * q + 2 * kv + 3 * self.active_ffn_size)
-        return num_tokens + num_tokens**2 * q / weights
+        ffn = sum(part.num_layers * part.active_ffn_size for part in self.by_kind()) / self.num_layers
+        return q / (self.hidden_size * (2 * q + 2 * kv + 3 * ffn))
 
-    @property
+    @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        return ("moe" if self.has_experts else "dense",) * self.num_layers
+        dense = self.dense_layers if self.has_experts else range(self.num_layers)
+        return tuple("dense" if layer in dense else "moe" for layer in range(self.num_layers))
+
+    def by_kind(self, layers: Iterable[int] | None = None) -> list[ModelShape]:
+        """Return one shape per kind among these layers (None: all): a model of as many layers, all of this kind."""
+        kinds = self.layer_kinds
+        counts = Counter(kinds if layers is None else [kinds[layer] for layer in layers])
+        if len(set(kinds)) == 1:
+            return [replace(self, num_layers=count) for count in counts.values()]
+        sizes = ("num_experts", "experts_per_token", "expert_ffn_hidden_size", "shared_ffn_hidden_size")
+        experts: dict[str, Any] = dict.fromkeys(sizes, 0)
+        return [
+            replace(self, num_layers=count, dense_layers=(), **(experts if kind == "dense" else {}))
+            for kind, count in counts.items()
+        ]
+
+    def one_of_each_kind(self) -> ModelShape:
+        """Return the model with one layer of each kind."""
+        kinds = list(dict.fromkeys(self.layer_kinds))
+        dense = (kinds.index("dense"),) if self.dense_layers else ()
+        return replace(self, num_layers=len(kinds), dense_layers=dense)
 
     @property
     def has_experts(self) -> bool:
-        """The layers are mixtures of experts."""
+        """Some or all layers are mixtures of experts."""
         return self.num_experts > 0
 
     @property
     def active_ffn_size(self) -> int:
-        """The intermediate size that one token uses: of a dense layer, or of the token's experts together."""
-        return self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
+        """The intermediate size that one token uses, of a model whose layers are of one kind (by_kind): of a dense
+        layer, or of the token's experts together."""
+        if not self.has_experts:
+            return self.ffn_hidden_size
+        return self.experts_per_token * self.expert_ffn_hidden_size + self.shared_ffn_hidden_size
 
     @property
     def shares_embeddings(self) -> bool:
@@ -207,22 +301,18 @@ class ModelShape(Traits):
             "ffn": self.ffn_hidden_size,
             "experts": self.num_experts,
             "expert_ffn": self.expert_ffn_hidden_size,
+            "shared_ffn": self.shared_ffn_hidden_size,
             "vocab": self.vocab_size,
             "one": 1,
         }
 
 
-def _moe_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ModelShape that describe a mixture of experts. Raise UserError unless all layers have
-    experts."""
-    everywhere: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-    for key, supported in everywhere.items():
-        if config.get(key, supported) not in (supported, None):
-            raise hf_config.refused(key, config[key], f"only {supported} is supported: experts in all layers")
+def _moe_sizes(config: Mapping[str, Any], ffn_key: str) -> dict[str, Any]:
+    """Return the fields of ModelShape that describe a mixture of experts."""
     # transformers 5 writes num_local_experts, earlier versions num_experts.
-    key = "num_experts" if config.get("num_experts") else "num_local_experts"
+    key = next((key for key in ("num_experts", "n_routed_experts") if config.get(key)), "num_local_experts")
     if config.get("num_local_experts") not in (None, config.get(key)):
-        other = f"num_experts is {config[key]}, and they are two names of one number"
+        other = f"{key} is {config[key]}, and they are two names of one number"
         raise hf_config.refused("num_local_experts", config["num_local_experts"], other)
     num_experts = size(config, key)
     per_token = size(config, "num_experts_per_tok")
@@ -231,9 +321,29 @@ def _moe_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_experts": num_experts,
         "experts_per_token": per_token,
-        "expert_ffn_hidden_size": size(config, "moe_intermediate_size"),
+        "expert_ffn_hidden_size": size(config, ffn_key),
+        "shared_ffn_hidden_size": size(config, ffn_key) * hf_config.count(config, "n_shared_experts"),
+        "routed_scaling": hf_config.positive(config, "routed_scaling_factor", 1.0),
         "norm_topk_prob": flag(config, "norm_topk_prob"),
+        "dense_layers": _dense_layers(config),
     }
+
+
+def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers that have no experts: mlp_only_layers, those that decoder_sparse_step passes over, and the
+    first_k_dense_replace first ones."""
+    num_layers = size(config, "num_hidden_layers")
+    listed = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
+    if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
+        raise hf_config.refused("mlp_only_layers", listed, f"expected a list of layers from 0 to {num_layers - 1}")
+    step = 1 if config.get("decoder_sparse_step") is None else size(config, "decoder_sparse_step")
+    first = hf_config.count(config, "first_k_dense_replace")
+    dense = tuple(layer for layer in range(num_layers) if layer < first or layer in listed or (layer + 1) % step)
+    if len(dense) == num_layers:
+        key = "mlp_only_layers" if len(set(listed)) == num_layers else "decoder_sparse_step"
+        key = "first_k_dense_replace" if first >= num_layers else key
+        raise hf_config.refused(key, config[key], f"none of the {num_layers} layers would have experts")
+    return dense
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

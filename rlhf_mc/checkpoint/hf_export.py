@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, copy_assets, read_config
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes
+from rlhf_mc.reshard.layout import EMPTY, Layout, constant_tensors, hf_layout, logical_shapes
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.run_files import RUN_FILE
@@ -53,14 +53,27 @@ def export_hf(
     transport = None if group is None else PointToPoint(group)
 
     def gather(names: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
-        targets = [hf_layout(shape, of_rank) if of_rank else EMPTY for of_rank in names]
-        plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes)
-        tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
-        execute(plan.for_rank(rank), params, tensors, transport, wire_dtype=dtype)
+        tensors: dict[str, torch.Tensor] = {}
+        for kind, of_kind in tensors_by_dtype(shape, dtype, names):
+            targets = [hf_layout(shape, of_rank) if of_rank else EMPTY for of_rank in of_kind]
+            plan = make_plan(layouts, targets, kind.itemsize, bucket_bytes)
+            written = {name: torch.empty(size, dtype=kind) for name, size in targets[rank].shapes.items()}
+            execute(plan.for_rank(rank), params, written, transport, wire_dtype=kind)
+            tensors |= written
         return tensors
 
     world = len(layouts)
     write_hf(gather, shape, Path(out_dir), rank, world, group, dtype_name, Path(assets_dir), max_shard_bytes, origin)
+
+
+def tensors_by_dtype(
+    shape: ModelShape, dtype: torch.dtype, names: Sequence[Sequence[str]]
+) -> Iterator[tuple[torch.dtype, list[list[str]]]]:
+    """Yield each dtype with its tensors of each rank: the constants of the model are float32."""
+    constants = constant_tensors(shape)
+    yield dtype, [[name for name in of_rank if name not in constants] for of_rank in names]
+    if constants:
+        yield torch.float32, [[name for name in of_rank if name in constants] for of_rank in names]
 
 
 def write_hf(
@@ -157,7 +170,9 @@ def _finish(
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
     if len(shards) > 1:
         sizes = logical_shapes(shape)
-        total = sum(math.prod(size) for size in sizes.values()) * getattr(torch, dtype_name).itemsize
+        constants = constant_tensors(shape)
+        itemsize = getattr(torch, dtype_name).itemsize
+        total = sum(math.prod(size) * (4 if name in constants else itemsize) for name, size in sizes.items())
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.append(INDEX)

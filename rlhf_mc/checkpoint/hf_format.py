@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, check_not_zero, num_not_finite
 from rlhf_mc.config.errors import UserError, error_reason, first_line
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import Layout, logical_shapes, whole_layout
+from rlhf_mc.reshard.layout import Layout, constant_tensors, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import on_every_rank
@@ -63,6 +64,12 @@ _NAMED = 5
 def is_buffer(name: str) -> bool:
     """Return whether a tensor of a checkpoint is a table that the model computes."""
     return name.endswith(_BUFFERS)
+
+
+def _is_after(name: str, num_layers: int) -> bool:
+    """Return whether a tensor of a checkpoint belongs to a layer after the model's last one."""
+    prefix = re.match(r"model\.layers\.(\d+)\.", name)
+    return prefix is not None and int(prefix[1]) >= num_layers
 
 
 def shorten_names(names: Collection[str]) -> str:
@@ -156,9 +163,11 @@ class HFReader:
         excess = [n for n in self.names if n not in expected and n not in _HEADS and not is_buffer(n)]
         if excess:
             be = "is" if len(excess) == 1 else "are"
-            raise UserError(
-                f"{self.directory}: {shorten_names(excess)} {be} no part of the {shape.family} model of config.json"
-            )
+            hint = ""
+            if self.config.get("num_nextn_predict_layers") and any(_is_after(n, shape.num_layers) for n in excess):
+                hint = "; layers of multi-token prediction are neither trained nor exported: leave them out"
+            part = f"{be} no part of the {shape.family} model of config.json"
+            raise UserError(f"{self.directory}: {shorten_names(excess)} {part}{hint}")
         other = {n: self._slice(n).get_dtype() for n in expected if n in self.names}
         other = {name: dtype for name, dtype in other.items() if dtype not in _DTYPES}
         if other:
@@ -176,7 +185,9 @@ class HFReader:
 
     def dtype_name(self) -> str:
         """Return torch's name of the dtype of the weights. Raise UserError unless all have the same supported dtype."""
-        dtypes = {name: self._slice(name).get_dtype() for name in self.names if not is_buffer(name)}
+        constants = constant_tensors(self.shape())
+        names = [name for name in self.names if not is_buffer(name) and name not in constants]
+        dtypes = {name: self._slice(name).get_dtype() for name in names}
         types = set(dtypes.values())
         if len(types) != 1 or not types <= _DTYPES.keys():
             raise UserError(f"{self.directory}: {_by_type(dtypes)}; expected one of {TYPES} for all")

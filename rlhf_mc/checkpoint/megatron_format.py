@@ -107,7 +107,8 @@ def _cause(error: CheckpointException) -> BaseException:
 
 def checkpoint_dtype(directory: str | Path) -> Any:
     """Return the dtype of the weights, as in MegatronConfig.dtype."""
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in _stored_tensors(directory).values()}
+    stored = {name: tensor for name, tensor in _stored_tensors(directory).items() if not name.endswith("expert_bias")}
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in stored.values()}
     assert len(dtypes) == 1, dtypes
     return dtypes.pop()
 

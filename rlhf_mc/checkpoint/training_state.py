@@ -177,10 +177,14 @@ def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape
     theirs = {**defaults, **stored[name]["shape"]}
     ours = asdict(shape)
     for field in ("family", *ours):
-        if theirs.get(field) != ours[field]:
+        if _as_json(theirs.get(field)) != _as_json(ours[field]):
             raise UserError(
                 f"{path}: of another model: the {name}'s {field} is {theirs.get(field)} there and {ours[field]} here"
             )
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_same_model(path: Path, model: TrainedModel, stored: dict[str, Any]) -> None:

@@ -110,6 +110,9 @@ def rotate(
 ) -> torch.Tensor:
     """Return x [T, 1, heads, head_dim] with rotary positions, from a table of `rotary_table`. It takes the place of
     Megatron-Core's apply_rotary_pos_emb. mscale: factor of cosines and sines."""
-    table = table if mscale == 1.0 else table * mscale
-    out: torch.Tensor = _Rotation.apply(x, table.to(x.dtype))
+    table = (table if mscale == 1.0 else table * mscale).to(x.dtype)
+    rotated = 2 * table.shape[-1] // 3
+    if rotated < x.shape[-1]:  # the first dimensions of each head
+        return torch.cat((_Rotation.apply(x[..., :rotated], table), x[..., rotated:]), dim=-1)
+    out: torch.Tensor = _Rotation.apply(x, table)
     return out

@@ -23,7 +23,14 @@ from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
-from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, build_model, enable_input_gradients, named_parameters
+from rlhf_mc.models.gpt_model import (
+    CORRECTION_BIAS,
+    DTYPES,
+    PackedGPT,
+    build_model,
+    enable_input_gradients,
+    named_parameters,
+)
 from rlhf_mc.models.heads import Head
 from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
 from rlhf_mc.models.memory_recovery import MemoryRecovery
@@ -140,7 +147,7 @@ class ModelEngine:
         """Add gradient buffers and the optimizer. The parameters `frozen` (this rank's, by name) get neither. The
         weights must be loaded before: the optimizer copies them."""
         for name, param in self.named_parameters().items():
-            param.requires_grad_(name not in frozen)
+            param.requires_grad_(name not in frozen and not name.endswith(CORRECTION_BIAS))
         for chunk in self.chunks:
             chunk.train()
             embedding = getattr(chunk, "embedding", None)

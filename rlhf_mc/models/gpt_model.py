@@ -17,13 +17,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers as mcore_layers
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mc import platform
-from rlhf_mc.architectures.spec import Activation, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import Activation, LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
 from rlhf_mc.models.heads import ValueHead
@@ -113,19 +114,26 @@ def recompute_modules(shape: ModelShape, megatron: MegatronConfig) -> list[str]:
     attention stores its scores. Transformer Engine's stores nothing that its projections do not need anyway."""
     if not uses_transformer_engine():
         return ["core_attn"]
-    if not shape.has_experts:
-        return ["mlp"]  # Megatron-Core has no module for the activation of a dense layer alone
-    # A dense layer's norms are part of its linear layers; the one before a router is a module.
-    return ["layernorm", "moe_act"] if _expert_settings(shape, megatron)["moe_grouped_gemm"] else ["layernorm"]
+    # Megatron-Core has no module for the activation of a dense layer alone.
+    modules = ["mlp"] if "dense" in shape.layer_kinds else []
+    if shape.has_experts:
+        # A dense layer's norms are part of its linear layers; the one before a router is a module.
+        modules += ["layernorm", "moe_act"] if _expert_settings(shape, megatron)["moe_grouped_gemm"] else ["layernorm"]
+    return modules
 
 
 def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": shape.num_experts,
+        # A list has names for each layer of its own in Megatron checkpoints, which equal layers do not need.
+        "moe_layer_freq": [int(kind == "moe") for kind in shape.layer_kinds] if shape.dense_layers else 1,
         "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
         "moe_router_topk": shape.experts_per_token,
         # Softmax over all experts (True), or over the chosen ones, whose weights then sum to 1.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
+        "moe_router_topk_scaling_factor": None if shape.routed_scaling == 1.0 else shape.routed_scaling,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
         "moe_router_dtype": "fp32",
         # No auxiliary loss beside PPO's.
         "moe_router_load_balancing_type": "none",
@@ -185,10 +193,19 @@ def _qkv_format(config: TransformerConfig) -> str:
     return "thd" if is_te else "packed"
 
 
-def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_stage: int | None, qkv_format: str) -> Any:
-    """Return the specification of the modules of this stage, or of this virtual pipeline chunk of it."""
+def _block_spec(
+    shape: ModelShape, config: TransformerConfig, layer_numbers: range, qkv_format: str
+) -> TransformerBlockSubmodules:
+    """Return the specification of these layers, each of its kind, and of the norm after the last one."""
+    specs = {kind: _layer_spec(kind, shape, config, qkv_format) for kind in set(shape.layer_kinds)}
+    norm = LayerNormImpl if uses_transformer_engine() else _local_norm(shape)
+    return TransformerBlockSubmodules(layer_specs=[specs[shape.layer_kinds[i]] for i in layer_numbers], layer_norm=norm)
+
+
+def _layer_spec(kind: LayerKind, shape: ModelShape, config: TransformerConfig, qkv_format: str) -> Any:
+    """Return the specification of a layer of this kind."""
     parts = {
-        "num_experts": shape.num_experts or None,
+        "num_experts": shape.num_experts if kind == "moe" else None,
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "qk_layernorm": shape.qk_norm,
     }
@@ -204,25 +221,39 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_sta
         spec.submodules.self_attention.submodules.core_attention = layers.PackedAttention
     if fused:
         return spec
-    if shape.has_experts:
+    if kind == "moe":
         # In checkpoints this norm is named after the linear layer that Transformer Engine fuses it with. It fuses none
         # before a router.
         spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
-    norm = layers.ZeroCenteredRMSNorm if shape.zero_centered_norms else layers.RMSNorm
+    norm = _local_norm(shape)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     if shape.qk_norm:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = norm
-    # The norm after the last layer is part of the block's specification, not of a layer's.
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage, pp_rank=stage), layer_norm=norm
-    )
+    return spec
+
+
+def _local_norm(shape: ModelShape) -> type[torch.nn.Module]:
+    return layers.ZeroCenteredRMSNorm if shape.zero_centered_norms else layers.RMSNorm
 
 
 def scale_embeddings(model: Any, hidden_size: int) -> None:
     """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in transformers."""
     factor = torch.tensor(hidden_size**0.5)  # stays on the CPU: a kernel takes it by value, and no copy is waited for
     model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
+
+
+CORRECTION_BIAS = "router.expert_bias"
+"""Ending of the names of the parameters that are never trained."""
+
+
+def add_correction_biases(model: PackedGPT) -> None:
+    """Give each router the bias by which it chooses experts: a frozen float32 parameter. Megatron-Core's own setting
+    (moe_router_enable_expert_bias) has a buffer, and changes it in each optimizer step."""
+    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        del router.expert_bias
+        bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
+        router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
@@ -239,7 +270,7 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling rules."""
     model.rotary_pos_emb = layers.PackedRotaryEmbedding(
         shape.head_dim,
-        rotary_percent=1.0,
+        rotary_percent=shape.rotary_fraction,
         rotary_base=shape.rope_theta,
         use_cpu_initialization=model.config.use_cpu_initialization,
         cp_group=model.pg_collection.cp,
@@ -249,7 +280,11 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     rule = ROPE_INIT_FUNCTIONS[shape.rope_scaling["rope_type"]]
     # The attributes of a model's configuration that transformers' rotary functions read.
     parameters = SimpleNamespace(
-        rope_parameters={"rope_theta": shape.rope_theta, **shape.rope_scaling},
+        rope_parameters={
+            "rope_theta": shape.rope_theta,
+            "partial_rotary_factor": shape.rotary_fraction,
+            **shape.rope_scaling,
+        },
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
         head_dim=shape.head_dim,
@@ -292,9 +327,10 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
             add_random_states()
         config = transformer_config(shape, megatron)
         qkv_format = _qkv_format(config)
+        layer_numbers = groups.mesh.chunk_layers(shape.num_layers, groups.coordinate.pp)[chunk]
         model = PackedGPT(
             config,
-            _layer_spec(shape, config, groups.coordinate.pp, vp_stage, qkv_format),
+            _block_spec(shape, config, layer_numbers, qkv_format),
             vocab_size=padded_vocab_size(shape.vocab_size, groups.mesh.tp),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=first,
@@ -316,6 +352,8 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
         compute_on_cpu(model)
         _set_rope(model, shape)
         model.to(DTYPES[megatron.dtype])
+        if shape.sigmoid_router:
+            add_correction_biases(model)
     return model
 
 

@@ -7,6 +7,7 @@ CPU.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.operations import CHUNK_LOGITS, GPU_CHUNKS
@@ -29,7 +30,8 @@ class LayerBytes:
 
 
 def layer_bytes(shape: ModelShape, megatron: MegatronConfig, transformer_engine: bool) -> LayerBytes:
-    """Return the bytes per token of a layer. With experts: for evenly routed tokens."""
+    """Return the bytes per token of a layer of a model whose layers are of one kind. With experts: for evenly routed
+    tokens."""
     sizes = _Sizes(shape, megatron)
     all_of_it = sizes.transformer_engine() if transformer_engine else sizes.local()
     if megatron.recompute_granularity == "full":
@@ -60,6 +62,8 @@ class _Sizes:
         self.heads = shape.num_heads / tp
         self.ffn = shape.active_ffn_size / tp
         """The product of gate and up, of the experts that a token has together."""
+        self.shared_ffn = shape.shared_ffn_hidden_size / tp
+        """The shared expert's part of it."""
         # The dispatcher gathers the tokens of all tensor-parallel ranks, each of which has a part of every expert.
         self.expert_inputs = float(experts * shape.hidden_size)
         """Inputs of a token's experts; 0 for dense layers."""
@@ -84,8 +88,8 @@ class _Sizes:
 
     def selective_transformer_engine(self) -> float:
         """Return the bytes of what selective recomputation recomputes: the second norm's output with gate, up and
-        product; of experts, the norm's output and the product."""
-        return (self.states + (self.ffn if self.num_experts else 3 * self.ffn)) * self.itemsize
+        product; of experts, the norm's output and the product, but for the shared expert's."""
+        return (self.states + (self.ffn - self.shared_ffn if self.num_experts else 3 * self.ffn)) * self.itemsize
 
     def local(self) -> float:
         """Return the bytes of a local layer on a CPU: input and output of each norm; keys and queries before the
@@ -123,16 +127,20 @@ def update_peak(
     """Return the bytes of activations and gradients of activations at the peak of an update, on a rank of the stage.
     cuda: on a GPU, with Transformer Engine. entropy: the loss needs the entropy's gradient."""
     sizes = _Sizes(shape, megatron)
-    layer = layer_bytes(shape, megatron, cuda)
-    stored = layers_in_flight(shape.num_layers, mesh, stage, work.num_micro_batches) * layer.stored
-    # A layer's backward pass begins with the gradients of its output, of the residual, and of the MLP's product; of
-    # experts also with the gradients of their outputs, twice: in the order of the tokens and of the experts.
-    first = 2 * sizes.states + sizes.ffn + 2 * sizes.expert_inputs
+    stored = _stored_bytes(shape, megatron, mesh, stage, work, cuda)
     # With sequence parallelism the states of all tensor-parallel ranks are gathered, and so is their gradient.
     gathered = 2 * shape.hidden_size if megatron.sequence_parallel else 0
-    backward = work.tokens * (layer.recomputed + sizes.itemsize * (first + gathered))
-    if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
-        backward += sizes.itemsize * shape.hidden_size * sizes.ffn
+    backward = 0.0
+    for part in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
+        of_kind = _Sizes(part, megatron)
+        # A layer's backward pass begins with the gradients of its output, of the residual, and of the MLP's product; of
+        # experts also with the gradients of their outputs, twice: in the order of the tokens and of the experts.
+        first = 2 * sizes.states + of_kind.ffn + 2 * of_kind.expert_inputs
+        recomputed = layer_bytes(part, megatron, cuda).recomputed
+        layer = work.tokens * (recomputed + sizes.itemsize * (first + gathered))
+        if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
+            layer += sizes.itemsize * shape.hidden_size * of_kind.ffn
+        backward = max(backward, layer)
     if stage == mesh.pp - 1:
         norm = (2 * sizes.itemsize if cuda else sizes.norm()) * sizes.states
         head = _head_bytes(shape, megatron, work.logits, cuda, entropy)
@@ -143,14 +151,24 @@ def update_peak(
     return work.tokens * stored + backward
 
 
+def _stored_bytes(shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage: int, work: Pass, cuda: bool) -> float:
+    """Return the bytes per token that the layers of a stage store for all micro-batches in flight."""
+    chunks = [shape.by_kind(layers) for layers in mesh.chunk_layers(shape.num_layers, stage)]
+    of_chunks = [sum(part.num_layers * layer_bytes(part, megatron, cuda).stored for part in parts) for parts in chunks]
+    return max(of_chunks) * chunks_in_flight(mesh, stage, work.num_micro_batches)
+
+
 def forward_peak(shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage: int, work: Pass, cuda: bool) -> float:
     """Return the bytes of activations at the peak of a pass without gradients, on a rank of the stage."""
     sizes = _Sizes(shape, megatron)
-    # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up and their product. Of
-    # experts also where the tokens went, and their inputs three times: in the order of the tokens, as received, and in
-    # the order of the experts; and their outputs.
-    layer = sizes.states + shape.hidden_size + 3 * sizes.ffn + 4 * sizes.expert_inputs
-    num_bytes = work.tokens * (layer * sizes.itemsize + sizes.routing)
+    num_bytes = 0.0
+    for part in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
+        of_kind = _Sizes(part, megatron)
+        # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up and their product.
+        # Of experts also where the tokens went, and their inputs three times: in the order of the tokens, as received,
+        # and in the order of the experts; and their outputs.
+        layer = sizes.states + shape.hidden_size + 3 * of_kind.ffn + 4 * of_kind.expert_inputs
+        num_bytes = max(num_bytes, work.tokens * (layer * sizes.itemsize + of_kind.routing))
     if stage < mesh.pp - 1:
         return num_bytes
     states = work.tokens * (sizes.states + shape.hidden_size) * sizes.itemsize
@@ -187,11 +205,10 @@ def _columns(shape: ModelShape, megatron: MegatronConfig) -> int:
     return padded_vocab_size(shape.vocab_size, tp) // tp
 
 
-def layers_in_flight(num_layers: int, mesh: Mesh, stage: int, num_micro_batches: int) -> int:
-    """Return the largest number of layers, counted once per micro-batch, whose activations a stage holds at a time, as
-    Megatron-Core schedules passes (pipeline_parallel/schedules.py, get_pp_rank_microbatches)."""
-    of_chunks = [len(layers) for layers in mesh.chunk_layers(num_layers, stage)]
+def chunks_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> int:
+    """Return the largest number of virtual pipeline chunks, counted once per micro-batch, whose activations a stage
+    holds at a time, as Megatron-Core schedules passes (pipeline_parallel/schedules.py, get_pp_rank_microbatches)."""
     if mesh.vpp == 1:
-        return of_chunks[0] * min(mesh.pp - stage, num_micro_batches)
+        return min(mesh.pp - stage, num_micro_batches)
     warmup = 2 * (mesh.pp - stage - 1) + (mesh.vpp - 1) * mesh.pp
-    return of_chunks[0] * min(warmup + 1, mesh.vpp * num_micro_batches)
+    return min(warmup + 1, mesh.vpp * num_micro_batches)

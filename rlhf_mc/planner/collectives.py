@@ -8,15 +8,17 @@ not grow with the tokens or the model are left out: the norm of the gradient, st
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.planner.model_state import ITEMSIZES, model_buffers
-from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.reshard.freeze import frozen_parameters
+from rlhf_mc.reshard.layout import Layout, constant_tensors
 from rlhf_mc.topology.mesh import Axis, Mesh
 
 _FLOAT32 = 4
@@ -88,7 +90,7 @@ class Passes:
         self._tp = mesh.group_along(rank, "tp")
         self._ep = mesh.group_along(rank, "ep")
         self._pp = mesh.group_along(rank, "pp")
-        self._layers = sum(map(len, mesh.chunk_layers(shape.num_layers, self._stage)))
+        self._parts = shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, self._stage)))
         self._is_first = self._stage == 0
         self._is_last = self._stage == mesh.pp - 1
 
@@ -111,7 +113,7 @@ class Passes:
         return _merged(list(self._gradients(layout, overlaps_reduction)))
 
     def _forward(self, work: PassTokens) -> Iterator[Collective]:
-        yield from self._repeat(self._layer(work), self._layers)
+        yield from self._repeat(self._layer, work)
         states = self._states(work)
         if self._is_first:
             yield self._tensor_parallel("reduce_scatter" if self._is_sequence_parallel else "all_reduce", states, work)
@@ -123,7 +125,7 @@ class Passes:
                 yield self._tensor_parallel("all_reduce", 3 * work.results * _FLOAT32, work)
 
     def _backward(self, work: PassTokens) -> Iterator[Collective]:
-        yield from self._repeat(self._layer_backward(work), self._layers)
+        yield from self._repeat(self._layer_backward, work)
         if self._is_first and self._is_sequence_parallel:
             yield self._tensor_parallel("all_gather", self._states(work), work)
         if self._is_last and not self._shape.value_head:
@@ -133,29 +135,27 @@ class Passes:
         """Yield the collectives of forward passes that are repeated: of whole layers, or of dense MLPs on a GPU."""
         granularity = self._megatron.recompute_granularity
         if granularity == "full":
-            yield from self._repeat(self._layer(work), self._layers)
-        elif granularity == "selective" and self._cuda and not self._shape.has_experts:
-            yield from self._repeat(self._sharded_layers(work, 1), self._layers)
+            yield from self._repeat(self._layer, work)
+        elif granularity == "selective" and self._cuda:
+            yield from self._repeat(lambda part, work: self._sharded_layers(work, 0 if part.has_experts else 1), work)
 
-    def _layer(self, work: PassTokens) -> Iterator[Collective]:
+    def _layer(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("all_gather", self._qkv(work), work)
-        if not self._shape.has_experts:
-            yield from self._sharded_layers(work, 2)
-            return
-        yield from self._sharded_layers(work, 1)
-        yield from self._experts(work, "all_gather", "reduce_scatter")
+        yield from self._sharded_layers(work, _sharded_pairs(part))
+        if part.has_experts:
+            yield from self._experts(work, "all_gather", "reduce_scatter")
 
-    def _layer_backward(self, work: PassTokens) -> Iterator[Collective]:
+    def _layer_backward(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("reduce_scatter", self._qkv(work), work)
-        pairs = 1 if self._shape.has_experts else 2
+        pairs = _sharded_pairs(part)
         yield from self._sharded_layers(work, pairs)
         if self._is_sequence_parallel:
             # The inputs of column-parallel layers are gathered again, for the gradients of their weights.
             yield self._tensor_parallel("all_gather", pairs * self._states(work), work, pairs)
-        if self._shape.has_experts:
+        if part.has_experts:
             yield from self._experts(work, "reduce_scatter", "all_gather")
 
     def _sharded_layers(self, work: PassTokens, pairs: int) -> Iterator[Collective]:
@@ -196,7 +196,10 @@ class Passes:
         """Yield the sums of gradients, in float32: over replicas, of norms over tensor-parallel ranks, of a tied
         embedding over both ends of the pipeline. With the distributed optimizer new parameters are gathered."""
         shares = self._shape.shares_embeddings
-        for buffer in model_buffers(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
+        frozen = frozen_parameters(constant_tensors(self._shape), layout)
+        for buffer in model_buffers(
+            layout, self._megatron, self._mesh, self._stage, frozen, overlaps_reduction, shares
+        ):
             axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("cp", "dp")
             group = self._mesh.group_along(self._rank, *axes)
             calls = len(buffer.buckets)
@@ -205,7 +208,8 @@ class Passes:
                 continue
             yield Collective("gradients", "reduce_scatter", group, buffer.numel * _FLOAT32, calls)
             yield Collective("parameters", "all_gather", group, buffer.numel * self._itemsize, calls)
-        norms = sum(math.prod(size) for name, size in layout.shapes.items() if self._is_summed(name))
+        summed = [name for name in layout.shapes if name not in frozen and self._is_summed(name)]
+        norms = sum(math.prod(layout.shapes[name]) for name in summed)
         if norms:
             yield Collective("gradients", "all_reduce", self._tp, norms * _FLOAT32, 1)
         if shares and self._mesh.pp > 1 and (self._is_first or self._is_last):
@@ -236,8 +240,17 @@ class Passes:
     def _tensor_parallel(self, kind: Kind, num_bytes: float, work: PassTokens, times: int = 1) -> Collective:
         return Collective("tensor parallel", kind, self._tp, num_bytes, times * work.num_micro_batches)
 
-    def _repeat(self, collectives: Iterator[Collective], count: int) -> Iterator[Collective]:
-        return (collective.times(count) for collective in collectives)
+    def _repeat(
+        self, layer: Callable[[ModelShape, PassTokens], Iterator[Collective]], work: PassTokens
+    ) -> Iterator[Collective]:
+        """Yield the collectives of all layers of the stage. layer: of one, for a shape of its kind."""
+        return (collective.times(part.num_layers) for part in self._parts for collective in layer(part, work))
+
+
+def _sharded_pairs(part: ModelShape) -> int:
+    """Return the pairs of a column-parallel and a row-parallel layer in a layer: attention, and a dense MLP or the
+    shared expert."""
+    return 1 if part.has_experts and not part.shared_ffn_hidden_size else 2
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:

@@ -70,13 +70,17 @@ def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsi
     routed tokens."""
     q = shape.num_heads * shape.head_dim / tp
     kv = max(shape.num_kv_heads / tp, 1) * shape.head_dim
-    used = 1.0
-    if shape.has_experts:
-        missed = 1 - shape.experts_per_token / shape.num_experts
-        used = shape.num_experts / shape.experts_per_token * (1 - missed**tokens)
-    layer = shape.hidden_size * (2 * q + 2 * kv + 3 * used * shape.active_ffn_size / tp)
+    weights = 0.0
+    for part in shape.by_kind():
+        used = 1.0
+        if part.has_experts:
+            missed = 1 - part.experts_per_token / part.num_experts
+            used = part.num_experts / part.experts_per_token * (1 - missed**tokens)
+        shared = part.shared_ffn_hidden_size
+        ffn = (used * (part.active_ffn_size - shared) + shared) / tp
+        weights += part.num_layers * shape.hidden_size * (2 * q + 2 * kv + 3 * ffn)
     head = shape.vocab_size * shape.hidden_size / tp
-    return shape.num_layers * layer * linear_itemsize + head * itemsize
+    return weights * linear_itemsize + head * itemsize
 
 
 def ring_seconds(num_bytes: float, ranks: int, machine: Machine) -> float:

@@ -251,7 +251,8 @@ def _rollout(
     tokens = max(settings.max_num_batched_tokens, longest)
     # Of one engine step: states and their residual, gate, up and product; logits and their float32 copy of each
     # sequence.
-    states = tokens * (3 * shape.hidden_size + 3 * shape.active_ffn_size / tp) * itemsize
+    widest = max(part.active_ffn_size for part in shape.by_kind())
+    states = tokens * (3 * shape.hidden_size + 3 * widest / tp) * itemsize
     logits = settings.max_num_seqs * shape.vocab_size * (itemsize + 4)
     activations = states + logits
     kv_cache = settings.cpu_kvcache_space_gb << 30

@@ -87,7 +87,7 @@ def _cached_state(
     megatron = MegatronConfig(**dict(settings))
     if freeze is None:
         return frozen_state(layout, megatron)
-    frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout) if freeze else ()
+    frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout)
     return trained_state(layout, megatron, mesh, place.pp, frozen, overlaps, shape.shares_embeddings)
 
 

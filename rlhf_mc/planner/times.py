@@ -8,6 +8,7 @@ model (Williams et al. 2009), pipeline bubble of interleaved 1F1B (arXiv 2104.04
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -167,19 +168,24 @@ class _Model:
         backward pass reads the weights again, and reads and writes their float32 gradients."""
         mesh = self._mesh
         shape = self._shape
-        layers = sum(map(len, mesh.chunk_layers(shape.num_layers, stage)))
-        flops = forward_flops(shape, [self._lengths.total], results)
-        part = sequences * layers / shape.num_layers
-        output = sequences * flops.output if stage == mesh.pp - 1 else 0.0
-        inner = ForwardFlops(part * flops.projections, part * flops.feed_forward, part * flops.attention, 0.0)
+        parts = shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage)))
+        flops = [forward_flops(part, [self._lengths.total], results) for part in parts]
+        output = sequences * flops[0].output if stage == mesh.pp - 1 else 0.0
+        inner = ForwardFlops(
+            sequences * sum(part.projections for part in flops),
+            sequences * sum(part.feed_forward for part in flops),
+            sequences * sum(part.attention for part in flops),
+            0.0,
+        )
+        dense = sequences * sum(f.feed_forward for part, f in zip(parts, flops, strict=True) if not part.has_experts)
         seconds = self._rate.seconds(inner)
         end = self._rate.seconds(ForwardFlops(0.0, 0.0, 0.0, output))
         if backward:
             # The output layer's logits are computed again in the backward pass (models/heads.py).
             end *= 1 + BACKWARD + (not shape.value_head)
-            seconds = seconds * (1 + BACKWARD) + self._recomputed_seconds(inner)
+            seconds = seconds * (1 + BACKWARD) + self._recomputed_seconds(inner, dense)
         head = 0 if stage < mesh.pp - 1 else output_flops(shape) / 2
-        weights = (layers * self._layer_weights() + head) / mesh.tp
+        weights = (sum(part.num_layers * self._layer_weights(part) for part in parts) + head) / mesh.tp
         itemsize = ITEMSIZES[self._megatron.dtype]
         read = weights * (2 * itemsize + 2 * _FLOAT32 if backward else itemsize)
         return max((seconds + end) / mesh.tp, read / self._machine.rates.memory)
@@ -195,23 +201,21 @@ class _Model:
         slowest = max(range(self._mesh.pp), key=lambda stage: sum(stages[stage].values()))
         return dict(stages[slowest])
 
-    def _recomputed_seconds(self, layers: ForwardFlops) -> float:
+    def _recomputed_seconds(self, layers: ForwardFlops, dense_mlps: float) -> float:
         """Return the seconds of the recomputation of layers (models/gpt_model.py: recompute_modules): full, all of it;
-        selective, a dense MLP, or of experts nothing with products."""
+        selective, the dense MLPs (their FLOPs), and of experts nothing with products."""
         if self._megatron.recompute_granularity is None:
             return 0.0
         if self._megatron.recompute_granularity == "full":
             return self._rate.seconds(layers)
-        if self._shape.has_experts:
-            return 0.0
-        return self._rate.seconds(ForwardFlops(0.0, layers.feed_forward, 0.0, 0.0))
+        return self._rate.seconds(ForwardFlops(0.0, dense_mlps, 0.0, 0.0))
 
-    def _layer_weights(self) -> float:
-        """Return the weights of a layer on all tensor-parallel ranks, with the experts of one expert-parallel rank."""
-        shape = self._shape
+    def _layer_weights(self, shape: ModelShape) -> float:
+        """Return the weights of a layer of this kind on all tensor-parallel ranks, with the experts of one
+        expert-parallel rank."""
         q = shape.num_heads * shape.head_dim
         kv = shape.num_kv_heads * shape.head_dim
-        experts = shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep
+        experts = shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep + shape.shared_ffn_hidden_size
         return shape.hidden_size * (2 * q + 2 * kv + 3 * (experts if shape.has_experts else shape.ffn_hidden_size))
 
     def _optimizer_bytes(self, state: ModelState) -> float:

@@ -38,7 +38,7 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
     aliases = {}
     shapes = source.stacked_shapes
     for local, shards in target.by_local.items():
-        if not all(shard.tensor in sources for shard in shards):
+        if local in target.float32 or not all(shard.tensor in sources for shard in shards):
             continue
         size = target.stacked_shapes[local]
         starts = {_start(shard, sources[shard.tensor], shapes, size) for shard in shards}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, model_params
-from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.architectures.spec import LayerKind, ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import Box, Layout, Shard, box_text, intersection, logical_shapes, volume
 from rlhf_mc.topology.mesh import Mesh
@@ -63,9 +63,11 @@ def _coverage(
 ) -> Coverage:
     """copies: (parameter, dimensions of one of its tensors) -> number of ranks that hold an element of the tensor."""
     wanted: Counter[str] = Counter()
+    counted: dict[str, LayerKind | None] = {}
     for param in model_params(shape):
         for name, dims in param.hf.items():
-            wanted[name] += copies(param, dims)
+            if counted.setdefault(name, param.kind) == param.kind:  # layers of several kinds may have it
+                wanted[name] += copies(param, dims)
     # Replicas share one layout.
     shared = Counter(map(id, layouts))
     holders: dict[str, Counter[Box]] = {}

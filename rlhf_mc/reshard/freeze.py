@@ -10,18 +10,19 @@ from collections.abc import Collection, Sequence
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.layout import Layout, logical_shapes, mcore_layout
+from rlhf_mc.reshard.layout import Layout, constant_tensors, logical_shapes, mcore_layout
 
 
 def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
-    """Return the checkpoint's tensors that one of the patterns matches (* is any text).
+    """Return the checkpoint's tensors that one of the patterns matches (* is any text), and those that are never
+    trained.
 
     Raise UserError, the same on every rank, if a pattern matches none, if all tensors match, and if only some of the
     tensors match that Megatron-Core holds as one parameter."""
     if not patterns:
-        return frozenset()
+        return constant_tensors(shape)
     names = list(logical_shapes(shape))
-    frozen: set[str] = set()
+    frozen: set[str] = set(constant_tensors(shape))
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
         if not matched:
@@ -58,4 +59,6 @@ def check_experts(key: str, frozen: Collection[str], shape: ModelShape) -> None:
 
 def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str]:
     """Return the names of a rank's parameters that hold these tensors."""
+    if not tensors:
+        return frozenset()  # the shards of single experts are many
     return frozenset(shard.local for shard in layout.shards if shard.tensor in tensors)

@@ -7,9 +7,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.layout import Box, Layout, RankLayout, intersection, mcore_layout, volume
@@ -66,17 +65,20 @@ def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:
 
 
 def _shared_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int, layout: RankLayout) -> list[_Shared]:
-    """Return `_Shared` of each rank. All layers are equal, and all experts are: one layer, with the experts of one
-    expert-parallel rank, represents them."""
-    one = replace(shape, num_layers=1)
+    """Return `_Shared` of each rank. All layers of a kind are equal, and all experts are: one layer of each kind, with
+    the experts of one expert-parallel rank, represents them."""
+    one = shape.one_of_each_kind()
     rollout = [layout(one, tp_rank, rollout_tp) for tp_rank in range(rollout_tp)]
 
     @functools.cache
     def shared(tp: int, pp: int) -> _Shared:
-        num_layers = sum(map(len, mesh.chunk_layers(shape.num_layers, pp)))
-        layer = mcore_layout(one, tp, mesh.tp, range(1), first=False, last=False, ep_size=mesh.ep)
+        kinds = Counter(shape.layer_kinds[i] for layers in mesh.chunk_layers(shape.num_layers, pp) for i in layers)
         ends = mcore_layout(one, tp, mesh.tp, range(0), first=pp == 0, last=pp == mesh.pp - 1, ep_size=mesh.ep)
-        return tuple(num_layers * _common(layer, want) + _common(ends, want) for want in rollout)
+        parts = [(1, ends)]
+        for i, kind in enumerate(one.layer_kinds):
+            layer = mcore_layout(one, tp, mesh.tp, range(i, i + 1), first=False, last=False, ep_size=mesh.ep)
+            parts.append((kinds[kind], layer))
+        return tuple(sum(count * _common(part, want) for count, part in parts) for want in rollout)
 
     coordinates = (mesh.coordinate(rank) for rank in range(mesh.world))
     return [shared(at.tp, at.pp) for at in coordinates]

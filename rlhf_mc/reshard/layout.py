@@ -10,10 +10,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
-from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import FAMILIES, LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 
 Box = tuple[tuple[int, int], ...]
@@ -96,6 +96,8 @@ class Layout:
     stacked_shapes: dict[str, tuple[int, ...]]
     """Local name -> local shape."""
     stacked: tuple[Shard, ...]
+    float32: frozenset[str] = frozenset()
+    """Local tensors that are float32 whatever the type of the model."""
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -133,6 +135,20 @@ class Layout:
 
 EMPTY = Layout({}, ())
 
+
+def split_layouts(layouts: Sequence[Layout], tensors: Collection[str]) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts without the shards of these logical tensors, and with these alone. Ranks that share a Layout
+    share the results."""
+    known = {
+        id(layout): tuple(
+            replace(layout, stacked=tuple(p for p in layout.stacked if (p.tensor in tensors) == chosen))
+            for chosen in (False, True)
+        )
+        for layout in {id(layout): layout for layout in layouts}.values()
+    }
+    return [known[id(layout)][0] for layout in layouts], [known[id(layout)][1] for layout in layouts]
+
+
 RankLayout = Callable[[ModelShape, int, int], Layout]
 """The layout of a rank of a rollout engine: of (shape, tensor-parallel rank, tensor-parallel size)."""
 
@@ -151,6 +167,15 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
                 for name, dims in params[index].hf.items():
                     shapes[name.format(i=layer, e=expert)] = tuple(sizes[d] for d in dims)
     return shapes
+
+
+@functools.cache
+def constant_tensors(shape: ModelShape) -> frozenset[str]:
+    """Return the logical tensors that are never trained, and float32 whatever the type of the model."""
+    params = model_params(shape)
+    places = _occurrences(shape, params, range(shape.num_layers))
+    constant = [(params[index], layer) for index, layer in places if params[index].is_constant]
+    return frozenset(name.format(i=layer) for param, layer in constant for name in param.hf)
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
@@ -233,7 +258,16 @@ def mcore_layout(
 
 Obstacle = tuple[str, str]
 """(the size that is not divisible, the logical tensor that cannot be split)."""
-FIRST_LAYER = "model.layers.0."
+
+
+def tensor_with(dim: str, shape: ModelShape) -> str:
+    """Return the first logical tensor, of the first expert, that has this dimension."""
+    params = model_params(shape)
+    for index, layer in _occurrences(shape, params, range(shape.num_layers)):
+        for name, dims in params[index].hf.items():
+            if dim in dims:
+                return name.format(i=layer, e=0)
+    raise AssertionError(dim)
 
 
 def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
@@ -241,7 +275,7 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
     tp_size ranks."""
 
     def obstacle(parts: int) -> Obstacle | None:
-        uneven = indivisible([heads_size(shape), ffn_size(shape)], parts)
+        uneven = indivisible([heads_size(shape), *ffn_sizes(shape)], parts)
         return uneven or kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
 
     check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, obstacle)
@@ -249,7 +283,7 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
         if ep_size > 1:
             raise UserError(f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no experts")
         return
-    experts = [("num_experts", shape.num_experts, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")]
+    experts = [("num_experts", shape.num_experts, tensor_with("expert_ffn", shape))]
     check_split("expert_model_parallel_size", "Megatron", shape, ep_size, functools.partial(indivisible, experts))
 
 
@@ -269,29 +303,34 @@ def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     """Return the obstacle where neither the number of KV heads nor the number of ranks is a multiple of the other."""
     kv = shape.num_kv_heads
     if kv % tp_size and tp_size % kv:
-        return (
-            f"num_key_value_heads is {kv}, and neither is a multiple of the other",
-            FIRST_LAYER + "self_attn.k_proj.weight",
-        )
+        return f"num_key_value_heads is {kv}, and neither is a multiple of the other", tensor_with("kv", shape)
     return None
 
 
 def _uneven_rows(shape: ModelShape, tp_size: int) -> Obstacle | None:
     rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     what = "the number of rows of q, k and v together"
-    return indivisible([(what, rows, FIRST_LAYER + "self_attn.q_proj.weight")], tp_size)
+    return indivisible([(what, rows, tensor_with("q", shape))], tp_size)
 
 
 def heads_size(shape: ModelShape) -> tuple[str, int, str]:
     """Return the size that the number of ranks must divide in any engine, as `indivisible` takes it."""
-    return "num_attention_heads", shape.num_heads, FIRST_LAYER + "self_attn.q_proj.weight"
+    return "num_attention_heads", shape.num_heads, tensor_with("q", shape)
 
 
-def ffn_size(shape: ModelShape) -> tuple[str, int, str]:
-    """Return the other size that the number of ranks must divide in any engine, as `indivisible` takes it."""
+def ffn_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
+    """Return the other sizes that the number of ranks must divide in any engine, as `indivisible` takes them: one for
+    each kind of layer."""
+    sizes = []
+    if "dense" in shape.layer_kinds:
+        sizes.append(("intermediate_size", shape.ffn_hidden_size, tensor_with("ffn", shape)))
     if shape.has_experts:
-        return "moe_intermediate_size", shape.expert_ffn_hidden_size, FIRST_LAYER + "mlp.experts.0.gate_proj.weight"
-    return "intermediate_size", shape.ffn_hidden_size, FIRST_LAYER + "mlp.gate_proj.weight"
+        key = FAMILIES[shape.family].expert_ffn_key
+        sizes.append((key, shape.expert_ffn_hidden_size, tensor_with("expert_ffn", shape)))
+    if shape.shared_ffn_hidden_size:
+        what = f"n_shared_experts x {key}"
+        sizes.append((what, shape.shared_ffn_hidden_size, tensor_with("shared_ffn", shape)))
+    return sizes
 
 
 def indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> Obstacle | None:

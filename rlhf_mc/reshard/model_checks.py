@@ -79,7 +79,8 @@ def _divides_heads(shape: ModelShape, megatron: MegatronConfig) -> bool:
 
 def _check_fp8(shape: ModelShape, recipe: str, tp: int, section: str) -> None:
     multiple = FP8_MULTIPLES[recipe]
-    for name, size in mcore_layout(shape, 0, tp, range(1), first=False, last=False).shapes.items():
+    one = shape.one_of_each_kind()
+    for name, size in mcore_layout(one, 0, tp, range(one.num_layers), first=False, last=False).shapes.items():
         if ".linear_" in name and name.endswith("weight") and any(n % multiple for n in size):
             raise UserError(
                 f"{section}.fp8: {recipe!r} needs dimensions that are multiples of {multiple}; "

@@ -30,11 +30,12 @@ def verify(
     source: Mapping[str, torch.Tensor],
     target: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Raise UserError, the same on every rank, if any block of a target differs from its source in any bit; the message
     names the first such block. Collective. Aliased tensors must share the source's storage. Source and target must
-    have one type."""
-    failure = _first_difference(plan, source, target, group)
+    have one type, or the target is compared as `dtype`, the source's."""
+    failure = _first_difference(plan, source, target, group, dtype)
     failures = [failure] if group is None else gather_objects(failure, group)
     if first := next((f for f in failures if f), None):
         raise UserError(f"reshard.verify: {first}; {sum(f is not None for f in failures)} rank(s) have such blocks")
@@ -45,6 +46,7 @@ def _first_difference(
     source: Mapping[str, torch.Tensor],
     target: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None,
 ) -> str | None:
     for name, view in aliased_views(plan, source).items():
         if target[name].data_ptr() != view.data_ptr():
@@ -54,7 +56,7 @@ def _first_difference(
     if group is not None:
         wanted.append(_checksums_of_senders(plan, source, target, received, group))
     written = [*plan.copies, *received]
-    got = _checksums(destination(t, target) for t in written)
+    got = _checksums([block.to(dtype or block.dtype) for block in destination(t, target)] for t in written)
     different = (torch.cat(wanted) != got).any(dim=1).nonzero().flatten().tolist()
     if not different:
         return None

@@ -3,7 +3,7 @@ once, at the start of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -11,16 +11,30 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.plan import Plan
+from rlhf_mc.reshard.layout import Layout, split_layouts
+from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.reshard.shared_memory import host_transport
 from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
+
+VerifyWhen = Literal["off", "first", "always"]
 
 
 class WeightSync:
     """This rank's part of the update, and the byte counts of all ranks."""
 
-    def __init__(self, plan: Plan, rank: int, verify_when: Literal["off", "first", "always"]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        verify_when: VerifyWhen,
+        dtype: torch.dtype | None = None,
+        constants: Plan | None = None,
+    ) -> None:
+        """dtype: of the messages; None: the one type of all tensors. constants: the plan of the float32 tensors that
+        are never trained; an engine that has slept has lost them too."""
+        self._dtype = dtype
+        self._constants = None if constants is None else constants.for_rank(rank)
         self.plan = plan.for_rank(rank)
         """This rank's transfers."""
         # On GPUs, NCCL chooses between NVLink and the network.
@@ -41,11 +55,37 @@ class WeightSync:
 
     def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
         """Update the target. Collective. Raise UserError if verification finds a difference."""
-        execute(self.plan, source, target, self._transport)
+        execute(self.plan, source, target, self._transport, self._dtype)
+        if self._constants is not None:
+            execute(self._constants, source, target, PointToPoint(_world()), torch.float32)
         if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
             with platform.named_range("verify"):
-                verify(self.plan, source, target, _world())
+                verify(self.plan, source, target, _world(), self._dtype)
+                if self._constants is not None:
+                    verify(self._constants, source, target, _world())
         self._is_first = False
+
+
+def plan_weight_sync(
+    source: Sequence[Layout],
+    target: Sequence[Layout],
+    constants: frozenset[str],
+    rank: int,
+    dtype: torch.dtype,
+    verify_when: VerifyWhen,
+    bucket_bytes: int,
+    ranks_per_node: int = 8,
+    share: bool = False,
+) -> WeightSync:
+    """Return this rank's update from each rank's layout of the trainer to its layout of an engine, the same plan on
+    every rank. constants: the tensors that are float32 in both, whatever the type `dtype` of the trainer's others."""
+    source, source_constants = split_layouts(source, constants)
+    target, target_constants = split_layouts(target, constants)
+    plan = make_plan(source, target, dtype.itemsize, bucket_bytes, ranks_per_node, share=share)
+    if not constants:
+        return WeightSync(plan, rank, verify_when, dtype)
+    others = make_plan(source_constants, target_constants, torch.float32.itemsize, bucket_bytes, ranks_per_node)
+    return WeightSync(plan, rank, verify_when, dtype, others)
 
 
 def _world() -> dist.ProcessGroup:

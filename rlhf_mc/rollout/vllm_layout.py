@@ -5,31 +5,33 @@ run of a config plans with it.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from rlhf_mc.architectures.parameters import Param, model_params
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import (
-    FIRST_LAYER,
     Layout,
     Obstacle,
     check_split,
     even_range,
     even_ranges,
-    ffn_size,
+    ffn_sizes,
     heads_size,
     indivisible,
     is_qkv,
     kv_obstacle,
     layout_of_layers,
     local_param,
+    tensor_with,
 )
 
 _RENAMED = {
     ".self_attn.q_proj.": ".self_attn.qkv_proj.",
     ".mlp.gate_proj.": ".mlp.gate_up_proj.",
-    ".mlp.experts.{e}.gate_proj.": ".mlp.experts.routed_experts.w13_",
-    ".mlp.experts.{e}.down_proj.": ".mlp.experts.routed_experts.w2_",
+    ".shared_experts.gate_proj.": ".shared_experts.gate_up_proj.",
+    **{f".experts.{{e}}.{gate}.": ".experts.routed_experts.w13_" for gate in ("gate_proj", "w1")},
+    **{f".experts.{{e}}.{down}.": ".experts.routed_experts.w2_" for down in ("down_proj", "w2")},
 }
 """Part of the name of a parameter's first Hugging Face tensor -> vLLM's, which stacks a layer's experts in one tensor
 [experts, ...]. All other names are Hugging Face's."""
@@ -59,7 +61,11 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
         if is_qkv(param):
             ranges = [(name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in ranges]
         params.append(local_param(param, shape, vllm_name(param), ranges, range(shape.num_experts)))
-    return layout_of_layers(shape, params, range(shape.num_layers))
+    layout = layout_of_layers(shape, params, range(shape.num_layers))
+    if not shape.sigmoid_router:
+        return layout
+    # vLLM computes these routers in float32, with weights of that type.
+    return replace(layout, float32=frozenset(name for name in layout.stacked_shapes if ".gate." in name))
 
 
 def check_vllm(shape: ModelShape, tp_size: int) -> None:
@@ -73,6 +79,6 @@ def _obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     if problem := kv_obstacle(shape, tp_size):
         return problem
     if shape.has_experts and tp_size > shape.num_experts:
-        return f"num_experts is {shape.num_experts}, fewer than ranks", FIRST_LAYER + "mlp.gate.weight"
+        return f"num_experts is {shape.num_experts}, fewer than ranks", tensor_with("experts", shape)
     vocab = ("padded vocab_size", padded_vocab_size(shape.vocab_size, 1), "model.embed_tokens.weight")
-    return indivisible([heads_size(shape), ffn_size(shape), vocab], tp_size)
+    return indivisible([heads_size(shape), *ffn_sizes(shape), vocab], tp_size)

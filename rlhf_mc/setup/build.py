@@ -37,9 +37,9 @@ from rlhf_mc.planner.start import Capacity, check_start
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
+from rlhf_mc.reshard.layout import constant_tensors
 from rlhf_mc.reshard.placement import rollout_layouts
-from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.weight_sync import WeightSync
+from rlhf_mc.reshard.weight_sync import WeightSync, plan_weight_sync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.engines import engine_factory
@@ -301,15 +301,17 @@ def _rollout(cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int)
     tp = cfg.rollout.tensor_model_parallel_size
     engine_ranks = choose_rollout_groups(actor.shape, actor.groups.mesh, tp, factory.layout, per_node)
     with working("planning the weight update"):
-        plan = make_plan(
+        weight_sync = plan_weight_sync(
             engine_layouts(actor),
             rollout_layouts(actor.shape, engine_ranks, factory.layout),
-            DTYPES[cfg.actor.megatron.dtype].itemsize,
+            constant_tensors(actor.shape),
+            rank,
+            DTYPES[cfg.actor.megatron.dtype],
+            cfg.reshard.verify,
             cfg.reshard.bucket_megabytes << 20,
             per_node,
-            share=cfg.reshard.share_weights,
+            cfg.reshard.share_weights,
         )
-        weight_sync = WeightSync(plan, rank, cfg.reshard.verify)
     with working(f"starting {factory.title}"):
         # make_trainable has moved the actor's parameters to their final storage before.
         storage = aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {}

@@ -139,7 +139,7 @@ def gradients(
             stats = engine.backward(
                 mini, _my_micro_batches(engine, mini, job.budget), _objective(engine, mini, job.mode)
             )
-            grads = {name: param.main_grad for name, param in engine.named_parameters().items()}
+            grads = {name: param.main_grad for name, param in engine.named_parameters().items() if param.requires_grad}
             out[job] = (stats, logical_tensors(engine, grads))
     return out
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES: dict[str, dict[str, Any]] = {
     "tied_float32": {"family": "qwen2", "tied": True},
     "untied_bfloat16": {"family": "llama", "tied": False, "attention_bias": True, "mlp_bias": True},
+    "untied_bfloat16_glm": {"family": "glm4_moe", "tied": False},  # its routers' correction biases are float32
 }
 
 
@@ -62,6 +63,11 @@ def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> No
         assert part in line
 
 
+def is_float32(name: str) -> bool:
+    """Return whether a tensor is float32 in a model of any type."""
+    return name.endswith("e_score_correction_bias")
+
+
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Return for each source its Hugging Face and its Megatron checkpoint."""
@@ -70,9 +76,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     for name, extra in SOURCES.items():
         source = make_checkpoint(root / name, **extra)
         output = root / f"{name}_mcore"
-        if name.endswith("bfloat16"):
+        if "bfloat16" in name:
             file = source / "model.safetensors"
-            save_file({key: tensor.bfloat16() for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+            tensors = {key: tensor if is_float32(key) else tensor.bfloat16() for key, tensor in load_file(file).items()}
+            save_file(tensors, file, {"format": "pt"})
         result = to_mcore(source, output)
         assert (result.returncode, result.stderr) == (0, "")
         assert len(lines_of(result)) == 1
@@ -91,7 +98,8 @@ def test_round_trip_is_bit_exact(converted: dict[str, tuple[Path, Path]], tmp_pa
     assert got.keys() == wanted.keys()
     assert ("lm_head.weight" in got) == name.startswith("untied")
     for key, tensor in wanted.items():
-        assert got[key].dtype == tensor.dtype == getattr(torch, name.split("_")[1])
+        assert got[key].dtype == tensor.dtype
+        assert is_float32(key) or tensor.dtype == getattr(torch, name.split("_")[1])
         assert torch.equal(got[key], tensor), key
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
@@ -100,7 +108,9 @@ def test_round_trip_is_bit_exact(converted: dict[str, tuple[Path, Path]], tmp_pa
 def test_megatron_checkpoint_loads_into_any_layout(
     pool: Any, converted: dict[str, tuple[Path, Path]], world: int, tp: int, pp: int
 ) -> None:
-    for source, checkpoint in converted.values():
+    for name, (source, checkpoint) in converted.items():
+        if name.endswith("glm") and tp > 1:
+            continue  # experts need sequence parallelism, which the converters do not set
         different = pool(world).run(
             model_cases.params_unlike_hf, checkpoint=str(source), converted=str(checkpoint), tp=tp, pp=pp
         )

@@ -29,6 +29,11 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 EXPERTS = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False},
+    "mixtral": {"family": "mixtral", "tied": False},
+    # The first layer is dense.
+    "glm4_moe": {"family": "glm4_moe", "tied": False},
+    # Layers of two kinds. With two stages, the first has no experts.
+    "qwen3_moe_mixed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     # A token's experts have the weights of the softmax over all experts, not normalised over the chosen ones.
     "qwen3_moe_plain": {"family": "qwen3_moe", "tied": True, "norm_topk_prob": False},
 }
@@ -79,14 +84,14 @@ def test_more_tp_ranks_than_kv_heads(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, sequence_parallel: bool
 ) -> None:
     """Split two KV heads over four ranks, with QK norms and zero-centred norms. Experts need sequence parallelism."""
-    names = ["qwen3", "gemma", *(["qwen3_moe"] if sequence_parallel else [])]
+    names = ["qwen3", "gemma", *(["qwen3_moe", "glm4_moe"] if sequence_parallel else [])]
     directories = {name: workspaces[name] for name in names}
     check_against_transformers(pool(world), directories, family_batch, tp=4, pp=1, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize(
     ("world", "pp", "ep", "cp"),
-    [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2), (4, 1, 4, 2)],
+    [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (2, 1, 1, 2), (2, 1, 2, 2), (4, 1, 4, 2)],
 )
 def test_expert_parallel_layouts_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int, cp: int
@@ -147,14 +152,17 @@ def transformers_results(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple
     reference = transformers_model(checkpoint)
     with torch.no_grad():
         log_probs = reference.log_probs(batch)[0]
-    return log_probs, by_checkpoint_names(reference.gradients(batch, job)[1])
+    return log_probs, by_checkpoint_names(reference.gradients(batch, job)[1], reference.model.config.model_type)
 
 
-@pytest.mark.parametrize(("world", "ep", "other_ep"), [(2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("world", "family", "ep", "other_ep"),
+    [(2, "qwen3_moe", 2, 1), (2, "mixtral", 1, 2), (2, "qwen3_moe_mixed", 2, 1), (2, "glm4_moe", 1, 2)],
+)
 def test_experts_load_with_another_expert_parallel_size(
-    pool: Any, workspaces: dict[str, Path], tmp_path: Path, world: int, ep: int, other_ep: int
+    pool: Any, workspaces: dict[str, Path], tmp_path: Path, world: int, family: str, ep: int, other_ep: int
 ) -> None:
-    checkpoint = str(workspaces["qwen3_moe"] / "model")
+    checkpoint = str(workspaces[family] / "model")
     different = pool(world).run(
         family_cases.save_and_load,
         checkpoint=checkpoint,
@@ -174,6 +182,16 @@ LAYER_NAMES = {
         "pre_mlp_layernorm.weight",
     },
 }
+LAYER_NAMES["mixtral"] = LAYER_NAMES["qwen3_moe"]
+# Layers of unequal kinds are not stacked: each has its number.
+LAYER_NAMES["qwen3_moe_mixed"] = {f"0.{name}" for name in LAYER_NAMES["qwen3"]} | {
+    f"1.{name}" for name in LAYER_NAMES["qwen3_moe"]
+}
+LAYER_NAMES["glm4_moe"] = LAYER_NAMES["qwen3_moe_mixed"] | {
+    "1.mlp.router.expert_bias",
+    "1.mlp.shared_experts.linear_fc1.weight",
+    "1.mlp.shared_experts.linear_fc2.weight",
+}
 """Names of a layer's tensors after its attention, in the Megatron checkpoints that Transformer Engine's layers write
 (docs/internals/gpu_readings.md)."""
 
@@ -189,7 +207,7 @@ def test_megatron_checkpoints_are_those_of_transformer_engine(
     )
     assert different == []
     inside = {name.removeprefix("model.decoder.layers.") for name in names if ".layers." in name}
-    assert LAYER_NAMES[family] == {name for name in inside if name.startswith(("mlp.", "pre_mlp"))}
+    assert LAYER_NAMES[family] == {name for name in inside if "mlp" in name}
 
 
 YARN = {"factor": 8.0, "original_max_position_embeddings": 16}
@@ -228,14 +246,40 @@ def test_rope_types_match_transformers_and_vllm(pool: Any, tmp_path: Path) -> No
 
 # From training TP 2 to rollout TP 1 every split tensor is gathered; from 1 to 2 every tensor is split.
 @pytest.mark.parametrize(
-    ("world", "family", "tp", "rollout_tp"),
-    [(2, "qwen3", 2, 1), (2, "mistral", 2, 1), (2, "gemma", 2, 1), (2, "gemma", 1, 2)],
+    ("world", "family", "tp", "rollout_tp", "sizes"),
+    [
+        (2, "qwen3", 2, 1, ()),
+        (2, "mistral", 2, 1, ()),
+        (2, "gemma", 2, 1, ()),
+        (2, "gemma", 1, 2, ()),
+        (2, "mixtral", 1, 2, ()),
+        (4, "qwen3_moe_mixed", 1, 2, ("pipeline", "expert")),
+        (4, "glm4_moe", 1, 2, ("pipeline", "expert")),
+    ],
 )
 def test_vllm_has_the_trained_weights(
-    pool: Any, workspaces: dict[str, Path], world: int, family: str, tp: int, rollout_tp: int
+    pool: Any, workspaces: dict[str, Path], world: int, family: str, tp: int, rollout_tp: int, sizes: tuple[str, ...]
 ) -> None:
-    directory = workspaces[family]
-    check_two_steps(pool(world), directory, tp=tp, rollout_tp=rollout_tp, overrides=[])
+    """sizes: the other sizes of the actor's layout that are 2."""
+    overrides = [f"actor.megatron.{size}_model_parallel_size=2" for size in sizes]
+    check_two_steps(pool(world), workspaces[family], tp=tp, rollout_tp=rollout_tp, overrides=overrides)
+
+
+def test_float32_parts_of_a_bfloat16_model(pool: Any, workspaces: dict[str, Path]) -> None:
+    """Send a router's weights in bfloat16 to vLLM's float32 ones, and its correction bias in float32."""
+    directory = workspaces["glm4_moe"]
+    types = [f"{role}.megatron.dtype=bfloat16" for role in ("actor", "critic", "ref")]
+    config = write_config(directory)
+    export_to = directory / "out_bfloat16"
+    for result in cases.run_two_steps(pool(2), config, (1, 2, 2), export_to, [*types, "reshard.verify=always"]):
+        assert result["different"] == []
+    start, end = (cases.exported_weights(str(path)) for path in (directory / "model", export_to))
+    for name, weight in end.items():
+        if name.endswith("e_score_correction_bias"):
+            assert weight.dtype == torch.float32 and torch.equal(weight, start[name])
+            assert not torch.equal(weight, weight.bfloat16().float())
+        else:
+            assert weight.dtype == torch.bfloat16
 
 
 def test_ppo_with_experts_on_two_ranks_matches_one_rank(pool: Any, workspaces: dict[str, Path]) -> None:
@@ -269,5 +313,6 @@ def check_two_steps(
             assert metrics["training/rollout_logprobs_diff_max"] < 1e-4
     start, end = (cases.exported_weights(str(path)) for path in (directory / "model", export_to))
     assert start.keys() == end.keys()
-    assert all(not torch.equal(start[name], weight) for name, weight in end.items())
+    constant = {name for name in end if name.endswith("e_score_correction_bias")}
+    assert {name for name, weight in end.items() if torch.equal(start[name], weight)} == constant
     return results

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.dist
     ("family", "role", "megatron"),
     [
         ("qwen2", "actor", {}),  # grouped queries, biases of queries, keys and values
-        ("qwen3_moe", "actor", {}),
+        ("qwen3_moe", "actor", {}),  # and a dense layer
+        ("mixtral", "actor", {}),
+        ("glm4_moe", "actor", {}),
         ("llama", "critic", {}),
         ("qwen2", "actor", {"recompute_granularity": "full"}),
     ],
@@ -36,7 +38,8 @@ def test_flops_are_those_of_torch(
     megatron: dict[str, Any],
 ) -> None:
     """Compare products with weights exactly, and attention by the formula of its difference."""
-    checkpoint = str(make_checkpoint(tmp_path / "model", family))
+    dense = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    checkpoint = str(make_checkpoint(tmp_path / "model", family, **dense))
     (found,) = pool(1).run(operation_cases.counted_flops, checkpoint=checkpoint, role=role, **megatron)
     shape = ModelShape.from_hf_config(HFReader(checkpoint).config, value_head=role == "critic")
     lens = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]

@@ -29,7 +29,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "qwen2": make_checkpoint(root / "qwen2"),
         "qwen3": make_checkpoint(root / "qwen3", family="qwen3", tied=False, num_kv_heads=1),
-        "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False),
+        "glm": make_checkpoint(root / "glm", family="glm4_moe", tied=False),
+        "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False, mlp_only_layers=[1]),
     }
 
 
@@ -96,16 +97,21 @@ def test_collectives_are_exact(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "megatron"), [({"ep": 2}, DISTRIBUTED), ({"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED})]
+    ("model", "mesh", "megatron"),
+    [
+        ("moe", {"ep": 2}, DISTRIBUTED),
+        ("moe", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
+        ("glm", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
+    ],
 )
 def test_collectives_of_experts(
-    pool: Any, checkpoints: dict[str, Path], mesh: dict[str, int], megatron: dict[str, Any]
+    pool: Any, checkpoints: dict[str, Path], model: str, mesh: dict[str, int], megatron: dict[str, Any]
 ) -> None:
     """Compare the sums over all ranks: tokens are not routed evenly, and gloo gathers uneven parts by
     all-to-all."""
     measured: list[Counts] = pool(4).run(
         traffic_cases.recorded,
-        checkpoint=str(checkpoints["moe"]),
+        checkpoint=str(checkpoints[model]),
         role="actor",
         mesh=mesh,
         micro_batches=MICRO_BATCHES,
@@ -113,7 +119,7 @@ def test_collectives_of_experts(
         **megatron,
     )
     ranks = Mesh(4, **{"tp": 1, "pp": 1, **mesh})
-    found = [counted(planned(checkpoints["moe"], "actor", ranks, True, rank, megatron)) for rank in range(4)]
+    found = [counted(planned(checkpoints[model], "actor", ranks, True, rank, megatron)) for rank in range(4)]
     assert by_group(found) == by_group(measured)
 
 

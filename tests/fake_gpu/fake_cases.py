@@ -23,6 +23,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
     "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "head_dim": 16,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
 }
 
@@ -51,7 +59,7 @@ class Case:
     ranks: tuple[int, ...] = (0,)
     megatron: dict[str, Any] = field(default_factory=dict)
     """Settings of MegatronConfig beside the sizes of the layout."""
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json in place of SIZES'."""
     transformer_engine: bool = False
     freeze: tuple[str, ...] = ()
@@ -113,14 +121,24 @@ CASES: dict[str, Case] = {
         ranks=(0, 1, 2, 4),
         megatron={**SEQUENCE, **DISTRIBUTED},
     ),
+    "shared expert, parallel": Case(
+        "glm4_moe", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(0, 1, 4), megatron={**SEQUENCE, **DISTRIBUTED}
+    ),
     "frozen": Case(
         "llama",
         freeze=("model.embed_tokens.*", "model.layers.0.*"),
         megatron={"recompute_granularity": "full", **DISTRIBUTED},
     ),
     "reward model": Case("qwen2", role="reward_model", world=8, tp=2, ranks=(0, 1, 2), megatron=OFFLOAD),
-    "experts, stages": Case(
-        "qwen3_moe", world=8, pp=2, ep=2, ranks=(0, 1, 4), megatron={"recompute_granularity": "full"}
+    "experts, stages": Case(  # the first stage has a dense layer
+        "qwen3_moe",
+        world=8,
+        pp=2,
+        ep=2,
+        layers=4,
+        ranks=(0, 1, 4),
+        megatron={"recompute_granularity": "full"},
+        sizes={"mlp_only_layers": [0]},
     ),
     "critic": Case(
         "qwen2", role="critic", world=8, tp=2, pp=2, ranks=(0, 1, 4), megatron={"dtype": "float32", **SEQUENCE}
@@ -146,6 +164,7 @@ TE_RANKS: dict[str, tuple[int, ...]] = {
     "experts": (0,),
     "experts, parallel": (0, 1, 4),
     "experts, stages": (0, 4),
+    "shared expert, parallel": (0, 4),
     "frozen": (0,),
     "critic": (0, 4),
     "virtual chunks": (0, 1, 4),

@@ -29,12 +29,12 @@ from rlhf_mc.checkpoint.training_tensors import HostBuffers, TensorWriter, read_
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
+from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.reshard.layout import hf_layout
+from rlhf_mc.reshard.layout import constant_tensors, hf_layout
 from rlhf_mc.reshard.placement import rollout_layouts
-from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.weight_sync import WeightSync
+from rlhf_mc.reshard.weight_sync import plan_weight_sync
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology import groups as topology
 from rlhf_mc.topology.consensus import sum_over_ranks
@@ -51,7 +51,7 @@ def run(case: Case, rank: int) -> Report:
     """Run the step of the case on one rank."""
     import fake_faults
 
-    experts = case.config.get("num_experts")
+    experts = case.config.get("num_experts", case.config.get("n_routed_experts"))
     gpu = FakeCuda(case.config["num_experts_per_tok"] / experts if experts else 1.0)
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -206,8 +206,12 @@ def _update_weights(gpu: FakeCuda, engine: ModelEngine) -> None:
     world = engine.groups.mesh.world
     size = min(2, world)
     wanted = rollout_layouts(engine.shape, [range(i, i + size) for i in range(0, world, size)], vllm_layout)
-    dtype = next(iter(engine.params.values())).dtype
+    dtype = DTYPES[engine.dtype]
     gpu.phase = "update_weights"
-    sync = WeightSync(make_plan(engine_layouts(engine), wanted, dtype.itemsize, 1 << 16), rank, "always")
-    target = {name: torch.empty(shape, dtype=dtype, device="cuda:0") for name, shape in wanted[rank].shapes.items()}
+    constants = constant_tensors(engine.shape)
+    sync = plan_weight_sync(engine_layouts(engine), wanted, constants, rank, dtype, "always", 1 << 16)
+    target = {
+        name: torch.empty(shape, dtype=torch.float32 if name in wanted[rank].float32 else dtype, device="cuda:0")
+        for name, shape in wanted[rank].shapes.items()
+    }
     sync.run(engine.params, target)

@@ -22,6 +22,15 @@ EXTRA: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 12},
     "qwen2": {"hidden_size": 12},
     "mistral": {"sliding_window": None},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 4,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": True},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -55,6 +56,11 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
         "num_experts": 0,
         "experts_per_token": 0,
         "expert_ffn_hidden_size": 0,
+        "dense_layers": (),
+        "rotary_fraction": 1.0,
+        "routed_scaling": 1.0,
+        "shared_ffn_hidden_size": 0,
+        "sigmoid_router": False,
         "norm_topk_prob": False,
         "value_head": False,
     }
@@ -64,6 +70,7 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
     other = stored | {"family": "qwen2", "o_bias": False}
     with pytest.raises(UserError, match="the actor's family is qwen2 there and llama here"):
         check_shape(Path("ckpt"), "actor", {"actor": {"shape": other}}, shape)
+    check_shape(Path("ckpt"), "actor", {"actor": {"shape": json.loads(json.dumps(stored))}}, shape)
     older = {key: value for key, value in stored.items() if key != "qk_norm"}  # from before the trait was known
     check_shape(Path("ckpt"), "actor", {"actor": {"shape": older}}, shape)
     with pytest.raises(UserError, match="the actor's qk_norm is False there and True here"):
@@ -127,6 +134,9 @@ def test_traits_of_families() -> None:
     newer = config_of("qwen3_moe", num_local_experts=4)
     del newer["num_experts"]
     assert ModelShape.from_hf_config(newer) == moe
+    mixtral = shape_of("mixtral")
+    assert (mixtral.num_experts, mixtral.expert_ffn_hidden_size, mixtral.norm_topk_prob) == (4, 8, True)
+    assert mixtral.rope_theta == 1e6 and mixtral == shape_of("mixtral", norm_topk_prob=False)
     assert shape_of("mistral").layer_kinds[0] == "dense" and not shape_of("mistral").qkv_bias
 
 
@@ -137,8 +147,9 @@ def test_traits_of_families() -> None:
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window is true"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'; only 'gelu_pytorch_tanh' or 'gelu'"),
         ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]; only \[\] is supported"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1 is supported"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]; expected a list of layers from 0 to 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1, 0]}, r"mlp_only_layers is \[1, 0\]; none of the 2 layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step is 3; none of the 2 layers"),
         ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than num_experts, which is 4"),
         ("qwen3_moe", {"num_experts": None}, "num_local_experts is missing"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
@@ -147,6 +158,17 @@ def test_traits_of_families() -> None:
 def test_unsupported_configs_of_families_are_rejected(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         shape_of(family, **changes)
+
+
+def test_kinds_of_layers() -> None:
+    """Check the list of kinds, and the counts by kind of a pipeline stage."""
+    mixed = shape_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[0], decoder_sparse_step=2)
+    assert mixed.layer_kinds == ("dense", "moe", "dense", "moe", "dense", "moe")
+    assert mixed == replace(shape_of("qwen3_moe", num_hidden_layers=6), dense_layers=(0, 2, 4))
+    assert [(part.num_layers, part.layer_kinds[0]) for part in mixed.by_kind(range(3))] == [(2, "dense"), (1, "moe")]
+    assert [part.active_ffn_size for part in mixed.by_kind()] == [8, 8]
+    last = shape_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[5]).one_of_each_kind()
+    assert last.layer_kinds == ("moe", "dense")
 
 
 def test_defaults_of_sliding_windows() -> None:

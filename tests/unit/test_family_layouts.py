@@ -25,6 +25,20 @@ from rlhf_mc.reshard.model_checks import check_layout, cp_comm_type
 from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
 
+MIXTRAL = {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+"""Parts of the names of mixtral's tensors -> of the other families'."""
+
+
+def checkpoint(shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Return the tensors of the checkpoint, with mixtral's under the names of the other families."""
+    return {renamed(name, MIXTRAL): tensor for name, tensor in numbered(shape).items()}
+
+
+def renamed(name: str, parts: dict[str, str]) -> str:
+    for part, other in parts.items():
+        name = name.replace(part, other)
+    return name
+
 
 def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
     """Return Megatron's name in the layer -> the layer's norms, which are replicated on every rank."""
@@ -33,7 +47,7 @@ def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
         "input_layernorm.weight": full[hf + "input_layernorm.weight"],
         "pre_mlp_layernorm.weight": full[hf + "post_attention_layernorm.weight"],
     }
-    if shape.family.startswith("qwen3"):
+    if shape.qk_norm:
         out["self_attention.q_layernorm.weight"] = full[hf + "self_attn.q_norm.weight"]
         out["self_attention.k_layernorm.weight"] = full[hf + "self_attn.k_norm.weight"]
     return out
@@ -41,7 +55,7 @@ def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
 
 def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) -> dict[str, torch.Tensor]:
     """Return the tensors of a Megatron-Core rank without pipeline parallelism. e of ep: its expert-parallel rank."""
-    full = numbered(shape)
+    full = checkpoint(shape)
     out = {}
     rows = padded_vocab_size(shape.vocab_size, tp)
     out["embedding.word_embeddings.weight"] = padded_chunk(full["model.embed_tokens.weight"], rows, t, tp)
@@ -54,9 +68,15 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
             grouped = torch.cat([x.unflatten(0, (shape.num_kv_heads, -1)) for x in qkv], dim=1)
             out[f"{mc}self_attention.linear_qkv.{kind}"] = grouped.flatten(0, 1).chunk(tp)[t]
         out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
-        if shape.num_experts:
+        num_experts = shape.num_experts if shape.layer_kinds[i] == "moe" else 0
+        if num_experts:
             out[mc + "mlp.router.weight"] = full[hf + "mlp.gate.weight"]
-        per_rank = shape.num_experts // ep
+        if num_experts and shape.family == "glm4_moe":
+            out[mc + "mlp.router.expert_bias"] = full[hf + "mlp.gate.e_score_correction_bias"]
+            gate, up, down = (full[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
+            out[mc + "mlp.shared_experts.linear_fc1.weight"] = torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
+            out[mc + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[t]
+        per_rank = num_experts // ep
         sources = {f"mlp.experts.local_experts.{n}.": f"mlp.experts.{e * per_rank + n}." for n in range(per_rank)}
         for local, source in (sources or {"mlp.": "mlp."}).items():
             gate, up, down = (full[f"{hf}{source}{x}_proj.weight"] for x in ("gate", "up", "down"))
@@ -76,38 +96,48 @@ def as_transformer_engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
         r"\.input_layernorm\.weight": ".self_attention.linear_qkv.layer_norm_weight",
         r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight": r".\2.weight\1",
     }
-    renamed = {}
+    out = {}
     for name, tensor in tensors.items():
+        if name.replace("pre_mlp_layernorm", "mlp.linear_fc1") in tensors:  # of a dense layer
+            name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         for pattern, replacement in renames.items():
             name = re.sub(pattern, replacement, name)
-        renamed[name] = tensor
-    return renamed
+        out[name] = tensor
+    return out
 
 
 def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a vLLM rank. All experts of a layer are stacked, and each is split."""
-    full = numbered(shape)
+    full = checkpoint(shape)
     out = {}
     rows = padded_vocab_size(shape.vocab_size, 1)
     for name in ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not shape.tie_embeddings):
         out[name] = padded_chunk(full[name], rows, t, tp)
     for i in range(shape.num_layers):
         hf = f"model.layers.{i}."
-        out |= {n: x for n, x in full.items() if n.startswith(hf) and ("norm" in n or n.endswith("mlp.gate.weight"))}
+        out |= {n: x for n, x in full.items() if n.startswith(hf) and ("norm" in n or "mlp.gate." in n)}
         for kind in ["weight"] + ["bias"] * shape.qkv_bias:
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"].chunk(tp)[t] for x in "qkv"]
             out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(qkv)
         out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
-        sources = [f"{hf}mlp.experts.{n}." for n in range(shape.num_experts)] or [hf + "mlp."]
+        num_experts = shape.num_experts if shape.layer_kinds[i] == "moe" else 0
+        sources = [f"{hf}mlp.experts.{n}." for n in range(num_experts)] or [hf + "mlp."]
         gate_up = [torch.cat([full[s + f"{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]) for s in sources]
         down = [full[s + "down_proj.weight"].chunk(tp, 1)[t] for s in sources]
-        if shape.num_experts:
+        if num_experts and shape.family == "glm4_moe":
+            shared = hf + "mlp.shared_experts."
+            halves = [full[f"{shared}{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]
+            out[shared + "gate_up_proj.weight"] = torch.cat(halves)
+            out[shared + "down_proj.weight"] = full[shared + "down_proj.weight"].chunk(tp, 1)[t]
+        if num_experts:
             out[hf + "mlp.experts.routed_experts.w13_weight"] = torch.stack(gate_up)
             out[hf + "mlp.experts.routed_experts.w2_weight"] = torch.stack(down)
         else:
             out[hf + "mlp.gate_up_proj.weight"] = gate_up[0]
             out[hf + "mlp.down_proj.weight"] = down[0]
     out["model.norm.weight"] = full["model.norm.weight"]
+    if shape.family == "mixtral":
+        return {name.replace("mlp.", "block_sparse_moe."): tensor for name, tensor in out.items()}
     return out
 
 
@@ -145,17 +175,27 @@ def test_layouts_of_every_family(family: str, tp: int) -> None:
 @st.composite
 def expert_shapes(draw: st.DrawFn) -> ModelShape:
     kv_heads = draw(st.sampled_from([2, 4]))
+    family = draw(st.sampled_from(["qwen3_moe", "mixtral"]))
+    num_layers = draw(st.integers(1, 3))
+    num_experts = draw(st.sampled_from([4, 8]))
+    experts = {"num_local_experts": num_experts, "intermediate_size": draw(st.sampled_from([2, 4, 6]))}
+    if family == "qwen3_moe":
+        dense = draw(st.lists(st.integers(0, num_layers - 1), max_size=num_layers - 1))
+        experts = {
+            "num_experts": num_experts,
+            "moe_intermediate_size": draw(st.sampled_from([2, 4, 6])),
+            "mlp_only_layers": dense,
+        }
     return shape_of(
-        "qwen3_moe",
-        num_hidden_layers=draw(st.integers(1, 2)),
+        family,
+        num_hidden_layers=num_layers,
         hidden_size=draw(st.integers(1, 3)),
         num_attention_heads=kv_heads * draw(st.sampled_from([1, 2])),
         num_key_value_heads=kv_heads,
         head_dim=draw(st.integers(1, 2)),
         vocab_size=draw(st.integers(1, 70)),
-        num_experts=draw(st.sampled_from([4, 8])),
-        moe_intermediate_size=draw(st.sampled_from([2, 4, 6])),
         tie_word_embeddings=draw(st.booleans()),
+        **experts,
     )
 
 

@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 
@@ -177,10 +179,14 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
     """Read a config that has only the sizes that every published config has."""
     named = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     theirs = AutoConfig.for_model(family)
+    named += ("head_dim",) if family == "glm4_moe" else ()  # vLLM needs it, and the class has no default
+    theirs.head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     sparse = {"model_type": family} | {key: getattr(theirs, key) for key in (*named, "max_position_embeddings")}
     sparse |= {k: getattr(theirs, k) for k in ("moe_intermediate_size", "num_experts_per_tok") if hasattr(theirs, k)}
-    if family == "qwen3_moe":
+    if hasattr(theirs, "num_experts"):
         sparse["num_experts"] = theirs.num_experts
+    if hasattr(theirs, "n_routed_experts"):
+        sparse["n_routed_experts"] = theirs.n_routed_experts
     if family == "mistral":
         sparse["sliding_window"] = None
     shape = ModelShape.from_hf_config(sparse)
@@ -189,7 +195,9 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
     assert shape.tie_embeddings == theirs.tie_word_embeddings
     assert shape.norm_eps == theirs.rms_norm_eps and shape.activation == theirs.hidden_act
     assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", False)
+    assert shape.rotary_fraction == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+    assert shape.shared_ffn_hidden_size == getattr(theirs, "n_shared_experts", 0) * shape.expert_ffn_hidden_size
+    assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", family == "mixtral")
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
@@ -288,6 +296,16 @@ def test_unsupported_llama_configs_are_rejected(changes: dict[str, Any], message
         ("qwen2", {"head_dim": 64}, "head_dim is 64; vLLM gives a qwen2 model heads of .*, 32"),
         ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only 'gelu_pyto"),
         ("gemma", {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ("glm4_moe", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0; expected a number above 0"),
+        (
+            "glm4_moe",
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+            "rope_parameters.partial_rotary_factor is 0.25; keep one",
+        ),
+        ("glm4_moe", {"n_group": 2}, "n_group is 2; only 1 is supported"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2; none of the 2 layers"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+        ("glm4_moe", {"head_dim": None}, "head_dim is missing"),
         ("qwen3_moe", {"num_local_experts": 8}, "num_local_experts is 8; num_experts is 4, and they are"),
     ],
 )

@@ -105,6 +105,13 @@ def write_tensors(**more: torch.Tensor):
     return lambda d: rewrite(d, lambda tensors: tensors.update(renamed))
 
 
+def with_draft_layer(directory: Path) -> None:
+    """Add a layer after the model's last one, as models with multi-token prediction have it."""
+    write_tensors(model__layers__3__x=torch.ones(1))(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+
+
 def to_shards(index: dict[str, str] | None = None, **more: dict[str, torch.Tensor]):
     """Return a change to shards: the checkpoint as a.safetensors, and those given. `index` goes over their index."""
 
@@ -135,6 +142,7 @@ def empty_directory(directory: Path) -> None:
         (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(63)})), rf"{NORM} has shape \(63,\).*\(64,\)"),
         (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(0)})), rf"{NORM} has shape \(0,\).*\(64,\)"),
         (write_tensors(model__layers__3__x=torch.ones(1)), "model.layers.3.x is no part of the qwen2 model"),
+        (with_draft_layer, "model.layers.3.x is no part of .*; layers of multi-token prediction are neither trained"),
         (write_tensors(v_head__weight=torch.ones(1, 64)), "v_head.weight is no part of the qwen2 model"),
         (write_tensors(empty=torch.ones(0)), "empty is no part of the qwen2 model"),
         (

@@ -25,7 +25,8 @@ from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import training_mesh
 
 REPO = Path(__file__).resolve().parents[2]
-MOE = ModelShape.from_hf_config({**QWEN_3_30B_A3B, "num_hidden_layers": 4, "num_experts": 16})
+MOE = ModelShape.from_hf_config({**QWEN_3_30B_A3B, "num_hidden_layers": 4, "num_experts": 16, "mlp_only_layers": [1]})
+"""The first of two stages has layers of both kinds."""
 MOE_LAYOUT = MegatronConfig(
     tensor_model_parallel_size=2,
     pipeline_model_parallel_size=2,
@@ -51,8 +52,9 @@ def test_70b_on_one_replica() -> None:
 
 def test_experts_of_all_ranks() -> None:
     found = check_training_layouts({"actor": (MOE, MOE_LAYOUT)}, 8)
-    per_layer = 7 + 8 * 2  # of half of the experts two matrices each
-    assert found["actor"].num_local == 8 * 2 * per_layer + 4 + 8  # embedding; norm and output layer
+    of_experts = 7 + 8 * 2  # of half of the experts two matrices each
+    dense = 8
+    assert found["actor"].num_local == 4 * (3 * of_experts + dense) + 4 + 8  # embedding; norm and output layer
 
 
 def test_names_of_transformer_engine_are_of_the_same_blocks() -> None:

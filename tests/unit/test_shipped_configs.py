@@ -240,7 +240,8 @@ def test_planner_agrees_on_70b(chunks: str) -> None:
     assert found.stored == pytest.approx(layer_bytes(shape, megatron), rel=0.002)  # the log-sum-exp is not in the sum
     layouts_of_ranks = training_layouts(shape, mesh, transformer_engine=True)
     for stage in range(4):
-        in_flight = activations.layers_in_flight(shape.num_layers, mesh, stage, num_micro_batches=100)
+        layers = len(mesh.chunk_layers(shape.num_layers, stage)[0])
+        in_flight = layers * activations.chunks_in_flight(mesh, stage, num_micro_batches=100)
         assert in_flight == layers_in_flight(shape, megatron, stage)
         state = trained_state(layouts_of_ranks[16 * stage], megatron, mesh, stage, (), True, tied_embedding=False)
         total = state.params + state.grads + state.optimizer

@@ -160,7 +160,7 @@ def _batch(exact: Reference, vocab: int, sizes: Sizes) -> RaggedBatch:
 def _by_transformers(reference: Reference, batch: RaggedBatch, job: Job) -> Computed:
     with torch.no_grad():
         log_probs = reference.log_probs(batch)[0]
-    grads = by_checkpoint_names(reference.gradients(batch, job)[1])
+    grads = by_checkpoint_names(reference.gradients(batch, job)[1], reference.model.config.model_type)
     return Computed(log_probs, grads)
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from gpu_parts.engines import LOSS_SCALE_FACTOR, TEMPERATURE, Job, actor_config, critic_config, value_head_weight
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from rlhf_mc.architectures.spec import FAMILIES
 from rlhf_mc.data.batch import RaggedBatch
 
 
@@ -82,16 +83,18 @@ class Reference:
         return value_loss(values, mini.values, mini.returns, weights, num_tokens=len(values), cliprange=cliprange)
 
 
-def by_checkpoint_names(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Return transformers' gradients by the names of the checkpoint. transformers keeps the experts of a layer in two
     tensors: gate and up fused, and down."""
+    family = FAMILIES[model_type].expert_names
     out = {}
     for name, grad in grads.items():
-        prefix, is_expert, part = name.partition("experts.")
+        prefix, is_expert, part = name.replace(".mlp.", f".{family.block}.").partition(".experts.")
         for number, of_expert in enumerate(grad) if is_expert else ():
             halves = of_expert.chunk(2) if part == "gate_up_proj" else [of_expert]
-            for projection, half in zip(("gate", "up") if part == "gate_up_proj" else ("down",), halves, strict=True):
-                out[f"{prefix}experts.{number}.{projection}_proj.weight"] = half
+            names = (family.gate, family.up) if part == "gate_up_proj" else (family.down,)
+            for projection, half in zip(names, halves, strict=True):
+                out[f"{prefix}.experts.{number}.{projection}.weight"] = half
         if not is_expert:
-            out[name] = grad
+            out[prefix] = grad
     return out

@@ -44,6 +44,18 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "mistral": {"sliding_window": None},
     "gemma": {"head_dim": 64},
+    "glm4_moe": {
+        "head_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "head_dim": 32,
         "num_experts": 4,
@@ -94,6 +106,9 @@ def _make_model(
         for param in model.parameters():
             if param.dim() == 1:
                 param.add_(0.1 * torch.randn_like(param))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     model.save_pretrained(directory)
     return directory
 
