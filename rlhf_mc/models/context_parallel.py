@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.data.batch import ragged_indices
-from rlhf_mc.topology.groups import ProcessGroups
+from rlhf_mc.topology.groups import ProcessGroups, context_group
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class Context:
     rank: int = 0
 
     @staticmethod
-    def of(groups: ProcessGroups) -> Context:
-        """Return the context-parallel ranks of a mesh."""
-        size = groups.mesh.cp
-        return Context(groups.collection.cp, size, groups.coordinate.cp) if size > 1 else ONE_RANK
+    def of(groups: ProcessGroups, size: int) -> Context:
+        """Return the `size` context-parallel ranks of a mesh that include this one."""
+        if size == 1:
+            return ONE_RANK
+        name = "cp" if size == groups.mesh.cp else context_group(size)
+        return Context(getattr(groups.collection, name), size, groups.coordinate.cp % size)
 
     def padded(self, lens: np.ndarray) -> np.ndarray:
         """Return the lengths of sequences after padding."""
