@@ -201,7 +201,7 @@ def test_plan_is_a_partition_of_equal_counts_within_the_budget(seq_lens: list[in
 
 
 def test_a_long_sequence_is_shared_and_short_ones_are_not() -> None:
-    """The cost is the square of the length: of 4 ranks one sequence needs all, and the rest 1 each."""
+    """Let the cost be the square of the length: of 4 ranks one sequence needs all, and the rest 1 each."""
     plan = plan_shared([96, 20, 20, 20, 20], 4, 4, 30, lambda n: n * n, tokens_on_rank)
     assert [[(list(micro), micro.ranks) for micro in rank] for rank in plan] == [
         [([0], 4), ([i], 1)] for i in (1, 2, 3, 4)
