@@ -177,8 +177,8 @@ class _Model:
 
     def _attention(self, stage: int, sequences: float) -> float:
         """Return the seconds of attention of a micro-batch's forward pass on a stage."""
-        layers = sum(map(len, self._mesh.chunk_layers(self._shape.num_layers, stage)))
-        flops = forward_flops(self._shape, [self._lengths.total], 0.0).attention * layers / self._shape.num_layers
+        parts = self._shape.by_kind(itertools.chain(*self._mesh.chunk_layers(self._shape.num_layers, stage)))
+        flops = sum(forward_flops(part, [self._lengths.total], 0.0).attention for part in parts)
         ranks = self._mesh.tp * self._mesh.cp
         return sequences / ranks * self._rate.seconds(ForwardFlops(0.0, 0.0, flops, 0.0))
 

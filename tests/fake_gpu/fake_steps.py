@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import te_kernels
 import torch
 import torch.distributed as dist
 from fake_cases import Case, Report
@@ -128,6 +129,7 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     role: Role = "actor" if case.role == "actor" else "critic"
     engine = make_engine(str(directory / "model"), role, groups, **{"dtype": "bfloat16", **case.megatron})
     batch, micro_batches = _batch(engine)
+    te_kernels.rotated.clear()
     gpu.phase = "score"
     head = log_prob_head(engine.shape.vocab_size, TEMPERATURE) if case.role == "actor" else value_head
     scores = engine.my_scores(batch, micro_batches, head, per_sequence=case.role == "reward_model")
@@ -136,6 +138,8 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     if case.role != "reward_model":
         _train(case, gpu, engine, with_targets(batch, scores), micro_batches)
         _checkpoint(gpu, engine, directory)
+    if case.transformer_engine and case.cp > 1:
+        assert te_kernels.rotated == set(mesh.context_sizes), te_kernels.rotated
     gpu.phase = "offload"
     engine.offload.offload_all_but(())
     gpu.phase = "onload"
