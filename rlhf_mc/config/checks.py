@@ -81,6 +81,11 @@ def _processes(cfg: Config, world_size: int) -> Iterator[str]:
                 f"{role}.megatron.tensor_model_parallel_size {tp} x {role}.megatron.pipeline_model_parallel_size"
                 f" {pp}{context} = {tp * pp * cp} does not divide {works}"
             )
+        if megatron.dynamic_context_parallel and (cp == 1 or cp & (cp - 1)):
+            yield (
+                f"{role}.megatron.context_parallel_size is {cp}; with {role}.megatron.dynamic_context_parallel it must"
+                " be a power of two from 2 on, the largest size"
+            )
         if (copies := world_size // (tp * pp)) % ep:
             yield (
                 f"{role}.megatron.expert_model_parallel_size {ep} does not divide the {copies} replicas of this run;"

@@ -43,6 +43,9 @@ class FrozenMegatronConfig:
     context_parallel_size: Ranks = 1
     """Ranks that share each sequence: each has its tokens of a micro-batch's sequences, and replicas of the weights.
     Each sequence is padded to a multiple of twice the size."""
+    dynamic_context_parallel: bool = False
+    """Choose the size for each micro-batch, a power of two up to context_parallel_size: short sequences stay on one
+    rank, and a long one is shared by as many ranks as it needs."""
     cp_comm_type: Literal["p2p", "a2a"] | None = None
     """Attention over context-parallel ranks on GPUs. p2p: keys and values travel around the ring of ranks while they
     are used. a2a (Ulysses): all-to-all, after which a rank has some heads of whole sequences; the size must divide the

@@ -7,7 +7,7 @@ computes the same assignment, so nothing here communicates. A sequence is given 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 Cost = Callable[[int], float]
@@ -80,6 +80,73 @@ def plan_micro_batches(
     ]
     _fill_empty(plan, sequence_costs(seq_lens, cost))
     return plan
+
+
+class Shared(list[int]):
+    """The sequences of a micro-batch that neighbouring ranks share by context parallelism."""
+
+    def __init__(self, sequences: Iterable[int], ranks: int) -> None:
+        super().__init__(sequences)
+        self.ranks = ranks
+        """Their number."""
+
+
+def ranks_of(sequences: Sequence[int], all_ranks: int) -> int:
+    """Return the number of context-parallel ranks that share a micro-batch: if it does not say, all; 1 without
+    sequences."""
+    if not sequences:
+        return 1
+    return sequences.ranks if isinstance(sequences, Shared) else all_ranks
+
+
+def plan_shared(
+    seq_lens: Sequence[int],
+    num_ranks: int,
+    most: int,
+    budget: int,
+    cost: Cost,
+    tokens_on_rank: Callable[[int, int], int],
+) -> list[list[Shared]]:
+    """Return the micro-batches of each rank: [rank][micro-batch]. Each has a size of its own, a power of two up to
+    `most`: an aligned block of that many ranks shares its sequences.
+
+    A sequence gets the smallest size with which it is within the budget and costs no more than a rank's part of all
+    sequences, if there is one. Sequences are assigned from the largest size to the smallest, of a size the most
+    expensive first, each to the block with the least cost. Ranks that share a micro-batch have it at the same place of
+    their lists, since larger sizes come first, and all lists are equally long: where a rank has fewer, an empty one of
+    size 1 is the last. Deterministic.
+
+    num_ranks: a multiple of `most`. budget: tokens of one rank. tokens_on_rank(length, size): a rank's tokens of a
+    sequence, which are within the budget for size `most`."""
+    costs = sequence_costs(seq_lens, cost)
+    part = sum(costs) / num_ranks
+    sizes = [1 << power for power in range(most.bit_length())]
+
+    def size_of(i: int) -> int:
+        fitting = [size for size in sizes if tokens_on_rank(seq_lens[i], size) <= budget]
+        return next((size for size in fitting if costs[i] <= part * size), fitting[-1])
+
+    chosen = [size_of(i) for i in range(len(seq_lens))]
+    load = [0.0] * num_ranks
+    plan: list[list[Shared]] = [[] for _ in range(num_ranks)]
+    for size in reversed(sizes):
+        blocks = [range(first, first + size) for first in range(0, num_ranks, size)]
+        members: list[list[int]] = [[] for _ in blocks]
+        heap = [(max(load[rank] for rank in block), at) for at, block in enumerate(blocks)]
+        heapq.heapify(heap)
+        for i in sorted((i for i, own in enumerate(chosen) if own == size), key=lambda i: (-costs[i], i)):
+            total, at = heap[0]
+            members[at].append(i)
+            heapq.heapreplace(heap, (total + costs[i] / size, at))
+        loads = {at: total for total, at in heap}
+        for at, block in enumerate(blocks):
+            lens = [tokens_on_rank(seq_lens[i], size) for i in members[at]]
+            shared = [Shared((members[at][i] for i in group), size) for group in micro_batches(lens, budget)]
+            for rank in block:
+                load[rank] = loads[at]
+                plan[rank] += shared
+    count = max(map(len, plan))
+    return [of_rank + [Shared((), 1)] * (count - len(of_rank)) for of_rank in plan]
 
 
 def _fill_empty(plan: list[list[list[int]]], costs: Sequence[float]) -> None:

@@ -4,6 +4,7 @@ the sequences of a micro-batch. Attention over all parts is in layers.py, and on
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.attention import Attention
 
 from rlhf_mc.data.batch import ragged_indices
-from rlhf_mc.topology.groups import ProcessGroups
+from rlhf_mc.topology.groups import ProcessGroups, context_group
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,9 @@ class Context:
     rank: int = 0
 
     @staticmethod
-    def of(groups: ProcessGroups) -> Context:
-        """Return the context-parallel ranks of a mesh."""
-        size = groups.mesh.cp
-        return Context(groups.collection.cp, size, groups.coordinate.cp) if size > 1 else ONE_RANK
+    def of(groups: ProcessGroups, size: int) -> Context:
+        """Return the `size` context-parallel ranks of a mesh that include this one."""
+        return ONE_RANK if size == 1 else Context(_group(groups, size), size, groups.coordinate.cp % size)
 
     def padded(self, lens: np.ndarray) -> np.ndarray:
         """Return the lengths of sequences after padding."""
@@ -63,6 +64,26 @@ class Context:
 
 
 ONE_RANK = Context()
+
+
+def _group(groups: ProcessGroups, size: int) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = getattr(groups.collection, "cp" if size == groups.mesh.cp else context_group(size))
+    return group
+
+
+def rotate_in_context(model: torch.nn.Module, groups: ProcessGroups) -> None:
+    """Let each attention of Megatron-Core take the ranks of its micro-batch's context for the positions of the tokens,
+    in place of all context-parallel ranks. On a CPU the rotation has the positions themselves."""
+    collections = {size: copy.copy(groups.collection) for size in (1, *groups.mesh.context_sizes)}
+    for size, collection in collections.items():
+        collection.cp = _group(groups, size)
+
+    def choose(attention: Any, args: Any, kwargs: Any) -> None:
+        attention.pg_collection = collections[kwargs["packed_seq_params"].context.size]
+
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.register_forward_pre_hook(choose, with_kwargs=True)
 
 
 class _Joined(torch.autograd.Function):

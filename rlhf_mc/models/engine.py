@@ -20,6 +20,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
+from rlhf_mc.data.balance import ranks_of
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
@@ -97,8 +98,7 @@ class ModelEngine:
         self.name = name
         self.shape = shape
         self.groups = groups
-        self.context = Context.of(groups)
-        """The ranks that share the sequences of each micro-batch."""
+        self._contexts = {size: Context.of(groups, size) for size in (1, *groups.mesh.context_sizes)}
         self.chunks = [build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
@@ -399,7 +399,8 @@ class ModelEngine:
             work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
             return output, finish
 
-        lengths = packed_lengths(batch, micro_batches, multiple_of, self.context)
+        contexts = [self._contexts[ranks_of(indices, self.groups.mesh.cp)] for indices in micro_batches]
+        lengths = packed_lengths(batch, micro_batches, multiple_of, contexts)
         count(tokens=sum(lengths))
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}
         if pp > 1:
@@ -409,9 +410,9 @@ class ModelEngine:
             extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, on_rank)
 
         def micros() -> Iterator[MicroBatch]:
-            for indices in micro_batches:
+            for indices, context in zip(micro_batches, contexts, strict=True):
                 with platform.named_range("pack"), own_operations():
-                    micro = pack_micro_batch(batch, indices, multiple_of, self.context, at_last_token)
+                    micro = pack_micro_batch(batch, indices, multiple_of, context, at_last_token)
                 yield micro
 
         several = len(self.chunks) > 1

@@ -51,14 +51,27 @@ class MicroBatch:
         return own if context.size == 1 else joined(own, self.own_results, len(self.response_index), context)
 
 
+_DUMMY = RaggedBatch(
+    tokens=torch.zeros(2, dtype=torch.int32),
+    prompt_lens=torch.ones(1, dtype=torch.int64),
+    response_lens=torch.ones(1, dtype=torch.int64),
+    rollout_log_probs=torch.zeros(1),
+    finished=torch.ones(1, dtype=torch.bool),
+)
+"""The sequence of a micro-batch without any."""
+
+
 def packed_lengths(
-    batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int, context: Context
+    batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int, contexts: Sequence[Context]
 ) -> list[int]:
     """Return this rank's number of tokens of each micro-batch, as `pack_micro_batch` packs and pads it."""
-    lens = context.padded(batch.seq_lens.numpy()).tolist()
-    unit = context.multiple(multiple_of)
-    totals = (sum(lens[i] for i in indices or [0]) for indices in micro_batches)
-    return [-(-total // unit) * unit // context.size for total in totals]
+
+    def tokens(indices: Sequence[int], context: Context) -> int:
+        lens = batch.seq_lens.numpy()[list(indices)] if indices else _DUMMY.seq_lens.numpy()
+        unit = context.multiple(multiple_of)
+        return -(-int(context.padded(lens).sum()) // unit) * unit // context.size
+
+    return list(map(tokens, micro_batches, contexts))
 
 
 def pack_micro_batch(
@@ -69,15 +82,18 @@ def pack_micro_batch(
     at_last_token: bool = False,
 ) -> MicroBatch:
     """Return these sequences of the batch, packed in order of length: neighbours of equal length share one attention
-    call. Without indices it is a dummy: the batch's first sequence, of which no result is used. With at_last_token it
-    has a result for each sequence, else for each response token.
+    call. Without indices it is a dummy, of which no result is used. With at_last_token it has a result for each
+    sequence, else for each response token.
 
     This rank's number of tokens is padded to a multiple of `multiple_of` by one more sequence, of token 0, that has no
     logit position. With context parallelism the end of each sequence is padded too, which no other token attends
     to."""
+    is_dummy = not indices
+    if is_dummy:
+        batch, indices = _DUMMY, [0]
     # By numpy: on so few numbers torch takes three times as long.
     all_lens = batch.seq_lens.numpy()
-    which = np.array(sorted(indices or [0]))
+    which = np.array(sorted(indices))
     which = which[all_lens[which].argsort(kind="stable")]
     lens = all_lens[which]
     seq_lens = context.padded(lens)
@@ -111,7 +127,7 @@ def pack_micro_batch(
         "tokens": tokens[None],
         "logit_positions": position,
         "targets": targets,
-        "response_index": index if indices else index[:0],
+        "response_index": index[:0] if is_dummy else index,
         "own_results": own,
     }
     *fields, cu_seqlens, packed.positions = platform.to_device(
@@ -122,6 +138,8 @@ def pack_micro_batch(
         # The padding at the end of a sequence counts as tokens: causal attention to it has no effect on the others.
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
         packed.cp_group = context.group
+    else:
+        packed.local_cp_size = 1  # Transformer Engine's attention keeps the group of the micro-batch before
     return MicroBatch(packed=packed, **dict(zip(on_host, fields, strict=True)))
 
 

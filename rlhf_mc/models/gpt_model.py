@@ -27,6 +27,7 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import Activation, LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
+from rlhf_mc.models.context_parallel import rotate_in_context
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
@@ -350,6 +351,8 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
         mark_tensor_parallel(model)
         multiply_as_matrices(model)
         compute_on_cpu(model)
+        if groups.mesh.cp > 1:
+            rotate_in_context(model, groups)
         _set_rope(model, shape)
         model.to(DTYPES[megatron.dtype])
         if shape.sigmoid_router:

@@ -19,6 +19,7 @@ from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.planner.model_state import ITEMSIZES, model_buffers
 from rlhf_mc.reshard.freeze import frozen_parameters
 from rlhf_mc.reshard.layout import Layout, constant_tensors
+from rlhf_mc.reshard.model_checks import cp_comm_type
 from rlhf_mc.topology.mesh import Axis, Mesh
 
 _FLOAT32 = 4
@@ -64,10 +65,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class PassTokens:
-    """The tokens of a pass over one replica."""
+    """The tokens of a pass over the context-parallel ranks that share its sequences."""
 
     tokens: float
-    """Prompts and responses, with the padding for sequence parallelism."""
+    """Prompts and responses, with the padding for sequence and context parallelism."""
     results: float
     """Positions at which the output layer is computed: response tokens."""
     all_results: float
@@ -88,6 +89,7 @@ class Passes:
         self._stage = mesh.coordinate(rank).pp
         self._itemsize = ITEMSIZES[megatron.dtype]
         self._tp = mesh.group_along(rank, "tp")
+        self._cp = mesh.group_along(rank, "cp")
         self._ep = mesh.group_along(rank, "ep")
         self._pp = mesh.group_along(rank, "pp")
         self._parts = shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, self._stage)))
@@ -97,7 +99,8 @@ class Passes:
     def forward(self, work: PassTokens) -> list[Collective]:
         """Return the collectives of a pass without gradients. All ranks get its results."""
         results = Collective("results", "all_reduce", tuple(range(self._mesh.world)), work.all_results * _FLOAT32, 1)
-        return _merged([*self._forward(work), *self._stages(work, backward=False), results])
+        own = self._joined(work, 1)
+        return _merged([*self._forward(work), *own, *self._stages(work, backward=False), results])
 
     def update(self, work: PassTokens, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
         """Return the collectives of one optimizer step. layout: the rank's; all parameters are trained."""
@@ -106,6 +109,7 @@ class Passes:
     def forward_and_backward(self, work: PassTokens) -> list[Collective]:
         """Return the collectives of one optimizer step that grow with the tokens: all but `gradients`."""
         collectives = [*self._forward(work), *self._backward(work), *self._recomputation(work)]
+        collectives += self._joined(work, 1 if self._shape.value_head else 2)  # log-probs and entropy
         return _merged([*collectives, *self._stages(work, backward=False), *self._stages(work, backward=True)])
 
     def gradients(self, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
@@ -121,28 +125,34 @@ class Passes:
             if self._is_sequence_parallel:
                 yield self._tensor_parallel("all_gather", states, work)
             if not self._shape.value_head:  # the largest logits, then three sums
-                yield self._tensor_parallel("all_reduce", work.results * _FLOAT32, work)
-                yield self._tensor_parallel("all_reduce", 3 * work.results * _FLOAT32, work)
+                results = work.results / self._mesh.cp
+                yield self._tensor_parallel("all_reduce", results * _FLOAT32, work)
+                yield self._tensor_parallel("all_reduce", 3 * results * _FLOAT32, work)
 
     def _backward(self, work: PassTokens) -> Iterator[Collective]:
         yield from self._repeat(self._layer_backward, work)
         if self._is_first and self._is_sequence_parallel:
             yield self._tensor_parallel("all_gather", self._states(work), work)
         if self._is_last and not self._shape.value_head:
-            yield self._tensor_parallel("all_reduce", work.results * self._shape.hidden_size * self._itemsize, work)
+            results = work.results / self._mesh.cp
+            yield self._tensor_parallel("all_reduce", results * self._shape.hidden_size * self._itemsize, work)
 
     def _recomputation(self, work: PassTokens) -> Iterator[Collective]:
-        """Yield the collectives of forward passes that are repeated: of whole layers, or of dense MLPs on a GPU."""
+        """Yield the collectives of forward passes that are repeated: of whole layers, of attention on a CPU, or of
+        dense MLPs on a GPU."""
         granularity = self._megatron.recompute_granularity
         if granularity == "full":
             yield from self._repeat(self._layer, work)
-        elif granularity == "selective" and self._cuda:
+        elif granularity == "selective" and not self._cuda:
+            yield from self._repeat(lambda part, work: self._attention(work), work)
+        elif granularity == "selective":
             yield from self._repeat(lambda part, work: self._sharded_layers(work, 0 if part.has_experts else 1), work)
 
     def _layer(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("all_gather", self._qkv(work), work)
+        yield from self._attention(work)
         yield from self._sharded_layers(work, _sharded_pairs(part))
         if part.has_experts:
             yield from self._experts(work, "all_gather", "reduce_scatter")
@@ -150,6 +160,7 @@ class Passes:
     def _layer_backward(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("reduce_scatter", self._qkv(work), work)
+        yield from self._attention_backward(work)
         pairs = _sharded_pairs(part)
         yield from self._sharded_layers(work, pairs)
         if self._is_sequence_parallel:
@@ -157,6 +168,50 @@ class Passes:
             yield self._tensor_parallel("all_gather", pairs * self._states(work), work, pairs)
         if part.has_experts:
             yield from self._experts(work, "reduce_scatter", "all_gather")
+
+    def _attention(self, work: PassTokens) -> Iterator[Collective]:
+        """Yield the collectives of a layer's attention over context-parallel ranks. On a GPU Transformer Engine's
+        (context_parallel.py): keys and values travel around the ring, or queries, keys, values and the output are
+        exchanged by all-to-alls. On a CPU all keys and values are gathered."""
+        queries, keys_values = self._heads(work)
+        cp = self._mesh.cp
+        if not self._cuda:
+            yield self._context("all_gather", cp * keys_values, work, 2)
+        elif cp_comm_type(self._shape, self._megatron) == "a2a":
+            yield self._context("all_to_all", 2 * queries + keys_values, work, 4)
+        else:
+            yield self._ring(keys_values, cp - 1, work)
+
+    def _attention_backward(self, work: PassTokens) -> Iterator[Collective]:
+        """Yield those of its backward pass. Keys and values travel again, and their gradients with them, back to their
+        owner."""
+        _, keys_values = self._heads(work)
+        cp = self._mesh.cp
+        if not self._cuda:
+            yield self._context("reduce_scatter", cp * keys_values, work, 2)
+        if not self._cuda or cp_comm_type(self._shape, self._megatron) == "a2a":
+            yield from self._attention(work)
+        else:
+            yield self._ring(keys_values, 2 * cp - 1, work)
+
+    def _heads(self, work: PassTokens) -> tuple[float, float]:
+        """Return the bytes of a rank's queries, and of its keys and values together."""
+        tokens = work.tokens / self._mesh.cp * self._shape.head_dim * self._itemsize
+        kv_heads = max(1.0, self._shape.num_kv_heads / self._mesh.tp)
+        return tokens * self._shape.num_heads / self._mesh.tp, 2 * tokens * kv_heads
+
+    def _context(self, kind: Kind, num_bytes: float, work: PassTokens, calls: int) -> Collective:
+        return Collective("context parallel", kind, self._cp, num_bytes, calls * work.num_micro_batches)
+
+    def _ring(self, num_bytes: float, times: int, work: PassTokens) -> Collective:
+        """Return `times` messages of num_bytes in each micro-batch from the previous rank."""
+        peers = tuple(sorted({self._rank, self._cp[self._cp.index(self._rank) - 1]}))
+        return Collective("context parallel", "receive", peers, times * num_bytes, times * work.num_micro_batches)
+
+    def _joined(self, work: PassTokens, count: int) -> list[Collective]:
+        """Return the collectives by which context-parallel ranks get one another's results. count: of results at each
+        position."""
+        return [self._context("all_reduce", count * work.results * _FLOAT32, work, count)] if self._is_last else []
 
     def _sharded_layers(self, work: PassTokens, pairs: int) -> Iterator[Collective]:
         """Yield the collectives of pairs of a column-parallel and a row-parallel layer, which are the same forward and
@@ -173,7 +228,7 @@ class Passes:
         probabilities go to the experts' ranks and to all tensor-parallel ranks, and the outputs back. The outputs' sum
         over tensor-parallel ranks has the type of the probabilities. dispatch, combine: the collectives over
         tensor-parallel ranks, which the backward pass exchanges."""
-        rows = work.tokens * self._shape.experts_per_token / self._mesh.tp
+        rows = work.tokens / self._mesh.cp * self._shape.experts_per_token / self._mesh.tp
         hidden = self._shape.hidden_size
         calls = work.num_micro_batches
         for row_bytes, times in ((hidden * self._itemsize, 2), (_FLOAT32, 1)):
@@ -225,13 +280,13 @@ class Passes:
         return self._is_sequence_parallel and any(part in name for part in parts)
 
     def _states(self, work: PassTokens) -> float:
-        """Return the bytes of the hidden states of all tokens."""
-        return work.tokens * self._shape.hidden_size * self._itemsize
+        """Return the bytes of the hidden states of a rank's tokens, before sequence parallelism shards them."""
+        return work.tokens / self._mesh.cp * self._shape.hidden_size * self._itemsize
 
     def _qkv(self, work: PassTokens) -> float:
         """Return the bytes of queries, keys and values, which all ranks need where they are more than KV heads."""
         heads = self._shape.num_heads + 2 * self._shape.num_kv_heads
-        return work.tokens * heads * self._shape.head_dim * self._itemsize
+        return work.tokens / self._mesh.cp * heads * self._shape.head_dim * self._itemsize
 
     @property
     def _is_sequence_parallel(self) -> bool:

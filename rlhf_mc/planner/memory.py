@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
-from rlhf_mc.config.roles import token_budgets
+from rlhf_mc.config.roles import token_budgets, tokens_on_rank
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
@@ -171,11 +171,6 @@ class _Model:
         """Return the bytes of activations of an update."""
         return update_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda, entropy)
 
-    @property
-    def replicas(self) -> int:
-        """Number of model replicas."""
-        return self.mesh.dp
-
 
 def _phases(
     cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: bool, gpus_per_node: int
@@ -215,18 +210,18 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
         if phase in ("update_actor", "update_critic"):
             mini_batch = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
-            size = model.update(_pass(cfg, budget, model.replicas, mini_batch), role == "actor" and entropy)
+            size = model.update(_pass(cfg, budget, model.mesh, mini_batch), role == "actor" and entropy)
         else:
-            size = model.forward(_pass(cfg, budget, model.replicas, cfg.data.train_batch_size))
+            size = model.forward(_pass(cfg, budget, model.mesh, cfg.data.train_batch_size))
         peaks[phase] = {"activations": size}
     return peaks
 
 
-def _pass(cfg: Config, budget: int, replicas: int, prompts: int) -> Pass:
-    """Return the largest micro-batch of a pass over the responses to these prompts, all of whose tokens may be
-    responses, and the largest number of micro-batches."""
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    all_tokens = math.ceil(prompts * cfg.rollout.n / replicas) * longest
+def _pass(cfg: Config, budget: int, mesh: Mesh, prompts: int) -> Pass:
+    """Return a rank's part of the largest micro-batch of a pass over the responses to these prompts, all of whose
+    tokens may be responses, and the largest number of micro-batches."""
+    longest = tokens_on_rank(cfg.data.max_prompt_length + cfg.data.max_response_length, mesh.cp)
+    all_tokens = math.ceil(prompts * cfg.rollout.n / mesh.dp) * longest
     return Pass(min(budget, all_tokens), min(budget, all_tokens), math.ceil(all_tokens / budget))
 
 

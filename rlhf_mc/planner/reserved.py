@@ -50,6 +50,7 @@ def besides_tensors(meshes: frozenset[Mesh], gpus_per_node: int) -> int:
     """Return the bytes of a training process that torch does not allocate. Messages of the weight update between GPUs
     of a node are not counted: up to PEER for each of them."""
     groups = {mesh.group_along(0, *axes) for mesh in meshes for axes in _COLLECTIVES}
+    groups |= {tuple(mesh.context_blocks(size)[0]) for mesh in meshes for size in mesh.context_sizes}
     communicators = sum(len(group) > 1 for group in groups)
     peers = max(min(mesh.ep, max(1, gpus_per_node // mesh.tp)) - 1 for mesh in meshes)
     return CONTEXT + communicators * COMMUNICATOR + peers * PEER

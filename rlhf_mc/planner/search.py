@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, nest_settings
+from rlhf_mc.config.roles import tokens_on_rank
 from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine
@@ -45,7 +46,10 @@ MOST_RANKS = 4096
 _PRINT_SECONDS = 5.0
 _SHARES = [twentieth / 20 for twentieth in range(2, 20)]
 _MOST_CHUNKS = 8
+_LEAST_SHARE = 4096
+"""Tokens of the longest sequence that context parallelism leaves to a rank."""
 _LARGEST_BUDGET = 1 << 16
+_BUDGETS = [1 << power for power in range(_LARGEST_BUDGET.bit_length())]
 _BUCKETS = (128, 32)
 """Smaller values of reshard.bucket_megabytes to try where the weight update does not fit."""
 _RECOMPUTE = (None, "selective", "full")
@@ -55,6 +59,8 @@ _MEGATRON = "actor.megatron"
 _TP = f"{_MEGATRON}.tensor_model_parallel_size"
 _PP = f"{_MEGATRON}.pipeline_model_parallel_size"
 _VPP = f"{_MEGATRON}.virtual_pipeline_model_parallel_size"
+_CP = f"{_MEGATRON}.context_parallel_size"
+_DYNAMIC_CP = f"{_MEGATRON}.dynamic_context_parallel"
 _EP = f"{_MEGATRON}.expert_model_parallel_size"
 _GRANULARITY = f"{_MEGATRON}.recompute_granularity"
 _ROLLOUT_TP = "rollout.tensor_model_parallel_size"
@@ -148,6 +154,7 @@ class _Search:
         self._lengths = lengths
         self.time = _Time()
         self._base = self._config({})
+        self._longest = self._base.data.max_prompt_length + self._base.data.max_response_length
         self._shapes = planned_shapes(self._base)
         sizes = {name: math.prod(size) for name, size in logical_shapes(self._shapes["actor"]).items()}
         self._experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -167,8 +174,7 @@ class _Search:
             enough = sorted(choice.times.seconds for choice in best.values())[top - 1 : top]
             if enough and candidate.bound > enough[0] * (1 + EQUAL):
                 break
-            choice = self._fitting(candidate)
-            if choice is not None:
+            if (choice := self._fitting(candidate)) is not None:
                 key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
                 best[key] = _ranked([choice, best.get(key, choice)])[0]
         complete: list[Choice] = []
@@ -194,11 +200,11 @@ class _Search:
             decoded = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
             parts = generation(cfg, self._shapes["actor"], self._machine, self._lengths, decoded)
             rollouts[rollout_tp] = sum(parts.values())
-        budget = self._budget_sizes()[-1]
         is_any = False
         for number, layout in enumerate(self._layouts(beyond_node)):
             if self.time.is_over(0.5, f"{number} layouts looked at"):
                 break
+            budget = self._budget_sizes(layout)[-1]
             trial = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
             trial[_ROLLOUT_TP] = max(rollouts)
             cfg = self._config(trial)
@@ -228,7 +234,7 @@ class _Search:
             chosen = {**layout, _GRANULARITY: recompute, _ROLLOUT_TP: rollout_tp}
             forward: dict[int, float] = {}
             update: dict[int, float] = {}
-            for budget in self._budget_sizes():
+            for budget in self._budget_sizes(layout):
                 cfg = self._config({**chosen, **self._budgets(budget, budget)})
                 phases = passes(cfg, self._shapes, states, self._machine, self._lengths)
                 update[budget] = sum(phase.total for phase in phases if phase.name.startswith("update_"))
@@ -244,15 +250,18 @@ class _Search:
         world = self._machine.world
         for tp in self._group_sizes(beyond_node):
             for pp in _divisors(world // tp):
-                dp = world // tp // pp
+                replicas = world // tp // pp
                 chunks = [n for n in _divisors(shape.num_layers // pp) if 1 < n <= _MOST_CHUNKS] if pp > 1 else []
-                experts = [n for n in _divisors(dp) if shape.num_experts % n == 0] if shape.has_experts else [1]
-                for vpp, ep in itertools.product([None, *chunks], experts):
+                experts = [n for n in _divisors(replicas) if shape.num_experts % n == 0] if shape.has_experts else [1]
+                contexts = [n for n in _divisors(replicas) if n == 1 or self._longest >= n * _LEAST_SHARE]
+                for vpp, ep, cp in itertools.product([None, *chunks], experts, contexts):
                     yield {
                         _TP: tp,
                         _PP: pp,
                         _VPP: vpp,
                         _EP: ep,
+                        _CP: cp,
+                        _DYNAMIC_CP: cp > 1 and self._base.actor.megatron.dynamic_context_parallel,
                         f"{_MEGATRON}.sequence_parallel": tp > 1,
                         f"{_MEGATRON}.num_layers_in_first_pipeline_stage": None,
                         f"{_MEGATRON}.num_layers_in_last_pipeline_stage": None,
@@ -264,11 +273,10 @@ class _Search:
         sizes = _divisors(self._machine.world)
         return [n for n in sizes if node % n == 0 or (beyond_node and n % node == 0)]
 
-    def _budget_sizes(self) -> list[int]:
+    def _budget_sizes(self, layout: Settings) -> list[int]:
         """Return the token budgets to try, ascending: one sequence, powers of two, and the user's."""
-        longest = self._base.data.max_prompt_length + self._base.data.max_response_length
-        sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu}
-        sizes |= {1 << power for power in range(_LARGEST_BUDGET.bit_length())}
+        longest = tokens_on_rank(self._longest, layout[_CP])
+        sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu, *_BUDGETS}
         return sorted(size for size in sizes if longest <= size <= max(_LARGEST_BUDGET, longest))
 
     def _budgets(self, update: int, forward: int) -> dict[str, Any]:
@@ -294,13 +302,13 @@ class _Search:
 
     def _smallest(self, layout: Settings) -> dict[str, ModelState] | None:
         """Return the states of the models in a layout; None where it does not fit with all that saves memory."""
-        dp = self._machine.world // layout[_TP] // layout[_PP]
         stages = layout[_TP] * layout[_PP]
+        dp = self._machine.world // stages
         # Weights of two bytes, gradients of four, Adam's moments over all replicas.
         shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[_EP] / dp) / layout[_EP]
         if not self._base.actor.freeze and not self._base.critic.freeze and shared / stages > self._device_bytes:
             return None
-        budget = self._budget_sizes()[0]
+        budget = self._budget_sizes(layout)[0]
         chosen = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
         cfg = self._config({**chosen, _GRANULARITY: "full"})
         plan = self._plan(cfg)
@@ -378,11 +386,10 @@ class _Search:
 
     def _share(self, cfg: Config, plan: Sequence[RankMemory], room: float) -> float:
         """Return rollout.gpu_memory_utilization. room: the most it may be."""
-        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
         decoded = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
         rollouts = [ranks.rollout for ranks in plan]
         needed = max(
-            rollout.weights + rollout.activations + decoded * longest * rollout.kv_bytes_per_token
+            rollout.weights + rollout.activations + decoded * self._longest * rollout.kv_bytes_per_token
             for rollout in rollouts
         )
         fitting = [share for share in _SHARES if share <= room]

@@ -26,7 +26,8 @@ from rlhf_mc.planner.memory import Phase, RankMemory, sum_by_name
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import SomeSettings, layout_at, model_coordinate, some_settings
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhasePasses, Traffic, phase_work
-from rlhf_mc.topology.mesh import Mesh, training_mesh
+from rlhf_mc.reshard.model_checks import cp_comm_type
+from rlhf_mc.topology.mesh import Mesh
 
 _FLOAT32 = 4
 
@@ -99,7 +100,7 @@ def passes(
     most. The other arguments are plan_times's."""
     times = []
     for work in phase_work(cfg, shapes, machine.world, lengths):
-        model = _Model(shapes[work.role], layouts(cfg)[work.role], machine, lengths)
+        model = _Model(shapes[work.role], layouts(cfg)[work.role], work.mesh, machine, lengths)
         parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
         times.append(Phase(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
     return times
@@ -108,10 +109,12 @@ def passes(
 class _Model:
     """One model's passes."""
 
-    def __init__(self, shape: ModelShape, megatron: MegatronConfig, machine: Machine, lengths: Lengths) -> None:
+    def __init__(
+        self, shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, machine: Machine, lengths: Lengths
+    ) -> None:
         self._shape = shape
         self._megatron = megatron
-        self._mesh = training_mesh(megatron, machine.world)
+        self._mesh = mesh
         self._machine = machine
         self._rate = ProductRate(machine.rates, megatron.dtype, megatron.fp8 is not None)
         self._lengths = lengths
@@ -147,27 +150,44 @@ class _Model:
         parts = {part: work.micro_batches * time for part, time in one_micro_batch[slowest].items()}
         if self._mesh.pp > 1:
             parts["bubble"] = (sum(seconds) - seconds[slowest]) / self._mesh.vpp
-        if work.dummies:
-            parts["dummies"] = work.dummies * sum(self._stage(slowest, 1, work.results, backward).values())
         return parts
 
     def _stage(self, stage: int, sequences: float, results: float, backward: bool) -> dict[str, float]:
         """Return the parts of a micro-batch on a stage: products, and communication that they wait for."""
         products = self._products(stage, sequences, results, backward)
-        settings = some_settings(self._megatron, "dtype", "sequence_parallel", "recompute_granularity")
+        settings = some_settings(
+            self._megatron,
+            "dtype",
+            "sequence_parallel",
+            "recompute_granularity",
+            "context_parallel_size",
+            "cp_comm_type",
+        )
         tokens = PassTokens(self._lengths.total, results, 0.0, 1)
         of_sequence = _communication(self._shape, settings, self._mesh, stage, tokens, self._machine, backward)
         communication = {name: sequences * seconds for name, seconds in of_sequence.items()}
         if self._mesh.vpp > 1:
             # Messages overlap with the products of other virtual pipeline chunks (models/gpt_model.py).
             communication["pipeline"] = max(0.0, communication["pipeline"] - products)
+        if self._mesh.cp > 1 and cp_comm_type(self._shape, self._megatron) == "p2p":
+            # Keys and values are received while attention to the ones before is computed.
+            attention = self._attention(stage, sequences) * (1 + BACKWARD * backward)
+            communication["context parallel"] = max(0.0, communication["context parallel"] - attention)
         return {"products": products, **communication}
+
+    def _attention(self, stage: int, sequences: float) -> float:
+        """Return the seconds of attention of a micro-batch's forward pass on a stage."""
+        parts = self._shape.by_kind(itertools.chain(*self._mesh.chunk_layers(self._shape.num_layers, stage)))
+        flops = sum(forward_flops(part, [self._lengths.total], 0.0).attention for part in parts)
+        ranks = self._mesh.tp * self._mesh.cp
+        return sequences / ranks * self._rate.seconds(ForwardFlops(0.0, 0.0, flops, 0.0))
 
     def _products(self, stage: int, sequences: float, results: float, backward: bool) -> float:
         """Return the seconds of a micro-batch's products on a stage, or of its weights' memory if that is longer. A
         backward pass reads the weights again, and reads and writes their float32 gradients."""
         mesh = self._mesh
         shape = self._shape
+        sequences /= mesh.cp
         parts = shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage)))
         flops = [forward_flops(part, [self._lengths.total], results) for part in parts]
         output = sequences * flops[0].output if stage == mesh.pp - 1 else 0.0
@@ -249,7 +269,8 @@ def _communication(
         times = _seconds_by_purpose(of_rank.forward_and_backward(tokens), rank, machine)
         if mesh.tp > 1:
             times["tensor parallel"] -= forward["tensor parallel"]
-    return {name: seconds for name, seconds in times.items() if name in ("tensor parallel", "experts", "pipeline")}
+    waited_for = ("tensor parallel", "context parallel", "experts", "pipeline")
+    return {name: seconds for name, seconds in times.items() if name in waited_for}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch, token_budgets
+from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch, token_budgets, tokens_on_rank
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, responses_per_prompt
@@ -23,7 +23,7 @@ from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.rollout.engines import engine_factory
-from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.topology.mesh import Mesh, training_mesh
 
 UPDATE_WEIGHTS = "update_weights"
 GEN = "gen"
@@ -72,18 +72,22 @@ def plan_traffic(
     return [transfer for transfers in traffic for transfer in transfers]
 
 
+DUMMY_TOKENS = 2
+"""Of a dummy micro-batch (models/forward.py)."""
+
+
 @dataclass(frozen=True)
 class PhasePasses:
     """A phase of passes over one model."""
 
     phase: str
     role: str
+    mesh: Mesh
+    """Of the model. With dynamic context parallelism each sequence is shared by as few ranks as it needs."""
     is_update: bool
     sequences: int
-    """Of one replica in one pass, as the numbers of micro-batches."""
+    """Of one data-parallel rank in one pass, as the number of micro-batches."""
     micro_batches: int
-    dummies: int
-    """Dummy micro-batches, of one sequence each: virtual pipeline chunks need a multiple of the stages."""
     results: float
     """Positions of each sequence at which the output layer is computed."""
     tokens: PassTokens
@@ -98,16 +102,22 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
 
     def work(phase: str, role: str, count: int, updates: int | None = None) -> PhasePasses:
         mesh = training_mesh(layouts(cfg)[role], world)
+        if mesh.dynamic_cp:
+            fits = (
+                size for size in mesh.context_sizes if tokens_on_rank(math.ceil(lengths.total), size) <= budgets[phase]
+            )
+            mesh = replace(mesh, cp=next(fits), dynamic_cp=False)
         sequences = math.ceil(count / mesh.dp)
-        micro_batches = math.ceil(sequences / max(1, int(budgets[phase] // lengths.total)))
+        micro_batches = math.ceil(sequences / max(1, int(budgets[phase] * mesh.cp // lengths.total)))
+        # Virtual pipeline chunks need a multiple of the stages.
         dummies = -micro_batches % mesh.pp if mesh.vpp > 1 else 0
         # A reward model has one result for each sequence.
         results = 1.0 if role in reward_models(cfg) else lengths.response
-        tokens = PassTokens(
-            (sequences + dummies) * lengths.total, sequences * results, count * results, micro_batches + dummies
+        own = sequences * lengths.total + dummies * DUMMY_TOKENS
+        tokens = PassTokens(own, sequences * results, count * results, micro_batches + dummies)
+        return PhasePasses(
+            phase, role, mesh, updates is not None, sequences, micro_batches, results, tokens, updates or 1
         )
-        sizes = (sequences, micro_batches, dummies)
-        return PhasePasses(phase, role, updates is not None, *sizes, results, tokens, updates or 1)
 
     sampled = cfg.data.train_batch_size * cfg.rollout.n
     if not cfg.algorithm.rollout_correction.bypass_mode:
@@ -131,7 +141,7 @@ def _pass_collectives(
 ) -> Iterator[list[Collective]]:
     """Yield by rank the collectives of a phase of passes over one model."""
     megatron = layouts(cfg)[work.role]
-    mesh = training_mesh(megatron, len(rank_layouts))
+    mesh = work.mesh
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda=True)
     for rank, layout in enumerate(rank_layouts):
         passes = Passes(shape, megatron, mesh, rank, cuda=True)

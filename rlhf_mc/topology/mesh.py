@@ -49,6 +49,8 @@ class Mesh:
     """Virtual pipeline chunks per stage."""
     cp: int = 1
     """Number of neighbouring replicas that share each sequence."""
+    dynamic_cp: bool = False
+    """Each micro-batch has a number of its own, a power of two up to cp."""
 
     def __post_init__(self) -> None:
         sizes = f"{self.tp} x {self.cp} x {self.pp}"
@@ -64,6 +66,16 @@ class Mesh:
     def dp(self) -> int:
         """Number of ranks, or groups of context-parallel ranks, among which the sequences are divided."""
         return self.replicas // self.cp
+
+    @property
+    def context_sizes(self) -> tuple[int, ...]:
+        """The numbers of replicas that may share a micro-batch."""
+        return tuple(1 << power for power in range(self.cp.bit_length())) if self.dynamic_cp else (self.cp,)
+
+    def context_blocks(self, size: int) -> list[list[int]]:
+        """Return the lists of `size` ranks that may share a micro-batch: aligned parts of the context-parallel
+        ranks."""
+        return [ranks[at : at + size] for ranks in self.groups_along("cp") for at in range(0, self.cp, size)]
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
@@ -106,7 +118,8 @@ class Mesh:
 
     def __str__(self) -> str:
         chunks = f" ({self.vpp} chunks)" if self.vpp > 1 else ""
-        context = f" x CP {self.cp}" if self.cp > 1 else ""
+        least = "1 to " if self.dynamic_cp else ""
+        context = f" x CP {least}{self.cp}" if self.cp > 1 else ""
         experts = f", experts over {self.ep} replicas" if self.ep > 1 else ""
         return f"TP {self.tp}{context} x PP {self.pp}{chunks} x DP {self.dp}{experts}"
 
@@ -167,6 +180,7 @@ def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
         last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
         vpp=megatron.virtual_pipeline_model_parallel_size or 1,
         cp=megatron.context_parallel_size,
+        dynamic_cp=megatron.dynamic_context_parallel,
     )
 
 

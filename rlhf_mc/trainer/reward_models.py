@@ -43,7 +43,7 @@ class RewardModel:
     @property
     def max_tokens(self) -> int:
         """The most tokens of a conversation; of a longer one the last are read, with the end of the response."""
-        limit = longest_sequence(self.budget, self.engine.context.size)
+        limit = longest_sequence(self.budget, self.engine.groups.mesh.cp)
         return min(self.engine.shape.max_position_embeddings, limit)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.balance import plan_micro_batches
+from rlhf_mc.config.roles import tokens_on_rank
+from rlhf_mc.data.balance import plan_micro_batches, plan_shared
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
@@ -71,9 +73,13 @@ def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: Token
         budget.halve(number, rank)
 
 
-def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> list[list[int]]:
+def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Sequence[list[int]]:
     """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: a rank's tokens of one."""
-    lens = engine.context.padded(batch.seq_lens.numpy()).tolist()
-    tokens = budget * engine.context.size
-    plan = plan_micro_batches(lens, engine.groups.mesh.dp, tokens, engine.shape.sequence_cost)
-    return plan[engine.groups.coordinate.dp]
+    mesh = engine.groups.mesh
+    at = engine.groups.coordinate
+    lens = batch.seq_lens.tolist()
+    cost = engine.shape.sequence_cost
+    if mesh.dynamic_cp:
+        return plan_shared(lens, mesh.replicas, mesh.cp, budget, cost, tokens_on_rank)[at.dp * mesh.cp + at.cp]
+    padded = [tokens_on_rank(length, mesh.cp) * mesh.cp for length in lens]
+    return plan_micro_batches(padded, mesh.dp, budget * mesh.cp, cost)[at.dp]

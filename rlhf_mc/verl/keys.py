@@ -118,6 +118,7 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "models are trained by Megatron-Core": "actor.strategy critic.strategy model_engine actor.model_engine",
         "models are run by Megatron-Core": "ref.strategy reward_model.strategy reward_model.rollout.*",
         "actor and critic are one checkpoint: trainer.async_save": "critic.checkpoint.async_save",
+        "the token budgets bound a rank's tokens": "*.max_seqlen_per_dp_cp_rank",
         "vLLM generates": "rollout.name",
         "vLLM generates in the training processes": "rollout.mode",
         "vLLM's weights come from the actor": "rollout.load_format rollout.layer_name_map* *.load_weight",
@@ -263,10 +264,6 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         ),
     },
     "not supported": {
-        "the context-parallel size is the same for all micro-batches: use megatron.context_parallel_size": (
-            "*.dynamic_context_parallel *.max_seqlen_per_dp_cp_rank",
-            (None, 1, False),
-        ),
         "LoRA is not supported": "*.lora_* *.lora.* *.target_modules *.exclude_modules",
         "models are trained by Megatron-Core: see the megatron section": (
             "*.fsdp_config* *.fsdp.* *.veomni.* *.torchtitan.* *.automodel.* actor.engine.* ref.engine.*"

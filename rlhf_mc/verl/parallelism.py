@@ -134,6 +134,14 @@ def sequence_parallel(key: str, value: Any, verl: Settings) -> Line:
     return same(key, value)
 
 
+def dynamic_context(key: str, value: Any, verl: Settings) -> Line:
+    """Convert dynamic_context_parallel. verl's sizes are up to all replicas, here up to context_parallel_size."""
+    size = _size(key, "context_parallel_size", verl)
+    if value and (size == 1 or size & (size - 1)):
+        return Line("not supported", "it needs context_parallel_size, the largest size, as a power of two from 2 on")
+    return same(key, value)
+
+
 def expert_parallel(key: str, value: Any, verl: Settings) -> Line:
     """Convert expert_model_parallel_size. Here the tensor-parallel ranks shard experts too."""
     tp = _size(key, "tensor_model_parallel_size", verl)

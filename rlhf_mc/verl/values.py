@@ -390,6 +390,7 @@ _PATTERNS: dict[Converter, str] = {
         f"{{ref,reward_model}}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity}}"
     ),
     parallelism.sequence_parallel: "*.megatron.sequence_parallel",
+    parallelism.dynamic_context: "*.megatron.dynamic_context_parallel",
     parallelism.expert_tensor: "*.megatron.expert_tensor_parallel_size",
     parallelism.expert_parallel: "*.megatron.expert_model_parallel_size",
     parallelism.gradient_checkpointing: "*.enable_gradient_checkpointing",

@@ -58,11 +58,12 @@ def log_probs(
     ep: int = 1,
     vpp: int = 1,
     cp: int = 1,
+    dynamic_cp: bool = False,
     **megatron: Any,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return for each checkpoint (log-probs [R], entropies [R]) by ModelEngine.score."""
     out = {}
-    with mesh_groups(tp, pp, ep, vpp, cp) as groups:
+    with mesh_groups(tp, pp, ep, vpp, cp, dynamic_cp) as groups:
         for checkpoint in checkpoints:
             engine = make_engine(checkpoint, "actor", groups, **megatron)
             vocab = engine.shape.vocab_size
@@ -121,6 +122,7 @@ def gradients(
     vpp: int = 1,
     chunk_logits: int = heads.CHUNK_LOGITS,
     cp: int = 1,
+    dynamic_cp: bool = False,
     **megatron: Any,
 ) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Return for each job (statistics, gradient of each logical tensor as gathered on this rank). `chunk_logits`
@@ -128,7 +130,8 @@ def gradients(
     """
     out = {}
     engines: dict[tuple[str, Role], ModelEngine] = {}
-    with mesh_groups(tp, pp, ep, vpp, cp) as groups, mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
+    mesh = (tp, pp, ep, vpp, cp, dynamic_cp)
+    with mesh_groups(*mesh) as groups, mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
         for job in jobs:
             key = (job.checkpoint, job.role)
             if key not in engines:

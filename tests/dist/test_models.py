@@ -100,6 +100,7 @@ def transformers_model(checkpoint: str) -> Reference:
         (4, 2, 1, {"cp": 2}),
         (4, 1, 2, {"cp": 2}),
         (4, 2, 1, {"cp": 2, "sequence_parallel": True}),
+        (4, 1, 1, {"cp": 4, "dynamic_cp": True}),
     ],
 )
 def test_log_probs_and_entropy_match_transformers(
@@ -158,9 +159,20 @@ def test_gradient_does_not_depend_on_layout_or_micro_batches(
     assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, cp=cp, batch=batch), batch)
 
 
-@pytest.mark.parametrize(("world", "cp"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("world", "cp", "settings"),
+    [
+        (2, 2, {}),
+        (4, 2, {}),
+        (4, 4, {}),
+        (2, 2, {"dynamic_cp": True}),
+        (4, 4, {"dynamic_cp": True}),
+        (4, 2, {"dynamic_cp": True, "pp": 2, "vpp": 2, "recompute_granularity": "full"}),
+        (4, 2, {"dynamic_cp": True, "tp": 2, "sequence_parallel": True}),
+    ],
+)
 def test_context_parallel_ranks_share_sequences_of_any_length(
-    pool: Any, checkpoints: dict[str, str], world: int, cp: int
+    pool: Any, checkpoints: dict[str, str], world: int, cp: int, settings: dict[str, Any]
 ) -> None:
     """Take sequences of fewer than 2 x cp tokens, of one token more than a multiple, and a long one among them."""
     prompt_lens = (1, 1, 2, 1, 3, 60)
@@ -172,7 +184,8 @@ def test_context_parallel_ranks_share_sequences_of_any_length(
         for role in ("actor", "critic")
         for budget, sequences in ((BIG, (0, 1, 2, 3, 4, 5)), (128, (0, 1, 2, 3, 4, 5)), (BIG, (2,)), (BIG, (0, 1)))
     ]
-    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=1, pp=1, cp=cp, batch=batch), batch)
+    layout = {"tp": 1, "pp": 1, "cp": cp, **settings}
+    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, batch=batch, **layout), batch)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -69,6 +69,10 @@ def counted(collectives: Sequence[Collective]) -> Counts:
         (2, "qwen2", "critic", {"pp": 2, "vpp": 2}, {}),
         (4, "qwen2", "actor", {"pp": 2}, DISTRIBUTED),
         (4, "qwen2", "actor", {"tp": 2, "pp": 2}, {"sequence_parallel": True, "recompute_granularity": "selective"}),
+        (2, "qwen2", "actor", {"cp": 2}, {}),
+        (2, "qwen3", "actor", {"cp": 2}, {"dtype": "bfloat16", "recompute_granularity": "full"}),
+        (4, "qwen2", "critic", {"cp": 2, "pp": 2}, {**DISTRIBUTED, "recompute_granularity": "selective"}),
+        (4, "qwen2", "critic", {"cp": 2, "tp": 2}, SEQUENCE_PARALLEL),
     ],
 )
 def test_collectives_are_exact(

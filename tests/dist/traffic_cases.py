@@ -37,6 +37,7 @@ Counts = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
 """(collective, ranks of its group, or none for messages) -> (bytes, number of calls)."""
 _KINDS = {
     "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",

@@ -55,6 +55,7 @@ class Case:
     ep: int = 1
     vpp: int = 1
     cp: int = 1
+    dynamic_cp: bool = False
     layers: int = 2
     ranks: tuple[int, ...] = (0,)
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -181,6 +182,9 @@ TE_CASES: dict[str, Case] = {
     },
     "context parallel a2a, Transformer Engine": Case(
         "qwen3", world=8, tp=2, cp=2, ranks=(0, 2, 4), transformer_engine=True, megatron={"cp_comm_type": "a2a"}
+    ),
+    "context parallel dynamic, Transformer Engine": Case(
+        "qwen3", world=8, cp=2, dynamic_cp=True, ranks=(0, 1, 2), transformer_engine=True, megatron=DISTRIBUTED
     ),
     **{
         f"fp8 {recipe}": Case(

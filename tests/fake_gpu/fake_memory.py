@@ -114,7 +114,7 @@ def _batch(engine: ModelEngine, budget: int) -> tuple[RaggedBatch, list[list[int
     mesh = engine.groups.mesh
     count = 2 * mesh.pp
     num = SEQUENCES * count * mesh.dp
-    batch = token_batch(engine.shape.vocab_size, [1] * num, [budget // SEQUENCES - 1] * num)
+    batch = token_batch(engine.shape.vocab_size, [1] * num, [budget * mesh.cp // SEQUENCES - 1] * num)
     of_replica = range(engine.groups.coordinate.dp, num, mesh.dp)
     return batch, [list(of_replica[i::count]) for i in range(count)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import te_kernels
 import torch
 import torch.distributed as dist
 from fake_cases import Case, Report
@@ -27,6 +29,7 @@ from rlhf_mc.checkpoint import training_tensors
 from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
 from rlhf_mc.checkpoint.training_tensors import HostBuffers, TensorWriter, read_tensors
 from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.data.balance import Shared
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.gpt_model import DTYPES
@@ -121,10 +124,12 @@ def _route_evenly(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
 
 def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     gpu.phase = "load"
-    groups = build_groups(Mesh(case.world, case.tp, case.pp, case.ep, vpp=case.vpp, cp=case.cp))
+    mesh = Mesh(case.world, case.tp, case.pp, case.ep, vpp=case.vpp, cp=case.cp, dynamic_cp=case.dynamic_cp)
+    groups = build_groups(mesh)
     role: Role = "actor" if case.role == "actor" else "critic"
     engine = make_engine(str(directory / "model"), role, groups, **{"dtype": "bfloat16", **case.megatron})
     batch, micro_batches = _batch(engine)
+    te_kernels.rotated.clear()
     gpu.phase = "score"
     head = log_prob_head(engine.shape.vocab_size, TEMPERATURE) if case.role == "actor" else value_head
     scores = engine.my_scores(batch, micro_batches, head, per_sequence=case.role == "reward_model")
@@ -133,6 +138,8 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     if case.role != "reward_model":
         _train(case, gpu, engine, with_targets(batch, scores), micro_batches)
         _checkpoint(gpu, engine, directory)
+    if case.transformer_engine and case.cp > 1:
+        assert te_kernels.rotated == set(mesh.context_sizes), te_kernels.rotated
     gpu.phase = "offload"
     engine.offload.offload_all_but(())
     gpu.phase = "onload"
@@ -141,14 +148,15 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
         _update_weights(gpu, engine)
 
 
-def _batch(engine: ModelEngine) -> tuple[RaggedBatch, list[list[int]]]:
+def _batch(engine: ModelEngine) -> tuple[RaggedBatch, list[Shared]]:
     """Return a batch of two micro-batches for each stage on every replica, and this replica's micro-batches."""
     mesh = engine.groups.mesh
     num_micro_batches = 2 * mesh.pp
     count = PER_MICRO_BATCH * num_micro_batches * mesh.dp
     batch = token_batch(engine.shape.vocab_size, [LENGTH // 2] * count, [LENGTH // 2] * count)
     of_replica = list(range(engine.groups.coordinate.dp, count, mesh.dp))
-    return batch, [of_replica[i::num_micro_batches] for i in range(num_micro_batches)]
+    sizes = itertools.cycle(reversed(mesh.context_sizes))
+    return batch, [Shared(of_replica[i::num_micro_batches], next(sizes)) for i in range(num_micro_batches)]
 
 
 def with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
@@ -158,7 +166,7 @@ def with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
     )
 
 
-def _train(case: Case, gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]]) -> None:
+def _train(case: Case, gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[Shared]) -> None:
     gpu.phase = "make_trainable"
     frozen = frozen_tensors("actor.freeze", case.freeze, engine.shape)
     layout = engine_layouts(engine)[engine.groups.rank]

@@ -298,9 +298,14 @@ def thd_grad_correction(grad: torch.Tensor, step: torch.Tensor, cu_seqlens: Any,
     assert grad.shape[-2:] == step.shape[-2:], (grad.shape, step.shape)
 
 
-def fused_rope_forward(x: torch.Tensor, freqs: torch.Tensor, *_: Any) -> torch.Tensor:
+rotated: set[int] = set()
+"""Numbers of context-parallel ranks for which tokens were rotated."""
+
+
+def fused_rope_forward(x: torch.Tensor, freqs: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Return the rotated tensor."""
-    _check_devices(x, freqs, *_)
+    _check_devices(x, freqs, *rest)
+    rotated.add(rest[4])
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

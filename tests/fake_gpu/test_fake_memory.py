@@ -41,6 +41,7 @@ CONFIGS = {
     "32B, last stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 15),
     "30B-A3B, first stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 0),
     "30B-A3B, last stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 15),
+    "8B, context parallel": Config("grpo_qwen3_8b_32k", "qwen3-8b", 8, 0),
     "70B, first stage": Config("ppo_70b", "llama-3-70b", 64, 0),
     "70B, last stage": Config("ppo_70b", "llama-3-70b", 64, 63),
 }

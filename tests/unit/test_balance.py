@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_mc.config.roles import tokens_on_rank
 from rlhf_mc.data.balance import (
     assign_to_replicas,
     micro_batches,
     num_micro_batches_needed,
     plan_micro_batches,
+    plan_shared,
 )
 from rlhf_mc.trainer.step_report import balance_metrics
 
@@ -193,3 +195,47 @@ def test_plan_is_a_partition_of_equal_counts_within_the_budget(seq_lens: list[in
     assert max((load(group, seq_lens) for group in groups), default=0) <= BUDGET
     assert sum(1 for group in groups if group) == min(len(seq_lens), num_replicas * count)
     assert plan == plan_micro_batches(list(seq_lens), num_replicas, BUDGET)
+
+
+# Micro-batches that several ranks share
+
+
+def test_a_long_sequence_is_shared_and_short_ones_are_not() -> None:
+    """Let the cost be the square of the length: of 4 ranks one sequence needs all, and the rest 1 each."""
+    plan = plan_shared([96, 20, 20, 20, 20], 4, 4, 30, lambda n: n * n, tokens_on_rank)
+    assert [[(list(micro), micro.ranks) for micro in rank] for rank in plan] == [
+        [([0], 4), ([i], 1)] for i in (1, 2, 3, 4)
+    ]
+
+
+def test_a_sequence_is_shared_for_its_cost_alone() -> None:
+    """Take a long one that is within the budget of one rank, with half of all cost, or more."""
+    plan = plan_shared([40, 10, 10, 10, 10], 2, 2, 100, float, tokens_on_rank)
+    assert [micro.ranks for micro in plan[0]] == [1, 1][: len(plan[0])]
+    plan = plan_shared([60, 10, 10], 2, 2, 100, float, tokens_on_rank)
+    assert [[(list(micro), micro.ranks) for micro in rank] for rank in plan] == [
+        [([0], 2), ([1], 1)],
+        [([0], 2), ([2], 1)],
+    ]
+
+
+@no_deadline
+@given(st.lists(st.integers(1, 4 * BUDGET), max_size=60), st.sampled_from([(2, 2), (4, 4), (8, 4), (12, 4)]))
+@pytest.mark.slow
+def test_shared_micro_batches_are_at_the_same_place_of_their_ranks(seq_lens: list[int], sizes: tuple[int, int]) -> None:
+    num_ranks, most = sizes
+    fitting = [n for n in seq_lens if tokens_on_rank(n, most) <= BUDGET]
+    plan = plan_shared(fitting, num_ranks, most, BUDGET, lambda n: n + n * n / 100, tokens_on_rank)
+    assert len({len(rank) for rank in plan}) == 1
+    assigned = []
+    for at in range(len(plan[0])):
+        for rank, micro_batches_of_rank in enumerate(plan):
+            micro = micro_batches_of_rank[at]
+            first = rank // micro.ranks * micro.ranks
+            block = [plan[other][at] for other in range(first, first + micro.ranks)]
+            assert all(other == micro and other.ranks == micro.ranks for other in block)
+            assert sum(tokens_on_rank(fitting[i], micro.ranks) for i in micro) <= BUDGET
+            assigned += micro if rank == first else []
+    assert sorted(assigned) == list(range(len(fitting)))
+    for rank in plan:
+        assert [micro.ranks for micro in rank] == sorted((micro.ranks for micro in rank), reverse=True)

@@ -224,6 +224,8 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.ref.megatron.override_transformer_config.cp_comm_type", "a2a",
          ("renamed", "ref.megatron.cp_comm_type", "a2a")),
         ("actor_rollout_ref.actor.megatron.dynamic_context_parallel", True, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.megatron.dynamic_context_parallel", False,
+         ("same", "actor.megatron.dynamic_context_parallel", False)),
         ("actor_rollout_ref.actor.megatron.sequence_parallel", True, ("implied", None, None)),
         ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size", 4, ("not needed", None, None)),
         ("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size", 1,

@@ -252,6 +252,7 @@ def reserved(plan: dict[str, Any]) -> tuple[float, float]:
         ("ppo_qwen2.5_0.5b", "qwen2.5-0.5b", 1, 0, 1, 0),  # world, which is the replicas
         ("ppo_70b", "llama-3-70b", 8, 394 / 1024, 4, 0),  # tensor, pipeline and data parallel, world
         ("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 2, 394 / 1024, 3, 7),  # stages, experts, world
+        ("grpo_qwen3_8b_32k", "qwen3-8b", 1, 394 / 1024, 4, 0),  # tensor parallel, 2 and 4 context-parallel, world
     ],
 )
 def test_reserved_memory_has_a_part_for_each_communicator(

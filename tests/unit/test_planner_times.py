@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from documents import ROOT
 from families import shape_of
 from published import PLAN_70B
 
@@ -120,6 +121,20 @@ def test_rings_inside_and_across_nodes() -> None:
     assert ring_seconds(450e9, 8, machine) == pytest.approx(7 / 8)
     # 16 ranks: 15 / 16 of the bytes, an eighth of them from the other node.
     assert ring_seconds(450e9, 16, machine) == pytest.approx(450 / 50 * 15 / 16 / 8)
+
+
+def test_short_sequences_are_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plan dynamic context parallelism: as few ranks as it needs share a sequence, of 33792 tokens two in a pass of
+    16896 tokens, of 7024 one. Of two replicas, each of two ranks, a rank receives the keys and values of the other, in
+    36 layers, of 4 heads and 128 dimensions."""
+    arguments = [str(ROOT / "configs/grpo_qwen3_8b_32k.yaml"), "--model", "qwen3-8b", "--nodes", "1", "--json"]
+    received = {}
+    for length in ("6000", "32768"):
+        assert main([*arguments, "--mean-response-length", length]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        found = [one for one in plan["traffic"] if one["phase"] == "old_log_prob" and one["name"] == "context parallel"]
+        received[length] = sum(one["intra_node"] for one in found if one["kind"] == "receive")
+    assert received == {"6000": 0, "32768": 256 * 16896 * 36 * 2 * 4 * 128 * 2}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from published import CONFIGS, LLAMA_3_70B, model_path
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.roles import uses_critic
+from rlhf_mc.config.roles import tokens_on_rank, uses_critic
 from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.planner import activations
 from rlhf_mc.planner.host_memory import plan_host_memory
@@ -71,6 +71,38 @@ def test_config_fits_its_machine(name: str, world: int, model: str, spare: float
     for ranks in plan:
         room = ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token / longest
         assert room > cfg.rollout.max_num_seqs
+
+
+LONG = ("actor.megatron.tensor_model_parallel_size=4", "actor.megatron.context_parallel_size=8") + (
+    "rollout.tensor_model_parallel_size=4",
+    "data.max_response_length=130048",
+    "actor.ppo_max_token_len_per_gpu=16384",
+    "rollout.log_prob_max_token_len_per_gpu=16384",
+)
+"""Settings in the comment of configs/grpo_qwen3_8b_32k.yaml."""
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "overrides", "spare"),
+    [(8, "qwen3-8b", (), 18.0), (32, "qwen3-8b-128k", LONG, 25.9)],
+    ids=["32k on a node", "128k on 4 nodes"],
+)
+def test_long_responses_fit(world: int, model: str, overrides: tuple[str, ...], spare: float) -> None:
+    """Plan the longest sequence as a micro-batch of the largest context-parallel size."""
+    source = REPO / "configs" / "grpo_qwen3_8b_32k.yaml"
+    cfg = load_config(str(source), [model_path(model), *overrides])
+    assert all(setting in source.read_text() for setting in overrides)
+    check_config(cfg, world)
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    megatron = cfg.actor.megatron
+    assert tokens_on_rank(longest, megatron.context_parallel_size) == cfg.actor.ppo_max_token_len_per_gpu
+    shapes = planned_shapes(cfg)
+    assert longest <= shapes["actor"].max_position_embeddings
+    check_layout(shapes["actor"], megatron)
+    capacity = Capacity(world, 80 << 30, True, 8, 2e12)
+    found = check_fit(cfg, shapes, plan_run(cfg, shapes, capacity), capacity)
+    assert found.problem is None
+    assert found.spare / GB == pytest.approx(spare, abs=0.1) and found.spare > MARGIN
 
 
 OFFLOADS = [f"megatron.{part}_offload=false" for part in ("param", "grad", "optimizer")]
@@ -219,7 +251,8 @@ def test_grpo_config_fits_two_processes() -> None:
 
 def test_all_configs_are_tested() -> None:
     shipped = {path.stem for path in (REPO / "configs").glob("*.yaml")}
-    assert shipped == {"quickstart", "quickstart_grpo", *(name for name, *_ in CLUSTERS)}, "add the new config above"
+    tested = {"quickstart", "quickstart_grpo", "grpo_qwen3_8b_32k", *(name for name, *_ in CLUSTERS)}
+    assert shipped == tested, "add the new config above"
 
 
 def test_gpu_install_has_the_tested_vllm() -> None:

@@ -53,7 +53,6 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
         ("trainer.max_skipped_updates_in_a_row", "it is 3: leave it out"),
         ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "micro-batches are always by token budget"),
         ("actor.ulysses_sequence_parallel_size", "use megatron.context_parallel_size"),
-        ("actor.megatron.dynamic_context_parallel", "use megatron.context_parallel_size"),
     ],
 )
 def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: str) -> None:

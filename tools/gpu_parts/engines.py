@@ -73,9 +73,11 @@ def shared_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1, cp: int = 1) -> Iterator[ProcessGroups]:
+def mesh_groups(
+    tp: int, pp: int, ep: int = 1, vpp: int = 1, cp: int = 1, dynamic_cp: bool = False
+) -> Iterator[ProcessGroups]:
     """Build the process groups of a layout."""
-    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp, cp=cp))
+    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp, cp=cp, dynamic_cp=dynamic_cp))
 
 
 def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: Any) -> ModelEngine:
@@ -88,6 +90,7 @@ def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: 
         virtual_pipeline_model_parallel_size=groups.mesh.vpp if groups.mesh.vpp > 1 else None,
         expert_model_parallel_size=groups.mesh.ep,
         context_parallel_size=groups.mesh.cp,
+        dynamic_context_parallel=groups.mesh.dynamic_cp,
         **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
     )
     engine = ModelEngine(role, shape, config, groups)
@@ -185,9 +188,11 @@ def objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Los
     return actor_objective(batch, cfg, engine.shape.vocab_size, TEMPERATURE, terms)
 
 
-def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> list[list[int]]:
+def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Sequence[list[int]]:
     """Return the micro-batches of this rank's replica."""
     mesh = engine.groups.mesh
+    if mesh.dynamic_cp:
+        return token_budget.my_micro_batches(engine, batch, budget)
     return plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, budget)[engine.groups.coordinate.dp]
 
 
