@@ -91,7 +91,7 @@ class Shared(list[int]):
         """Their number."""
 
 
-def ranks_of(sequences: Sequence[int], all_ranks: int) -> int:
+def num_sharing_ranks(sequences: Sequence[int], all_ranks: int) -> int:
     """Return the number of context-parallel ranks that share a micro-batch: if it does not say, all; 1 without
     sequences."""
     if not sequences:
@@ -122,11 +122,11 @@ def plan_shared(
     part = sum(costs) / num_ranks
     sizes = [1 << power for power in range(most.bit_length())]
 
-    def size_of(i: int) -> int:
+    def smallest_size(i: int) -> int:
         fitting = [size for size in sizes if tokens_on_rank(seq_lens[i], size) <= budget]
         return next((size for size in fitting if costs[i] <= part * size), fitting[-1])
 
-    chosen = [size_of(i) for i in range(len(seq_lens))]
+    chosen = [smallest_size(i) for i in range(len(seq_lens))]
     load = [0.0] * num_ranks
     plan: list[list[Shared]] = [[] for _ in range(num_ranks)]
     for size in reversed(sizes):

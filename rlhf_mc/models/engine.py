@@ -20,7 +20,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
-from rlhf_mc.data.balance import ranks_of
+from rlhf_mc.data.balance import num_sharing_ranks
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
@@ -399,7 +399,7 @@ class ModelEngine:
             work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
             return output, finish
 
-        contexts = [self._contexts[ranks_of(indices, self.groups.mesh.cp)] for indices in micro_batches]
+        contexts = [self._contexts[num_sharing_ranks(indices, self.groups.mesh.cp)] for indices in micro_batches]
         lengths = packed_lengths(batch, micro_batches, multiple_of, contexts)
         count(tokens=sum(lengths))
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}

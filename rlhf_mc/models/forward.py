@@ -90,7 +90,8 @@ def pack_micro_batch(
     to."""
     is_dummy = not indices
     if is_dummy:
-        batch, indices = _DUMMY, [0]
+        batch = _DUMMY
+        indices = [0]
     # By numpy: on so few numbers torch takes three times as long.
     all_lens = batch.seq_lens.numpy()
     which = np.array(sorted(indices))
