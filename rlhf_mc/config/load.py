@@ -291,6 +291,9 @@ def inherited_layout(own: FrozenMegatronConfig, actor: MegatronConfig) -> Frozen
     inherited = type(own)(**{name: getattr(actor, name) for name in vars(own)})
     if own.tensor_model_parallel_size == 1:
         inherited.sequence_parallel = False
+    if own.context_parallel_size != actor.context_parallel_size:
+        inherited.dynamic_context_parallel = False
+        inherited.cp_comm_type = None
     if own.pipeline_model_parallel_size != actor.pipeline_model_parallel_size:
         inherited.virtual_pipeline_model_parallel_size = None
         inherited.num_layers_in_first_pipeline_stage = inherited.num_layers_in_last_pipeline_stage = None

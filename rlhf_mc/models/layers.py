@@ -114,9 +114,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     length = q.shape[1]
     end = k.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if platform.use_cuda() and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mask = None if length == end else torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
+    if platform.use_cuda() and (q.dtype == torch.float32 or mask is not None) and q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     is_grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
     return out.transpose(1, 2)

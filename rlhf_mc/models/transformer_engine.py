@@ -103,6 +103,8 @@ def place_by_rank(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int) -> to
 
 
 def _to_sequences(x: torch.Tensor, cu_seqlens: torch.Tensor, chunk_ids: torch.Tensor, cp_size: int) -> torch.Tensor:
+    if x.is_cuda:  # the stream of the exchange reads what another one has allocated
+        x.record_stream(torch.cuda.current_stream())
     return x.index_select(0, place_by_rank(cu_seqlens, len(x), cp_size))
 
 

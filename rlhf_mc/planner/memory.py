@@ -220,8 +220,10 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
 def _pass(cfg: Config, budget: int, mesh: Mesh, prompts: int) -> Pass:
     """Return a rank's part of the largest micro-batch of a pass over the responses to these prompts, all of whose
     tokens may be responses, and the largest number of micro-batches."""
-    longest = tokens_on_rank(cfg.data.max_prompt_length + cfg.data.max_response_length, mesh.cp)
-    all_tokens = math.ceil(prompts * cfg.rollout.n / mesh.dp) * longest
+    # Of few sequences dynamic context parallelism may give one to a single rank.
+    cp = 1 if mesh.dynamic_cp else mesh.cp
+    longest = tokens_on_rank(cfg.data.max_prompt_length + cfg.data.max_response_length, cp)
+    all_tokens = math.ceil(prompts * cfg.rollout.n / mesh.replicas * cp) * longest
     return Pass(min(budget, all_tokens), min(budget, all_tokens), math.ceil(all_tokens / budget))
 
 

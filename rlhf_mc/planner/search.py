@@ -18,7 +18,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, nest_settings
 from rlhf_mc.config.roles import tokens_on_rank
-from rlhf_mc.config.schema import Config, reward_models
+from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.lengths import Lengths
@@ -46,8 +46,7 @@ MOST_RANKS = 4096
 _PRINT_SECONDS = 5.0
 _SHARES = [twentieth / 20 for twentieth in range(2, 20)]
 _MOST_CHUNKS = 8
-_LEAST_SHARE = 4096
-"""Tokens of the longest sequence that context parallelism leaves to a rank."""
+_LEAST_SHARE = 4096  # tokens of the longest sequence that context parallelism leaves to a rank
 _LARGEST_BUDGET = 1 << 16
 _BUDGETS = [1 << power for power in range(_LARGEST_BUDGET.bit_length())]
 _BUCKETS = (128, 32)
@@ -275,7 +274,8 @@ class _Search:
 
     def _budget_sizes(self, layout: Settings) -> list[int]:
         """Return the token budgets to try, ascending: one sequence, powers of two, and the user's."""
-        longest = tokens_on_rank(self._longest, layout[_CP])
+        models = layouts(self._config(layout))
+        longest = max(tokens_on_rank(self._longest, models[role].context_parallel_size) for role in self._shapes)
         sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu, *_BUDGETS}
         return sorted(size for size in sizes if longest <= size <= max(_LARGEST_BUDGET, longest))
 

@@ -160,6 +160,7 @@ class _Model:
             "dtype",
             "sequence_parallel",
             "recompute_granularity",
+            "tensor_model_parallel_size",
             "context_parallel_size",
             "cp_comm_type",
         )

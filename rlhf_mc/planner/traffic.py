@@ -106,7 +106,7 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
             fits = (
                 size for size in mesh.context_sizes if tokens_on_rank(math.ceil(lengths.total), size) <= budgets[phase]
             )
-            mesh = replace(mesh, cp=next(fits), dynamic_cp=False)
+            mesh = replace(mesh, cp=next(fits, mesh.cp), dynamic_cp=False)
         sequences = math.ceil(count / mesh.dp)
         micro_batches = math.ceil(sequences / max(1, int(budgets[phase] * mesh.cp // lengths.total)))
         # Virtual pipeline chunks need a multiple of the stages.
