@@ -13,6 +13,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rlhf_mc import platform
+from rlhf_mc.config.roles import tokens_on_rank
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.context_parallel import ONE_RANK, Context, joined
 from rlhf_mc.models.layers import PackedSequences, pack
@@ -51,8 +52,9 @@ class MicroBatch:
         return own if context.size == 1 else joined(own, self.own_results, len(self.response_index), context)
 
 
+_DUMMY_TOKENS = 2
 _DUMMY = RaggedBatch(
-    tokens=torch.zeros(2, dtype=torch.int32),
+    tokens=torch.zeros(_DUMMY_TOKENS, dtype=torch.int32),
     prompt_lens=torch.ones(1, dtype=torch.int64),
     response_lens=torch.ones(1, dtype=torch.int64),
     rollout_log_probs=torch.zeros(1),
@@ -66,10 +68,13 @@ def packed_lengths(
 ) -> list[int]:
     """Return this rank's number of tokens of each micro-batch, as `pack_micro_batch` packs and pads it."""
 
+    all_lens = batch.seq_lens.tolist()
+
     def tokens(indices: Sequence[int], context: Context) -> int:
-        lens = batch.seq_lens.numpy()[list(indices)] if indices else _DUMMY.seq_lens.numpy()
+        lens = [all_lens[i] for i in indices] or [_DUMMY_TOKENS]
         unit = context.multiple(multiple_of)
-        return -(-int(context.padded(lens).sum()) // unit) * unit // context.size
+        total = sum(tokens_on_rank(length, context.size) * context.size for length in lens)
+        return -(-total // unit) * unit // context.size
 
     return list(map(tokens, micro_batches, contexts))
 
