@@ -183,7 +183,7 @@ def _head_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: 
         return states
     # The gradient takes the place of the logits, with the entropy's beside it, and is copied into the weights' type.
     narrow = 0 if megatron.dtype == "float32" else itemsize
-    gradient = narrow + (_FLOAT32 if entropy else 0)
+    gradient = (narrow if cuda else 2 * narrow) + (_FLOAT32 if entropy else 0)
     weight = _columns(shape, megatron) * shape.hidden_size * (_FLOAT32 + narrow)
     return states + _logit_bytes(shape, megatron, logits, cuda, gradient) + weight
 
@@ -192,8 +192,7 @@ def _logit_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda:
     """Return the bytes of a chunk of logits, with `gradient` bytes beside each; 0 for a value head."""
     if shape.value_head:
         return 0.0
-    # A product in another type than float32 is copied into it.
-    product = _FLOAT32 if cuda or megatron.dtype == "float32" else _FLOAT32 + ITEMSIZES[megatron.dtype]
+    product = _FLOAT32 if cuda else 2 * _FLOAT32  # on a CPU with its float32 copy
     columns = _columns(shape, megatron)
     chunk = min(logits, max(1, CHUNK_LOGITS * (GPU_CHUNKS if cuda else 1) // columns))
     return chunk * columns * (product + gradient)

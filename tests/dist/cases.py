@@ -113,10 +113,10 @@ def corrupt_a_weight_update(
     with built_run(config_path, [*layout_overrides(tp, 1, rollout_tp), *overrides]) as run:
         original = weight_sync.verify
 
-        def corrupt_then_verify(plan: Any, source: Any, target: Any, group: Any) -> None:
+        def corrupt_then_verify(plan: Any, source: Any, target: Any, *rest: Any) -> None:
             if dist.get_rank() == rank:
                 target[name].view(-1)[-1] += 1.0
-            original(plan, source, target, group)
+            original(plan, source, target, *rest)
 
         weight_sync.verify = corrupt_then_verify
         try:

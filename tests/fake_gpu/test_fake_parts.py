@@ -20,6 +20,7 @@ NOT_EXECUTED = {
     "profile": "the same, and the allocator's history",
     "quickstart": "vLLM",
     "sleep": "vLLM",
+    "sleep_graphs": "vLLM",
     "aliased_weights": "vLLM",
     "step_speed": "vLLM",
 }

@@ -223,5 +223,5 @@ def test_every_shipped_config_loads(path: Path) -> None:
     """Validate it with the smallest world of its layout."""
     cfg = load_config(str(path), [])
     layout = cfg.actor.megatron
-    world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
     check_config(cfg, world * layout.expert_model_parallel_size * cfg.rollout.tensor_model_parallel_size)

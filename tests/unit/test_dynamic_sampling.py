@@ -23,6 +23,7 @@ from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import generate, rollout
+from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.rollout import SampledGroups, TooFewGroups, differ, filtered_rollout, metric_values
 from rlhf_mc.trainer.step_state import StepState, begin_step
 
@@ -108,7 +109,7 @@ class Drawing:
 def run_with(config_file: Path, *overrides: str, num_prompts: int = 6) -> tuple[Any, StepState, StopRequests]:
     sizes = ("data.train_batch_size=2", "data.gen_batch_size=3", "actor.ppo_mini_batch_size=1")
     cfg = load(config_file, *ON, *sizes, *overrides)
-    run = SimpleNamespace(config=cfg, train_prompts=[None] * num_prompts)
+    run = SimpleNamespace(config=cfg, train_prompts=[None] * num_prompts, group_pool=GroupPool())
     return run, begin_step(4, RankStatus()), StopRequests(cfg.trainer)
 
 

@@ -178,6 +178,7 @@ def test_geo_mean_weighs_a_sequence_by_the_geometric_mean(name: str, monkeypatch
     cfg = ActorConfig(loss_agg_mode="seq-mean-token-mean")
     terms = update.ActorTerms(POLICY_LOSSES[name], 0.0, 0.0, 1, torch.Generator())
     micro = SimpleNamespace(targets=torch.zeros(3, dtype=torch.int64), response_index=torch.arange(3))
+    micro.all_results = lambda own: own
     loss, _ = update.actor_objective(mini, cfg, 8, 1.0, terms)(None, torch.zeros(3, 1, 1), micro)
     if name == "geo_mean":
         expected = [-math.exp(0.15) * math.sqrt(0.5 * 2.0), 2.0 * math.exp(-0.1) * 0.25]
