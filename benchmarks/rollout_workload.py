@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_mc.config.roles import has_pool
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.patching import replaced
@@ -233,9 +234,8 @@ def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) 
     """Run the rollouts of the steps. Call is_counted before each one. Return of the counted steps: tokens that are
     trained on, tokens that were drawn and are not drawn again, mean ages of the trained tokens."""
     rollout = run.config.rollout
-    has_pool = rollout.partial_rollout or rollout.tail_batching
     pooled = functools.partial(pooled_rollout.pooled_rollout, needed=workload.batch_size)
-    rollout_of_step = pooled if has_pool else generate.generate_batch
+    rollout_of_step = pooled if has_pool(rollout) else generate.generate_batch
     warm_up = WARM_UP if rollout.partial_rollout else 0
     tokens = 0
     kept = 0

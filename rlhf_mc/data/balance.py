@@ -82,6 +82,10 @@ def plan_micro_batches(
     return plan
 
 
+DUMMY_TOKENS = 2
+"""Tokens of a micro-batch without sequences."""
+
+
 class Shared(list[int]):
     """The sequences of a micro-batch that neighbouring ranks share by context parallelism."""
 

@@ -67,7 +67,7 @@ ONE_RANK = Context()
 
 
 def _group(groups: ProcessGroups, size: int) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = getattr(groups.collection, "cp" if size == groups.mesh.cp else context_group(size))
+    group: dist.ProcessGroup = getattr(groups.collection, context_group(groups.mesh, size))
     return group
 
 

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rlhf_mc import platform
 from rlhf_mc.config.roles import tokens_on_rank
+from rlhf_mc.data.balance import DUMMY_TOKENS
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.context_parallel import ONE_RANK, Context, joined
 from rlhf_mc.models.layers import PackedSequences, pack
@@ -52,9 +53,8 @@ class MicroBatch:
         return own if context.size == 1 else joined(own, self.own_results, len(self.response_index), context)
 
 
-_DUMMY_TOKENS = 2
 _DUMMY = RaggedBatch(
-    tokens=torch.zeros(_DUMMY_TOKENS, dtype=torch.int32),
+    tokens=torch.zeros(DUMMY_TOKENS, dtype=torch.int32),
     prompt_lens=torch.ones(1, dtype=torch.int64),
     response_lens=torch.ones(1, dtype=torch.int64),
     rollout_log_probs=torch.zeros(1),
@@ -67,11 +67,10 @@ def packed_lengths(
     batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int, contexts: Sequence[Context]
 ) -> list[int]:
     """Return this rank's number of tokens of each micro-batch, as `pack_micro_batch` packs and pads it."""
-
     all_lens = batch.seq_lens.tolist()
 
     def tokens(indices: Sequence[int], context: Context) -> int:
-        lens = [all_lens[i] for i in indices] or [_DUMMY_TOKENS]
+        lens = [all_lens[i] for i in indices] or [DUMMY_TOKENS]
         unit = context.multiple(multiple_of)
         total = sum(tokens_on_rank(length, context.size) * context.size for length in lens)
         return -(-total // unit) * unit // context.size

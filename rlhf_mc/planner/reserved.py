@@ -27,15 +27,14 @@ ENGINE = 394 << 20
 """FlashInfer's workspace in vLLM, which stays while vLLM sleeps (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE)."""
 _COLLECTIVES: tuple[tuple[Axis, ...], ...] = (
     ("tp",),
-    ("cp",),
     ("pp",),
     ("ep",),
     ("expert_dp",),
     ("cp", "dp"),
     ("tp", "cp", "dp", "pp"),
 )
-"""Axes of a mesh that the groups of a model's collectives span: activations, keys and values, stages, experts,
-gradients, the world."""
+"""Axes of a mesh that the groups of a model's collectives span: activations, stages, experts, gradients, the world.
+Keys and values have the groups of Mesh.context_blocks."""
 
 
 def reserved_bytes(meshes: Iterable[Mesh], gpus_per_node: int, rollout_tp: int, engine_is_awake: bool) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch, token_budgets, tokens_on_rank
 from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.data.balance import DUMMY_TOKENS
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
@@ -70,10 +71,6 @@ def plan_traffic(
         received = [_received(phase, collectives, rank, gpus_per_node) for rank, collectives in enumerate(by_rank)]
         traffic.append(max(received, key=_load))
     return [transfer for transfers in traffic for transfer in transfers]
-
-
-DUMMY_TOKENS = 2
-"""Of a dummy micro-batch (models/forward.py)."""
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,10 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
             of_mesh[mesh] = groups(mesh)
     # Of the world for weight updates and exports, of the stages for Megatron-Core's schedules, of the context-parallel
     # ranks for the keys and values that Transformer Engine passes on.
-    collections = [made.collection for made in of_mesh.values()]
-    connected = [dist.group.WORLD, *(group for made in collections for group in (made.pp, made.cp))]
-    for mesh, groups_of_mesh in of_mesh.items():
-        smaller = [size for size in mesh.context_sizes if size < mesh.cp]
-        connected += [getattr(groups_of_mesh.collection, context_group(size)) for size in smaller]
+    connected = [dist.group.WORLD]
+    for mesh, built in of_mesh.items():
+        names = ("pp", *(context_group(mesh, size) for size in mesh.context_sizes))
+        connected += [getattr(built.collection, name) for name in names]
     chunked = [made.collection.pp for mesh, made in of_mesh.items() if mesh.vpp > 1]
     _connect(connected, chunked, _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds)
     return {role: of_mesh[mesh] for role, mesh in meshes.items()}
@@ -173,15 +172,15 @@ def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Return the rank lists of all groups of each kind, by name in ProcessGroupCollection."""
     ranks = {name: mesh.groups_along(*axes) for name, axes in _AXES.items()}
     ranks["embd"] = [sorted({stages[0], stages[-1]}) for stages in ranks["pp"]]
-    ranks |= {context_group(size): mesh.context_blocks(size) for size in (1, *mesh.context_sizes) if size < mesh.cp}
+    ranks |= {context_group(mesh, size): mesh.context_blocks(size) for size in (1, *mesh.context_sizes)}
     ranks["pos_embd"] = [stages[:1] for stages in ranks["pp"]]
     return ranks
 
 
-def context_group(size: int) -> str:
-    """Return the name of the groups of `size` ranks that share a micro-batch, where not all context-parallel ranks do:
-    with dynamic context parallelism, and in a dummy."""
-    return f"cp_{size}"
+def context_group(mesh: Mesh, size: int) -> str:
+    """Return the name of the groups of `size` ranks that share a micro-batch: all context-parallel ranks, or fewer with
+    dynamic context parallelism and in a dummy."""
+    return "cp" if size == mesh.cp else f"cp_{size}"
 
 
 @contextlib.contextmanager
