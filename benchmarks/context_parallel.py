@@ -30,12 +30,13 @@ from rlhf_mc.architectures.operations import BACKWARD, forward_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.roles import tokens_on_rank
-from rlhf_mc.data.balance import Shared, plan_micro_batches, plan_shared
+from rlhf_mc.data.balance import Shared, num_sharing_ranks
 from rlhf_mc.json_files import read
 from rlhf_mc.planner.collectives import Passes, PassTokens
 from rlhf_mc.planner.gpus import GPUS, Machine
 from rlhf_mc.planner.published import MODELS
 from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.token_budget import micro_batches_by_replica, my_micro_batches
 
 TP = 2
 GPUS_PER_NODE = 8
@@ -52,15 +53,6 @@ def long_tailed(count: int, median: int, sigma: float, longest: int) -> list[int
     draw = random.Random(0)
     lens = [min(longest, max(PROMPT + 1, int(draw.lognormvariate(0.0, sigma) * median))) for _ in range(count - 1)]
     return [longest, *lens]
-
-
-def plan(lens: Sequence[int], ranks: int, cp: int, dynamic: bool, budget: int, shape: ModelShape) -> list[list[Shared]]:
-    """Return the micro-batches of each rank, as trainer/token_budget.py does."""
-    if dynamic:
-        return plan_shared(lens, ranks, cp, budget, shape.sequence_cost, tokens_on_rank)
-    padded = [tokens_on_rank(n, cp) * cp for n in lens]
-    fixed = plan_micro_batches(padded, ranks // cp, budget * cp, shape.sequence_cost)
-    return [[Shared(group, cp) for group in of_replica] for of_replica in fixed for _ in range(cp)]
 
 
 def planned_seconds(lens: Sequence[int], micro_batches: list[list[Shared]], shape: ModelShape, world: int) -> float:
@@ -107,7 +99,9 @@ def bounds() -> None:
             if ranks % cp or tokens_on_rank(longest, cp) > budget:
                 continue
             for dynamic in (False, True):
-                micro_batches = plan(lens, ranks, cp, dynamic, budget, shape)
+                mesh = Mesh(world, TP, 1, cp=cp, dynamic_cp=dynamic)
+                plan = micro_batches_by_replica(lens, mesh, budget, shape.sequence_cost)
+                micro_batches = [[Shared(micro, num_sharing_ranks(micro, cp)) for micro in each] for each in plan]
                 name = f"{'1 to ' if dynamic else ''}{cp}"
                 times[name] = (planned_seconds(lens, micro_batches, shape, world), len(micro_batches[0]))
         best = min(seconds for name, (seconds, _) in times.items() if not name.startswith("1 to"))
@@ -125,7 +119,6 @@ def measure(directory: str, rounds: int) -> None:
 
     from rlhf_mc.config.schema import OptimConfig
     from rlhf_mc.data.batch import RaggedBatch
-    from rlhf_mc.trainer.token_budget import my_micro_batches
 
     dist.init_process_group("gloo")
     world = dist.get_world_size()

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import tokens_on_rank
-from rlhf_mc.data.balance import plan_micro_batches, plan_shared
+from rlhf_mc.data.balance import Cost, plan_micro_batches, plan_shared
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
 from rlhf_mc.models.memory_recovery import OutOfMemory
 from rlhf_mc.runtime.console import print_line
+from rlhf_mc.topology.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,17 @@ def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Se
     """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: a rank's tokens of one."""
     mesh = engine.groups.mesh
     at = engine.groups.coordinate
-    lens = batch.seq_lens.tolist()
-    cost = engine.shape.sequence_cost
+    plan = micro_batches_by_replica(batch.seq_lens.tolist(), mesh, budget, engine.shape.sequence_cost)
+    return plan[at.dp * mesh.cp + at.cp]
+
+
+def micro_batches_by_replica(
+    seq_lens: Sequence[int], mesh: Mesh, budget: int, cost: Cost
+) -> Sequence[Sequence[list[int]]]:
+    """Return the sequences of the micro-batches of each replica, context-parallel ranks included: [replica][number].
+    budget: a rank's tokens of one."""
     if mesh.dynamic_cp:
-        return plan_shared(lens, mesh.replicas, mesh.cp, budget, cost, tokens_on_rank)[at.dp * mesh.cp + at.cp]
-    padded = [tokens_on_rank(length, mesh.cp) * mesh.cp for length in lens]
-    return plan_micro_batches(padded, mesh.dp, budget * mesh.cp, cost)[at.dp]
+        return plan_shared(seq_lens, mesh.replicas, mesh.cp, budget, cost, tokens_on_rank)
+    padded = [tokens_on_rank(length, mesh.cp) * mesh.cp for length in seq_lens]
+    plan = plan_micro_batches(padded, mesh.dp, budget * mesh.cp, cost)
+    return [micro_batches for micro_batches in plan for _ in range(mesh.cp)]
