@@ -123,8 +123,8 @@ def test_an_import_error_matters_only_on_a_gpu(install: Install, monkeypatch: py
 
 @pytest.fixture
 def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Replace Transformer Engine's selection of an attention backend, and its attention. Yield what the selection answers
-    (flash, fused), what it was asked, and what the attention's gradients are multiplied by."""
+    """Replace Transformer Engine's selection of an attention backend, and its attention. Yield what the selection
+    answers (flash, fused), what it was asked, and what the attention's gradients are multiplied by."""
     found = SimpleNamespace(flash=False, fused=False, asked=[], gradients=1.0)
 
     def get_attention_backend(params: SimpleNamespace) -> tuple[object, ...]:
@@ -180,7 +180,9 @@ def test_an_attention_with_wrong_gradients_is_not_used(
     selection.gradients = 3.0
     with caplog.at_level(logging.WARNING):
         assert not has_packed_attention(torch.bfloat16, 8, 2, 256)
-    line = "gradients of attention that are wrong by 2 times their norm for packed sequences in bfloat16 with heads of 256"
+    line = (
+        "gradients of attention that are wrong by 2 times their norm for packed sequences in bfloat16 with heads of 256"
+    )
     assert line in caplog.text and "cuDNN 91900" in caplog.text
     has_packed_attention.cache_clear()
     selection.gradients = 1.02
