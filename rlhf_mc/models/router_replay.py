@@ -87,7 +87,7 @@ class ExpertReplay:
         layers with experts, or with R2 in those of this rank's stage."""
         self._groups = groups
         self._k = shape.experts_per_token
-        self._itemsize = 1 if shape.num_experts <= 256 else 2
+        self._choice_bytes = shape.choice_bytes
         self._shards = groups.mesh.tp if chunks[0].config.sequence_parallel else 1
         self._shard = groups.coordinate.tp % self._shards
         self._recomputes = chunks[0].config.recompute_granularity == "full"
@@ -122,7 +122,7 @@ class ExpertReplay:
         wanted = np.zeros(batch.num_sequences, np.bool_)
         wanted[[i for indices in micro_batches for i in indices]] = True
         num_layers = len(self._columns[self._groups.coordinate.pp])
-        row_bytes = num_layers * self._k * self._itemsize
+        row_bytes = num_layers * self._choice_bytes
         if self._records:
             self._sequences = np.flatnonzero(wanted)
             rows = torch.zeros((self._lens[self._sequences].sum() + 1) * row_bytes, dtype=torch.uint8)
@@ -130,7 +130,9 @@ class ExpertReplay:
         else:
             rows = self._exchange(wanted, row_bytes)
         # torch indexes no uint16. The last row is of the tokens without a choice.
-        self._choices = rows.view(torch.uint8 if self._itemsize == 1 else torch.int16).view(-1, num_layers, self._k)
+        self._choices = rows.view(torch.uint8 if self._choice_bytes == self._k else torch.int16).view(
+            -1, num_layers, self._k
+        )
         segments = np.stack([self._lens, np.ones_like(self._lens)], axis=1).ravel()
         row_of = np.full(segments.sum() + 1, -1)
         row_of[ragged_indices(segments, 2 * self._sequences)] = np.arange(len(self._choices) - 1)

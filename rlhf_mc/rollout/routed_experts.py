@@ -18,7 +18,7 @@ class RoutedExperts:
 
     def __init__(self, shape: ModelShape) -> None:
         self._layers = shape.expert_layers
-        self._dtype = np.uint8 if shape.num_experts <= 256 else np.uint16
+        self._dtype = np.uint8 if shape.choice_bytes == shape.experts_per_token else np.uint16
         self._step: dict[int, torch.Tensor] = {}
         """By layer, the choices of the last step: [tokens, k]."""
         self._parts: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)

@@ -28,8 +28,9 @@ from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer import loop, step_state
 
 BUDGET = 24
-Results = tuple[torch.Tensor, dict[str, torch.Tensor], float]
-"""Log-probs [R], gradients by the checkpoint's names, the share of choices that the routers would not have made."""
+Results = tuple[torch.Tensor, dict[str, np.ndarray], float]
+"""Log-probs [R], gradients by the checkpoint's names (arrays: each tensor would be sent as an open file), the share of
+choices that the routers would not have made."""
 
 
 def replaying_engine(checkpoint: str, groups: ProcessGroups, mode: str, **megatron: Any) -> ModelEngine:
@@ -40,10 +41,10 @@ def replaying_engine(checkpoint: str, groups: ProcessGroups, mode: str, **megatr
     return engine
 
 
-def _gradients(engine: ModelEngine, batch: RaggedBatch) -> dict[str, torch.Tensor]:
+def _gradients(engine: ModelEngine, batch: RaggedBatch) -> dict[str, np.ndarray]:
     engine.backward(batch, my_micro_batches(engine, batch, BUDGET), objective(engine, batch, "token-mean"))
     grads = {name: param.main_grad for name, param in engine.named_parameters().items() if param.requires_grad}
-    return logical_tensors(engine, grads)
+    return {name: grad.numpy() for name, grad in logical_tensors(engine, grads).items()}
 
 
 def _log_probs(engine: ModelEngine, batch: RaggedBatch) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,8 +180,8 @@ def test_choices_match_transformers(
             own, of_reversed = own_choices[model]
             check(f"{what}, recorded", before, own)
             assert before[2] == 0.0
-            check(f"{what}, reversed", (own[0], *after[1:]), (own[0], of_reversed[1]))
-            assert after[2] > 0.5
+            check(f"{what}, reversed", after, (own[0], of_reversed[1]))
+            assert after[2] > 0.1, what
 
 
 def chosen_experts(checkpoint: str, batch: RaggedBatch) -> list[np.ndarray]:
@@ -207,7 +206,7 @@ def check(what: str, found: replay_cases.Results, wanted: Results) -> None:
     assert error < 1e-5, f"{what}: log-probs off by {error:.1e}"
     assert found[1].keys() == wanted[1].keys()
     for tensor, want in wanted[1].items():
-        error = float((found[1][tensor] - want).abs().max() / want.abs().max().clamp_min(1e-12))
+        error = float((torch.from_numpy(found[1][tensor]) - want).abs().max() / want.abs().max().clamp_min(1e-12))
         assert error < 1e-4, f"{what}, {tensor}: gradient off by {error:.1e} of the largest"
 
 
@@ -218,3 +217,53 @@ def test_sequence_without_choices(pool: Any, checkpoints: dict[str, str], batch:
             "algorithm.router_replay is rollout; the rollout engine has returned no experts for 1 of 5 responses: set"
             " it to recompute or off"
         )
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, dict[str, float], float]]]:
+    """Return for each run replay_cases.two_steps, in bfloat16, where engine and trainer choose differently."""
+    directory = make_workspace(
+        tmp_path_factory.mktemp("replayed_runs"),
+        family="qwen3_moe",
+        tied=False,
+        num_hidden_layers=4,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+    )
+    actor = {"megatron": {"dtype": "bfloat16"}, "ppo_epochs": 1}
+    algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
+    config = write_config(directory, actor=actor, algorithm=algorithm, rollout={"n": 4}, trainer={"test_freq": -1})
+    tail = "rollout.tail_batching=true"
+    layout = ["actor.megatron.pipeline_model_parallel_size=2", "rollout.tensor_model_parallel_size=2", tail]
+    overrides = {
+        "default": [],
+        "rollout": [*layout, "algorithm.router_replay=rollout"],
+        "recompute": ["algorithm.router_replay=recompute"],
+        "off": ["algorithm.router_replay=off"],
+    }
+    found = {}
+    for name, changes in overrides.items():
+        found[name], other = pool(2).run(replay_cases.two_steps, config_path=str(config), overrides=changes)
+        assert [digest for digest, _, _ in found[name]] == [digest for digest, _, _ in other]
+    return found
+
+
+def test_updates_use_the_replayed_experts(runs: dict[str, list[tuple[str, dict[str, float], float]]]) -> None:
+    for name in ("default", "rollout", "recompute"):
+        for _, metrics, differing in runs[name]:
+            assert differing == 0.0, name
+            assert ("training/expert_choices_diff" in metrics) == (name != "recompute")
+            # The routers alone would have chosen other experts for some tokens.
+            assert 0.0 < metrics.get("training/expert_choices_diff", 0.01) < 0.2, name
+    assert not any(key.endswith("expert_choices_diff") for _, metrics, _ in runs["off"] for key in metrics)
+
+
+def test_log_probs_agree_with_the_engines(runs: dict[str, list[tuple[str, dict[str, float], float]]]) -> None:
+    """Compare the first step, whose tokens are the same in all runs of a layout."""
+    key = "training/rollout_logprobs_diff_"
+    first = {name: steps[0][1] for name, steps in runs.items()}
+    assert len({steps[0][0] for name, steps in runs.items() if name != "rollout"}) == 1
+    assert first["recompute"][f"{key}mean"] == first["off"][f"{key}mean"]
+    for statistic in ("mean", "max"):
+        assert first["default"][key + statistic] < 0.7 * first["off"][key + statistic]
