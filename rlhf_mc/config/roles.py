@@ -52,15 +52,15 @@ def uses_reference(cfg: Config) -> bool:
 
 def router_replay(cfg: Config, has_experts: bool) -> RouterReplayMode:
     """Return the run's router replay. has_experts: of the actor. Raise UserError if the run cannot have it."""
-    key = f"algorithm.router_replay is {cfg.algorithm.router_replay}"
-    mode = cfg.algorithm.router_replay or ("rollout" if has_experts else "off")
+    given = cfg.algorithm.router_replay
+    mode = given or ("rollout" if has_experts else "off")
+    key = f"algorithm.router_replay is {given or 'null, which is rollout for a model with experts'}"
     if mode != "off" and not has_experts:
         raise UserError(f"{key}; the model of model.path has no experts: set it to off or null")
     if mode == "rollout" and cfg.rollout.partial_rollout:
         raise UserError(
-            f"{key if cfg.algorithm.router_replay else key + ', which is rollout for a model with experts'}, and"
-            " rollout.partial_rollout is true; the experts of responses that are kept for later steps are not stored:"
-            " set it to recompute or off"
+            f"{key}, and rollout.partial_rollout is true; the experts of responses that are kept for later steps are"
+            " not stored: set it to recompute or off"
         )
     return mode
 

@@ -153,20 +153,27 @@ class ExpertReplay:
         bytes on the device; _sequences gets their order."""
         mesh = self._groups.mesh
         rank = self._groups.rank
-        holds = np.array([number in self.held for number in self._numbers], np.bool_)
+        held_bytes = row_bytes if self.mode == "recompute" else sum(map(len, self._columns)) * self._choice_bytes
+        lens = zip(self._numbers, self._lens.tolist(), strict=True)
+        holds = np.array(
+            [n in self.held and self.held[n].nbytes == length * held_bytes for n, length in lens], np.bool_
+        )
         bits = gather_vectors(torch.from_numpy(np.packbits([wanted, holds], axis=1).ravel())).numpy()
         flags = np.unpackbits(bits.reshape(mesh.world, 2, -1), axis=2, count=len(holds)).astype(np.bool_)
-        wants, has = flags[:, 0], flags[:, 1]
+        wants = flags[:, 0]
+        has = flags[:, 1]
         if missing := int((wants.any(0) & ~has.any(0)).sum()):
             raise UserError(
-                f"algorithm.router_replay is {self.mode}; the rollout engine has returned no experts for {missing} of"
-                f" {len(holds)} responses: set it to recompute or off"
+                f"algorithm.router_replay is {self.mode}; for {missing} of {len(holds)} responses the rollout engine"
+                " has not returned the experts of all tokens but the last, in all layers with experts: set it to"
+                " recompute or off"
             )
         stages = np.array([mesh.coordinate(other).pp for other in range(mesh.world)])
         columns: list[Any] = [self._columns[stage] for stage in stages]
         if self.mode == "recompute":  # each rank holds the layers of its stage
             is_same = (stages == stages[rank])[:, None]
-            wants, has = wants & is_same, has & is_same
+            wants = wants & is_same
+            has = has & is_same
             columns = [slice(None)] * mesh.world
         has &= has.cumsum(0) == 1  # context-parallel ranks have recorded the same: the first one sends it
         outgoing = [

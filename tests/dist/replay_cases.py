@@ -99,13 +99,14 @@ def record(
 
 
 def without_choices(checkpoint: str, batch: RaggedBatch) -> None:
-    """Score a batch for which no rank holds the choices of the last sequence."""
+    """Score a batch of whose last sequences one has no choices and another those of one layer less."""
     with mesh_groups(1, 1) as groups:
         engine = replaying_engine(checkpoint, groups, "rollout")
         assert engine.replay is not None and batch.numbers is not None
         shape = engine.shape
-        for number, length in list(zip(batch.numbers.tolist(), batch.seq_lens.tolist(), strict=True))[:-1]:
-            size = (length - 1, len(shape.expert_layers), shape.experts_per_token)
+        *numbers, last, _ = batch.numbers.tolist()
+        for number, length in zip([*numbers, last], batch.seq_lens.tolist(), strict=False):
+            size = (length - 1, len(shape.expert_layers) - (number == last), shape.experts_per_token)
             engine.replay.held[number] = np.zeros(size, np.uint8)
         _log_probs(engine, batch)
 
@@ -120,7 +121,9 @@ def counted_choices(engine: ModelEngine) -> Iterator[Callable[[], float]]:
     batches: list[RaggedBatch] = []
     micros: list[MicroBatch] = []
     assert engine.replay is not None
-    passes, routing, route = engine.replay.passes, engine.replay.routing, TopKRouter.routing
+    passes = engine.replay.passes
+    routing = engine.replay.routing
+    route = TopKRouter.routing
     layers = engine.shape.expert_layers
 
     def watched_passes(batch: RaggedBatch, micro_batches: Any, forward_only: bool) -> Any:

@@ -214,8 +214,8 @@ def test_sequence_without_choices(pool: Any, checkpoints: dict[str, str], batch:
     for ok, error in pool(2).outcomes(replay_cases.without_choices, checkpoint=checkpoints["qwen3_moe"], batch=batch):
         assert not ok and error[0] == "UserError"
         assert error[1] == (
-            "algorithm.router_replay is rollout; the rollout engine has returned no experts for 1 of 5 responses: set"
-            " it to recompute or off"
+            "algorithm.router_replay is rollout; for 2 of 5 responses the rollout engine has not returned the experts"
+            " of all tokens but the last, in all layers with experts: set it to recompute or off"
         )
 
 
