@@ -227,7 +227,7 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
         family="qwen3_moe",
         tied=False,
         num_hidden_layers=4,
-        num_experts=16,
+        num_experts=32,
         num_experts_per_tok=4,
         moe_intermediate_size=32,
     )
