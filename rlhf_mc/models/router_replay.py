@@ -129,13 +129,13 @@ class ExpertReplay:
             rows = rows.to(platform.device())
         else:
             rows = self._exchange(wanted, row_bytes)
+        num_rows = self._lens[self._sequences].sum()
         # torch indexes no uint16. The last row is of the tokens without a choice.
-        self._choices = rows.view(torch.uint8 if self._choice_bytes == self._k else torch.int16).view(
-            -1, num_layers, self._k
-        )
+        dtype = torch.uint8 if self._choice_bytes == self._k else torch.int16
+        self._choices = rows.view(dtype).view(num_rows + 1, num_layers, self._k)
         segments = np.stack([self._lens, np.ones_like(self._lens)], axis=1).ravel()
         row_of = np.full(segments.sum() + 1, -1)
-        row_of[ragged_indices(segments, 2 * self._sequences)] = np.arange(len(self._choices) - 1)
+        row_of[ragged_indices(segments, 2 * self._sequences)] = np.arange(num_rows)
         (self._row_of,) = platform.to_device([torch.from_numpy(row_of)])
         """[T + 1] int64: of each token of the batch, the row of _choices; -1 of those without, and as the last one."""
         try:

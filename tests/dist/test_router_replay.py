@@ -24,11 +24,11 @@ pytestmark = pytest.mark.dist
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe", "num_hidden_layers": 4},
-    # A dense layer among those with experts, and identifiers of more than 8 bits.
+    # The first of two stages has no experts, whose numbers have more than 8 bits.
     "mixed": {
         "family": "qwen3_moe",
         "num_hidden_layers": 4,
-        "mlp_only_layers": [1],
+        "mlp_only_layers": [0, 1, 3],
         "num_experts": 264,
         "moe_intermediate_size": 16,
     },
