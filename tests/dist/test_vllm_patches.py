@@ -56,7 +56,7 @@ def test_the_patches_are_of_the_installed_version() -> None:
 
 
 def test_ranks_of_an_engine_return_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the patch all ranks but the first return none, and the scheduler of such a rank fails."""
+    """Show that without the patch all ranks but the first return none, and that the scheduler of such a rank fails."""
     capturer = SimpleNamespace(shape_per_token=(1, 2), output_dtype_name="uint8")
     monkeypatch.setattr(worker, "RoutedExpertsCapturer", lambda **settings: capturer)
     monkeypatch.setattr(worker, "bind_routed_experts_capturer", lambda *args: None)
