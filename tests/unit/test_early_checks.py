@@ -18,6 +18,7 @@ from rlhf_mc.config import paths
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.reward_schema import unnamed
+from rlhf_mc.config.roles import router_replay
 from rlhf_mc.data.source import write_prompts
 from rlhf_mc.runtime import error_report
 from rlhf_mc.setup.early_checks import check_early
@@ -79,7 +80,7 @@ def test_valid_config_passes(directory: Path) -> None:
 
 
 def test_every_path_setting_is_classified() -> None:
-    named = {unnamed(key) for key in dotted_keys() if key.endswith(("path", "_files", "_dir", "replay"))}
+    named = {unnamed(key) for key in dotted_keys() if key.endswith(("path", "_files", "_dir", ".replay"))}
     assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT, *paths.OTHER_OUTPUTS}
 
 
@@ -220,19 +221,19 @@ def test_a_dense_model_replays_no_experts(directory: Path, value: str) -> None:
 def test_replayed_experts_of_kept_responses_are_refused(directory: Path) -> None:
     _edit(directory, **EXPERTS)
     partial = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token"]
-    reason = (
-        "and rollout.partial_rollout is true; the experts of responses that are kept for later steps are not stored:"
-        " set it to recompute or off"
-    )
-    assert error_of(directory, *partial) == (
-        f"algorithm.router_replay is null, which is rollout for a model with experts, {reason}"
-    )
     assert error_of(directory, *partial, "algorithm.router_replay=rollout") == (
-        f"algorithm.router_replay is rollout, {reason}"
+        "algorithm.router_replay is rollout, and rollout.partial_rollout is true; the experts of responses that are"
+        " kept for later steps are not stored: set it to recompute, off or null"
     )
     for value in ("recompute", "off"):
         check(directory, *partial, f"algorithm.router_replay={value}")
     check(directory, "rollout.tail_batching=true")
+    bypass_mode = "algorithm.rollout_correction.bypass_mode"
+    defaults = {(): "rollout", (partial[0], partial[1]): "recompute", (partial[0], f"{bypass_mode}=true"): "off"}
+    for settings, mode in defaults.items():
+        cfg = load_config(str(directory / "config.yaml"), settings)
+        assert router_replay(cfg, has_experts=True) == mode
+        assert router_replay(cfg, has_experts=False) == "off"
     bypass = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.router_replay=recompute"]
     assert "algorithm.router_replay is recompute, which replays the choices of the pass that" in error_of(
         directory, *bypass
