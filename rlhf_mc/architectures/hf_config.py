@@ -62,6 +62,8 @@ SUPPORTED = frozenset(
 LLAMA_LIKE = frozenset({"llama", "mistral"})
 """Families that vLLM builds from its llama layers."""
 GLM = frozenset({"glm4_moe"})
+WINDOWED = frozenset({"gpt_oss"})
+"""Families in which every other layer has a sliding window."""
 QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe"})
 """Families whose sliding_window takes effect only if use_sliding_window is true."""
 
@@ -107,6 +109,8 @@ RESTRICTED: Mapping[str, Restriction] = {
     "attn_type_list": Restriction((), "all layers have the same attention"),
     "block_configs": Restriction((), "all layers have the same configuration"),
     "per_layer_config": Restriction((), "all layers have the same configuration"),
+    "swiglu_alpha": Restriction((1.702,), "vLLM and Megatron-Core compute no other"),
+    "swiglu_limit": Restriction((7,), "vLLM computes no other"),
     "target_layer_count": Restriction((), "draft models are not supported"),
     "shared_expert_intermediate_size": Restriction((0,), "shared experts are not supported", frozenset({"qwen3_moe"})),
     "speculators_config": Restriction((), "draft models are not supported"),
@@ -212,6 +216,8 @@ def _check_windows(config: Mapping[str, Any], family: str) -> None:
     """Raise UserError for a sliding window. qwen models have one if use_sliding_window is true, others if
     sliding_window is not null."""
     only_full = "only full attention is supported"
+    if family in WINDOWED:
+        return  # gpt_oss_config.py has checked them
     if family in QWEN:
         if flag(config, "use_sliding_window"):
             raise refused("use_sliding_window", True, only_full)
@@ -296,7 +302,7 @@ def rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> tuple[flo
     transformers 5 has both in `rope_parameters`. Earlier versions have `rope_theta` and `rope_scaling`, in which the
     first versions named the type `type`. The returned scaling has `rope_type` and only the keys that the type reads.
     "dynamic" does not scale up to max_position_embeddings, which no sequence exceeds here."""
-    key, given = _rope_dict(config)
+    key, given = rope_dict(config)
     theta = given.get("rope_theta", config.get("rope_theta", default_theta))
     if not _is_number(theta) or theta <= 0:
         raise refused("rope_theta", theta, "expected a positive number")
@@ -317,7 +323,7 @@ def rotary_fraction(config: Mapping[str, Any], default: float) -> float:
     """Return partial_rotary_factor, which is in the rotary settings or at top level. default: of the family, whose
     heads are rotated whole if it is 1. Raise UserError for a value that transformers and vLLM do not both support."""
     name = "partial_rotary_factor"
-    key, given = _rope_dict(config)
+    key, given = rope_dict(config)
     values = {f"{key}.{name}": given.get(name), name: config.get(name)}
     for where, value in values.items():
         whole = f"only 1 is supported: {_ROTATED.reason}"
@@ -331,7 +337,7 @@ def rotary_fraction(config: Mapping[str, Any], default: float) -> float:
     return float(fractions.pop()) if fractions else default
 
 
-def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return (key, value) of the rotary settings."""
     ropes = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, value in ropes.items():

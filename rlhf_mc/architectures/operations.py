@@ -3,7 +3,8 @@ matrices are counted, a multiplication and an addition each; norms, activations,
 No torch here.
 
 Causal attention counts the pairs that the mask leaves: a sequence of n tokens has n (n + 1) / 2. Kernels that also
-compute masked pairs do up to twice that. In a mixture of experts each token counts its own experts.
+compute masked pairs do up to twice that. With a sliding window it counts the pairs within, and sinks not at all. In a
+mixture of experts each token counts its own experts.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def output_flops(shape: ModelShape) -> float:
     return 2.0 * shape.hidden_size * (1 if shape.value_head else padded_vocab_size(shape.vocab_size, 1))
 
 
-def num_pairs(seq_lens: Iterable[float]) -> float:
-    """Return the pairs of a query and a key that it sees, of causal sequences of these lengths."""
-    return sum(n * (n + 1) / 2 for n in seq_lens)
+def num_pairs(seq_lens: Iterable[float], window: int = 0) -> float:
+    """Return the pairs of a query and a key that it sees, of causal sequences of these lengths. window: tokens that a
+    query sees; 0: all up to its own."""
+    seen = ((n, min(n, window or n)) for n in seq_lens)
+    return sum(most * (2 * n - most + 1) / 2 for n, most in seen)
 
 
 def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: float) -> ForwardFlops:
@@ -55,11 +58,12 @@ def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: f
     q = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
     tokens = sum(lens)
+    full = shape.num_layers - shape.num_windowed
     rows = sum(part.num_layers * (3 * part.active_ffn_size + part.num_experts) for part in shape.by_kind())
     return ForwardFlops(
         projections=tokens * shape.num_layers * (2.0 * shape.hidden_size * (2 * q + 2 * kv)),
         feed_forward=tokens * (2.0 * shape.hidden_size * rows),
-        attention=shape.num_layers * num_pairs(lens) * (4.0 * q),
+        attention=(full * num_pairs(lens) + shape.num_windowed * num_pairs(lens, shape.sliding_window)) * (4.0 * q),
         output=num_positions * output_flops(shape),
     )
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from rlhf_mc.architectures.spec import FAMILIES, LayerKind, ModelShape
 
-SPLIT_DIMS = frozenset({"q", "kv", "ffn", "expert_ffn", "shared_ffn", "vocab"})
+SPLIT_DIMS = frozenset({"q", "kv", "heads", "ffn", "expert_ffn", "shared_ffn", "vocab"})
 """Dimensions that tensor parallelism splits. A tensor has at most one of them; a tensor with none is replicated."""
 
 StagePlacement = Literal["first", "layer", "expert", "last", "last_if_not_first"]
@@ -72,6 +72,9 @@ def _attention(shape: ModelShape) -> list[Param]:
     ]
     if shape.qk_norm:
         params += [_norm(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", dim="head") for x in "qk"]
+    if shape.sinks:
+        sinks = {f"{_HF}self_attn.sinks": ("heads",)}
+        params.append(Param("layer", sinks, f"{_MC}self_attention.core_attention.softmax_offset"))
     return params
 
 
@@ -87,10 +90,17 @@ def _feed_forward(shape: ModelShape) -> list[Param]:
 def _experts(shape: ModelShape) -> list[Param]:
     names = FAMILIES[shape.family].expert_names
     expert = f"{_HF}{names.block}.experts.{{e}}."
-    gate_up = {f"{expert}{name}.weight": ("expert_ffn", "hidden") for name in (names.gate, names.up)}
-    down = {f"{expert}{names.down}.weight": ("hidden", "expert_ffn")}
+    linear: dict[str, dict[str, tuple[str, ...]]] = {
+        "linear_fc1": {expert + name: ("expert_ffn", "hidden") for name in (names.gate, names.up)},
+        "linear_fc2": {expert + names.down: ("hidden", "expert_ffn")},
+    }
     local = _MC + "mlp.experts.local_experts.{e}."
     grouped = _MC + "mlp.experts."
+    experts = []
+    for module, parts in linear.items():
+        for kind, num_dims in {"weight": 2, "bias": 1}.items() if shape.mlp_bias else [("weight", 2)]:
+            hf = {f"{part}.{kind}": dims[:num_dims] for part, dims in parts.items()}
+            experts.append(Param("expert", hf, f"{local}{module}.{kind}", f"{grouped}{module}.{kind}{{e}}"))
     others = []
     if shape.sigmoid_router:
         bias = {f"{_HF}{names.block}.gate.e_score_correction_bias": ("experts",)}
@@ -102,10 +112,9 @@ def _experts(shape: ModelShape) -> list[Param]:
         others += _linear("mlp.shared_experts.linear_fc2", {shared + names.down: ("hidden", "shared_ffn")}, bias=False)
     return [
         _norm("post_attention_layernorm", "pre_mlp_layernorm"),  # the norm before a router is not fused
-        *_linear("mlp.router", {f"{names.block}.gate": ("experts", "hidden")}, bias=False),
+        *_linear("mlp.router", {f"{names.block}.{names.router}": ("experts", "hidden")}, shape.mlp_bias),
         *others,
-        Param("expert", gate_up, local + "linear_fc1.weight", grouped + "linear_fc1.weight{e}"),
-        Param("expert", down, local + "linear_fc2.weight", grouped + "linear_fc2.weight{e}"),
+        *experts,
     ]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf_mc.architectures import hf_config
+from rlhf_mc.architectures.gpt_oss_config import DEFAULT_ROPE, check_gpt_oss
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.config.errors import UserError
 
@@ -24,8 +25,9 @@ LayerKind = Literal["dense", "moe"]
 """Kinds of layers: attention and a feed-forward network, or attention and a mixture of experts. parameters.py has the
 parameters of each."""
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""Activation functions, by transformers' names. models/gpt_model.py has the function of each."""
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+"""Activation functions, by transformers' names, and gpt_oss': g sigmoid(1.702 g) (1 + clamp(up, -7, 7)), where g is
+min(gate, 7). models/gpt_model.py has the function of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,11 @@ class Traits:
     o_bias: bool = False
     """The projection of the attention's output has a bias."""
     mlp_bias: bool = False
-    """The projections of the dense feed-forward network have biases."""
+    """The projections of the feed-forward network have biases; of a mixture of experts also the router."""
     qk_norm: bool = False
     """Each head's query and key are normalised (RMSNorm)."""
+    sinks: bool = False
+    """Each head has a sink: a trained logit beside those of the keys, whose probability goes to no value."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight."""
     scaled_embeddings: bool = False
@@ -54,10 +58,13 @@ class ExpertNames:
     """Names of a mixture of experts' modules in Hugging Face checkpoints."""
 
     block: str = "mlp"
-    """The module in a layer that has the router, `gate`, and the experts, `experts`."""
+    """The module in a layer that has the router and the experts, `experts`."""
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    in_one_tensor: bool = False
+    """Files have all experts of a layer in one tensor (architectures/packed_experts.py)."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,12 @@ class Family:
     """Values of keys that this family does not read from config.json."""
     rope_theta: float = 10000.0
     """Value of rope_theta where config.json has none."""
+    rope: Mapping[str, Any] | None = None
+    """Value of rope_parameters where config.json has neither it nor rope_scaling."""
     rotary_fraction: float = 1.0
     """Value of partial_rotary_factor where config.json has none; 1: the family's heads are rotated whole."""
+    check: Callable[[Mapping[str, Any]], None] = lambda config: None
+    """Further checks of config.json, which raise UserError."""
 
     def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return every trait of the model that a config.json describes, by name."""
@@ -146,6 +157,26 @@ FAMILIES = {
         fixed=_SPARSE_STEP,
         rotary_fraction=0.5,
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        Traits(qkv_bias=True, o_bias=True, mlp_bias=True, sinks=True),
+        is_moe=True,
+        expert_names=ExpertNames(router="router", in_one_tensor=True),
+        expert_ffn_key="intermediate_size",
+        activations={"silu": "clamped_swiglu"},
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+        },
+        fixed={"norm_topk_prob": True, **_SPARSE_STEP, **_DENSE_FIRST},
+        rope_theta=150000.0,
+        rope=DEFAULT_ROPE,
+        check=check_gpt_oss,
+    ),
     "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -180,6 +211,8 @@ class ModelShape(Traits):
     max_position_embeddings: int
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     activation: Activation = "silu"
+    sliding_window: int = 0
+    """Tokens that a query attends to in every other layer, beginning with the first; its own is one of them. 0: all."""
     num_experts: int = 0
     """Experts of each layer that has them; 0: all layers are dense."""
     dense_layers: tuple[int, ...] = ()
@@ -204,6 +237,9 @@ class ModelShape(Traits):
             raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
         family = FAMILIES[family_name]
         config = {**family.defaults, **config, **family.fixed}
+        if family.rope and not (config.get("rope_scaling") or config.get("rope_parameters")):
+            config["rope_parameters"] = family.rope
+        family.check(config)
         hf_config.check_keys(config, family_name)
         num_heads = size(config, "num_attention_heads")
         num_kv_heads = num_heads if config.get("num_key_value_heads") is None else size(config, "num_key_value_heads")
@@ -228,6 +264,7 @@ class ModelShape(Traits):
             rotary_fraction=hf_config.rotary_fraction(config, family.rotary_fraction),
             max_position_embeddings=size(config, "max_position_embeddings"),
             activation=hf_config.activation(config, family.activations),
+            sliding_window=size(config, "sliding_window") if family_name in hf_config.WINDOWED else 0,
             value_head=value_head,
             **family.traits_in(config),
             **(_moe_sizes(config, family.expert_ffn_key) if family.is_moe else {}),
@@ -237,8 +274,17 @@ class ModelShape(Traits):
         """Return the compute of a sequence of n tokens, in units of one token of a short sequence.
 
         It is n + n^2 x (dimensions of all queries) / (weights of a layer that one token uses): a product with a weight
-        takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension. The weights are the layers' mean."""
-        return num_tokens + num_tokens**2 * self._attention_cost
+        takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension, and with a window of w < n tokens
+        2 w (2 n - w). The weights are the layers' mean."""
+        seen = min(num_tokens, self.sliding_window or num_tokens)
+        windowed = self.num_windowed / self.num_layers
+        squares = (1 - windowed) * num_tokens**2 + windowed * seen * (2 * num_tokens - seen)
+        return num_tokens + squares * self._attention_cost
+
+    @property
+    def num_windowed(self) -> int:
+        """Number of layers with a sliding window."""
+        return (self.num_layers + 1) // 2 if self.sliding_window else 0
 
     @functools.cached_property
     def _attention_cost(self) -> float:
@@ -309,6 +355,7 @@ class ModelShape(Traits):
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
             "head": self.head_dim,
+            "heads": self.num_heads,
             "ffn": self.ffn_hidden_size,
             "experts": self.num_experts,
             "expert_ffn": self.expert_ffn_hidden_size,

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from rlhf_mc.architectures.packed_experts import stored_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, copy_assets, read_config
+from rlhf_mc.checkpoint.packed_tensors import logical_names, pack
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, constant_tensors, hf_layout, logical_shapes
@@ -100,8 +102,8 @@ def write_hf(
     on_rank_0(lambda: _begin(out, assets_dir), subject, group)
     rounds = range(0, len(shards), world)
     for start in counted(rounds, len(rounds), "rounds of files"):
-        names = shards[start : start + world]
-        tensors = gather([*names, *[[]] * (world - len(names))])
+        names = [logical_names(shape, of_file) for of_file in shards[start : start + world]]
+        tensors = pack(shape, gather([*names, *[[]] * (world - len(names))]))
         save = functools.partial(_save, tensors, out / STAGING / _shard_name(start + rank, len(shards)), subject)
         on_every_rank(save, subject, group)
         tensors.clear()
@@ -112,7 +114,7 @@ def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list
     """Return the tensor names of each file, in the model's order. A tensor above the limit has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, size in logical_shapes(shape).items():
+    for name, size in stored_shapes(shape, logical_shapes(shape)).items():
         tensor_bytes = math.prod(size) * itemsize
         if shards[-1] and filled + tensor_bytes > max_shard_bytes:
             shards.append([])
@@ -169,7 +171,7 @@ def _finish(
     staging = out / STAGING
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
     if len(shards) > 1:
-        sizes = logical_shapes(shape)
+        sizes = stored_shapes(shape, logical_shapes(shape))
         constants = constant_tensors(shape)
         itemsize = getattr(torch, dtype_name).itemsize
         total = sum(math.prod(size) * (4 if name in constants else itemsize) for name, size in sizes.items())

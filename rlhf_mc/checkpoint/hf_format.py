@@ -21,8 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlhf_mc import json_files
+from rlhf_mc.architectures.packed_experts import part_of_file, stored_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, check_not_zero, num_not_finite
+from rlhf_mc.checkpoint.packed_tensors import ExpertSlice
 from rlhf_mc.config.errors import UserError, error_reason, first_line
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import Layout, constant_tensors, logical_shapes, whole_layout
@@ -140,19 +142,19 @@ class HFReader:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the checkpoint's tensors."""
+        """Names of the tensors in the files."""
         return self._files.keys()
 
     def slices(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return slices by name; `slice[a:b, c:d]` reads a block. Raise UserError if a tensor or its file is
-        missing."""
+        """Return slices of logical tensors by name; `slice[a:b, c:d]` reads a block. Raise UserError if a tensor or its
+        file is missing."""
         return {name: self._slice(name) for name in names}
 
     def check(self, shape: ModelShape) -> None:
         """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a supported dtype.
 
         A critic's `score.weight` may be missing; other heads and buffers are ignored."""
-        expected = logical_shapes(shape)
+        expected = stored_shapes(shape, logical_shapes(shape))
         for name, wanted in expected.items():
             if name == "score.weight" and name not in self.names:
                 continue
@@ -209,9 +211,16 @@ class HFReader:
 
     def file_path(self, name: str) -> Path:
         """Return the file of a tensor."""
-        return self.directory / self._files[name]
+        part = self._part(name)
+        return self.directory / self._files[part[0] if part else name]
+
+    def _part(self, name: str) -> tuple[str, int, int | None] | None:
+        """Return as part_of_file does which part of a file's tensor a logical tensor is."""
+        return part_of_file(str(self.config.get("model_type")), name)
 
     def _slice(self, name: str) -> Any:
+        if (part := self._part(name)) is not None:
+            return ExpertSlice(self._slice(part[0]), *part[1:])
         if name not in self._files:
             raise UserError(f"{self.directory}: tensor {name} is missing")
         try:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -45,14 +46,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_pytorch_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "clamped_swiglu": quick_gelu,
 }
+
+_CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 
 
 def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> TransformerConfig:
     """Return Megatron-Core's settings for this model in this layout."""
     dtype = DTYPES[megatron.dtype]
     fused = uses_transformer_engine()
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -65,6 +69,9 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         add_bias_linear=shape.o_bias,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_type="learnable" if shape.sinks else "vanilla",
+        window_size=(shape.sliding_window - 1, 0) if shape.sliding_window else None,
+        window_attn_skip_freq=2,
         layernorm_zero_centered_gamma=shape.zero_centered_norms and fused,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -96,8 +103,13 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         perform_initialization=False,
         use_cpu_initialization=not platform.use_cuda(),
         **{"activation_func": ACTIVATIONS[shape.activation], **fusions(shape)},
+        **(_CLAMPED if shape.activation == "clamped_swiglu" else {}),
         **fp8_settings(megatron),
     )
+    # Checked when a config is built: Megatron-Core refuses experts that have biases and are split over tensor-parallel
+    # ranks. prepare_output_biases lets them be.
+    config.expert_tensor_parallel_size = megatron.tensor_model_parallel_size
+    return config
 
 
 def _recomputation(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
@@ -143,6 +155,7 @@ def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, A
         "moe_grouped_gemm": uses_transformer_engine(),
         "moe_permute_fusion": uses_transformer_engine(),
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
     }
 
 
@@ -190,7 +203,9 @@ def _qkv_format(config: TransformerConfig) -> str:
     kv_heads = max(1, config.num_query_groups // tp)
     sizes = (heads, kv_heads, config.kv_channels)
     context = config.cp_comm_type if config.context_parallel_size > 1 else None
-    is_te = uses_transformer_engine() and has_packed_attention(config.params_dtype, *sizes, context)
+    is_te = uses_transformer_engine() and has_packed_attention(
+        config.params_dtype, *sizes, context, config.softmax_type
+    )
     return "thd" if is_te else "packed"
 
 
@@ -257,6 +272,25 @@ def add_correction_biases(model: PackedGPT) -> None:
         router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
+def prepare_output_biases(model: PackedGPT, tp_size: int) -> None:
+    """Let each tensor-parallel rank add its part of the bias of an expert's output. Megatron-Core sums the outputs of
+    the ranks, of which each would add the whole bias, and then the parts of the bias's gradient. It also adds the bias
+    to the output of a local layer in place, which autograd refuses if the ranks' outputs were summed before."""
+
+    def divide(module: Any, inputs: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        output, bias = out
+        if isinstance(bias, list):  # all experts in a module of Transformer Engine
+            return output, [one / tp_size for one in bias]
+        return output.clone(), bias / tp_size
+
+    for name, module in model.named_modules():
+        if ".experts." in name and name.endswith("linear_fc2"):
+            module.register_forward_hook(divide)
+            for kind, param in module.named_parameters():
+                if kind.startswith("bias"):
+                    param.sequence_parallel = tp_size > 1
+
+
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
     """Let a frozen embedding return a tensor that requires a gradient. A recomputed layer or MLP has gradients for its
     parameters only where its input requires one."""
@@ -292,7 +326,9 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         max_position_embeddings=shape.max_position_embeddings,
         standardize_rope_params=lambda: None,  # they are in the standard form
     )
-    inv_freq, attention_scaling = rule(parameters, model.rotary_pos_emb.inv_freq.device)
+    device = model.rotary_pos_emb.inv_freq.device
+    with device:  # yarn makes some of its tensors on the default device
+        inv_freq, attention_scaling = rule(parameters, device)
     model.rotary_pos_emb.inv_freq = inv_freq
     if attention_scaling != 1.0:
         # The factor of sines and cosines. Megatron-Core's attention computes it from these settings, as
@@ -351,6 +387,8 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
         mark_tensor_parallel(model)
         multiply_as_matrices(model)
         compute_on_cpu(model)
+        if shape.has_experts and shape.mlp_bias:
+            prepare_output_biases(model, groups.mesh.tp)
         if groups.mesh.cp > 1:
             rotate_in_context(model, groups)
         _set_rope(model, shape)
@@ -392,7 +430,7 @@ def fusions(shape: ModelShape) -> dict[str, Any]:
 
 def _fused_activation(shape: ModelShape) -> dict[str, Any]:
     """Return the settings that fuse the activation with its gate, the bias, and an expert's weight."""
-    if shape.activation == "silu":
+    if shape.activation in ("silu", "clamped_swiglu"):
         return {"bias_activation_fusion": True}
     if shape.has_experts:
         return {}  # Megatron-Core has no fused function for F.gelu in experts

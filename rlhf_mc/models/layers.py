@@ -16,9 +16,12 @@ import numpy as np
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
-from torch.nn.functional import scaled_dot_product_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rlhf_mc import platform
 from rlhf_mc.models.context_parallel import ONE_RANK, Context
@@ -74,11 +77,25 @@ class PackedAttention(torch.nn.Module):
     On a GPU torch 2.13 has no kernel for grouped queries in float32 (sdp_utils.cpp, can_use_mem_efficient_attention)
     and would store all scores, length x length of each head. So k and v are repeated there for each query head, which
     its memory-efficient kernel takes. From the forward to the backward pass that is 8 * (heads - kv_heads) * head_dim
-    bytes more per token and layer."""
+    bytes more per token and layer.
 
-    def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
+    With sinks (softmax_type "learnable") its parameter has the name and the shards of Megatron-Core's attentions, and
+    some layers have a sliding window."""
+
+    def __init__(self, config: Any, layer_number: int, *, pg_collection: Any, **_: Any) -> None:
         super().__init__()
         assert config.attention_dropout == 0.0
+        self.config = config
+        self.tp_group = pg_collection.tp
+        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] + 1 if is_windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def forward(
         self,
@@ -92,6 +109,7 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         if packed_seq_params.context.size > 1:
+            assert self.softmax_offset is None and self._window is None
             out: torch.Tensor = _AttentionOverContext.apply(query, key, value, packed_seq_params)
             return out
         parts = [count * length for count, length in packed_seq_params.runs]
@@ -104,22 +122,91 @@ class PackedAttention(torch.nn.Module):
             strict=True,
         ):
             q, k, v = (x.view(count, length, x.shape[-2], x.shape[-1]) for x in (q, k, v))
-            outputs.append(_attend(q, k, v).reshape(count * length, 1, -1))
+            if self.softmax_offset is None:
+                out = _attend(q, k, v)
+            else:
+                out = _attend_with_sinks(q, k, v, self.softmax_offset, self._window)
+            outputs.append(out.reshape(count * length, 1, -1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
     """Return causal attention [S, n, heads, head_dim] of q [S, n, heads, head_dim], the last of m tokens of each of S
-    sequences, to k and v [S, m, kv_heads, head_dim]."""
+    sequences, to k and v [S, m, kv_heads, head_dim]. mask [n, m]: the pairs that count, in place of causal ones. scale:
+    of the logits; None: 1 / sqrt(head_dim)."""
     length = q.shape[1]
     end = k.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = None if length == end else torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
+    if mask is None and length != end:
+        mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
     if platform.use_cuda() and (q.dtype == torch.float32 or mask is not None) and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     is_grouped = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+    )
     return out.transpose(1, 2)
+
+
+_MORE_DIMS = 8
+"""Dimensions that a head gets for its sink: kernels of GPUs take multiples of 8."""
+
+
+def _attend_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Return causal attention as `_attend` does, of whole sequences, with a sink [heads] for each head, and to the last
+    `window` tokens alone; None: to all.
+
+    The sink is a key before all others, with value 0. It has 1 in a dimension where other keys have 0, and queries have
+    sink / scale."""
+    heads, head_dim = q.shape[2:]
+    scale = head_dim**-0.5
+    more = torch.stack((sinks / scale, torch.full_like(sinks, _FAR)), dim=-1)
+    q = torch.cat((q, pad(more, (0, _MORE_DIMS - 2)).expand(*q.shape[:2], heads, _MORE_DIMS)), dim=-1)
+    k, v = (pad(x, (0, _MORE_DIMS)) for x in (k, v))
+    sink = k.new_zeros(k.shape[-1])
+    sink[head_dim] = 1.0
+    if window is not None and q.shape[1] > window:
+        return _attend_in_blocks(q, k, v, sink, window, scale)[..., :head_dim]
+    q, k, v = (pad(x, (0, 0, 0, 0, 1, 0)) for x in (q, k, v))
+    k = torch.cat((sink.expand_as(k[:, :1]), k[:, 1:]), dim=1)
+    return _attend(q, k, v, scale=scale)[:, 1:, :, :head_dim]
+
+
+_FAR = 100.0
+"""Queries have it in the dimension after the sink's, and places before a sequence have -_FAR / scale there: logits of
+-1e4."""
+
+
+def _attend_in_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor, window: int, scale: float
+) -> torch.Tensor:
+    """Return attention to the last `window` tokens. The queries of a block of as many tokens attend to the sink
+    [head_dim], their block and the block before. The query heads of a KV head are queries of one head: no kernel has to
+    know grouped queries."""
+    count, length, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    blocks = -(-length // window)
+    rest = blocks * window - length
+    q = pad(q, (0, 0, 0, 0, 0, rest)).reshape(count * blocks, window, kv_heads, heads // kv_heads, -1)
+    q = q.movedim(3, 1).flatten(1, 2)
+    k, v = (pad(x, (0, 0, 0, 0, window, rest)) for x in (k, v))
+    k[:, :window, :, 1 - _MORE_DIMS] = -_FAR / scale
+    # [S, blocks, kv_heads, dims, 2 x window]
+    k, v = (x.unfold(1, 2 * window, window).movedim(-1, 2).flatten(0, 1) for x in (k, v))
+    k = torch.cat((sink.expand_as(k[:, :1]), k), dim=1)
+    pairs = torch.ones(window, 2 * window, dtype=torch.bool, device=q.device).tril(window).triu(1)
+    mask = pad(pairs, (1, 0), value=True).repeat(heads // kv_heads, 1)
+    out = _attend(q, k, pad(v, (0, 0, 0, 0, 1, 0)), mask, scale)
+    out = out.unflatten(1, (heads // kv_heads, window)).movedim(1, 3)
+    return out.reshape(count, blocks * window, heads, -1)[:, :length]
 
 
 class _AttentionOverContext(torch.autograd.Function):

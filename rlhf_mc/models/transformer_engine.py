@@ -62,11 +62,16 @@ def import_transformer_engine() -> bool:
 
 @functools.cache
 def has_packed_attention(
-    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, cp_comm_type: str | None = None
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cp_comm_type: str | None = None,
+    softmax_type: str = "vanilla",
 ) -> bool:
     """Return True where Transformer Engine has an attention kernel for packed sequences on this GPU, cuDNN's from
     Hopper on or flash-attn's if it is installed, whose gradients are right (`_gradient_error`). Neither takes float32
-    nor every head size.
+    nor every head size, nor sinks (softmax_type "learnable") in Transformer Engine 2.11.
 
     Without one Transformer Engine would unpack the sequences, pad them to the longest, and store all scores.
     num_heads, num_kv_heads: of one rank. cp_comm_type: of context parallelism; None: without it."""
@@ -88,6 +93,7 @@ def has_packed_attention(
             core_attention_bias_requires_grad=False,
             context_parallel=cp_comm_type is not None,
             cp_comm_type=cp_comm_type or "p2p",
+            softmax_type=softmax_type,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
     )

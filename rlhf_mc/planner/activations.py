@@ -60,6 +60,11 @@ class _Sizes:
         self.keys = max(shape.num_kv_heads / tp, 1) * shape.head_dim
         """Keys, and as many for values."""
         self.heads = shape.num_heads / tp
+        self.attention = 3 * self.queries + 3 * self.keys
+        """Attention's inputs and output."""
+        if shape.sinks:  # padded copies; with windows, in every other layer, each key is in two blocks
+            wider = (shape.head_dim + 8) / shape.head_dim
+            self.attention = (2 * wider + 1) * self.queries + 3 * wider * self.keys
         self.ffn = shape.active_ffn_size / tp
         """The product of gate and up, of the experts that a token has together."""
         self.shared_ffn = shape.shared_ffn_hidden_size / tp
@@ -73,6 +78,7 @@ class _Sizes:
         self.qk_norm = shape.qk_norm
         self.silu = shape.activation == "silu"
         """The activation is SiLU."""
+        self.clamped = shape.activation == "clamped_swiglu"
         self.torch_norms = shape.zero_centered_norms or megatron.dtype != "float32"
         """On a CPU, torch computes the norms and their gradient operation by operation (models/layers.py)."""
 
@@ -80,7 +86,7 @@ class _Sizes:
         """Return the bytes of a layer of Transformer Engine without recomputation: inputs and outputs of both norms;
         queries, keys and values, and the first two after the rotation; the attention's output with its log-sum-exp;
         gate and up, and their product."""
-        attention = 3 * self.queries + 3 * self.keys + (self.queries + self.keys if self.qk_norm else 0)
+        attention = self.attention + (self.queries + self.keys if self.qk_norm else 0)
         if self.itemsize == _FLOAT32:  # torch attends, with k and v repeated for each query head (models/layers.py)
             attention += 2 * (self.queries - self.keys)
         elements = 4 * self.states + attention + 3 * self.ffn + self.expert_inputs
@@ -98,10 +104,9 @@ class _Sizes:
         norms = 2 * self.norm() * self.states
         if self.qk_norm:
             norms += (2 if self.torch_norms else 1) * _FLOAT32 * (self.queries + self.keys)
-        attention = 3 * self.queries + 3 * self.keys
-        experts = 6 * self.ffn + self.expert_inputs
+        experts = (8 if self.clamped else 6) * self.ffn + self.expert_inputs
         dense = (4 if self.silu else 5) * self.ffn
-        elements = attention + (experts if self.num_experts else dense)
+        elements = self.attention + (experts if self.num_experts else dense)
         return norms + elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
 
     def norm(self) -> int:

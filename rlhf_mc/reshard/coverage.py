@@ -53,6 +53,8 @@ def rollout_coverage(shape: ModelShape, tp_size: int, layouts: Sequence[Layout])
             return 0
         if "kv" in dims:
             return engines * max(1, tp_size // shape.num_kv_heads)
+        if param.stage == "expert":  # split, or a bias of outputs that the ranks sum: on the first rank alone
+            return engines
         return engines if SPLIT_DIMS.intersection(dims) else engines * tp_size
 
     return _coverage("the rollout engine", shape, layouts, copies)
@@ -75,7 +77,7 @@ def _coverage(
     vocabulary = {name for param in model_params(shape) for name, dims in param.hf.items() if "vocab" in dims}
     padded = {shard.local for layout in distinct for shard in layout.shards if shard.tensor in vocabulary}
     for layout in distinct:
-        if problem := _misplaced(layout, padded):
+        if problem := _misplaced(layout, padded | layout.zero):
             raise UserError(f"{engine}'s layout of rank {layouts.index(layout)}: {problem}")
         for shard in layout.shards:
             holders.setdefault(shard.tensor, Counter())[shard.box] += shared[id(layout)]

@@ -131,7 +131,8 @@ def _blocks(
 ) -> list[torch.Tensor]:
     extent = transfer.extent
     count = transfer.count
-    if len(extent) == 3:
+    # Biases of experts have a dimension less. Where both sides stack them, they are blocks of matrices.
+    if len(extent) == 3 or STACK in transfer.src_local or STACK in transfer.dst_local:
         first, *within = offset
         experts = (first + n * step + expert for n in range(count) for expert in range(extent[0]))
         if STACK in local:

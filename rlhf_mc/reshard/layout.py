@@ -98,6 +98,8 @@ class Layout:
     stacked: tuple[Shard, ...]
     float32: frozenset[str] = frozenset()
     """Local tensors that are float32 whatever the type of the model."""
+    zero: frozenset[str] = frozenset()
+    """Local tensors without shards, which must be zero."""
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:

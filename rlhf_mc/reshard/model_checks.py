@@ -43,6 +43,11 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
     if shape.has_experts:
         _check_experts(shape, megatron, f"{role}.megatron")
     _check_stages(shape.num_layers, megatron, f"{role}.megatron")
+    if shape.sinks and megatron.context_parallel_size > 1:
+        raise UserError(
+            f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a {shape.family} model has"
+            " attention sinks and sliding windows, which only whole sequences support: set it to 1"
+        )
     if megatron.cp_comm_type == "a2a" and not _divides_heads(shape, megatron):
         raise UserError(
             f"{role}.megatron.cp_comm_type: 'a2a' needs KV heads that {role}.megatron.context_parallel_size"

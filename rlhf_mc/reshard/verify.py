@@ -118,7 +118,7 @@ def _words(blocks: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[torch.T
     whole = 8 // math.gcd(8, row_bytes)  # rows that are complete words together: no chunk but a block's last is padded
     for block in itertools.chain.from_iterable(blocks):
         for rows in block.split(max(1, chunk_bytes // (row_bytes * whole)) * whole):
-            for part in rows.reshape(-1).view(torch.uint8).split(chunk_bytes):
+            for part in rows.contiguous().view(-1).view(torch.uint8).split(chunk_bytes):
                 if len(part) % 8 or part.data_ptr() % 8:
                     part = torch.cat([part, part.new_zeros(-len(part) % 8)])
                 yield part.view(torch.int64)

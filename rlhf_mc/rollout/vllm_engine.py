@@ -27,11 +27,12 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
+from rlhf_mc.rollout.attention_sinks import renew_sinks
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
-from rlhf_mc.rollout.vllm_layout import vllm_layout
+from rlhf_mc.rollout.vllm_layout import local_tensors, parameter_shapes, vllm_layout
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 
@@ -106,7 +107,7 @@ class VLLMEngine:
             options.update(quantization=METHOD)
         vllm_patches.patch()
         vllm_patches.use_storage(storage or {})
-        with vllm_patches.tensor_parallel_groups(groups), _build_errors(cfg):
+        with vllm_patches.tensor_parallel_groups(groups), vllm_patches.in_any_world(shape.family), _build_errors(cfg):
             self._llm = vllm.LLM(
                 **engine_settings(model_path, shape, cfg, max_model_len, dtype),
                 # A part of the name of vLLM's cache of compiled code, in which each global rank has a folder. The code
@@ -126,10 +127,10 @@ class VLLMEngine:
         read_bytes = max(gather_objects(self.weight_bytes)) + _OVERHEAD_BYTES[platform.use_cuda()]
         self.cached_token_cost = kv_bytes / read_bytes
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
-        written = vllm_layout(shape, self._group.index(rank), len(self._group)).shapes
+        self._layout = vllm_layout(shape, self._group.index(rank), len(self._group))
         shapes = self._quantized.shapes(self._model)
         try:
-            on_every_rank(lambda: check_parameters(model_path, written, shapes))
+            on_every_rank(lambda: check_parameters(model_path, parameter_shapes(self._layout), shapes))
         except UserError:
             self.close()
             raise
@@ -174,17 +175,18 @@ class VLLMEngine:
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """vLLM's parameters, by the names of reshard's vLLM layout; a reshard writes them in place. With
+        """vLLM's parameters, or views, by the names of reshard's vLLM layout; a reshard writes them in place. With
         rollout.quantization the parameters of linear layers are temporary and unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         self._quantized.stage()
-        return {name: param.data for name, param in self._model.named_parameters()}
+        return local_tensors(self._layout, {name: param.data for name, param in self._model.named_parameters()})
 
     def weights_updated(self) -> None:
-        """Quantize new weights (rollout.quantization), and discard the prefix cache, which earlier weights have filled.
-        Call after each weight update. Raise RuntimeError if vLLM keeps it: responses would be computed from old keys
-        and values."""
+        """Quantize new weights (rollout.quantization), renew the attention's copies of sinks, and discard the prefix
+        cache, which earlier weights have filled. Call after each weight update. Raise RuntimeError if vLLM keeps the
+        cache: responses would be computed from old keys and values."""
         self._quantized.quantize()
+        renew_sinks(self._model)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks of the KV cache")
 
@@ -203,6 +205,8 @@ class VLLMEngine:
         self._llm.wake_up(tags=[part])
         self.awake |= {part}
         if part == WEIGHTS:
+            for name in self._layout.zero:
+                self.params[name].zero_()
             for name, buffer in self._model.named_buffers():
                 if not torch.equal(buffer.cpu(), self._buffers[name]):
                     raise RuntimeError(f"vLLM's buffer {name} is not what it was before its sleep")

@@ -5,10 +5,12 @@ run of a config plans with it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from rlhf_mc.architectures.parameters import Param, model_params
-from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import (
     Layout,
@@ -35,12 +37,16 @@ _RENAMED = {
 }
 """Part of the name of a parameter's first Hugging Face tensor -> vLLM's, which stacks a layer's experts in one tensor
 [experts, ...]. All other names are Hugging Face's."""
+_RENAMED_OF_FAMILY = {"gpt_oss": {".self_attn.": ".attn.", "model.embed_tokens.": "model.embedding."}}
+_HALF = "@"
+"""Before the number of a half at the end of a local name: it is every second row of the experts of vLLM's parameter,
+which has the rows of gate and up in turn."""
 
 
-def vllm_name(param: Param) -> str:
+def vllm_name(param: Param, family: str) -> str:
     """Return vLLM's name of a parameter."""
     name = next(iter(param.hf))
-    for part, renamed in _RENAMED.items():
+    for part, renamed in (_RENAMED | _RENAMED_OF_FAMILY.get(family, {})).items():
         name = name.replace(part, renamed)
     return name
 
@@ -60,12 +66,40 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
         ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
         if is_qkv(param):
             ranges = [(name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in ranges]
-        params.append(local_param(param, shape, vllm_name(param), ranges, range(shape.num_experts)))
+        name = vllm_name(param, shape.family)
+        experts = range(shape.num_experts)
+        if param.stage == "expert" and len(ranges) == 2 and FAMILIES[shape.family].expert_names.in_one_tensor:
+            halves = (replace(param, hf={tensor: param.hf[tensor]}) for tensor, _ in ranges)
+            for number, (half, one) in enumerate(zip(halves, ranges, strict=True)):
+                params.append(local_param(half, shape, f"{name}{_HALF}{number}", [one], experts))
+        else:
+            params.append(local_param(param, shape, name, ranges, experts))
+            if name.endswith("w2_bias") and tp_rank > 0:  # the first rank alone adds it
+                params[-1] = replace(params[-1], shards=())
     layout = layout_of_layers(shape, params, range(shape.num_layers))
+    layout = replace(layout, zero=frozenset(layout.stacked_shapes.keys() - layout.by_local.keys()))
     if not shape.sigmoid_router:
         return layout
     # vLLM computes these routers in float32, with weights of that type.
     return replace(layout, float32=frozenset(name for name in layout.stacked_shapes if ".gate." in name))
+
+
+def parameter_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the parameters of vLLM that have the local tensors of a layout."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for local, (experts, *rows) in layout.shapes.items():
+        name, half, _ = local.partition(_HALF)
+        shapes[name] = (experts, 2 * rows[0], *rows[1:]) if half else (experts, *rows)
+    return shapes
+
+
+def local_tensors(layout: Layout, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the local tensors of a layout: vLLM's parameters and views of them, by local name."""
+    tensors = {}
+    for local in layout.shapes:
+        name, _, half = local.partition(_HALF)
+        tensors[local] = parameters[name][:, int(half) :: 2] if half else parameters[name]
+    return tensors
 
 
 def check_vllm(shape: ModelShape, tp_size: int) -> None:
@@ -78,6 +112,8 @@ def check_vllm(shape: ModelShape, tp_size: int) -> None:
 def _obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     if problem := kv_obstacle(shape, tp_size):
         return problem
+    if shape.sinks and tp_size > shape.num_kv_heads:
+        return f"num_key_value_heads is {shape.num_kv_heads}, fewer than ranks", tensor_with("kv", shape)
     if shape.has_experts and tp_size > shape.num_experts:
         return f"num_experts is {shape.num_experts}, fewer than ranks", tensor_with("experts", shape)
     vocab = ("padded vocab_size", padded_vocab_size(shape.vocab_size, 1), "model.embed_tokens.weight")

@@ -22,7 +22,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.vllm_engine import check_build, check_parameters, engine_settings
-from rlhf_mc.rollout.vllm_layout import vllm_layout
+from rlhf_mc.rollout.vllm_layout import parameter_shapes, vllm_layout
 from rlhf_mc.topology.groups import simulated_rank
 
 
@@ -39,7 +39,7 @@ def check_rollout_layouts(cfg: Config, shape: ModelShape) -> int:
     for rank in range(tp):
         layout = vllm_layout(shape, rank, tp)
         shapes = {name: tuple(param.shape) for name, param in _model(cfg, shape, rank).named_parameters()}
-        check_parameters(f"{cfg.model.path}, rank {rank} of an engine", layout.shapes, shapes)
+        check_parameters(f"{cfg.model.path}, rank {rank} of an engine", parameter_shapes(layout), shapes)
         num_compared += len(shapes)
     return num_compared
 

@@ -35,6 +35,7 @@ if vllm.__version__.partition("+")[0] != TESTED_VERSIONS["vllm"]:
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,12 @@ def on_cpu() -> tuple[Patch, ...]:
             "process_weights_after_loading",
             _do_nothing,
             "the weights of experts are repacked, in an order that a weight update does not know",
+        ),
+        Patch(
+            cpu_moe.CPUUnquantizedExperts,
+            "_supports_grouped_gemm",
+            classmethod(lambda cls, config: (True, None)),
+            "the kernel takes multiples of 32 only, which the one in its place does not need: gpt-oss on 4 ranks",
         ),
         Patch(
             cpu_moe,
@@ -194,6 +201,19 @@ def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
 
     with replaced(vllm_state, "init_model_parallel_group", init_group):
         yield
+
+
+def in_any_world(family: str) -> AbstractContextManager[None]:
+    """Return the context in which vLLM builds a model of this family.
+
+    Target: torch.distributed in vllm.model_executor.models.gpt_oss.
+    Reason: the model asserts that its intermediate size is a multiple of the number of ranks, of all engines
+    together; the layout has checked those of one."""
+    if family != "gpt_oss":
+        return contextlib.nullcontext()
+    from vllm.model_executor.models import gpt_oss
+
+    return replaced(gpt_oss, "dist", SimpleNamespace(is_initialized=lambda: False))
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ def params_unlike_export(run: Run, checkpoint: Path, config_path: str, rollout_t
     different = []
     for name, param in loaded.items():
         mine = updated[name]
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in ("model.embed_tokens.weight", "model.embedding.weight", "lm_head.weight"):
             tp_rank = next(g.index(dist.get_rank()) for g in [run.rollout._group])
             real = max(0, min(len(param), vocab - tp_rank * len(param)))
             param = param[:real]

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.dist
         ("qwen3_moe", "actor", {}),  # and a dense layer
         ("mixtral", "actor", {}),
         ("glm4_moe", "actor", {}),
+        ("gpt_oss", "actor", {}),  # windows, sinks, biases of experts
         ("llama", "critic", {}),
         ("qwen2", "actor", {"recompute_granularity": "full"}),
     ],
@@ -39,7 +40,7 @@ def test_flops_are_those_of_torch(
 ) -> None:
     """Compare products with weights exactly, and attention by the formula of its difference."""
     dense = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
-    checkpoint = str(make_checkpoint(tmp_path / "model", family, **dense))
+    checkpoint = str(make_checkpoint(tmp_path / "model", family, tied=family != "gpt_oss", **dense))
     (found,) = pool(1).run(operation_cases.counted_flops, checkpoint=checkpoint, role=role, **megatron)
     shape = ModelShape.from_hf_config(HFReader(checkpoint).config, value_head=role == "critic")
     lens = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
@@ -57,11 +58,24 @@ def test_flops_are_those_of_torch(
 
     # torch counts masked pairs too: n * n instead of n * (n + 1) / 2.
     all_pairs = expected.attention / num_pairs(lens) * sum(n * n for n in lens)
+    if family == "gpt_oss":
+        all_pairs = computed_by_blocks(shape, lens)
     attention = "aten._scaled_dot_product_flash_attention_for_cpu"
     assert found["forward"][attention] == all_pairs
     assert found["update"][attention] == passes * all_pairs
     # Flash attention has five products in its backward pass, one of them the scores again; BACKWARD counts four.
     assert found["update"][f"{attention}_backward"] == (BACKWARD + 0.5) * all_pairs
+
+
+def computed_by_blocks(shape: ModelShape, lens: list[int]) -> float:
+    """Return the FLOPs of attention with sinks and windows as models/layers.py computes it: a key and a query more for
+    the sink, 8 dimensions more, and with a window blocks of queries that see two blocks of keys and the sink."""
+    whole = sum((n + 1) ** 2 for n in lens)
+    window = shape.sliding_window
+    in_blocks = sum(-(-n // window) * window * (2 * window + 1) for n in lens)
+    return (shape.num_layers - shape.num_windowed) * whole * 4.0 * shape.num_heads * (shape.head_dim + 8) + (
+        shape.num_windowed * in_blocks * 4.0 * shape.num_heads * (shape.head_dim + 8)
+    )
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

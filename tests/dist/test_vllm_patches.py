@@ -5,6 +5,7 @@ test_layouts.py."""
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.machine.check import TESTED_VERSIONS
-from rlhf_mc.rollout import vllm_engine, vllm_patches
+from rlhf_mc.rollout import attention_sinks, vllm_engine, vllm_patches
 from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
@@ -38,7 +39,8 @@ SHARED_MEMORY = (
 )
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REPACK = f"{EXPERTS}.CPUUnquantizedExperts.process_weights_after_loading"
-TARGETS = {TIED, LINEAR, SHARED_MEMORY, REPACK, f"{EXPERTS}.cpu_fused_moe"}
+SIZES = f"{EXPERTS}.CPUUnquantizedExperts._supports_grouped_gemm"
+TARGETS = {TIED, LINEAR, SHARED_MEMORY, REPACK, SIZES, f"{EXPERTS}.cpu_fused_moe"}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,36 @@ def test_every_patch_has_a_test() -> None:
         assert patch.original is not patch.replacement, patch.target
 
 
+def test_new_sinks_reach_an_attention_that_has_copied_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's attention and a CPU's in float16 compute with float32 copies."""
+    types: list[torch.dtype] = []
+    attention = SimpleNamespace(sinks=torch.zeros(2), process_weights_after_loading=types.append)
+    module = SimpleNamespace(sinks=torch.ones(2, dtype=torch.float16), attn=SimpleNamespace(impl=attention))
+    attention_sinks._renew(module)
+    assert attention.sinks is module.sinks and types == []
+    monkeypatch.setattr(platform, "use_cuda", lambda: True)
+    attention_sinks._renew(module)
+    assert types == [torch.float16]
+
+
+@pytest.mark.parametrize("world", [1])
+def test_sizes_that_vllms_kernel_of_experts_does_not_take(pool: Any, tmp_path: Path, world: int) -> None:
+    sizes = {"tied": False, "num_hidden_layers": 1, "intermediate_size": 48}
+    model = str(make_checkpoint(tmp_path / "model", "gpt_oss", **sizes))
+    ((ok, value),) = pool(world).outcomes(vllm_patch_cases.generate_without, target=SIZES, checkpoint=model)
+    assert not ok and "No Unquantized MoE backend supports" in value[1], value
+    pool(world).run(vllm_patch_cases.generate_in_a_world_of_seven, checkpoint=model, patched=True)
+
+
+@pytest.mark.parametrize("world", [1])
+def test_gpt_oss_in_a_world_that_does_not_divide_it(pool: Any, tmp_path: Path, world: int) -> None:
+    case = vllm_patch_cases.generate_in_a_world_of_seven
+    model = str(make_checkpoint(tmp_path / "model", "gpt_oss", tied=False, num_hidden_layers=1))
+    ((ok, value),) = pool(world).outcomes(case, checkpoint=model, patched=False)
+    assert not ok and "config.intermediate_size % self.world_size == 0" in value[2], value
+    pool(world).run(case, checkpoint=model, patched=True)
+
+
 @pytest.mark.parametrize("world", [1])
 @pytest.mark.parametrize(
     ("target", "error"), [(TIED, "vLLM alone has lm_head.weight"), (LINEAR, "has shape (0,) in vLLM")]
@@ -108,7 +140,9 @@ def test_vllms_own_seeds_fail_where_a_prompt_is_split(pool: Any, checkpoint: str
     assert not ok and "does not use offset" in value[1], value
 
 
-def test_vllm_repacks_the_weights_of_experts_for_its_kernel() -> None:
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_vllm_repacks_the_weights_of_experts_for_its_kernel(activation: str) -> None:
+    """Compare also gpt_oss' activation, large enough to be clamped, and biases."""
     tokens = 5
     experts = 3
     hidden = 32
@@ -117,6 +151,9 @@ def test_vllm_repacks_the_weights_of_experts_for_its_kernel() -> None:
     w13 = torch.randn(experts, 2 * ffn, hidden, generator=generator)
     w2 = torch.randn(experts, hidden, ffn, generator=generator)
     x = torch.randn(tokens, hidden, generator=generator)
+    biases = [torch.randn(experts, rows, generator=generator) for rows in (2 * ffn, hidden)]
+    if activation == "silu":
+        biases = [None, None]
     ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]], dtype=torch.int32)
     weights = torch.full((tokens, 2), 0.5)
     layer = torch.nn.Module()
@@ -128,7 +165,7 @@ def test_vllm_repacks_the_weights_of_experts_for_its_kernel() -> None:
 
     def result(function: Any, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
-        function(out, x, w13, w2, None, None, weights, ids, "silu", "vec", False)
+        function(out, x, w13, w2, *biases, weights, ids, activation, "vec", False)
         return out
 
     own = vllm_patch_cases.PATCHES[f"{EXPERTS}.cpu_fused_moe"].original

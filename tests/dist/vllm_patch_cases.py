@@ -17,6 +17,7 @@ import vllm.distributed.parallel_state as vllm_state
 from rollout_cases import built_engine, respond
 from vllm.distributed.device_communicators import cpu_communicator, custom_all_reduce
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import gpt_oss
 from vllm.platforms.cpu import CpuPlatform
 
 from rlhf_mc import platform
@@ -45,9 +46,17 @@ PROMPTS = [np.full(60, 4 + i, np.int32) for i in range(3)]
 def generate_without(target: str, checkpoint: str) -> None:
     """Build an engine and generate responses with one patch reverted."""
     shape = HFReader(checkpoint).shape()
-    embedding = "model.embed_tokens.weight"
-    storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
+    sizes = vllm_layout(shape, 0, 1).shapes
+    storage = {name: torch.ones(size) for name, size in sizes.items() if name == "model.embed_tokens.weight"}
     with reverted(target), built_engine(checkpoint, 1, 72, storage=storage) as engine:
+        respond(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
+
+
+def generate_in_a_world_of_seven(checkpoint: str, patched: bool) -> None:
+    """Generate with a gpt_oss model that takes seven for the number of ranks."""
+    seven = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 7)
+    original = contextlib.nullcontext() if patched else replaced(vllm_patches, "in_any_world", contextlib.nullcontext)
+    with replaced(gpt_oss, "dist", seven), original, built_engine(checkpoint, 1, 72) as engine:
         respond(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
 
 

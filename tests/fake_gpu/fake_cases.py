@@ -17,6 +17,14 @@ SIZES: dict[str, Any] = {
     "vocab_size": 500,
     "max_position_embeddings": 256,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -30,6 +38,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
         "head_dim": 16,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "rope_scaling": YARN,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
 }
@@ -125,6 +140,7 @@ CASES: dict[str, Case] = {
     "shared expert, parallel": Case(
         "glm4_moe", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(0, 1, 4), megatron={**SEQUENCE, **DISTRIBUTED}
     ),
+    "sinks, parallel": Case("gpt_oss", world=8, tp=2, ep=2, ranks=(0, 1, 4), megatron={**SEQUENCE, **DISTRIBUTED}),
     "frozen": Case(
         "llama",
         freeze=("model.embed_tokens.*", "model.layers.0.*"),

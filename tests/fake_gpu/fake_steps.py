@@ -24,6 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from safetensors.torch import save_file
 
+from rlhf_mc.architectures.packed_experts import stored_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import training_tensors
 from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
@@ -54,7 +55,7 @@ def run(case: Case, rank: int) -> Report:
     """Run the step of the case on one rank."""
     import fake_faults
 
-    experts = case.config.get("num_experts", case.config.get("n_routed_experts"))
+    experts = ModelShape.from_hf_config(case.config).num_experts
     gpu = FakeCuda(case.config["num_experts_per_tok"] / experts if experts else 1.0)
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -73,7 +74,8 @@ def run(case: Case, rank: int) -> Report:
 def _write_checkpoint(case: Case, directory: Path) -> None:
     """Write the files of the model, with the same number everywhere."""
     directory.mkdir()
-    shapes = hf_layout(ModelShape.from_hf_config(case.config)).shapes
+    shape = ModelShape.from_hf_config(case.config)
+    shapes = stored_shapes(shape, hf_layout(shape).shapes)
     tensors = {name: torch.full(size, 0.01, dtype=torch.bfloat16) for name, size in shapes.items()}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(case.config))

@@ -18,6 +18,17 @@ SIZES: dict[str, Any] = {
 }
 
 
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""Rotary settings of gpt_oss."""
+
+
 EXTRA: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 12},
     "qwen2": {"hidden_size": 12},
@@ -30,6 +41,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "routed_scaling_factor": 2.5,
     },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 4, "rope_scaling": YARN},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": True},
 }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from families import config_of, shape_of
 
-from rlhf_mc.architectures.operations import forward_flops, training_flops
+from rlhf_mc.architectures.operations import forward_flops, num_pairs, training_flops
 from rlhf_mc.architectures.parameters import LAYERS
 from rlhf_mc.architectures.spec import FAMILIES, Activation, LayerKind, ModelShape, Traits
 from rlhf_mc.checkpoint.training_state import check_shape
@@ -62,6 +62,8 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
         "shared_ffn_hidden_size": 0,
         "sigmoid_router": False,
         "norm_topk_prob": False,
+        "sinks": False,
+        "sliding_window": 0,
         "value_head": False,
     }
     shape = ModelShape(**stored)
@@ -160,6 +162,17 @@ def test_unsupported_configs_of_families_are_rejected(family: str, changes: dict
         shape_of(family, **changes)
 
 
+def test_traits_of_gpt_oss() -> None:
+    shape = shape_of("gpt_oss")
+    assert shape.sinks and shape.qkv_bias and shape.o_bias and shape.mlp_bias and shape.activation == "clamped_swiglu"
+    assert (shape.num_experts, shape.expert_ffn_hidden_size, shape.norm_topk_prob) == (4, 4, True)
+    assert (shape.sliding_window, shape.rope_theta) == (128, 150000.0)
+    assert shape_of("gpt_oss", layer_types=["sliding_attention", "full_attention"]) == shape
+    config = config_of("gpt_oss", max_position_embeddings=131072)
+    del config["rope_scaling"]
+    assert ModelShape.from_hf_config(config).rope_scaling["factor"] == 32.0
+
+
 def test_kinds_of_layers() -> None:
     """Check the list of kinds, and the counts by kind of a pipeline stage."""
     mixed = shape_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[0], decoder_sparse_step=2)
@@ -204,6 +217,22 @@ def test_sequence_cost_is_proportional_to_flops() -> None:
 
     for n in (1, 100, 4000):
         assert shape.sequence_cost(n) / shape.sequence_cost(10) == pytest.approx(flops(n) / flops(10))
+
+
+def test_pairs_and_cost_with_a_sliding_window() -> None:
+    """Count the pairs one by one."""
+    for window in (1, 3, 8):
+        for n in (1, 3, 7, 20):
+            pairs = sum(1 for i in range(n) for j in range(n) if i - window < j <= i)
+            assert num_pairs([n, 1], window) == pairs + 1
+    shape = shape_of("gpt_oss", sliding_window=8, num_hidden_layers=3)
+    no_window = replace(shape, sliding_window=0)
+    assert (shape.num_windowed, no_window.num_windowed) == (2, 0)
+    assert shape.sequence_cost(8) == no_window.sequence_cost(8)
+    squares = (no_window.sequence_cost(20) - 20) / 20**2 * (20**2 + 2 * 8 * (2 * 20 - 8)) / 3
+    assert shape.sequence_cost(20) == pytest.approx(20 + squares)
+    of_all, of_three = (forward_flops(s, [20.0], 0).attention for s in (no_window, shape))
+    assert of_three / of_all == pytest.approx((num_pairs([20]) + 2 * num_pairs([20], 8)) / (3 * num_pairs([20])))
 
 
 def test_flops_of_70b() -> None:

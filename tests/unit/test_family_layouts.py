@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import shape_of
+from families import EXTRA, shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_ranks import check_movement, empty, make_shape, numbered, padded_chunk
+from simulated_ranks import PADDING, check_movement, empty, make_shape, numbered, padded_chunk
 
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
@@ -23,15 +23,16 @@ from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.reshard.layout import EMPTY, Layout, check_mcore, hf_layout, logical_shapes, mcore_layout
 from rlhf_mc.reshard.model_checks import check_layout, cp_comm_type
 from rlhf_mc.reshard.plan import Plan, make_plan
-from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
+from rlhf_mc.rollout.vllm_layout import check_vllm, local_tensors, parameter_shapes, vllm_layout
 
 MIXTRAL = {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 """Parts of the names of mixtral's tensors -> of the other families'."""
+GPT_OSS = {".mlp.router.": ".mlp.gate."}
 
 
 def checkpoint(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Return the tensors of the checkpoint, with mixtral's under the names of the other families."""
-    return {renamed(name, MIXTRAL): tensor for name, tensor in numbered(shape).items()}
+    """Return the tensors of the checkpoint, with mixtral's and gpt_oss' under the names of the other families."""
+    return {renamed(name, MIXTRAL | GPT_OSS): tensor for name, tensor in numbered(shape).items()}
 
 
 def renamed(name: str, parts: dict[str, str]) -> str:
@@ -68,9 +69,15 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
             grouped = torch.cat([x.unflatten(0, (shape.num_kv_heads, -1)) for x in qkv], dim=1)
             out[f"{mc}self_attention.linear_qkv.{kind}"] = grouped.flatten(0, 1).chunk(tp)[t]
         out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
+        if shape.o_bias:
+            out[mc + "self_attention.linear_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
+        if shape.sinks:
+            out[mc + "self_attention.core_attention.softmax_offset"] = full[hf + "self_attn.sinks"].chunk(tp)[t]
         num_experts = shape.num_experts if shape.layer_kinds[i] == "moe" else 0
         if num_experts:
             out[mc + "mlp.router.weight"] = full[hf + "mlp.gate.weight"]
+        if num_experts and shape.mlp_bias:
+            out[mc + "mlp.router.bias"] = full[hf + "mlp.gate.bias"]
         if num_experts and shape.family == "glm4_moe":
             out[mc + "mlp.router.expert_bias"] = full[hf + "mlp.gate.e_score_correction_bias"]
             gate, up, down = (full[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
@@ -82,6 +89,10 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
             gate, up, down = (full[f"{hf}{source}{x}_proj.weight"] for x in ("gate", "up", "down"))
             out[mc + local + "linear_fc1.weight"] = torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
             out[mc + local + "linear_fc2.weight"] = down.chunk(tp, 1)[t]
+            if shape.mlp_bias:
+                gate, up = (full[f"{hf}{source}{x}_proj.bias"].chunk(tp)[t] for x in ("gate", "up"))
+                out[mc + local + "linear_fc1.bias"] = torch.cat([gate, up])
+                out[mc + local + "linear_fc2.bias"] = full[f"{hf}{source}down_proj.bias"]
     out["decoder.final_layernorm.weight"] = full["model.norm.weight"]
     if not shape.tie_embeddings:
         out["output_layer.weight"] = padded_chunk(full["lm_head.weight"], rows, t, tp)
@@ -94,7 +105,7 @@ def as_transformer_engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     (docs/internals/gpu_readings.md)."""
     renames = {
         r"\.input_layernorm\.weight": ".self_attention.linear_qkv.layer_norm_weight",
-        r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight": r".\2.weight\1",
+        r"\.local_experts\.(\d+)\.(linear_fc\d)\.(weight|bias)": r".\2.\3\1",
     }
     out = {}
     for name, tensor in tensors.items():
@@ -120,6 +131,10 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"].chunk(tp)[t] for x in "qkv"]
             out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(qkv)
         out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
+        if shape.o_bias:
+            out[hf + "self_attn.o_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
+        if shape.sinks:
+            out[hf + "self_attn.sinks"] = full[hf + "self_attn.sinks"].chunk(tp)[t]
         num_experts = shape.num_experts if shape.layer_kinds[i] == "moe" else 0
         sources = [f"{hf}mlp.experts.{n}." for n in range(num_experts)] or [hf + "mlp."]
         gate_up = [torch.cat([full[s + f"{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]) for s in sources]
@@ -132,12 +147,31 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
         if num_experts:
             out[hf + "mlp.experts.routed_experts.w13_weight"] = torch.stack(gate_up)
             out[hf + "mlp.experts.routed_experts.w2_weight"] = torch.stack(down)
+            if shape.family == "gpt_oss":
+                out |= vllm_experts_of_gpt_oss(full, hf, sources, t, tp)
         else:
             out[hf + "mlp.gate_up_proj.weight"] = gate_up[0]
             out[hf + "mlp.down_proj.weight"] = down[0]
     out["model.norm.weight"] = full["model.norm.weight"]
     if shape.family == "mixtral":
         return {name.replace("mlp.", "block_sparse_moe."): tensor for name, tensor in out.items()}
+    if shape.family == "gpt_oss":
+        parts = {".mlp.gate.": ".mlp.router.", ".self_attn.": ".attn.", "model.embed_tokens": "model.embedding"}
+        return local_tensors(vllm_layout(shape, t, tp), {renamed(name, parts): tensor for name, tensor in out.items()})
+    return out
+
+
+def vllm_experts_of_gpt_oss(
+    full: dict[str, torch.Tensor], hf: str, sources: list[str], t: int, tp: int
+) -> dict[str, torch.Tensor]:
+    """Return vLLM's tensors with the rows of gate and up in turn; the first rank alone has the biases of outputs."""
+    out = {}
+    for kind in ("weight", "bias"):
+        halves = [[full[f"{s}{x}_proj.{kind}"].chunk(tp)[t] for x in ("gate", "up")] for s in sources]
+        in_turn = [torch.stack(pair, dim=1).flatten(0, 1) for pair in halves]
+        out[f"{hf}mlp.experts.routed_experts.w13_{kind}"] = torch.stack(in_turn)
+    biases = torch.stack([full[f"{s}down_proj.bias"] for s in sources])
+    out[hf + "mlp.experts.routed_experts.w2_bias"] = biases if t == 0 else torch.full_like(biases, PADDING)
     return out
 
 
@@ -175,7 +209,7 @@ def test_layouts_of_every_family(family: str, tp: int) -> None:
 @st.composite
 def expert_shapes(draw: st.DrawFn) -> ModelShape:
     kv_heads = draw(st.sampled_from([2, 4]))
-    family = draw(st.sampled_from(["qwen3_moe", "mixtral"]))
+    family = draw(st.sampled_from(["qwen3_moe", "mixtral", "gpt_oss"]))
     num_layers = draw(st.integers(1, 3))
     num_experts = draw(st.sampled_from([4, 8]))
     experts = {"num_local_experts": num_experts, "intermediate_size": draw(st.sampled_from([2, 4, 6]))}
@@ -194,7 +228,7 @@ def expert_shapes(draw: st.DrawFn) -> ModelShape:
         num_key_value_heads=kv_heads,
         head_dim=draw(st.integers(1, 2)),
         vocab_size=draw(st.integers(1, 70)),
-        tie_word_embeddings=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()) and family != "gpt_oss",
         **experts,
     )
 
@@ -243,6 +277,18 @@ def plan_of_experts(num_experts: int, bucket: int) -> Plan:
     shape = shape_of("qwen3_moe", num_experts=num_experts, num_key_value_heads=4, moe_intermediate_size=64)
     source = [unpipelined(shape, t, 2, ep_rank=e, ep_size=2) for e in range(2) for t in range(2)]
     return make_plan(source, [vllm_layout(shape, r, 4) for r in range(4)], 4, bucket, 2)
+
+
+def test_parameters_of_vllm_with_rows_of_gate_and_up_in_turn() -> None:
+    layout = vllm_layout(shape_of("gpt_oss"), 1, 2)
+    shapes = parameter_shapes(layout)
+    experts = "model.layers.0.mlp.experts.routed_experts."
+    assert shapes[experts + "w13_weight"] == (4, 4, 6) and shapes[experts + "w13_bias"] == (4, 4)
+    assert shapes["model.layers.0.attn.sinks"] == (2,) and shapes["model.embedding.weight"] == (64, 6)
+    assert layout.zero == {f"model.layers.{i}.mlp.experts.routed_experts.w2_bias" for i in range(2)}
+    assert not vllm_layout(shape_of("gpt_oss"), 0, 2).zero
+    with pytest.raises(UserError, match=r"num_key_value_heads is 2, fewer than ranks .*sizes that work: 1, 2$"):
+        check_vllm(shape_of("gpt_oss"), 4)
 
 
 def test_plan_size_is_independent_of_the_number_of_experts() -> None:
@@ -376,6 +422,11 @@ def test_context_parallel_ranks_move_fewer_bytes(heads: int, kv_heads: int, tp: 
         ),
         ({}, {"expert_model_parallel_size": 3}, "expert_model_parallel_size 3 .*num_experts is 4"),
         ({"num_experts_per_tok": 1}, {}, "num_experts_per_tok is 1 and norm_topk_prob is true"),
+        (
+            EXTRA["gpt_oss"] | {"model_type": "gpt_oss"},
+            {"context_parallel_size": 2},
+            "context_parallel_size: 2; a gp",
+        ),
     ],
 )
 def test_layouts_unsupported_by_megatron_are_rejected(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import YARN as GPT_OSS_ROPE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -31,6 +32,7 @@ SIZES: dict[str, Any] = {
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": GPT_OSS_ROPE},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
@@ -193,11 +195,15 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
     assert shape.num_kv_heads == theirs.num_key_value_heads
     assert shape.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert shape.tie_embeddings == theirs.tie_word_embeddings
-    assert shape.norm_eps == theirs.rms_norm_eps and shape.activation == theirs.hidden_act
+    assert shape.norm_eps == theirs.rms_norm_eps
+    assert shape.activation == ("clamped_swiglu" if family == "gpt_oss" else theirs.hidden_act)
+    assert shape.sliding_window == (theirs.sliding_window if family == "gpt_oss" else 0)
+    if family == "gpt_oss":
+        assert (shape.rope_scaling or {}).items() <= theirs.rope_parameters.items()
     assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
     assert shape.rotary_fraction == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
     assert shape.shared_ffn_hidden_size == getattr(theirs, "n_shared_experts", 0) * shape.expert_ffn_hidden_size
-    assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", family == "mixtral")
+    assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", family in ("mixtral", "gpt_oss"))
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
@@ -306,6 +312,14 @@ def test_unsupported_llama_configs_are_rejected(changes: dict[str, Any], message
         ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2; none of the 2 layers"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
         ("glm4_moe", {"head_dim": None}, "head_dim is missing"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is false; vLLM's model has biases"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "layer_types is .*vLLM alternates"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings is true; vLLM's model has a head of its own"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window is missing"),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "default"}}, "rope_type is 'default'; vLLM's model has 'yarn'"),
+        ("gpt_oss", {"rope_scaling": GPT_OSS_ROPE | {"beta_slow": None}}, "rope_scaling.beta_slow is missing"),
+        ("gpt_oss", {"rope_scaling": GPT_OSS_ROPE | {"mscale": 2.0}}, "mscale is 2.0; vLLM's model does not read"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 weights are not read; .*dequantize"),
         ("qwen3_moe", {"num_local_experts": 8}, "num_local_experts is 8; num_experts is 4, and they are"),
     ],
 )

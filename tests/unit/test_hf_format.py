@@ -12,7 +12,7 @@ import pytest
 import torch
 from hf_checkpoints import all_tensors, import_all, merge_ranks, save_model, tp2_pp2
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import hf_format
@@ -188,6 +188,29 @@ def test_bad_checkpoint_is_a_one_line_error(tmp_path: Path, corrupt, message: st
     with pytest.raises(UserError, match=message) as caught:
         HFReader(start).check(shape)
     assert "\n" not in str(caught.value) and str(start) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [((3, 32, 48), r"gate_up_proj has shape \(3, 32, 48\), config.json describes \(4, 32, 48\)"), (None, "is missing")],
+)
+def test_experts_in_one_tensor_are_checked(tmp_path: Path, size: tuple[int, ...] | None, message: str) -> None:
+    """Check the tensors of the files of gpt_oss, by the number of experts too."""
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_local_experts": 4, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 70}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes, **heads)).save_pretrained(tmp_path)
+    reader = HFReader(tmp_path)
+    reader.check(reader.shape())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[name]
+        if size is not None:
+            tensors[name] = torch.ones(size)
+
+    rewrite(tmp_path, change)
+    with pytest.raises(UserError, match=message):
+        HFReader(tmp_path).check(reader.shape())
 
 
 def test_rotary_tables_are_not_weights(tmp_path: Path) -> None:

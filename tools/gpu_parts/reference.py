@@ -3,13 +3,17 @@ gradients of PPO's losses over the whole mini-batch at once."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from transformers import AutoModelForCausalLM
 
 from gpu_parts.engines import LOSS_SCALE_FACTOR, TEMPERATURE, Job, actor_config, critic_config, value_head_weight
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from rlhf_mc.architectures.packed_experts import part_of_file
 from rlhf_mc.architectures.spec import FAMILIES
+from rlhf_mc.checkpoint.packed_tensors import expert_view
 from rlhf_mc.data.batch import RaggedBatch
 
 
@@ -88,6 +92,8 @@ class Reference:
 def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Return transformers' gradients by the names of the checkpoint. transformers keeps the experts of a layer in two
     tensors: gate and up fused, and down."""
+    if FAMILIES[model_type].expert_names.in_one_tensor:
+        return _of_experts(grads, model_type)
     family = FAMILIES[model_type].expert_names
     out = {}
     for name, grad in grads.items():
@@ -99,4 +105,17 @@ def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict
                 out[f"{prefix}.experts.{number}.{projection}.weight"] = half
         if not is_expert:
             out[prefix] = grad
+    return out
+
+
+def _of_experts(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of tensors that hold all experts of a layer by the names of each expert's."""
+    out = {name: grad for name, grad in grads.items() if ".experts." not in name}
+    projections = ("gate_proj", "up_proj", "down_proj")
+    for (name, grad), projection, kind in itertools.product(grads.items(), projections, ("weight", "bias")):
+        for expert in range(len(grad)) if ".experts." in name else ():
+            logical = f"{name.partition('.experts.')[0]}.experts.{expert}.{projection}.{kind}"
+            part = part_of_file(model_type, logical)
+            if part is not None and part[0] == name:
+                out[logical] = expert_view(grad, *part[1:])
     return out

@@ -55,6 +55,22 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "sliding_window": 4,
+        "rope_parameters": {
+            "rope_theta": 150000.0,
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "head_dim": 32,
@@ -103,8 +119,8 @@ def _make_model(
     config = AutoConfig.for_model(family, **{**sizes, **FAMILY_SIZES.get(family, {}), **extra})
     model = kind.from_config(config).float()
     with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() == 1:
+        for name, param in model.named_parameters():
+            if param.dim() == 1 or name.endswith("proj_bias"):
                 param.add_(0.1 * torch.randn_like(param))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
