@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from rlhf_mc.architectures import hf_config
+from rlhf_mc.architectures import hf_config, latent, rope_config
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.config.errors import UserError
 
@@ -84,6 +84,8 @@ class Family:
     """Value of rope_theta where config.json has none."""
     rotary_fraction: float = 1.0
     """Value of partial_rotary_factor where config.json has none; 1: the family's heads are rotated whole."""
+    has_latents: bool = False
+    """Attention is multi-head latent attention."""
 
     def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return every trait of the model that a config.json describes, by name."""
@@ -146,6 +148,27 @@ FAMILIES = {
         fixed=_SPARSE_STEP,
         rotary_fraction=0.5,
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        Traits(sigmoid_router=True),
+        is_moe=True,
+        defaults={
+            "num_key_value_heads": 128,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+        fixed=_SPARSE_STEP,
+        has_latents=True,
+    ),
     "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -171,6 +194,16 @@ class ModelShape(Traits):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Dimensions of a query and of a key."""
+    v_head_dim: int = 0
+    """Dimensions of a value; 0: head_dim."""
+    rope_head_dim: int = 0
+    """Dimensions of a query that are rotated, the last ones: its key has as many that all heads share. 0: no latent
+    attention."""
+    kv_lora_rank: int = 0
+    """Size of the latent vector from which keys and values are projected; 0: from the hidden states."""
+    q_lora_rank: int = 0
+    """Size of the latent vector from which queries are projected; 0: from the hidden states."""
     vocab_size: int
     tie_embeddings: bool
     norm_eps: float
@@ -193,6 +226,10 @@ class ModelShape(Traits):
     """Factor of the router's weights."""
     norm_topk_prob: bool = False
     """The router's weights of a token's experts are normalised to sum to 1."""
+    router_groups: int = 1
+    """Equal groups of experts."""
+    groups_per_token: int = 1
+    """Groups that a token's experts come from: those with the largest sums of their best scores."""
     value_head: bool = False
     """A critic: `score.weight` [1, hidden] replaces the language-model head."""
 
@@ -211,7 +248,7 @@ class ModelShape(Traits):
             raise UserError(
                 f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
-        rope_theta, rope_scaling = hf_config.rope(config, family.rope_theta)
+        rope_theta, rope_scaling = rope_config.rope(config, family.rope_theta)
         return cls(
             family=family_name,
             num_layers=size(config, "num_hidden_layers"),
@@ -219,18 +256,22 @@ class ModelShape(Traits):
             ffn_hidden_size=size(config, "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=hf_config.head_dim(config, family_name),
+            **(
+                latent.latent_sizes(config, rope_scaling)
+                if family.has_latents
+                else {"head_dim": hf_config.head_dim(config, family_name)}
+            ),
             vocab_size=size(config, "vocab_size"),
             tie_embeddings=flag(config, "tie_word_embeddings"),
             norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            rotary_fraction=hf_config.rotary_fraction(config, family.rotary_fraction),
+            rotary_fraction=rope_config.rotary_fraction(config, family.rotary_fraction),
             max_position_embeddings=size(config, "max_position_embeddings"),
             activation=hf_config.activation(config, family.activations),
             value_head=value_head,
             **family.traits_in(config),
-            **(_moe_sizes(config, family.expert_ffn_key) if family.is_moe else {}),
+            **(_moe_sizes(config, family) if family.is_moe else {}),
         )
 
     def sequence_cost(self, num_tokens: int) -> float:
@@ -242,11 +283,33 @@ class ModelShape(Traits):
 
     @functools.cached_property
     def _attention_cost(self) -> float:
-        """Query dimensions of all layers, divided by the weights that one token uses."""
-        q = self.num_heads * self.head_dim
-        kv = self.num_kv_heads * self.head_dim
+        """The mean of query and value dimensions, divided by the weights that one token uses."""
         ffn = sum(part.num_layers * part.active_ffn_size for part in self.by_kind()) / self.num_layers
-        return q / (self.hidden_size * (2 * q + 2 * kv + 3 * ffn))
+        weights = self.attention_weights() + self.hidden_size * 3 * ffn
+        return self.num_heads * (self.head_dim + self.value_dim) / (2 * weights)
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a value."""
+        return self.v_head_dim or self.head_dim
+
+    def attention_weights(self, tp: int = 1) -> float:
+        """Return the weights of the attention's projections in a layer that one of `tp` ranks of an engine holds."""
+        q = self.num_heads * self.head_dim / tp
+        if not self.kv_lora_rank:
+            return self.hidden_size * (2 * q + 2 * max(self.num_kv_heads / tp, 1) * self.head_dim)
+        values = self.num_heads * self.value_dim / tp
+        keys = q - self.num_heads * self.rope_head_dim / tp
+        queries = self.q_lora_rank * (self.hidden_size + q) if self.q_lora_rank else self.hidden_size * q
+        latent_kv = self.hidden_size * (self.kv_lora_rank + self.rope_head_dim) + self.kv_lora_rank * (keys + values)
+        return queries + latent_kv + self.hidden_size * values
+
+    def cached_per_token(self, tp: int) -> int:
+        """Return the elements that a rank of an engine of `tp` ranks caches for a token in a layer: keys and values, or
+        the latent vector and the rotated part of the keys."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.rope_head_dim
+        return 2 * max(self.num_kv_heads // tp, 1) * self.head_dim
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -298,6 +361,11 @@ class ModelShape(Traits):
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
             "head": self.head_dim,
+            "values": self.num_heads * self.value_dim,
+            "latent_q": self.q_lora_rank,
+            "latent_kv": self.kv_lora_rank,
+            "latent_kv_rope": self.kv_lora_rank + self.rope_head_dim,
+            "keys_values": self.num_heads * (self.head_dim - self.rope_head_dim + self.value_dim),
             "ffn": self.ffn_hidden_size,
             "experts": self.num_experts,
             "expert_ffn": self.expert_ffn_hidden_size,
@@ -307,7 +375,7 @@ class ModelShape(Traits):
         }
 
 
-def _moe_sizes(config: Mapping[str, Any], ffn_key: str) -> dict[str, Any]:
+def _moe_sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields of ModelShape that describe a mixture of experts."""
     # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = next((key for key in ("num_experts", "n_routed_experts") if config.get(key)), "num_local_experts")
@@ -315,17 +383,19 @@ def _moe_sizes(config: Mapping[str, Any], ffn_key: str) -> dict[str, Any]:
         other = f"{key} is {config[key]}, and they are two names of one number"
         raise hf_config.refused("num_local_experts", config["num_local_experts"], other)
     num_experts = size(config, key)
+    ffn = size(config, family.expert_ffn_key)
     per_token = size(config, "num_experts_per_tok")
     if per_token > num_experts:
         raise UserError(f"config.json: num_experts_per_tok is {per_token}, more than {key}, which is {num_experts}")
     return {
         "num_experts": num_experts,
         "experts_per_token": per_token,
-        "expert_ffn_hidden_size": size(config, ffn_key),
-        "shared_ffn_hidden_size": size(config, ffn_key) * hf_config.count(config, "n_shared_experts"),
+        "expert_ffn_hidden_size": ffn,
+        "shared_ffn_hidden_size": ffn * hf_config.count(config, "n_shared_experts"),
         "routed_scaling": hf_config.positive(config, "routed_scaling_factor", 1.0),
         "norm_topk_prob": flag(config, "norm_topk_prob"),
         "dense_layers": _dense_layers(config),
+        **(latent.router_groups(config, num_experts, per_token) if family.has_latents else {}),
     }
 
 

@@ -18,7 +18,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rlhf_mc import platform
 from rlhf_mc.models.context_parallel import ONE_RANK, Context
@@ -69,16 +69,18 @@ def pack(seq_lens: Sequence[int]) -> PackedSequences:
 class PackedAttention(torch.nn.Module):
     """Core attention for Megatron-Core: causal within each packed sequence, with grouped queries.
 
-    q [T, 1, heads, head_dim] and k, v [T, 1, kv_heads, head_dim] -> [T, 1, heads * head_dim].
+    q [T, 1, heads, head_dim], k [T, 1, kv_heads, head_dim] and v [T, 1, kv_heads, v_head_dim]
+    -> [T, 1, heads * v_head_dim].
 
     On a GPU torch 2.13 has no kernel for grouped queries in float32 (sdp_utils.cpp, can_use_mem_efficient_attention)
     and would store all scores, length x length of each head. So k and v are repeated there for each query head, which
     its memory-efficient kernel takes. From the forward to the backward pass that is 8 * (heads - kv_heads) * head_dim
     bytes more per token and layer."""
 
-    def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         assert config.attention_dropout == 0.0
+        self.scale = softmax_scale
 
     def forward(
         self,
@@ -92,7 +94,7 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         if packed_seq_params.context.size > 1:
-            out: torch.Tensor = _AttentionOverContext.apply(query, key, value, packed_seq_params)
+            out: torch.Tensor = _AttentionOverContext.apply(query, key, value, packed_seq_params, self.scale)
             return out
         parts = [count * length for count, length in packed_seq_params.runs]
         outputs = []
@@ -104,22 +106,29 @@ class PackedAttention(torch.nn.Module):
             strict=True,
         ):
             q, k, v = (x.view(count, length, x.shape[-2], x.shape[-1]) for x in (q, k, v))
-            outputs.append(_attend(q, k, v).reshape(count * length, 1, -1))
+            outputs.append(_attend(q, k, v, self.scale).reshape(count * length, 1, -1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return causal attention [S, n, heads, head_dim] of q [S, n, heads, head_dim], the last of m tokens of each of S
-    sequences, to k and v [S, m, kv_heads, head_dim]."""
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Return causal attention [S, n, heads, v_head_dim] of q [S, n, heads, head_dim], the last of m tokens of each of S
+    sequences, to k [S, m, kv_heads, head_dim] and v [S, m, kv_heads, v_head_dim]. scale: factor of the scores; None:
+    1 / sqrt(head_dim).
+
+    torch has flash kernels for v_head_dim = head_dim alone, and stores all scores otherwise: v is padded."""
     length = q.shape[1]
     end = k.shape[1]
+    v_dim = v.shape[-1]
+    if v_dim < q.shape[-1]:
+        v = pad(v, (0, q.shape[-1] - v_dim))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if length == end else torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
     if platform.use_cuda() and (q.dtype == torch.float32 or mask is not None) and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     is_grouped = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
-    return out.transpose(1, 2)
+    settings = {"is_causal": mask is None, "scale": scale, "enable_gqa": is_grouped}
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, **settings)
+    return out.transpose(1, 2)[..., :v_dim]
 
 
 class _AttentionOverContext(torch.autograd.Function):
@@ -128,30 +137,36 @@ class _AttentionOverContext(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packed: PackedSequences,
+        scale: float | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.packed = packed
-        return _attend_to_all(query, packed.context.gather(key), packed.context.gather(value), packed)
+        ctx.scale = scale
+        return _attend_to_all(query, packed.context.gather(key), packed.context.gather(value), packed, scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         context = ctx.packed.context
         query, key, value = ctx.saved_tensors
         query = query.detach().requires_grad_()
         keys = context.gather(key).requires_grad_()
         values = context.gather(value).requires_grad_()
         with torch.enable_grad():
-            out = _attend_to_all(query, keys, values, ctx.packed)
+            out = _attend_to_all(query, keys, values, ctx.packed, ctx.scale)
         own, of_keys, of_values = torch.autograd.grad(out, (query, keys, values), grad)
-        return own, context.sum_scattered(of_keys), context.sum_scattered(of_values), None
+        return own, context.sum_scattered(of_keys), context.sum_scattered(of_values), None, None
 
 
 def _attend_to_all(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, packed: PackedSequences
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, packed: PackedSequences, scale: float | None
 ) -> torch.Tensor:
-    """Return the attention [T, 1, heads * head_dim] of this rank's queries [T, 1, heads, head_dim]. keys, values:
-    [ranks, T, 1, kv_heads, head_dim], of all ranks."""
+    """Return the attention [T, 1, heads * v_head_dim] of this rank's queries [T, 1, heads, head_dim]. keys, values:
+    [ranks, T, 1, kv_heads, head_dim or v_head_dim], of all ranks."""
     size = packed.context.size
     rank = packed.context.rank
     parts = [count * length // size for count, length in packed.runs]
@@ -167,7 +182,7 @@ def _attend_to_all(
         k, v = (_whole_sequences(x.unflatten(1, (count, 2, chunk))) for x in (k, v))
         ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)
         halves = q.unflatten(0, (count, 2, chunk)).unbind(1)
-        out = [_attend(half, k[:, :end], v[:, :end]) for half, end in zip(halves, ends, strict=True)]
+        out = [_attend(half, k[:, :end], v[:, :end], scale) for half, end in zip(halves, ends, strict=True)]
         outputs.append(torch.stack(out, dim=1).reshape(2 * count * chunk, 1, -1))
     return torch.cat(outputs)
 
@@ -214,6 +229,9 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     packed sequences, and not a length. The original's forward caches the angles of the last 32 lengths: of 32k tokens,
     up to 0.5 GB on a GPU."""
 
+    mscale = 1.0
+    """Factor of cosines and sines in latent attention."""
+
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: PackedSequences
     ) -> PackedSequences:
@@ -236,7 +254,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self._eps = eps
-        _mark_sequence_parallel(self.weight, config)
+        mark_sequence_parallel(self.weight, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x, of the same shape [..., hidden] and type."""
@@ -253,7 +271,7 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
-        _mark_sequence_parallel(self.weight, config)
+        mark_sequence_parallel(self.weight, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x, of the same shape [..., hidden] and type."""
@@ -262,5 +280,6 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
         return (wide * (1.0 + self.weight.float())).type_as(x)
 
 
-def _mark_sequence_parallel(weight: torch.Tensor, config: Any) -> None:
+def mark_sequence_parallel(weight: torch.Tensor, config: Any) -> None:
+    """Mark a weight whose gradient Megatron-Core sums over tensor-parallel ranks with sequence parallelism."""
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -51,13 +51,14 @@ def import_transformer_engine() -> bool:
 
 @functools.cache
 def has_packed_attention(
-    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, cp_comm_type: str | None = None
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, dims: tuple[int, int], cp_comm_type: str | None = None
 ) -> bool:
     """Return True where Transformer Engine has an attention kernel for packed sequences on this GPU: cuDNN's, from
     Hopper on, or flash-attn's, if it is installed. Neither takes float32 nor every head size.
 
     Otherwise Transformer Engine would unpack the sequences, pad them to the longest, and store all scores.
-    num_heads, num_kv_heads: of one rank. cp_comm_type: of context parallelism; None: without it."""
+    num_heads, num_kv_heads: of one rank. dims: of a key and of a value. cp_comm_type: of context
+    parallelism; None: without it."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     flash, _, fused, *_ = utils.get_attention_backend(
@@ -69,8 +70,8 @@ def has_packed_attention(
             num_gqa_groups=num_kv_heads,
             max_seqlen_q=1024,
             max_seqlen_kv=1024,
-            head_dim_qk=head_dim,
-            head_dim_v=head_dim,
+            head_dim_qk=dims[0],
+            head_dim_v=dims[1],
             attn_mask_type="padding_causal",
             core_attention_bias_shape=None,
             core_attention_bias_requires_grad=False,
@@ -82,7 +83,7 @@ def has_packed_attention(
     if not (flash or fused):
         _log.warning(
             "Transformer Engine has no attention kernel for packed sequences in"
-            f" {str(dtype).removeprefix('torch.')} with heads of {head_dim} dimensions on"
+            f" {str(dtype).removeprefix('torch.')} with heads of {dims[0]} dimensions on"
             f" {torch.cuda.get_device_name()}; torch's attention takes its place, one call for each run of equally long"
             " sequences"
         )

@@ -27,6 +27,7 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.draws import Draws
+from rlhf_mc.rollout.vllm_derived import derive_decode_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.runtime.console import print_line
@@ -108,8 +109,8 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 **options,
             )
-        kv_heads = max(1, shape.num_kv_heads // len(self._group))
-        kv_bytes = 2 * shape.num_layers * kv_heads * shape.head_dim * getattr(torch, dtype).itemsize
+        cached = shape.num_layers * shape.cached_per_token(len(self._group))
+        kv_bytes = cached * getattr(torch, dtype).itemsize
         # The ranks of an engine end a period with the same step, so their costs are equal.
         read_bytes = max(gather_objects(self.weight_bytes)) + _OVERHEAD_BYTES[platform.use_cuda()]
         self.cached_token_cost = kv_bytes / read_bytes
@@ -153,12 +154,12 @@ class VLLMEngine:
     @property
     def num_parameters(self) -> int:
         """Parameters that this rank holds, which may sleep."""
-        return sum(param.numel() for param in self._model.parameters())
+        return sum(param.numel() for _, param in loaded_parameters(self._model))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of these parameters, those that alias the trainer's included."""
-        return sum(param.numel() * param.element_size() for param in self._model.parameters())
+        return sum(param.numel() * param.element_size() for _, param in loaded_parameters(self._model))
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
@@ -166,13 +167,14 @@ class VLLMEngine:
         rollout.quantization the parameters of linear layers are temporary and unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         self._quantized.stage()
-        return {name: param.data for name, param in self._model.named_parameters()}
+        return {name: param.data for name, param in loaded_parameters(self._model)}
 
     def weights_updated(self) -> None:
-        """Quantize new weights (rollout.quantization), and discard the prefix cache, which earlier weights have filled.
-        Call after each weight update. Raise RuntimeError if vLLM keeps it: responses would be computed from old keys
-        and values."""
+        """Quantize new weights (rollout.quantization), derive others from them (vllm_derived.py), and discard the prefix
+        cache, which earlier weights have filled. Call after each weight update. Raise RuntimeError if vLLM keeps it:
+        responses would be computed from old keys and values."""
         self._quantized.quantize()
+        derive_decode_weights(self._model)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks of the KV cache")
 
@@ -269,6 +271,9 @@ def engine_settings(
     """Return vLLM's arguments for the model and its layout."""
     # They replace keys of config.json.
     overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
+    if shape.kv_lora_rank:
+        # vLLM needs these, which transformers does not write, and computes the router in the model's type otherwise.
+        overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_router_dtype": "float32"}
     if platform.float32_products():
         # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no differently.
         overrides["head_dtype"] = "float32"

@@ -32,6 +32,16 @@ EXPERTS = {
     "mixtral": {"family": "mixtral", "tied": False},
     # The first layer is dense.
     "glm4_moe": {"family": "glm4_moe", "tied": False},
+    # Latent attention, groups of experts, yarn; and without a latent vector of queries, groups and yarn, as Moonlight.
+    "deepseek_v3": {"family": "deepseek_v3", "tied": False},
+    "deepseek_plain": {
+        "family": "deepseek_v3",
+        "tied": False,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_scaling": None,
+    },
     # Layers of two kinds. With two stages, the first has no experts.
     "qwen3_moe_mixed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     # A token's experts have the weights of the softmax over all experts, not normalised over the chosen ones.

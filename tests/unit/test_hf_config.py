@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from rlhf_mc.architectures.hf_config import IGNORED, RESTRICTED, SUPPORTED, check_architecture, rope
+from rlhf_mc.architectures.hf_config import IGNORED, RESTRICTED, SUPPORTED, check_architecture
+from rlhf_mc.architectures.rope_config import rope
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.config.errors import UserError
 
@@ -31,6 +32,20 @@ SIZES: dict[str, Any] = {
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "deepseek_v3": {
+        "num_key_value_heads": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
