@@ -18,6 +18,10 @@ def latent_sizes(config: Mapping[str, Any], rope_scaling: Mapping[str, Any] | No
         raise refused("attention_bias", True, "vLLM's latent attention has no biases")
     if (kv_heads := config.get("num_key_value_heads")) not in (None, config["num_attention_heads"]):
         raise refused("num_key_value_heads", kv_heads, "each head has keys of its own: expected num_attention_heads")
+    if config.get("rope_interleave", True) is not True:
+        raise refused(
+            "rope_interleave", config["rope_interleave"], "vLLM rotates neighbouring dimensions: expected true"
+        )
     _check_rope(rope_scaling)
     rope_dim = size(config, "qk_rope_head_dim")
     if rope_dim % 2:

@@ -181,6 +181,10 @@ FAMILIES = {
 }
 
 
+SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
+"""Other values of model_type -> the family that computes the same, as vLLM reads them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(Traits):
     """Sizes and traits of one model: everything that its parameters and its computation follow from.
@@ -237,6 +241,7 @@ class ModelShape(Traits):
     def from_hf_config(cls, config: Mapping[str, Any], value_head: bool = False) -> ModelShape:
         """Return the shape that a parsed config.json describes. Raise UserError for an unsupported value."""
         family_name = need(config, "model_type")
+        family_name = SAME_FAMILY.get(str(family_name), family_name)
         if not isinstance(family_name, str) or family_name not in FAMILIES:
             raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
         family = FAMILIES[family_name]

@@ -47,9 +47,10 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     steps = max(lengths.response - 1, 0.0) * sequences / decoded
     context = lengths.prompt + lengths.response / 2
     flops = forward_flops(shape, [context], 1)
-    one = ForwardFlops(
-        flops.projections / context, flops.feed_forward / context, 2 * flops.attention / (context + 1), flops.output
-    )
+    # Latent attention decodes on the latent vectors, which are longer than keys and values.
+    scores = (shape.cached_per_token(1) + shape.kv_lora_rank) / (shape.head_dim + shape.value_dim)
+    attention = 2 * flops.attention / (context + 1) * (scores if shape.kv_lora_rank else 1.0)
+    one = ForwardFlops(flops.projections / context, flops.feed_forward / context, attention, flops.output)
     itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
     kv_bytes = shape.num_layers * shape.cached_per_token(tp) * itemsize
     read = decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, decoded) + decoded * context * kv_bytes

@@ -1,5 +1,5 @@
-"""The weights of vLLM's latent attention that are no tensors of a checkpoint: the two halves of kv_b_proj, transposed, by
-which it decodes on latent vectors.
+"""The weights of vLLM's latent attention that are no tensors of a checkpoint: the two halves of kv_b_proj, transposed.
+By these it decodes on latent vectors.
 """
 
 from __future__ import annotations

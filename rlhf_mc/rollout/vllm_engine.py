@@ -170,9 +170,9 @@ class VLLMEngine:
         return {name: param.data for name, param in loaded_parameters(self._model)}
 
     def weights_updated(self) -> None:
-        """Quantize new weights (rollout.quantization), derive others from them (vllm_derived.py), and discard the prefix
-        cache, which earlier weights have filled. Call after each weight update. Raise RuntimeError if vLLM keeps it:
-        responses would be computed from old keys and values."""
+        """Quantize new weights (rollout.quantization), derive others from them (vllm_derived.py), and discard the
+        prefix cache, which earlier weights have filled. Call after each weight update. Raise RuntimeError if vLLM keeps
+        it: responses would be computed from old keys and values."""
         self._quantized.quantize()
         derive_decode_weights(self._model)
         if not self._llm.reset_prefix_cache():

@@ -167,7 +167,13 @@ def transformers_results(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple
 
 @pytest.mark.parametrize(
     ("world", "family", "ep", "other_ep"),
-    [(2, "qwen3_moe", 2, 1), (2, "mixtral", 1, 2), (2, "qwen3_moe_mixed", 2, 1), (2, "glm4_moe", 1, 2)],
+    [
+        (2, "qwen3_moe", 2, 1),
+        (2, "mixtral", 1, 2),
+        (2, "qwen3_moe_mixed", 2, 1),
+        (2, "glm4_moe", 1, 2),
+        (2, "deepseek_v3", 1, 2),
+    ],
 )
 def test_experts_load_with_another_expert_parallel_size(
     pool: Any, workspaces: dict[str, Path], tmp_path: Path, world: int, family: str, ep: int, other_ep: int
@@ -202,8 +208,19 @@ LAYER_NAMES["glm4_moe"] = LAYER_NAMES["qwen3_moe_mixed"] | {
     "1.mlp.shared_experts.linear_fc1.weight",
     "1.mlp.shared_experts.linear_fc2.weight",
 }
-"""Names of a layer's tensors after its attention, in the Megatron checkpoints that Transformer Engine's layers write
-(docs/internals/gpu_readings.md)."""
+LATENT_NAMES = {
+    "input_layernorm.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_up_proj.weight",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_q_up_proj.weight",
+}
+LAYER_NAMES["deepseek_v3"] = LAYER_NAMES["glm4_moe"] | {f"{i}.{name}" for i in range(2) for name in LATENT_NAMES}
+"""Names of a layer's tensors after its attention, and for latent attention of all, in the Megatron checkpoints that
+Transformer Engine's layers write (docs/internals/gpu_readings.md)."""
 
 
 @pytest.mark.parametrize("family", LAYER_NAMES)
@@ -217,7 +234,7 @@ def test_megatron_checkpoints_are_those_of_transformer_engine(
     )
     assert different == []
     inside = {name.removeprefix("model.decoder.layers.") for name in names if ".layers." in name}
-    assert LAYER_NAMES[family] == {name for name in inside if "mlp" in name}
+    assert LAYER_NAMES[family] == {name for name in inside if "mlp" in name or family == "deepseek_v3"}
 
 
 YARN = {"factor": 8.0, "original_max_position_embeddings": 16}
@@ -265,6 +282,8 @@ def test_rope_types_match_transformers_and_vllm(pool: Any, tmp_path: Path) -> No
         (2, "mixtral", 1, 2, ()),
         (4, "qwen3_moe_mixed", 1, 2, ("pipeline", "expert")),
         (4, "glm4_moe", 1, 2, ("pipeline", "expert")),
+        (4, "deepseek_v3", 1, 2, ("pipeline", "expert")),
+        (2, "deepseek_plain", 1, 2, ("expert",)),
     ],
 )
 def test_vllm_has_the_trained_weights(
