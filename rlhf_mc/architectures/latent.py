@@ -11,7 +11,7 @@ from rlhf_mc.architectures import hf_config
 from rlhf_mc.architectures.hf_config import flag, refused, size
 
 
-def latent_sizes(config: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None) -> dict[str, int]:
+def latent_sizes(config: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the fields of ModelShape that describe multi-head latent attention. Raise UserError for values that
     transformers and vLLM read differently. rope_scaling: as rope_config.rope returns it."""
     if flag(config, "attention_bias"):

@@ -126,8 +126,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | No
     if platform.use_cuda() and (q.dtype == torch.float32 or mask is not None) and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     is_grouped = q.shape[1] != k.shape[1]
-    settings = {"is_causal": mask is None, "scale": scale, "enable_gqa": is_grouped}
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, **settings)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+    )
     return out.transpose(1, 2)[..., :v_dim]
 
 

@@ -294,6 +294,12 @@ def test_vllm_has_the_trained_weights(
     check_two_steps(pool(world), workspaces[family], tp=tp, rollout_tp=rollout_tp, overrides=overrides)
 
 
+def test_decode_weights_of_latent_attention_follow_an_update(pool: Any, workspaces: dict[str, Path]) -> None:
+    config = write_config(workspaces["deepseek_v3"], "derived.yaml", data={"max_response_length": 2})
+    (found,) = pool(1).run(family_cases.derived_after_update, config_path=str(config))
+    assert found == [False, True, True]
+
+
 def test_float32_parts_of_a_bfloat16_model(pool: Any, workspaces: dict[str, Path]) -> None:
     """Send a router's weights in bfloat16 to vLLM's float32 ones, and its correction bias in float32."""
     directory = workspaces["glm4_moe"]
