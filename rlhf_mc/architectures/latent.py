@@ -16,6 +16,8 @@ def latent_sizes(config: Mapping[str, Any], rope_scaling: Mapping[str, Any] | No
     transformers and vLLM read differently. rope_scaling: as rope_config.rope returns it."""
     if flag(config, "attention_bias"):
         raise refused("attention_bias", True, "vLLM's latent attention has no biases")
+    if flag(config, "tie_word_embeddings"):
+        raise refused("tie_word_embeddings", True, "vLLM's models with latent attention have a head of their own")
     if (kv_heads := config.get("num_key_value_heads")) not in (None, config["num_attention_heads"]):
         raise refused("num_key_value_heads", kv_heads, "each head has keys of its own: expected num_attention_heads")
     if config.get("rope_interleave", True) is not True:

@@ -300,9 +300,10 @@ def test_decode_weights_of_latent_attention_follow_an_update(pool: Any, workspac
     assert found == [False, True, True]
 
 
-def test_float32_parts_of_a_bfloat16_model(pool: Any, workspaces: dict[str, Path]) -> None:
-    """Send a router's weights in bfloat16 to vLLM's float32 ones, and its correction bias in float32."""
-    directory = workspaces["glm4_moe"]
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_float32_parts_of_a_bfloat16_model(pool: Any, workspaces: dict[str, Path], family: str) -> None:
+    """Send a router's weights in bfloat16 to vLLM, to glm4_moe's in float32, and its correction bias in float32."""
+    directory = workspaces[family]
     types = [f"{role}.megatron.dtype=bfloat16" for role in ("actor", "critic", "ref")]
     config = write_config(directory)
     export_to = directory / "out_bfloat16"

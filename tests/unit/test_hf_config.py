@@ -326,6 +326,7 @@ def test_unsupported_llama_configs_are_rejected(changes: dict[str, Any], message
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc' is supported"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias is true; vLLM's latent attention has no biases"),
+        ("deepseek_v3", {"tie_word_embeddings": True}, "tie_word_embeddings is true; vLLM's models with latent"),
         ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads is 1; each head has keys of its own"),
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null; vLLM rotates neighbouring"),
         ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim is 3; pairs of dimensions"),
