@@ -160,7 +160,7 @@ _LABELS = "labels of a classifier; score.weight has their number"
 _TOKENS = "stop tokens come from the tokenizer and generation_config.json"
 _HOW = "it selects an implementation in transformers, with the same result"
 _LIBRARY = "metadata of transformers"
-_MTP = "layers of multi-token prediction, which no pass here uses; a checkpoint that has them is refused"
+_MTP = "layers of multi-token prediction, which no pass here uses; an export has those of its initial checkpoint"
 _EXPERT_NAMES = "vLLM reads it for models without num_experts"
 
 IGNORED: Mapping[str, str] = {

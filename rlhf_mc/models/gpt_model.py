@@ -306,7 +306,8 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         max_position_embeddings=shape.max_position_embeddings,
         standardize_rope_params=lambda: None,  # they are in the standard form
     )
-    inv_freq, attention_scaling = rule(parameters, rotary.inv_freq.device)
+    with torch.device(rotary.inv_freq.device):  # not torch's default, on which the layout check builds a model
+        inv_freq, attention_scaling = rule(parameters, rotary.inv_freq.device)
     rotary.inv_freq = inv_freq
     rotary.mscale = attention_scaling
     if attention_scaling != 1.0 and not shape.kv_lora_rank:
