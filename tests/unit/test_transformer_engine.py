@@ -150,8 +150,8 @@ def test_packed_attention_is_flash_attn_or_cudnn(
     selection.flash = flash
     selection.fused = fused
     with caplog.at_level(logging.WARNING):
-        assert has_packed_attention(torch.bfloat16, 8, 2, 128) == (flash or fused)
-        assert has_packed_attention(torch.bfloat16, 8, 2, 128) == (flash or fused)
+        assert has_packed_attention(torch.bfloat16, 8, 2, (128, 128)) == (flash or fused)
+        assert has_packed_attention(torch.bfloat16, 8, 2, (128, 128)) == (flash or fused)
     assert len(selection.asked) == 1  # and so at most one warning for each kind of attention
     line = "no attention kernel for packed sequences in bfloat16 with heads of 128 dimensions on NVIDIA A100"
     assert caplog.text.count(line) == (not flash and not fused)
@@ -160,7 +160,7 @@ def test_packed_attention_is_flash_attn_or_cudnn(
 def test_packed_attention_is_asked_for_the_models_heads(selection: SimpleNamespace) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        has_packed_attention(torch.float32, 8, 2, 64)
+        has_packed_attention(torch.float32, 8, 2, (64, 64))
     finally:
         torch.use_deterministic_algorithms(False)
     (asked,) = selection.asked
