@@ -126,8 +126,8 @@ def _draft_files(assets: Path, shape: ModelShape, max_shard_bytes: int) -> list[
     if shape.value_head or not ((assets / INDEX).exists() or (assets / WEIGHTS).exists()):
         return []
     reader = HFReader(assets)
-    found = reader.slices(reader.draft_tensors(shape.num_layers))
-    return _shards({name: found[name].get_shape() for name in found}, 4, max_shard_bytes) if found else []
+    drafts = reader.slices(reader.draft_tensors(shape.num_layers))
+    return _shards({name: drafts[name].get_shape() for name in drafts}, 4, max_shard_bytes) if drafts else []
 
 
 def _shards(sizes: Mapping[str, Sequence[int]], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
