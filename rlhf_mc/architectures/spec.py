@@ -322,6 +322,17 @@ class ModelShape(Traits):
         dense = self.dense_layers if self.has_experts else range(self.num_layers)
         return tuple("dense" if layer in dense else "moe" for layer in range(self.num_layers))
 
+    @property
+    def expert_layers(self) -> list[int]:
+        """The layers that are mixtures of experts."""
+        return [layer for layer, kind in enumerate(self.layer_kinds) if kind == "moe"]
+
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of the numbers of the experts that a token has chosen in one layer: one each of up to 256 experts, else
+        two."""
+        return self.experts_per_token * (1 if self.num_experts <= 256 else 2)
+
     def by_kind(self, layers: Iterable[int] | None = None) -> list[ModelShape]:
         """Return one shape per kind among these layers (None: all): a model of as many layers, all of this kind."""
         kinds = self.layer_kinds

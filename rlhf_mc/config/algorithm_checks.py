@@ -95,6 +95,11 @@ def _rollout_correction(cfg: Config) -> Iterator[str]:
             f"{section}.rollout_rs_threshold_lower is {lower}, a bound of the ..._k1 statistics; {section}.rollout_rs"
             " has none of them"
         )
+    if correction.bypass_mode and cfg.algorithm.router_replay == "recompute":
+        yield (
+            f"{section}.bypass_mode is true and algorithm.router_replay is recompute, which replays the choices of the"
+            " pass that bypass_mode skips; set it to rollout or off"
+        )
     given = [name for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold") if getattr(correction, name)]
     if correction.bypass_mode and given:
         yield (

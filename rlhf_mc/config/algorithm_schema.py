@@ -38,6 +38,7 @@ RejectionStatistic = Literal[
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 """Policy losses that weigh all sequences alike: gspo and geo_mean have one ratio per sequence."""
 GroupMetric = Literal["acc", "score", "seq_reward"]
+RouterReplayMode = Literal["rollout", "recompute", "off"]
 AdvEstimator = Literal[
     "gae",
     "grpo",
@@ -213,3 +214,8 @@ class AlgorithmConfig:
     """Dynamic sampling: training on groups whose responses differ alone."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """Correction of the difference between the rollout engine's policy and the trainer's."""
+    router_replay: RouterReplayMode | None = None
+    """The experts that the actor's passes use. rollout: those that the rollout engine has chosen for each token (R3,
+    arXiv 2510.11370), so that both compute the same function. recompute: those that the pass of the old log-probs has
+    chosen (R2), in the updates. off: each pass chooses. null: rollout for a model with experts, off for others. The
+    weights of the experts are the trainer's own (docs/algorithms.md)."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs
+from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs, RouterReplayMode
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config, DataConfig, MegatronConfig, RolloutConfig, get_setting, reward_models, roles
 
 PASSES = {
@@ -47,6 +48,21 @@ def uses_critic(cfg: Config) -> bool:
 def uses_reference(cfg: Config) -> bool:
     """Return whether the run has a reference policy."""
     return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+
+
+def router_replay(cfg: Config, has_experts: bool) -> RouterReplayMode:
+    """Return the run's router replay. has_experts: of the actor. Raise UserError if the run cannot have it."""
+    given = cfg.algorithm.router_replay
+    mode = given or ("rollout" if has_experts else "off")
+    key = f"algorithm.router_replay is {given or 'null, which is rollout for a model with experts'}"
+    if mode != "off" and not has_experts:
+        raise UserError(f"{key}; the model of model.path has no experts: set it to off or null")
+    if mode == "rollout" and cfg.rollout.partial_rollout:
+        raise UserError(
+            f"{key}, and rollout.partial_rollout is true; the experts of responses that are kept for later steps are"
+            " not stored: set it to recompute or off"
+        )
+    return mode
 
 
 def adapts_kl_loss(cfg: Config) -> bool:

@@ -53,6 +53,9 @@ class Generation:
     """The engine's log-prob of each sampled token at the sampling temperature."""
     finished: bool
     """True: ended with an end token; False: truncated at max_response_length, or not ended yet."""
+    experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """The experts chosen for each token of prompt and response but the last, in the layers that have experts: [tokens,
+    layers, k] uint8, or uint16 of more than 256. On the ranks of the engine alone, and with router replay."""
 
 
 NOTHING = Generation([], [], finished=False)
@@ -105,7 +108,7 @@ class Responses:
         return Responses(self.lens[indices], self.tokens[at], self.log_probs[at], self.finished[indices])
 
 
-_PER_SEQUENCE = ("prompt_lens", "response_lens", "finished", "scores", "greedy_scores")
+_PER_SEQUENCE = ("prompt_lens", "response_lens", "finished", "numbers", "scores", "greedy_scores")
 """Fields of RaggedBatch with one entry per sequence."""
 
 
@@ -127,6 +130,8 @@ class RaggedBatch:
     """[R] float32: the engine's log-probs."""
     finished: torch.Tensor
     """[S] bool: the response ended with an end token."""
+    numbers: torch.Tensor | None = None
+    """[S] int64: of each response in the run. Router replay finds the experts that were chosen for it by its number."""
     token_ages: torch.Tensor | None = None
     """[R] int32: weight updates since the token was drawn, 0 where this step's weights drew it; None: all are 0."""
     scores: torch.Tensor | None = None

@@ -4,9 +4,9 @@ The caller passes the head or the loss.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,8 @@ from rlhf_mc.models.optimizer import (
     state_bytes,
 )
 from rlhf_mc.models.pipeline import PlannedShapes, loss_of_dummy, schedule_ranges, set_reduction
-from rlhf_mc.models.statistics import Exchange, StatisticSums
+from rlhf_mc.models.router_replay import ExpertReplay, replayed
+from rlhf_mc.models.statistics import Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.reshard.layout import Layout
@@ -73,24 +74,6 @@ class RankShare:
     """The groups (models/offload.py) that are on the device in some phases only."""
 
 
-@dataclass(frozen=True)
-class OptimizerStep:
-    """The result of ModelEngine.train_step."""
-
-    grad_norm: float
-    """The norm of the gradient before clipping, the same on every rank."""
-    lr: float
-    """The learning rate of the step."""
-    sums: StatisticSums
-    """This rank's sums of the loss's statistics."""
-
-    @property
-    def skipped(self) -> bool:
-        """True where loss, statistics or gradient were not finite on any rank: weights and optimizer state have not
-        changed."""
-        return not math.isfinite(self.grad_norm)
-
-
 class ModelEngine:
     """One role's model. Without optimizer settings it is frozen."""
 
@@ -109,6 +92,8 @@ class ModelEngine:
         self._ddp: list[Any] = []
         self._memory_recovery: MemoryRecovery | None = None
         self._exchange = Exchange()
+        self.replay: ExpertReplay | None = None
+        """The experts that the passes take in place of the routers' choice; None: the routers choose."""
         self.offload = model_offload(name, megatron, self.named_parameters)
         """The groups of this model's tensors that can be offloaded."""
 
@@ -273,7 +258,9 @@ class ModelEngine:
             if self.groups.coordinate.tp == 0 and micro.packed.context.rank == 0:
                 result[micro.response_index] = scored.float()
 
-        self._run(batch, self._with_dummies(micro_batches), keep, True, at_last_token=per_sequence)
+        micro_batches = self._with_dummies(micro_batches)
+        with replayed(self.replay, batch, micro_batches, True):
+            self._run(batch, micro_batches, keep, True, at_last_token=per_sequence)
         # Each token is scored by one replica, on its last stage; one of the replica's ranks has the result.
         return result
 
@@ -353,10 +340,11 @@ class ModelEngine:
             return value * (scale + sums.zero_if_finite())
 
         passes = lambda: self._run(batch, micro_batches, share, False)  # noqa: E731
-        if self._memory_recovery is None:
-            passes()
-        else:
-            self._memory_recovery.run(passes)
+        with replayed(self.replay, batch, micro_batches, False):
+            if self._memory_recovery is None:
+                passes()
+            else:
+                self._memory_recovery.run(passes)
         return sums
 
     @property
@@ -395,7 +383,8 @@ class ModelEngine:
                     value = on_last_stage(last, states, micro)
                 return value if non_loss_data else (value, {})
 
-            output = run_stage(model, micro)
+            with nullcontext() if self.replay is None else self.replay.routing(model, micro):
+                output = run_stage(model, micro)
             work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
             return output, finish
 
@@ -412,7 +401,9 @@ class ModelEngine:
         def micros() -> Iterator[MicroBatch]:
             for indices, context in zip(micro_batches, contexts, strict=True):
                 with platform.named_range("pack"), own_operations():
-                    micro = pack_micro_batch(batch, indices, multiple_of, context, at_last_token)
+                    micro = pack_micro_batch(
+                        batch, indices, multiple_of, context, at_last_token, self.replay is not None
+                    )
                 yield micro
 
         several = len(self.chunks) > 1

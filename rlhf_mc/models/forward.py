@@ -41,6 +41,8 @@ class MicroBatch:
     empty for a dummy."""
     own_results: torch.Tensor
     """[r] int64: indices in [R] of the results that this rank has; empty where it has all."""
+    sources: torch.Tensor | None = None
+    """[T] int64: the places of the tokens in the tokens of the whole batch; -1 of padding; None: not asked for."""
 
     @property
     def is_dummy(self) -> bool:
@@ -84,6 +86,7 @@ def pack_micro_batch(
     multiple_of: int = 1,
     context: Context = ONE_RANK,
     at_last_token: bool = False,
+    with_sources: bool = False,
 ) -> MicroBatch:
     """Return these sequences of the batch, packed in order of length: neighbours of equal length share one attention
     call. Without indices it is a dummy, of which no result is used. With at_last_token it has a result for each
@@ -106,7 +109,12 @@ def pack_micro_batch(
     if missing := -seq_lens.sum() % context.multiple(multiple_of):
         seq_lens = np.append(seq_lens, missing)
     tokens = np.zeros(seq_lens.sum(), dtype=np.int64)  # they index embeddings
-    tokens[_ranges(ends - lens, lens)] = batch.tokens.numpy()[ragged_indices(all_lens, which)]
+    places = _ranges(ends - lens, lens)
+    source = ragged_indices(all_lens, which)
+    tokens[places] = batch.tokens.numpy()[source]
+    sources = np.full(len(tokens) if with_sources else 0, -1)
+    if with_sources and not is_dummy:
+        sources[places] = source
     if at_last_token:
         index = which
         position = ends - 1
@@ -124,6 +132,7 @@ def pack_micro_batch(
         place = np.full(len(tokens), -1)
         place[at] = np.arange(len(at))
         tokens = tokens[at]
+        sources = sources[at] if with_sources else sources
         packed.positions = packed.positions[at]
         own = np.flatnonzero(place[position] >= 0)
         position = place[position[own]]
@@ -134,6 +143,7 @@ def pack_micro_batch(
         "targets": targets,
         "response_index": index[:0] if is_dummy else index,
         "own_results": own,
+        **({"sources": sources} if with_sources else {}),
     }
     *fields, cu_seqlens, packed.positions = platform.to_device(
         [*map(torch.from_numpy, on_host.values()), packed.cu_seqlens_q, packed.positions]

@@ -4,7 +4,9 @@ of an update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -36,6 +38,24 @@ class StatisticSums:
     def zero_if_finite(self) -> torch.Tensor | float:
         """Return 0 where all sums are finite, else NaN: a scalar float32 on the device."""
         return 0.0 if self.sums is None else (self.sums * 0.0).sum().float()
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The result of ModelEngine.train_step."""
+
+    grad_norm: float
+    """The norm of the gradient before clipping, the same on every rank."""
+    lr: float
+    """The learning rate of the step."""
+    sums: StatisticSums
+    """This rank's sums of the loss's statistics."""
+
+    @property
+    def skipped(self) -> bool:
+        """True where loss, statistics or gradient were not finite on any rank: weights and optimizer state have not
+        changed."""
+        return not math.isfinite(self.grad_norm)
 
 
 class Exchange:

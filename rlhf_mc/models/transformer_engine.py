@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import logging
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import NodeError, first_line
@@ -21,6 +23,11 @@ from rlhf_mc.patching import Patch
 from rlhf_mc.reshard.model_checks import FP8_MULTIPLES
 
 _log = logging.getLogger(__name__)
+
+LARGEST_GRADIENT_ERROR = 0.1
+"""Error of the gradients of Transformer Engine's attention, relative to their norms, beyond which it is not used."""
+_TESTED_LENGTHS = (1, 190, 64, 257)
+"""Tokens of the packed sequences on which its gradients are tested."""
 
 
 @functools.cache
@@ -36,6 +43,10 @@ def import_transformer_engine() -> bool:
     if importlib.util.find_spec("transformer_engine") is None:
         return False
     try:
+        if platform.use_cuda():
+            # Loads cuDNN from torch's package. Transformer Engine prefers an older one of the system: on a machine with
+            # both, it attended with cuDNN 9.14 beside torch's 9.19.
+            torch.backends.cudnn.version()
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         if isinstance(error, ImportError) and not platform.use_cuda():
@@ -53,10 +64,11 @@ def import_transformer_engine() -> bool:
 def has_packed_attention(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, dims: tuple[int, int], cp_comm_type: str | None = None
 ) -> bool:
-    """Return True where Transformer Engine has an attention kernel for packed sequences on this GPU: cuDNN's, from
-    Hopper on, or flash-attn's, if it is installed. Neither takes float32 nor every head size.
+    """Return True where Transformer Engine has an attention kernel for packed sequences on this GPU, cuDNN's from
+    Hopper on or flash-attn's if it is installed, whose gradients are right (`_gradient_error`). Neither takes float32
+    nor every head size.
 
-    Otherwise Transformer Engine would unpack the sequences, pad them to the longest, and store all scores.
+    Without one Transformer Engine would unpack the sequences, pad them to the longest, and store all scores.
     num_heads, num_kv_heads: of one rank. dims: of a key and of a value. cp_comm_type: of context
     parallelism; None: without it."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
@@ -80,14 +92,63 @@ def has_packed_attention(
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
     )
+    sequences = f"packed sequences in {str(dtype).removeprefix('torch.')} with heads of {dims[0]} dimensions"
     if not (flash or fused):
-        _log.warning(
-            "Transformer Engine has no attention kernel for packed sequences in"
-            f" {str(dtype).removeprefix('torch.')} with heads of {dims[0]} dimensions on"
-            f" {torch.cuda.get_device_name()}; torch's attention takes its place, one call for each run of equally long"
-            " sequences"
-        )
-    return bool(flash or fused)
+        problem = f"has no attention kernel for {sequences}"
+    elif (error := _gradient_error(dtype, num_heads, num_kv_heads, dims)) > LARGEST_GRADIENT_ERROR:
+        problem = f"has gradients of attention that are wrong by {error:.1g} times their norm for {sequences}"
+    else:
+        return True
+    _log.warning(
+        f"Transformer Engine {problem} on {torch.cuda.get_device_name()} (cuDNN {torch.backends.cudnn.version()});"
+        " torch's attention takes its place, one call for each run of equally long sequences"
+    )
+    return False
+
+
+def _gradient_error(dtype: torch.dtype, num_heads: int, num_kv_heads: int, dims: tuple[int, int]) -> float:
+    """Return the error of Transformer Engine's gradients of q, k and v relative to their norms, the largest of the
+    three, on random packed sequences, against torch's attention in float32. Rounding to bfloat16 gives 0.003.
+
+    cuDNN has had kernels whose outputs are right and whose gradients are not: TransformerEngine issues 3333 and 2186,
+    cudnn-frontend pull request 462, and heads of 256 dimensions on an H200 (docs/gpu.md)."""
+    from transformer_engine.pytorch.attention import DotProductAttention
+
+    draw = torch.Generator(platform.device()).manual_seed(0)
+    tokens = sum(_TESTED_LENGTHS)
+    ends = torch.tensor([0, *itertools.accumulate(_TESTED_LENGTHS)], dtype=torch.int32, device=platform.device())
+    q, k, v, grad = (
+        torch.randn(tokens, *size, generator=draw, device=platform.device(), dtype=dtype)
+        for size in ((num_heads, dims[0]), *((num_kv_heads, dim) for dim in dims), (num_heads, dims[1]))
+    )
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    attention = DotProductAttention(
+        num_heads,
+        dims,
+        num_gqa_groups=num_kv_heads,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+    )
+    out = attention(
+        *inputs,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=max(_TESTED_LENGTHS),
+        max_seqlen_kv=max(_TESTED_LENGTHS),
+    )
+    out.backward(grad.reshape(out.shape))
+    exact = [x.float().requires_grad_() for x in (q, k, v)]
+    for parts in zip(*(x.split(_TESTED_LENGTHS) for x in (*exact, grad.float())), strict=True):
+        queries, keys, values, of_output = (x.transpose(0, 1) for x in parts)
+        keys, values = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (keys, values))
+        scaled_dot_product_attention(queries, keys, values, is_causal=True).backward(of_output, retain_graph=True)
+    errors = [
+        (computed.grad.float() - right.grad).norm() / right.grad.norm()
+        for computed, right in zip(inputs, exact, strict=True)
+        if computed.grad is not None and right.grad is not None
+    ]
+    return max(float(error) for error in errors)
 
 
 def place_by_rank(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int) -> torch.Tensor:

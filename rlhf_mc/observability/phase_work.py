@@ -76,7 +76,7 @@ def observed(phase: str) -> contextlib.AbstractContextManager[None]:
 
 
 def count(**amounts: float) -> None:
-    """Add to the amounts of work of the current phase, if work is recorded: tokens, responses, file_seconds,
-    reward_seconds."""
+    """Add to the amounts of work of the current phase, if work is recorded: tokens, responses, expert_bytes,
+    file_seconds, reward_seconds."""
     if _current is not None:
         _current.count(**amounts)

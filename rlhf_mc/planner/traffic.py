@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch, token_budgets, tokens_on_rank
+from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch, router_replay, token_budgets, tokens_on_rank
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.balance import DUMMY_TOKENS
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
@@ -40,8 +40,8 @@ class Traffic:
 
     phase: str
     name: str
-    """The purpose: "tensor parallel", "pipeline", "gradients", "parameters", "experts", "results", "weights",
-    "logits", "responses"."""
+    """The purpose: "tensor parallel", "pipeline", "gradients", "parameters", "experts", "router replay", "results",
+    "weights", "logits", "responses"."""
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, or receive: point-to-point messages."""
     intra_node: float
@@ -139,10 +139,16 @@ def _pass_collectives(
     """Yield by rank the collectives of a phase of passes over one model."""
     megatron = layouts(cfg)[work.role]
     mesh = work.mesh
+    replay = router_replay(cfg, shape.has_experts) if work.role == "actor" else "off"
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda=True)
     for rank, layout in enumerate(rank_layouts):
         passes = Passes(shape, megatron, mesh, rank, cuda=True)
         once = passes.update(work.tokens, layout, overlaps) if work.is_update else passes.forward(work.tokens)
+        if replay == "rollout" or (replay == "recompute" and work.is_update):
+            layers = [i for chunk in mesh.chunk_layers(shape.num_layers, mesh.coordinate(rank).pp) for i in chunk]
+            choices = shape.choice_bytes * len(set(layers) & set(shape.expert_layers))
+            everyone = tuple(range(mesh.world))
+            once.append(Collective("router replay", "all_to_all", everyone, work.tokens.tokens * choices, 1))
         yield [one.times(work.passes) for one in once]
 
 

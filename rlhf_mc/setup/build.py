@@ -20,7 +20,14 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, error_prefix
-from rlhf_mc.config.roles import adapts_kl_loss, prompts_per_batch, token_budgets, uses_critic, uses_reference
+from rlhf_mc.config.roles import (
+    adapts_kl_loss,
+    prompts_per_batch,
+    router_replay,
+    token_budgets,
+    uses_critic,
+    uses_reference,
+)
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models, score_part
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
@@ -32,6 +39,7 @@ from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.machine.facts import available_memory
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.gpt_model import DTYPES
+from rlhf_mc.models.router_replay import ExpertReplay
 from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
 from rlhf_mc.planner.start import Capacity, check_start
 from rlhf_mc.reshard.execute import aliased_views
@@ -115,8 +123,11 @@ def build_run(cfg: Config) -> Run:
                 if cfg.health.out_of_memory == "halve_tokens":
                     models[role].recover_memory()
             offload_schedule.add(role, models[role])
+    actor = models["actor"]
+    if (mode := router_replay(cfg, actor.shape.has_experts)) != "off":
+        actor.replay = ExpertReplay(mode, actor.shape, actor.groups, actor.chunks)
     budgets = token_budgets(cfg)
-    weight_sync, rollout = _rollout(cfg, factory, models["actor"], rank)
+    weight_sync, rollout = _rollout(cfg, factory, actor, rank)
     if cfg.rollout.free_cache_engine:
         offload_schedule.add_rollout(rollout)
     set_timeout_of_all_groups(cfg.trainer.dist_timeout_seconds)
@@ -131,7 +142,7 @@ def build_run(cfg: Config) -> Run:
         token_budgets=budgets,
         inputs=inputs,
         rewards=rewards,
-        actor=models["actor"],
+        actor=actor,
         critic=models.get("critic"),
         reference=models.get("ref"),
         reward_models=[

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch, Responses, build_batch
@@ -64,17 +65,28 @@ def generate(
     stream: ScoreStream,
     first: int = 0,
     expected_lens: Sequence[float] | None = None,
+    numbers: Sequence[int] = (),
 ) -> Responses:
     """Return one response per prompt, on every rank. stream: gets each response as soon as it has ended; the first one
-    has the number `first` there. expected_lens: of the responses; the longest begin first."""
+    has the number `first` there. expected_lens: of the responses; the longest begin first. numbers: of the responses in
+    the run, by which the actor holds the experts that were chosen for them; empty: it does not."""
     requests = [
         Request(i, prompt.token_ids, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
 
     def score(ended: Mapping[int, Generation]) -> None:
+        if numbers:
+            hold_experts(run, {numbers[number]: one for number, one in ended.items()})
         stream.submit({first + number: one.token_ids for number, one in ended.items()}, others_follow=True)
 
     return generate_responses(run.rollout, requests, sampling, new_clock(run), expected_lens, on_ended=score)
+
+
+def hold_experts(run: Run, ended: Mapping[int, Generation]) -> None:
+    """Have the actor hold the experts that the engine has chosen for these responses, given by their numbers in the
+    run, where it replays them. One rank of the engine calls it for a response."""
+    if run.actor.replay is not None and run.actor.replay.mode == "rollout":
+        run.actor.replay.held |= {number: one.experts for number, one in ended.items() if one.experts is not None}
 
 
 def new_clock(run: Run) -> Clock:
@@ -158,6 +170,7 @@ def continue_groups(
         return enough(is_complete)
 
     def on_ended(ended: Mapping[int, Generation]) -> None:
+        hold_experts(run, {groups[rows[i][0]].number(rows[i][1]): one for i, one in ended.items()})
         for number, one in ended.items():
             scores.add(*rows[number], one.token_ids)
         if enough is None:
@@ -193,6 +206,7 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
     indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
     drawn = run.train_prompts.at(indices)
     wake_weights(run, state)
+    first = state.num_batches * len(drawn) * cfg.rollout.n
     state.num_batches += 1
     with run.offload_schedule.phase(state.timer, "gen"):
         seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, drawn, cfg.rollout.n, state.drawn)
@@ -201,7 +215,8 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         rows = [prompt.index for prompt in prompts]
         expected_lens = run.response_lengths.expected(rows)
         stream = new_stream(run, prompts)
-        generations = generate(run, prompts, seeds, parameters, stream, expected_lens=expected_lens)
+        numbers = range(first, first + len(prompts))
+        generations = generate(run, prompts, seeds, parameters, stream, 0, expected_lens, numbers)
         run.response_lengths.record(rows, generations.lens.tolist())
         state.num_generated += int(generations.lens.sum())
         if estimator_needs(cfg.algorithm).greedy_baseline:
@@ -210,4 +225,4 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
             state.greedy = build_batch(drawn, greedy)
             state.num_generated += int(greedy.lens.sum())
     stream.submit({})  # those that waited for all
-    return prompts, build_batch(prompts, generations), stream
+    return prompts, build_batch(prompts, generations).with_fields(numbers=torch.tensor(numbers)), stream

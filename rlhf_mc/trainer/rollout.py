@@ -106,6 +106,8 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
     the batch, and its scores to come; None where algorithm.filter_groups has scored the responses to choose them. Raise
     StopRequested if a stop is requested."""
     stream: ScoreStream | None = None
+    if run.actor.replay is not None:
+        run.actor.replay.held.clear()
     if run.config.algorithm.filter_groups.enable:
         prompts, batch = filtered_rollout(run, state, stop)
     else:

@@ -18,9 +18,10 @@ from rlhf_mc.algorithms.rollout_correction import geometric_means
 from rlhf_mc.config.roles import adapts_kl_loss
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
+from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, value_head
+from rlhf_mc.models.statistics import OptimizerStep
 from rlhf_mc.observability.metrics import mean_by_key
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.trainer.run import Run
@@ -222,6 +223,8 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
         objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature, terms)  # noqa: E731
         budget = token_budget(run, "actor", state.step)
         state.metrics |= update(run.actor, batch, minis, objective, budget, run.skipped)
+        if run.actor.replay is not None:
+            state.metrics["actor/expert_choices_diff"] = run.actor.replay.differing_share()
 
 
 def step_mini_batches(cfg: Config, step: int, size: int, epochs: int) -> Iterator[list[int]]:

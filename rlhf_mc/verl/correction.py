@@ -1,4 +1,5 @@
 """Conversions of verl's rejection of tokens and sequences: statistics and thresholds in one string each, with commas.
+And of what else deals with the difference between rollout and trainer.
 
 verl's k1 is log(1 / rho), and its bounds "lower_upper" bound 1 / rho. Ours bound rho.
 """
@@ -118,3 +119,9 @@ def truncated_weights(key: str, value: Any, verl: Settings) -> Line | None:
     except ValueError:
         text = "IcePop's bounds, between which weights are kept; here they are truncated at one upper bound"
         return Line("not supported", f"{value}: {text}")
+
+
+def router_replay(key: str, value: Any, verl: Settings) -> Line | None:
+    """Return the line of actor.router_replay.mode; None where verl replays nothing."""
+    mode = {"R2": "recompute", "R3": "rollout"}.get(str(value))
+    return None if mode is None else renamed("algorithm.router_replay", mode, f"verl's {value}")

@@ -120,6 +120,7 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "actor and critic are one checkpoint: trainer.async_save": "critic.checkpoint.async_save",
         "the token budgets bound a rank's tokens": "*.max_seqlen_per_dp_cp_rank",
         "vLLM generates": "rollout.name",
+        "algorithm.router_replay says it": "rollout.enable_rollout_routing_replay",
         "vLLM generates in the training processes": "rollout.mode",
         "vLLM's weights come from the actor": "rollout.load_format rollout.layer_name_map* *.load_weight",
         "it changes vLLM's speed and memory, and vLLM's own default is used": (
@@ -220,7 +221,10 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
     },
     "implied": {
         "generation runs on the ranks that train": "rollout.nnodes",
-        "a router chooses in each pass": ("*.router_replay.mode", ("disabled", None)),
+        "algorithm.router_replay off is it; null is rollout for a model with experts": (
+            "*.router_replay.mode",
+            ("disabled", None),
+        ),
         "reward functions are found by data source": (
             "*.reward_manager.source *.reward_loop_source",
             ("register", None),
@@ -309,7 +313,6 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         ),
         "the model is built as Megatron-Core builds it": "*model.tiled_mlp* *model.mtp*",
         "use trainer.deterministic": "rollout.full_determinism",
-        "a router chooses in each pass": "rollout.enable_rollout_routing_replay",
         "a vision tower is not supported": "*.freeze_vision_tower *.enable_vision_context_parallelism",
         "use actor.freeze: patterns of the tensors that are not trained": "*.freeze_moe_router",
         "weights are read from model.path or model.dist_checkpointing_path": "*.dist_checkpointing_prefix",

@@ -414,6 +414,7 @@ _PATTERNS: dict[Converter, str] = {
     _generation_batch: "data.gen_batch_size",
     correction.trainer_mode: "trainer.v1.trainer_mode",
     correction.off_policy_bound: "trainer.v1.sampler.max_off_policy_{threshold,strategy}",
+    correction.router_replay: "actor.{,megatron.}router_replay.mode",
     _group_metric: "algorithm.filter_groups.metric",
     _most_batches: "algorithm.filter_groups.max_num_gen_batches",
     _clip_ratio: "actor.clip_ratio",

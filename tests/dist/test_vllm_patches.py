@@ -16,6 +16,8 @@ import vllm_patch_cases
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.aux_output_connector import worker
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
@@ -28,7 +30,7 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.machine.check import TESTED_VERSIONS
-from rlhf_mc.rollout import vllm_engine
+from rlhf_mc.rollout import vllm_engine, vllm_patches
 from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
@@ -54,6 +56,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_patches_are_of_the_installed_version() -> None:
     assert vllm.__version__.partition("+")[0] == TESTED_VERSIONS["vllm"]
+
+
+def test_ranks_of_an_engine_return_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show that without the patch all ranks but the first return none, and that the scheduler of such a rank fails."""
+    capturer = SimpleNamespace(shape_per_token=(1, 2), output_dtype_name="uint8")
+    monkeypatch.setattr(worker, "RoutedExpertsCapturer", lambda **settings: capturer)
+    monkeypatch.setattr(worker, "bind_routed_experts_capturer", lambda *args: None)
+    monkeypatch.setattr(worker, "resolve_kv_cache_block_sizes", mock.Mock(side_effect=EOFError("it has a store")))
+    scheduler = SimpleNamespace(max_num_batched_tokens=8)
+    config = SimpleNamespace(scheduler_config=scheduler, max_concurrent_batches=1)
+    parts = {"vllm_config": config, "model": None, "kv_cache_config": None}
+    (patch,) = vllm_patches.on_gpu()
+    assert patch.owner is worker
+    monkeypatch.setattr(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=False))
+    output = worker.AuxOutputWorkerConnector(**parts).prepare_output(mock.Mock())
+    assert output is None
+    with pytest.raises(AssertionError, match="output is missing 0"):
+        AuxOutputSchedulerConnector().take_output(SimpleNamespace(request_id="0"), output)
+    monkeypatch.setattr(worker, "get_tp_group", patch.replacement)
+    with pytest.raises(EOFError, match="it has a store"):
+        worker.AuxOutputWorkerConnector(**parts)
 
 
 def test_a_sampler_that_cannot_continue_responses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

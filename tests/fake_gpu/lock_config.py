@@ -124,6 +124,7 @@ def check(name: str, overrides: str, config: Any) -> None:
         "speculative decoding": (config.speculative_config, None),
         "CUDA graphs": (config.compilation_config.cudagraph_mode.name, graphs),
         "experts": (config.kernel_config.moe_backend, "triton"),
+        "returned experts": (config.aux_output_config.enable_return_routed_experts, model.is_moe),
         "quantization": (model.quantization, rollout.quantization and "fp8_per_channel"),
         "sequences at a time": (config.scheduler_config.max_num_seqs, rollout.max_num_seqs),
         "prefix cache": (config.cache_config.enable_prefix_caching, True),

@@ -20,7 +20,8 @@ CALLED = """
     vllm.config.vllm:set_current_vllm_config VllmConfig.use_v2_model_runner VllmConfig.compute_hash
     vllm.config.model:ModelConfig.maybe_untie_word_embeddings ModelConfig.head_dtype
     vllm.device_allocator.alloc_conf:expandable_segments_enabled_from_env
-    vllm.distributed.parallel_state:init_model_parallel_group destroy_distributed_environment
+    vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector
+    vllm.distributed.parallel_state:init_model_parallel_group destroy_distributed_environment get_tp_group
         initialize_model_parallel destroy_model_parallel _WORLD _NODE_COUNT
         GroupCoordinator.__init__ GroupCoordinator.destroy
     vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__
@@ -30,6 +31,7 @@ CALLED = """
     vllm.entrypoints.llm:LLM.__init__ LLM.sleep LLM.wake_up LLM.reset_prefix_cache
     vllm.inputs.engine:tokens_input
     vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading
+    vllm.model_executor.layers.fused_moe.routed_experts_capturer:bind_routed_experts_capturer
     vllm.model_executor.layers.quantization.online.fp8:Fp8PtpcOnlineLinearMethod
     vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm
     vllm.model_executor.model_loader:register_model_loader
@@ -57,6 +59,10 @@ RELIED_ON = """
     vllm.device_allocator.cumem:CuMemAllocator
     vllm.device_allocator.sleep_mode_backend:CuMemBackend
     vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.register_graph_buffers
+    vllm.distributed.aux_output_connector.connector:AuxOutputSchedulerConnector.take_output
+        AuxOutputSchedulerConnector.reset
+    vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsCapturer
+    vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter
     vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod
     vllm.model_executor.layers.logits_processor:LogitsProcessor._apply_head
     vllm.v1.core.sched.scheduler:Scheduler._preempt_request
@@ -86,6 +92,7 @@ REEXPORTED = {
     "vllm.config:VllmConfig": "vllm.config.vllm:VllmConfig",
     "vllm.config:set_current_vllm_config": "vllm.config.vllm:set_current_vllm_config",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:cpu_fused_moe": "vllm._custom_ops:cpu_fused_moe",
+    "vllm.distributed.aux_output_connector.worker:get_tp_group": "vllm.distributed.parallel_state:get_tp_group",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner._sample": "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
     "vllm.platforms:current_platform": "vllm.platforms:__getattr__",
 }

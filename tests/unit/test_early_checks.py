@@ -200,6 +200,45 @@ def test_settings_that_do_not_fit_the_model_sizes(directory: Path, overrides: li
         check(directory, *overrides, world=6)
 
 
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize("value", ["rollout", "recompute"])
+def test_a_dense_model_replays_no_experts(directory: Path, value: str) -> None:
+    wanted = f"algorithm.router_replay is {value}; the model of model.path has no experts: set it to off or null"
+    assert error_of(directory, f"algorithm.router_replay={value}") == wanted
+    check(directory, "algorithm.router_replay=off")
+
+
+def test_replayed_experts_of_kept_responses_are_refused(directory: Path) -> None:
+    _edit(directory, **EXPERTS)
+    partial = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token"]
+    reason = (
+        "and rollout.partial_rollout is true; the experts of responses that are kept for later steps are not stored:"
+        " set it to recompute or off"
+    )
+    assert error_of(directory, *partial) == (
+        f"algorithm.router_replay is null, which is rollout for a model with experts, {reason}"
+    )
+    assert error_of(directory, *partial, "algorithm.router_replay=rollout") == (
+        f"algorithm.router_replay is rollout, {reason}"
+    )
+    for value in ("recompute", "off"):
+        check(directory, *partial, f"algorithm.router_replay={value}")
+    check(directory, "rollout.tail_batching=true")
+    bypass = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.router_replay=recompute"]
+    assert "algorithm.router_replay is recompute, which replays the choices of the pass that" in error_of(
+        directory, *bypass
+    )
+
+
 def test_rollout_tp_must_divide_the_heads(directory: Path) -> None:
     _edit(directory, num_attention_heads=3, num_key_value_heads=3, hidden_size=96)
     message = error_of(directory, "rollout.tensor_model_parallel_size=2")

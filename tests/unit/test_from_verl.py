@@ -271,7 +271,10 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("algorithm.rollout_correction.rollout_rs", "seq_max_k1", ("not supported", None, None)),
         ("actor_rollout_ref.actor.megatron.dtype", "float16", ("not supported", None, None)),
         ("actor_rollout_ref.actor.optim.lr_scheduler_type", "wsd", ("not supported", None, None)),
-        ("actor_rollout_ref.actor.router_replay.mode", "R3", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.router_replay.mode", "R3", ("renamed", "algorithm.router_replay", "rollout")),
+        ("actor_rollout_ref.actor.router_replay.mode", "R2", ("renamed", "algorithm.router_replay", "recompute")),
+        ("actor_rollout_ref.actor.router_replay.mode", "R4", ("not supported", None, None)),
+        ("critic.megatron.router_replay.mode", "R3", ("not supported", None, None)),
         ("actor_rollout_ref.actor.clip_ratio_low", "x", ("not supported", None, None)),
         ("reward_model.reward_manager.name", "gdpo", ("not supported", None, None)),
         # images

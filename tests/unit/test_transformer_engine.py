@@ -3,6 +3,7 @@ themselves need a GPU."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 from rlhf_mc import platform
 from rlhf_mc.checkpoint import convert
 from rlhf_mc.config.errors import NodeError
-from rlhf_mc.models import transformer_engine
+from rlhf_mc.models import layers, transformer_engine
 from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.transformer_engine import (
     has_packed_attention,
@@ -122,9 +123,9 @@ def test_an_import_error_matters_only_on_a_gpu(install: Install, monkeypatch: py
 
 @pytest.fixture
 def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Replace Transformer Engine's selection of an attention backend. Yield what it answers (flash, fused) and what it
-    was asked."""
-    found = SimpleNamespace(flash=False, fused=False, asked=[])
+    """Replace Transformer Engine's selection of an attention backend, and its attention. Yield what the selection
+    answers (flash, fused), what it was asked, and what the attention's gradients are multiplied by."""
+    found = SimpleNamespace(flash=False, fused=False, asked=[], gradients=1.0)
 
     def get_attention_backend(params: SimpleNamespace) -> tuple[object, ...]:
         found.asked.append(params)
@@ -137,10 +138,55 @@ def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     utils = SimpleNamespace(AttentionParams=SimpleNamespace, get_attention_backend=get_attention_backend)
     monkeypatch.setattr(sys.modules[name], "utils", utils, raising=False)
+    monkeypatch.setattr(
+        sys.modules["transformer_engine.pytorch.attention"],
+        "DotProductAttention",
+        lambda *_, **options: functools.partial(_attention, found, options),
+        raising=False,
+    )
+    monkeypatch.setattr(platform, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     has_packed_attention.cache_clear()
     yield found
     has_packed_attention.cache_clear()
+
+
+def _attention(
+    found: SimpleNamespace,
+    options: dict[str, object],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    **_: object,
+) -> torch.Tensor:
+    """Attend as Transformer Engine does to packed sequences, with gradients `found.gradients` times too large."""
+    assert (options["qkv_format"], options["attn_mask_type"]) == ("thd", "padding_causal")
+    lengths = cu_seqlens_q.diff().tolist()
+    assert max_seqlen_q == max(lengths)
+    packed = layers.pack(lengths)
+    q, k, v = (x[:, None] for x in (q, k, v))
+    out = layers.PackedAttention(SimpleNamespace(attention_dropout=0.0), 1)(q, k, v, None, packed_seq_params=packed)
+    out.register_hook(lambda grad: found.gradients * grad)
+    return out[:, 0]
+
+
+def test_an_attention_with_wrong_gradients_is_not_used(
+    selection: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    selection.fused = True
+    selection.gradients = 3.0
+    with caplog.at_level(logging.WARNING):
+        assert not has_packed_attention(torch.bfloat16, 8, 2, (256, 256))
+    line = (
+        "gradients of attention that are wrong by 2 times their norm for packed sequences in bfloat16 with heads of 256"
+    )
+    assert line in caplog.text and "cuDNN 91900" in caplog.text
+    has_packed_attention.cache_clear()
+    selection.gradients = 1.02
+    assert has_packed_attention(torch.bfloat16, 8, 2, (256, 256))
 
 
 @pytest.mark.parametrize(("flash", "fused"), [(False, True), (True, False), (True, True), (False, False)])

@@ -19,8 +19,9 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep, engine_layouts
+from rlhf_mc.models.engine import Loss, ModelEngine, engine_layouts
 from rlhf_mc.models.heads import Head, log_prob_head
+from rlhf_mc.models.statistics import OptimizerStep
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import constant_tensors, hf_layout, logical_shapes
 from rlhf_mc.reshard.placement import chunk_prefix

@@ -119,10 +119,14 @@ def out_of_memory(report: Report, sizes: Sizes) -> None:
     with mesh_groups(1, 1) as groups, shared_directory() as root:
         engine = random_engine(sizes.trained, groups, overlap_grad_reduce=False)
         engine.recover_memory()
-        batch = with_targets(engine, token_batch(engine.shape.vocab_size, sizes.prompt_lens, sizes.response_lens))
+        replicas = groups.mesh.dp
+        lens = (sizes.prompt_lens * replicas, sizes.response_lens * replicas)
+        batch = with_targets(engine, token_batch(engine.shape.vocab_size, *lens))
         longest = int(batch.seq_lens.max())
-        token_budget = TokenBudget("actor", 1, 2 * longest, longest, Adjustments(root))
-        bytes_per_token = (1 << 30) // longest
+        whole = int(batch.seq_lens.sum()) // replicas + longest  # one micro-batch, however the replicas share the batch
+        half = whole // 2
+        token_budget = TokenBudget("actor", 1, whole, longest, Adjustments(root))
+        bytes_per_token = (1 << 30) // half
         plain = objective(engine, batch, "token-mean")
 
         def loss(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
@@ -139,11 +143,12 @@ def out_of_memory(report: Report, sizes: Sizes) -> None:
         with measure.limited_memory(5 << 28) if is_last else contextlib.nullcontext():
             step = train_step(engine, batch, loss, token_budget, 1)
         kept = (torch.cuda.memory_allocated() if platform.use_cuda() else 0) - in_use
-        report.check(token_budget.update_limit(1) == longest, f"the budget of the repeated update is {token_budget}")
+        limit = token_budget.update_limit(1)
+        report.check(limit == half, f"the budget of the repeated update is {limit} tokens, not {half}")
         report.check(not step.skipped, "the repeated update was skipped")
         report.expect(kept < 1 << 20, f"{kept} bytes of the first try are still in use")
     report.record(kept_bytes=kept)
-    report.summarize(f"the update was repeated with {longest} tokens a micro-batch instead of {2 * longest}")
+    report.summarize(f"the update was repeated with {limit} tokens a micro-batch instead of {whole}")
 
 
 def weight_update(report: Report, sizes: Sizes) -> None:

@@ -19,6 +19,8 @@ class Reference:
     def __init__(self, checkpoint: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         """Read the checkpoint. dtype: of the weights and of the computation."""
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager")
+        # transformers gives the embedding of the padding token no gradient; here it is a token like any other.
+        model.get_input_embeddings().padding_idx = None
         self.model = model.to(device)
         self.device = device
         head = value_head_weight(self.model.config.hidden_size)

@@ -128,6 +128,14 @@ AGREEMENT = Section(
             "`trainer.max_rollout_logprob_diff` bounds mean and p99",
         ),
         Metric(
+            "training/expert_choices_diff",
+            "share of the engine's choices of experts that the trainer's routers would not have made, in the pass of "
+            "the old log-probs; router replay takes the engine's ([algorithms.md](algorithms.md#router-replay))",
+            "share",
+            "mean over tokens, layers and choices",
+            "bfloat16: 0.01 to 0.1, without an effect on the log-probs; far more: the engines compute different models",
+        ),
+        Metric(
             "training/rollout_actor_probs_pearson_corr",
             "correlation of the two probabilities",
             "–",

@@ -49,6 +49,14 @@ ACTOR = Section(
             "exactly 0 in the first mini-batch of a step; growth over steps: lower the learning rate or `ppo_epochs`",
         ),
         Metric(
+            "actor/expert_choices_diff",
+            "share of the replayed choices of experts that the routers would not have made in the updates, which "
+            "change their weights; with router replay",
+            "share",
+            "mean over tokens, layers and choices",
+            "growth over steps: the updates move the routers far; lower the learning rate or `ppo_epochs`",
+        ),
+        Metric(
             "actor/entropy",
             "the policy's entropy, whatever `loss_agg_mode` is",
             "nats",

@@ -31,6 +31,10 @@ class Group:
     versions: Sequence[np.ndarray]
     """The weights that drew each token of each response, as the last step that has updated them: [tokens] int32."""
 
+    def number(self, response: int) -> int:
+        """Return the number of a response in the run."""
+        return self.position * len(self.responses) + response
+
     def has_ended(self, max_tokens: int) -> np.ndarray:
         """Return whether each response has ended: [n] bool."""
         return np.array([one.finished or len(one.token_ids) >= max_tokens for one in self.responses])

@@ -81,6 +81,8 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     drawn = [group.prompt for group in taken]
     prompts = repeat_prompts(drawn, n)
     batch = build_batch(prompts, Responses.of([response for group in taken for response in group.responses]))
+    numbers = [group.number(i) for group in taken for i in range(n)]
+    batch = batch.with_fields(numbers=torch.tensor(numbers))
     if cfg.rollout.partial_rollout:
         versions = np.concatenate([each for group in taken for each in group.versions])
         batch = batch.with_fields(token_ages=torch.from_numpy(state.step - 1 - versions))

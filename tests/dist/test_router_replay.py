@@ -1,0 +1,269 @@
+"""Router replay: with given choices of experts the trainer's log-probs and gradients are those of transformers with the
+same choices in each layout, and in whole runs the updates use the experts of the engine, or of the old log-probs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import replay_cases
+import torch
+from gpu_parts.engines import Job, token_batch
+from gpu_parts.reference import Reference, by_checkpoint_names
+from tiny import make_workspace, write_config
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.patching import replaced
+
+pytestmark = pytest.mark.dist
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"family": "qwen3_moe", "num_hidden_layers": 4},
+    # The first of two stages has no experts, whose numbers have more than 8 bits.
+    "mixed": {
+        "family": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [0, 1, 3],
+        "num_experts": 264,
+        "moe_intermediate_size": 16,
+    },
+    # A router with a correction bias, which is for the choice alone.
+    "glm4_moe": {"family": "glm4_moe", "num_hidden_layers": 4},
+}
+PROMPT_LENS = (3, 9, 4, 4, 6)
+RESPONSE_LENS = (6, 1, 11, 5, 2)
+Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Log-probs [R], gradients by the checkpoint's names."""
+Choose = Callable[[int, torch.Tensor], torch.Tensor]
+"""(number of the call of a router, its scores [tokens, experts]) -> experts [tokens, k]."""
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("router_replay")
+    return {name: str(make_workspace(root / name, tied=False, **sizes) / "model") for name, sizes in MODELS.items()}
+
+
+@pytest.fixture(scope="session")
+def batch(checkpoints: dict[str, str]) -> RaggedBatch:
+    vocab = HFReader(checkpoints["qwen3_moe"]).shape().vocab_size
+    noise = torch.randn(3, sum(RESPONSE_LENS), generator=torch.Generator().manual_seed(6))
+    return token_batch(vocab, PROMPT_LENS, RESPONSE_LENS).with_fields(
+        numbers=torch.tensor([40, 7, 23, 8, 91]),
+        old_log_probs=-5 + 0.3 * noise[0],
+        ref_log_probs=-5 + 0.3 * noise[1],
+        advantages=noise[2],
+    )
+
+
+@pytest.fixture(scope="session")
+def choices(checkpoints: dict[str, str], batch: RaggedBatch) -> dict[str, list[np.ndarray]]:
+    """Return for each model random experts for each token but the last."""
+    draw = np.random.default_rng(3)
+
+    def random_experts(shape: ModelShape) -> list[np.ndarray]:
+        dtype = np.uint8 if shape.num_experts <= 256 else np.uint16
+        sizes = [(length - 1, len(shape.expert_layers), shape.num_experts) for length in batch.seq_lens.tolist()]
+        return [draw.random(size).argsort(-1)[..., : shape.experts_per_token].astype(dtype) for size in sizes]
+
+    return {name: random_experts(HFReader(checkpoint).shape()) for name, checkpoint in checkpoints.items()}
+
+
+@contextlib.contextmanager
+def choosing(num_experts: int, choose: Choose) -> Iterator[None]:
+    """Let transformers' routers choose experts by `choose`."""
+    original = torch.topk
+    calls = 0
+
+    def topk(scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if scores.shape[-1] != num_experts:
+            return original(scores, k, *args, **kwargs)
+        experts = choose(calls, scores)
+        calls += 1
+        return scores.gather(-1, experts), experts
+
+    with replaced(torch, "topk", topk):
+        yield
+
+
+@pytest.fixture(scope="session")
+def given_choices(
+    checkpoints: dict[str, str], batch: RaggedBatch, choices: dict[str, list[np.ndarray]]
+) -> dict[str, Results]:
+    """Return for each model transformers' log-probs and gradients with `choices`."""
+    return {name: reference(checkpoints[name], batch, choices[name], False) for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def own_choices(checkpoints: dict[str, str], batch: RaggedBatch) -> dict[str, tuple[Results, Results]]:
+    """Return for each model transformers' log-probs and gradients with the choices of its routers, and the same with
+    the weights of the routers reversed after these choices."""
+    out = {}
+    for name in MODELS:
+        own = chosen_experts(checkpoints[name], batch)
+        out[name] = tuple(reference(checkpoints[name], batch, own, is_reversed) for is_reversed in (False, True))
+    return out  # type: ignore[return-value]
+
+
+def reference(checkpoint: str, batch: RaggedBatch, given: Sequence[np.ndarray], is_reversed: bool) -> Results:
+    """Return transformers' log-probs and gradients, with the routers' weights reversed or not, with these choices."""
+    job = Job("", "actor", "token-mean", 0, tuple(range(batch.num_sequences)))
+    model = Reference(checkpoint)
+    if is_reversed:
+        reverse(model)
+    num_layers = given[0].shape[1]
+    num_experts = HFReader(checkpoint).shape().num_experts
+
+    def choose(call: int, scores: torch.Tensor) -> torch.Tensor:
+        sequence, layer = divmod(call, num_layers)
+        experts = torch.from_numpy(given[sequence][:, layer].astype(np.int64))
+        last = torch.arange(experts.shape[1])[None]  # no result depends on the experts of the last token
+        return torch.cat([experts, last])
+
+    with choosing(num_experts, choose), torch.no_grad():
+        log_probs = model.log_probs(batch)[0]
+    with choosing(num_experts, choose):
+        return log_probs, by_checkpoint_names(model.gradients(batch, job)[1], model.model.config.model_type)
+
+
+def reverse(model: Reference) -> None:
+    """Reverse the weights of the routers."""
+    with torch.no_grad():
+        for name, param in model.model.named_parameters():
+            if name.endswith("gate.weight"):
+                param.neg_()
+
+
+LAYOUTS = {
+    # TP, PP, EP, VPP, CP, and further settings.
+    "one rank": (1, (1, 1, 1, 1, 1), {}),
+    "replicas": (2, (1, 1, 1, 1, 1), {"recompute_granularity": "full"}),
+    "pipeline": (2, (1, 2, 1, 1, 1), {"recompute_granularity": "full"}),
+    "virtual pipeline": (2, (1, 2, 1, 2, 1), {}),
+    "sequence parallel": (2, (2, 1, 1, 1, 1), {"sequence_parallel": True, "recompute_granularity": "full"}),
+    "context parallel": (2, (1, 1, 1, 1, 2), {}),
+    "experts, pipeline": (4, (1, 2, 2, 1, 1), {"recompute_granularity": "selective"}),
+    "sequence and context parallel": (4, (2, 1, 2, 1, 2), {"sequence_parallel": True}),
+    "dynamic context parallel": (4, (1, 1, 1, 1, 4), {"dynamic_cp": True}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_choices_match_transformers(
+    pool: Any,
+    checkpoints: dict[str, str],
+    choices: dict[str, list[np.ndarray]],
+    batch: RaggedBatch,
+    given_choices: dict[str, Results],
+    own_choices: dict[str, tuple[Results, Results]],
+    name: str,
+) -> None:
+    """Replay given choices (R3). Record the choices of a pass, and replay them in an update before and after the
+    routers are reversed (R2)."""
+    world, layout, settings = LAYOUTS[name]
+    common = {"checkpoints": checkpoints, "batch": batch, "layout": layout, **settings}
+    replayed = pool(world).run(replay_cases.replay, choices=choices, **common)
+    recorded = pool(world).run(replay_cases.record, **common)
+    for rank in range(world):
+        for model in MODELS:
+            what = f"{model}, rank {rank}"
+            check(what, replayed[rank][model], given_choices[model])
+            # Half of 2 random ones of 4 experts are among the router's own 2; of 264 hardly any.
+            assert 0.3 < replayed[rank][model][2] < 0.7 or (model == "mixed" and replayed[rank][model][2] > 0.9)
+            before, after = recorded[rank][model]
+            own, of_reversed = own_choices[model]
+            check(f"{what}, recorded", before, own)
+            assert before[2] == 0.0
+            check(f"{what}, reversed", after, (own[0], of_reversed[1]))
+            assert after[2] > 0.1, what
+
+
+def chosen_experts(checkpoint: str, batch: RaggedBatch) -> list[np.ndarray]:
+    """Return the experts that transformers' routers choose for each token but the last."""
+    shape = HFReader(checkpoint).shape()
+    found: list[np.ndarray] = []
+    original = torch.topk
+
+    def choose(call: int, scores: torch.Tensor) -> torch.Tensor:
+        experts = original(scores, shape.experts_per_token)[1]
+        found.append(experts[:-1].numpy())
+        return experts
+
+    with choosing(shape.num_experts, choose), torch.no_grad():
+        Reference(checkpoint).log_probs(batch)
+    num_layers = len(shape.expert_layers)
+    return [np.stack(found[at : at + num_layers], axis=1) for at in range(0, len(found), num_layers)]
+
+
+def check(what: str, found: replay_cases.Results, wanted: Results) -> None:
+    error = float((found[0] - wanted[0]).abs().max())
+    assert error < 1e-5, f"{what}: log-probs off by {error:.1e}"
+    assert found[1].keys() == wanted[1].keys()
+    for tensor, want in wanted[1].items():
+        error = float((torch.from_numpy(found[1][tensor]) - want).abs().max() / want.abs().max().clamp_min(1e-12))
+        assert error < 1e-4, f"{what}, {tensor}: gradient off by {error:.1e} of the largest"
+
+
+def test_sequence_without_choices(pool: Any, checkpoints: dict[str, str], batch: RaggedBatch) -> None:
+    for ok, error in pool(2).outcomes(replay_cases.without_choices, checkpoint=checkpoints["qwen3_moe"], batch=batch):
+        assert not ok and error[0] == "UserError"
+        assert error[1] == (
+            "algorithm.router_replay is rollout; for 2 of 5 responses the rollout engine has not returned the experts"
+            " of all tokens but the last, in all layers with experts: set it to recompute or off"
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, dict[str, float], float]]]:
+    """Return for each run replay_cases.two_steps, in bfloat16, where engine and trainer choose differently."""
+    directory = make_workspace(
+        tmp_path_factory.mktemp("replayed_runs"),
+        family="qwen3_moe",
+        tied=False,
+        num_hidden_layers=4,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+    )
+    actor = {"megatron": {"dtype": "bfloat16"}, "ppo_epochs": 1}
+    algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
+    config = write_config(directory, actor=actor, algorithm=algorithm, rollout={"n": 4}, trainer={"test_freq": -1})
+    tail = "rollout.tail_batching=true"
+    layout = ["actor.megatron.pipeline_model_parallel_size=2", "rollout.tensor_model_parallel_size=2", tail]
+    overrides = {
+        "default": [],
+        "rollout": [*layout, "algorithm.router_replay=rollout"],
+        "recompute": ["algorithm.router_replay=recompute"],
+        "off": ["algorithm.router_replay=off"],
+    }
+    found = {}
+    for name, changes in overrides.items():
+        found[name], other = pool(2).run(replay_cases.two_steps, config_path=str(config), overrides=changes)
+        assert [digest for digest, _, _ in found[name]] == [digest for digest, _, _ in other]
+    return found
+
+
+def test_updates_use_the_replayed_experts(runs: dict[str, list[tuple[str, dict[str, float], float]]]) -> None:
+    for name in ("default", "rollout", "recompute"):
+        for _, metrics, differing in runs[name]:
+            assert differing == 0.0, name
+            assert ("training/expert_choices_diff" in metrics) == (name != "recompute")
+            # The routers alone would have chosen other experts for some tokens.
+            assert 0.0 < metrics.get("training/expert_choices_diff", 0.01) < 0.2, name
+    assert not any(key.endswith("expert_choices_diff") for _, metrics, _ in runs["off"] for key in metrics)
+
+
+def test_log_probs_agree_with_the_engines(runs: dict[str, list[tuple[str, dict[str, float], float]]]) -> None:
+    """Compare the first step, whose tokens are the same in all runs of a layout."""
+    key = "training/rollout_logprobs_diff_"
+    first = {name: steps[0][1] for name, steps in runs.items()}
+    assert len({steps[0][0] for name, steps in runs.items() if name != "rollout"}) == 1
+    assert first["recompute"][f"{key}mean"] == first["off"][f"{key}mean"]
+    for statistic in ("mean", "max"):
+        assert first["default"][key + statistic] < 0.7 * first["off"][key + statistic]
