@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_mc.architectures.hf_config import flag, need, refused, rope_dict, size
+from rlhf_mc.architectures.hf_config import flag, need, refused, size
+from rlhf_mc.architectures.rope_config import rope_dict
 
 DEFAULT_ROPE = {
     "rope_type": "yarn",

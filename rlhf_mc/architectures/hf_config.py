@@ -23,6 +23,7 @@ SUPPORTED = frozenset(
         "decoder_sparse_step",
         "first_k_dense_replace",
         "head_dim",
+        "kv_lora_rank",
         "hidden_act",
         "hidden_activation",
         "hidden_size",
@@ -44,8 +45,12 @@ SUPPORTED = frozenset(
         "num_local_experts",
         "original_max_position_embeddings",
         "partial_rotary_factor",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
         "qkv_bias",
         "rms_norm_eps",
+        "rope_interleave",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
@@ -54,6 +59,7 @@ SUPPORTED = frozenset(
         "tie_word_embeddings",
         "use_qk_norm",
         "use_sliding_window",
+        "v_head_dim",
         "vocab_size",
     }
 )
@@ -64,6 +70,8 @@ LLAMA_LIKE = frozenset({"llama", "mistral"})
 GLM = frozenset({"glm4_moe"})
 WINDOWED = frozenset({"gpt_oss"})
 """Families in which every other layer has a sliding window."""
+LATENT = frozenset({"deepseek_v3"})
+"""Families with multi-head latent attention, whose keys latent.py reads."""
 QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe"})
 """Families whose sliding_window takes effect only if use_sliding_window is true."""
 
@@ -78,9 +86,11 @@ class Restriction:
     """Families for which the key is read; None: all."""
 
 
-_ROTATED = Restriction((1,), "partial rotary embeddings differ between transformers and vLLM")
+ROTATED = Restriction((1,), "partial rotary embeddings differ between transformers and vLLM")
 _CAUSAL = "attention is causal"
-_QUANTIZED = Restriction((), "weights must be float32, bfloat16 or float16")
+_QUANTIZED = Restriction((), "convert quantized weights to bfloat16, float16 or float32, and leave the key out")
+_NOAUX = "experts are chosen by sigmoids and a correction bias"
+_SPARSE = Restriction((), "attention is full", LATENT)
 _NESTED = Restriction((), "the model must be a plain language model")
 _OTHER_MODEL = Restriction((), "no supported family computes it")
 _KV_HEADS = Restriction((), "vLLM reads it as the number of KV heads; use num_key_value_heads")
@@ -96,12 +106,18 @@ RESTRICTED: Mapping[str, Restriction] = {
     "head_dtype": Restriction(("model",), "the head has the dtype of the other weights"),
     "n_group": Restriction((1,), "experts are chosen among all", GLM),
     "topk_group": Restriction((1,), "experts are chosen among all", GLM),
+    **{f"index_{x}": _SPARSE for x in ("head_dim", "n_heads", "skip_topk_offset", "topk", "topk_freq", "topk_pattern")},
+    "indexer_rope_interleave": _SPARSE,
+    "moe_layer_freq": Restriction((1,), "all layers after the first dense ones have experts", LATENT),
+    "moe_router_dtype": Restriction(("float32",), "routers compute in float32", LATENT),
+    "scoring_func": Restriction(("sigmoid",), _NOAUX, LATENT),
+    "topk_method": Restriction(("noaux_tc",), _NOAUX, LATENT),
     "qk_norm": Restriction((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
-    "rotary_pct": _ROTATED,
+    "rotary_pct": ROTATED,
     "router_jitter_noise": Restriction((0,), "vLLM does not add it to the router's inputs"),
-    "rotary_emb_fraction": _ROTATED,
+    "rotary_emb_fraction": ROTATED,
     "rotary_emb_base": Restriction((), "use rope_theta"),
-    "rope_dim": _ROTATED,
+    "rope_dim": ROTATED,
     "mrope_section": Restriction((), "a token has one position"),
     "xdrope_section": Restriction((), "a token has one position"),
     "dual_chunk_attention_config": Restriction((), "attention is full"),
@@ -148,7 +164,7 @@ _LABELS = "labels of a classifier; score.weight has their number"
 _TOKENS = "stop tokens come from the tokenizer and generation_config.json"
 _HOW = "it selects an implementation in transformers, with the same result"
 _LIBRARY = "metadata of transformers"
-_MTP = "layers of multi-token prediction, which no pass here uses; a checkpoint that has them is refused"
+_MTP = "layers of multi-token prediction, which no pass here uses; an export has those of its initial checkpoint"
 _EXPERT_NAMES = "vLLM reads it for models without num_experts"
 
 IGNORED: Mapping[str, str] = {
@@ -186,6 +202,7 @@ IGNORED: Mapping[str, str] = {
     "pretraining_tp": "transformers no longer reads it; earlier versions split matrix products, with the same result",
     "problem_type": _LABELS,
     "return_dict": _OUTPUT,
+    "qk_head_dim": "it is qk_nope_head_dim + qk_rope_head_dim",
     "router_aux_loss_coef": "PPO's loss is the whole loss",
     "seq_len": _LENGTH,
     "seq_length": _LENGTH,
@@ -206,7 +223,7 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
         if value not in rule.values:
             supported = f"only {rule.values[0]!r} is supported" if rule.values else "it is not supported"
             raise refused(key, value, f"{supported}: {rule.reason}")
-    if family in GLM and not flag(config, "norm_topk_prob"):
+    if family in GLM | LATENT and not flag(config, "norm_topk_prob"):
         raise refused("norm_topk_prob", False, "Megatron-Core normalises the weights of a sigmoid router")
     _check_windows(config, family)
     _check_biases(config, family)
@@ -278,118 +295,6 @@ def activation(config: Mapping[str, Any], known: Mapping[str, _Name]) -> _Name:
     return known[name]
 
 
-_NEEDS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
-"""Supported types of rotary scaling -> the numbers that each requires."""
-_MAY_HAVE = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-"""Optional keys of yarn, which the other types ignore."""
-_ROPE_KEYS = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"),
-    *(key for keys in _NEEDS.values() for key in keys),
-    *_MAY_HAVE,
-}
-ROPE_TYPES = tuple(_NEEDS)
-
-
-def rope(config: Mapping[str, Any], default_theta: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
-    """Return (theta, scaling or None), as transformers and vLLM both read them.
-
-    transformers 5 has both in `rope_parameters`. Earlier versions have `rope_theta` and `rope_scaling`, in which the
-    first versions named the type `type`. The returned scaling has `rope_type` and only the keys that the type reads.
-    "dynamic" does not scale up to max_position_embeddings, which no sequence exceeds here."""
-    key, given = rope_dict(config)
-    theta = given.get("rope_theta", config.get("rope_theta", default_theta))
-    if not _is_number(theta) or theta <= 0:
-        raise refused("rope_theta", theta, "expected a positive number")
-    if "rope_theta" in given and config.get("rope_theta", theta) not in (theta, None):
-        raise refused("rope_theta", config["rope_theta"], f"{key}.rope_theta is {theta}; keep one of them")
-    kind = given.get("rope_type", given.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _NEEDS:
-        raise refused(f"{key}.rope_type", kind, f"supported: {', '.join(ROPE_TYPES)}")
-    if given.get("type", kind) != kind:
-        raise refused(f"{key}.type", given["type"], f"{key}.rope_type is {kind!r}; keep one of them")
-    for name in sorted(given.keys() - _ROPE_KEYS):
-        shown = name if name.isidentifier() else repr(name)
-        raise refused(f"{key}.{shown}", given[name], f"a {kind} rope has no such key")
-    return float(theta), None if kind == "default" else _scaling(config, key, kind, given)
-
-
-def rotary_fraction(config: Mapping[str, Any], default: float) -> float:
-    """Return partial_rotary_factor, which is in the rotary settings or at top level. default: of the family, whose
-    heads are rotated whole if it is 1. Raise UserError for a value that transformers and vLLM do not both support."""
-    name = "partial_rotary_factor"
-    key, given = rope_dict(config)
-    values = {f"{key}.{name}": given.get(name), name: config.get(name)}
-    for where, value in values.items():
-        whole = f"only 1 is supported: {_ROTATED.reason}"
-        if value is not None and default == 1.0 and value != 1:
-            raise refused(where, value, whole)
-        if value is not None and not (_is_number(value) and 0 < value <= 1):
-            raise refused(where, value, "expected a number above 0 and at most 1")
-    fractions = {value for value in values.values() if value is not None}
-    if len(fractions) > 1:
-        raise refused(name, config[name], f"{key}.{name} is {given[name]}; keep one of them")
-    return float(fractions.pop()) if fractions else default
-
-
-def rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return (key, value) of the rotary settings."""
-    ropes = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
-    for key, value in ropes.items():
-        if not isinstance(value, Mapping):
-            raise refused(key, value, "expected an object with rope_type")
-    if len(ropes) == 2 and ropes["rope_scaling"] != ropes["rope_parameters"]:
-        raise refused("rope_scaling", ropes["rope_scaling"], "rope_parameters differs from it; keep one of them")
-    key, value = next(iter(ropes.items()), ("rope_parameters", {}))
-    return key, dict(value)
-
-
-def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    def number(name: str, least: float = 0.0) -> Any:
-        value: Any = given.get(name)
-        if not _is_number(value) or value < least or value == 0:
-            expected = f"a number of at least {least:g}" if least else "a positive number"
-            raise refused(f"{key}.{name}", value, f"a {kind} rope needs {expected}")
-        return value
-
-    out: dict[str, Any] = {"rope_type": kind}
-    for name in _NEEDS[kind]:
-        out[name] = number(name, 1.0 if name == "factor" else 0.0)
-    if kind == "linear" and not isinstance(out["factor"], float):
-        raise refused(f"{key}.factor", out["factor"], f"vLLM requires a float; write {out['factor']}.0")
-    if kind == "llama3" and out["low_freq_factor"] >= out["high_freq_factor"]:
-        raise refused(f"{key}.low_freq_factor", out["low_freq_factor"], "expected less than high_freq_factor")
-    if kind in ("llama3", "yarn"):
-        out["original_max_position_embeddings"] = _original_length(config, key, given)
-    if kind == "yarn":
-        out |= {name: number(name) for name in _MAY_HAVE[:2] if name in given}
-        out |= {name: number(name) for name in _MAY_HAVE[2:5] if given.get(name) is not None}
-        if "truncate" in given:
-            out["truncate"] = flag(given, "truncate", prefix=f"{key}.")
-        end = out["factor"] * out["original_max_position_embeddings"]
-        if end < size(config, "max_position_embeddings"):
-            raise refused(
-                f"{key}.factor",
-                out["factor"],
-                f"times original_max_position_embeddings it is {end:g}, vLLM's maximum position, and "
-                f"max_position_embeddings is {config['max_position_embeddings']}",
-            )
-    return out
-
-
-def _original_length(config: Mapping[str, Any], key: str, given: Mapping[str, Any]) -> int:
-    """Return the maximum length before scaling. The key at top level overrides the key of the rotary settings."""
-    name = "original_max_position_embeddings"
-    if config.get(name) is not None:
-        return size(config, name)
-    return size(given, name, prefix=f"{key}.") if name in given else size(config, "max_position_embeddings")
-
-
 LIMIT = 1 << 31
 """Upper bound for sizes; no model comes near it."""
 
@@ -426,12 +331,13 @@ def count(config: Mapping[str, Any], key: str) -> int:
 def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     """Return the value of a key as a float. Raise UserError unless it is a positive number."""
     value = config.get(key, default)
-    if not _is_number(value) or value <= 0:
+    if not is_number(value) or value <= 0:
         raise refused(key, value, "expected a positive number")
     return float(value)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number of a reasonable size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 

@@ -51,19 +51,18 @@ def num_pairs(seq_lens: Iterable[float], window: int = 0) -> float:
 
 
 def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: float) -> ForwardFlops:
-    """Return the FLOPs of a forward pass: in each layer 2 per weight and token, and 4 per query dimension and pair of a
-    query and a key. num_positions: positions at which the output layer is computed, such as the number of response
-    tokens for log-probs, or the number of sequences for a reward model."""
+    """Return the FLOPs of a forward pass: in each layer 2 per weight and token, and for each pair of a query and
+    a key 2 per dimension of the query and of the value. num_positions: positions at which the output layer is computed,
+    such as the number of response tokens for log-probs, or the number of sequences for a reward model."""
     lens = list(seq_lens)
-    q = shape.num_heads * shape.head_dim
-    kv = shape.num_kv_heads * shape.head_dim
     tokens = sum(lens)
     full = shape.num_layers - shape.num_windowed
     rows = sum(part.num_layers * (3 * part.active_ffn_size + part.num_experts) for part in shape.by_kind())
     return ForwardFlops(
-        projections=tokens * shape.num_layers * (2.0 * shape.hidden_size * (2 * q + 2 * kv)),
+        projections=tokens * shape.num_layers * (2.0 * shape.attention_weights()),
         feed_forward=tokens * (2.0 * shape.hidden_size * rows),
-        attention=(full * num_pairs(lens) + shape.num_windowed * num_pairs(lens, shape.sliding_window)) * (4.0 * q),
+        attention=(full * num_pairs(lens) + shape.num_windowed * num_pairs(lens, shape.sliding_window))
+        * (2.0 * shape.num_heads * (shape.head_dim + shape.value_dim)),
         output=num_positions * output_flops(shape),
     )
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlhf_mc.architectures.spec import FAMILIES, ModelShape
+from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.spec import ModelShape
 
 _PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
 """Projection of an expert -> (tensor in the file, number of the first of every second column; None: all columns)."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_mc.architectures.spec import FAMILIES, LayerKind, ModelShape
+from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.spec import LayerKind, ModelShape
 
-SPLIT_DIMS = frozenset({"q", "kv", "heads", "ffn", "expert_ffn", "shared_ffn", "vocab"})
+SPLIT_DIMS = frozenset({"q", "kv", "heads", "keys_values", "values", "ffn", "expert_ffn", "shared_ffn", "vocab"})
 """Dimensions that tensor parallelism splits. A tensor has at most one of them; a tensor with none is replicated."""
 
 StagePlacement = Literal["first", "layer", "expert", "last", "last_if_not_first"]
@@ -58,7 +59,32 @@ def _linear(mcore: str, hf: Mapping[str, tuple[str, str]], bias: bool) -> list[P
     return [weight, Param("layer", {f"{_HF}{name}.bias": dims[:1] for name, dims in hf.items()}, f"{_MC}{mcore}.bias")]
 
 
+def _latent_attention(shape: ModelShape) -> list[Param]:
+    def project(mcore: str, hf: str, out: str, of: str = "hidden") -> list[Param]:
+        return _linear(f"self_attention.linear_{mcore}", {f"self_attn.{hf}": (out, of)}, bias=False)
+
+    def norm(x: str) -> Param:
+        hf = f"self_attn.{x}_a_layernorm"
+        return _norm(hf, f"self_attention.{x}_layernorm", f"self_attention.linear_{x}_up_proj", dim=f"latent_{x}")
+
+    queries = [
+        *project("q_down_proj", "q_a_proj", "latent_q"),
+        norm("q"),
+        *project("q_up_proj", "q_b_proj", "q", "latent_q"),
+    ]
+    return [
+        _norm("input_layernorm", "input_layernorm"),
+        *(queries if shape.q_lora_rank else project("q_proj", "q_proj", "q")),
+        *project("kv_down_proj", "kv_a_proj_with_mqa", "latent_kv_rope"),
+        norm("kv"),
+        *project("kv_up_proj", "kv_b_proj", "keys_values", "latent_kv"),
+        *project("proj", "o_proj", "hidden", "values"),
+    ]
+
+
 def _attention(shape: ModelShape) -> list[Param]:
+    if shape.kv_lora_rank:
+        return _latent_attention(shape)
     qkv = "self_attention.linear_qkv"
     heads = {
         "self_attn.q_proj": ("q", "hidden"),

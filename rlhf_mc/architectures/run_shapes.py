@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_mc import json_files
+from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.hf_config import check_architecture
-from rlhf_mc.architectures.spec import FAMILIES, ModelShape
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import NodeError, UserError, error_prefix, error_reason
 from rlhf_mc.config.roles import uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, reward_models

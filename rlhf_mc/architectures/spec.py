@@ -1,20 +1,16 @@
-"""Specifications of architectures: the traits of each supported model family, and the sizes and traits of one model.
-
-A new family is an entry in FAMILIES. A new trait is a field of Traits; parameters.py or models/ then reads it from the
-ModelShape. A new parameter is a row in parameters.py.
-"""
+"""The sizes and traits of one model, as config.json gives them. families.py has what the model families differ in."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlhf_mc.architectures import hf_config
-from rlhf_mc.architectures.gpt_oss_config import DEFAULT_ROPE, check_gpt_oss
+from rlhf_mc.architectures import hf_config, latent, rope_config
+from rlhf_mc.architectures.families import FAMILIES, SAME_FAMILY, Activation, Family, Traits
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.config.errors import UserError
 
@@ -24,169 +20,6 @@ VOCAB_MULTIPLE = 64
 LayerKind = Literal["dense", "moe"]
 """Kinds of layers: attention and a feed-forward network, or attention and a mixture of experts. parameters.py has the
 parameters of each."""
-
-Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
-"""Activation functions, by transformers' names, and gpt_oss': g sigmoid(1.702 g) (1 + clamp(up, -7, 7)), where g is
-min(gate, 7). models/gpt_model.py has the function of each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traits:
-    """Computations in which families differ."""
-
-    qkv_bias: bool = False
-    """The projections to queries, keys and values have biases."""
-    o_bias: bool = False
-    """The projection of the attention's output has a bias."""
-    mlp_bias: bool = False
-    """The projections of the feed-forward network have biases; of a mixture of experts also the router."""
-    qk_norm: bool = False
-    """Each head's query and key are normalised (RMSNorm)."""
-    sinks: bool = False
-    """Each head has a sink: a trained logit beside those of the keys, whose probability goes to no value."""
-    zero_centered_norms: bool = False
-    """Norms multiply by 1 + weight."""
-    scaled_embeddings: bool = False
-    """Embeddings are multiplied by the square root of the hidden size."""
-    sigmoid_router: bool = False
-    """A token's experts have the largest sigmoids plus a correction bias, which is never trained; their weights are the
-    sigmoids."""
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """Names of a mixture of experts' modules in Hugging Face checkpoints."""
-
-    block: str = "mlp"
-    """The module in a layer that has the router and the experts, `experts`."""
-    router: str = "gate"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    in_one_tensor: bool = False
-    """Files have all experts of a layer in one tensor (architectures/packed_experts.py)."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """The models of one `model_type`."""
-
-    architecture: str
-    """Class of the language model, by its name in transformers and vLLM."""
-    traits: Traits = field(default_factory=Traits)
-    config_traits: Mapping[str, str] = field(default_factory=dict)
-    """Name of a trait -> key of config.json that sets it."""
-    is_moe: bool = False
-    """The layers are mixtures of experts."""
-    expert_names: ExpertNames = field(default_factory=ExpertNames)
-    expert_ffn_key: str = "moe_intermediate_size"
-    """Key of config.json with the intermediate size of an expert."""
-    activations: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu"})
-    """Supported values of hidden_act -> the function that each selects."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the keys that a config.json may leave out."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that this family does not read from config.json."""
-    rope_theta: float = 10000.0
-    """Value of rope_theta where config.json has none."""
-    rope: Mapping[str, Any] | None = None
-    """Value of rope_parameters where config.json has neither it nor rope_scaling."""
-    rotary_fraction: float = 1.0
-    """Value of partial_rotary_factor where config.json has none; 1: the family's heads are rotated whole."""
-    check: Callable[[Mapping[str, Any]], None] = lambda config: None
-    """Further checks of config.json, which raise UserError."""
-
-    def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return every trait of the model that a config.json describes, by name."""
-        return asdict(self.traits) | {trait: flag(config, key) for trait, key in self.config_traits.items()}
-
-
-_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_NO_WINDOW = {"use_sliding_window": False}
-_SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-_DENSE_FIRST = {
-    "first_k_dense_replace": 0,
-    "n_routed_experts": None,
-    "n_shared_experts": 0,
-    "routed_scaling_factor": 1.0,
-}
-_GELU: Activation = "gelu_pytorch_tanh"
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", config_traits={**_ATTENTION_BIAS, "mlp_bias": "mlp_bias"}),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        Traits(qkv_bias=True),
-        defaults={"num_key_value_heads": 32, **_NO_WINDOW},
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        Traits(qk_norm=True),
-        config_traits=_ATTENTION_BIAS,
-        defaults={"head_dim": 128, "num_key_value_heads": 32, **_NO_WINDOW},
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        Traits(qk_norm=True),
-        config_traits=_ATTENTION_BIAS,
-        is_moe=True,
-        defaults={"norm_topk_prob": False, "num_key_value_heads": 4, **_NO_WINDOW},
-        fixed=_DENSE_FIRST,
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        is_moe=True,
-        expert_names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        expert_ffn_key="intermediate_size",
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-        fixed={"norm_topk_prob": True, **_SPARSE_STEP, **_DENSE_FIRST},
-        rope_theta=1e6,
-    ),
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM",
-        Traits(sigmoid_router=True),
-        config_traits={"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
-        is_moe=True,
-        defaults={
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "norm_topk_prob": True,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-        },
-        fixed=_SPARSE_STEP,
-        rotary_fraction=0.5,
-    ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM",
-        Traits(qkv_bias=True, o_bias=True, mlp_bias=True, sinks=True),
-        is_moe=True,
-        expert_names=ExpertNames(router="router", in_one_tensor=True),
-        expert_ffn_key="intermediate_size",
-        activations={"silu": "clamped_swiglu"},
-        defaults={
-            "attention_bias": True,
-            "head_dim": 64,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 128,
-            "num_experts_per_tok": 4,
-        },
-        fixed={"norm_topk_prob": True, **_SPARSE_STEP, **_DENSE_FIRST},
-        rope_theta=150000.0,
-        rope=DEFAULT_ROPE,
-        check=check_gpt_oss,
-    ),
-    "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
-    "gemma": Family(
-        "GemmaForCausalLM",
-        Traits(zero_centered_norms=True, scaled_embeddings=True),
-        config_traits=_ATTENTION_BIAS,
-        # The first published configurations say "gelu" and mean the tanh approximation, as vLLM reads them.
-        activations={_GELU: _GELU, "gelu": _GELU},
-        defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": _GELU, "num_key_value_heads": 16},
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +35,16 @@ class ModelShape(Traits):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Dimensions of a query and of a key."""
+    v_head_dim: int = 0
+    """Dimensions of a value; 0: head_dim."""
+    rope_head_dim: int = 0
+    """Dimensions of a query that are rotated, the last ones: its key has as many that all heads share. 0: no latent
+    attention."""
+    kv_lora_rank: int = 0
+    """Size of the latent vector from which keys and values are projected; 0: from the hidden states."""
+    q_lora_rank: int = 0
+    """Size of the latent vector from which queries are projected; 0: from the hidden states."""
     vocab_size: int
     tie_embeddings: bool
     norm_eps: float
@@ -226,6 +69,10 @@ class ModelShape(Traits):
     """Factor of the router's weights."""
     norm_topk_prob: bool = False
     """The router's weights of a token's experts are normalised to sum to 1."""
+    router_groups: int = 1
+    """Equal groups of experts."""
+    groups_per_token: int = 1
+    """Groups that a token's experts come from: those with the largest sums of their best scores."""
     value_head: bool = False
     """A critic: `score.weight` [1, hidden] replaces the language-model head."""
 
@@ -233,6 +80,7 @@ class ModelShape(Traits):
     def from_hf_config(cls, config: Mapping[str, Any], value_head: bool = False) -> ModelShape:
         """Return the shape that a parsed config.json describes. Raise UserError for an unsupported value."""
         family_name = need(config, "model_type")
+        family_name = SAME_FAMILY.get(str(family_name), family_name)
         if not isinstance(family_name, str) or family_name not in FAMILIES:
             raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
         family = FAMILIES[family_name]
@@ -247,7 +95,7 @@ class ModelShape(Traits):
             raise UserError(
                 f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
-        rope_theta, rope_scaling = hf_config.rope(config, family.rope_theta)
+        rope_theta, rope_scaling = rope_config.rope(config, family.rope_theta)
         return cls(
             family=family_name,
             num_layers=size(config, "num_hidden_layers"),
@@ -255,19 +103,23 @@ class ModelShape(Traits):
             ffn_hidden_size=size(config, "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=hf_config.head_dim(config, family_name),
+            **(
+                latent.latent_sizes(config, rope_scaling)
+                if family.has_latents
+                else {"head_dim": hf_config.head_dim(config, family_name)}
+            ),
             vocab_size=size(config, "vocab_size"),
             tie_embeddings=flag(config, "tie_word_embeddings"),
             norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            rotary_fraction=hf_config.rotary_fraction(config, family.rotary_fraction),
+            rotary_fraction=rope_config.rotary_fraction(config, family.rotary_fraction),
             max_position_embeddings=size(config, "max_position_embeddings"),
             activation=hf_config.activation(config, family.activations),
             sliding_window=size(config, "sliding_window") if family_name in hf_config.WINDOWED else 0,
             value_head=value_head,
             **family.traits_in(config),
-            **(_moe_sizes(config, family.expert_ffn_key) if family.is_moe else {}),
+            **(_moe_sizes(config, family) if family.is_moe else {}),
         )
 
     def sequence_cost(self, num_tokens: int) -> float:
@@ -288,11 +140,33 @@ class ModelShape(Traits):
 
     @functools.cached_property
     def _attention_cost(self) -> float:
-        """Query dimensions of all layers, divided by the weights that one token uses."""
-        q = self.num_heads * self.head_dim
-        kv = self.num_kv_heads * self.head_dim
+        """The mean of query and value dimensions, divided by the weights that one token uses."""
         ffn = sum(part.num_layers * part.active_ffn_size for part in self.by_kind()) / self.num_layers
-        return q / (self.hidden_size * (2 * q + 2 * kv + 3 * ffn))
+        weights = self.attention_weights() + self.hidden_size * 3 * ffn
+        return self.num_heads * (self.head_dim + self.value_dim) / (2 * weights)
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a value."""
+        return self.v_head_dim or self.head_dim
+
+    def attention_weights(self, tp: int = 1) -> float:
+        """Return the weights of the attention's projections in a layer that one of `tp` ranks of an engine holds."""
+        q = self.num_heads * self.head_dim / tp
+        if not self.kv_lora_rank:
+            return self.hidden_size * (2 * q + 2 * max(self.num_kv_heads / tp, 1) * self.head_dim)
+        values = self.num_heads * self.value_dim / tp
+        keys = q - self.num_heads * self.rope_head_dim / tp
+        queries = self.q_lora_rank * (self.hidden_size + q) if self.q_lora_rank else self.hidden_size * q
+        latent_kv = self.hidden_size * (self.kv_lora_rank + self.rope_head_dim) + self.kv_lora_rank * (keys + values)
+        return queries + latent_kv + self.hidden_size * values
+
+    def cached_per_token(self, tp: int) -> int:
+        """Return the elements that a rank of an engine of `tp` ranks caches for a token in a layer: keys and values, or
+        the latent vector and the rotated part of the keys."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.rope_head_dim
+        return 2 * max(self.num_kv_heads // tp, 1) * self.head_dim
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -356,6 +230,11 @@ class ModelShape(Traits):
             "kv": self.num_kv_heads * self.head_dim,
             "head": self.head_dim,
             "heads": self.num_heads,
+            "values": self.num_heads * self.value_dim,
+            "latent_q": self.q_lora_rank,
+            "latent_kv": self.kv_lora_rank,
+            "latent_kv_rope": self.kv_lora_rank + self.rope_head_dim,
+            "keys_values": self.num_heads * (self.head_dim - self.rope_head_dim + self.value_dim),
             "ffn": self.ffn_hidden_size,
             "experts": self.num_experts,
             "expert_ffn": self.expert_ffn_hidden_size,
@@ -365,7 +244,7 @@ class ModelShape(Traits):
         }
 
 
-def _moe_sizes(config: Mapping[str, Any], ffn_key: str) -> dict[str, Any]:
+def _moe_sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields of ModelShape that describe a mixture of experts."""
     # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = next((key for key in ("num_experts", "n_routed_experts") if config.get(key)), "num_local_experts")
@@ -373,17 +252,19 @@ def _moe_sizes(config: Mapping[str, Any], ffn_key: str) -> dict[str, Any]:
         other = f"{key} is {config[key]}, and they are two names of one number"
         raise hf_config.refused("num_local_experts", config["num_local_experts"], other)
     num_experts = size(config, key)
+    ffn = size(config, family.expert_ffn_key)
     per_token = size(config, "num_experts_per_tok")
     if per_token > num_experts:
         raise UserError(f"config.json: num_experts_per_tok is {per_token}, more than {key}, which is {num_experts}")
     return {
         "num_experts": num_experts,
         "experts_per_token": per_token,
-        "expert_ffn_hidden_size": size(config, ffn_key),
-        "shared_ffn_hidden_size": size(config, ffn_key) * hf_config.count(config, "n_shared_experts"),
+        "expert_ffn_hidden_size": ffn,
+        "shared_ffn_hidden_size": ffn * hf_config.count(config, "n_shared_experts"),
         "routed_scaling": hf_config.positive(config, "routed_scaling_factor", 1.0),
         "norm_topk_prob": flag(config, "norm_topk_prob"),
         "dense_layers": _dense_layers(config),
+        **(latent.router_groups(config, num_experts, per_token) if family.has_latents else {}),
     }
 
 

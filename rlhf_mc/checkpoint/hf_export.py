@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from rlhf_mc.architectures.packed_experts import stored_shapes
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, copy_assets, read_config
+from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, HFReader, copy_assets, read_config
 from rlhf_mc.checkpoint.packed_tensors import logical_names, pack
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.reshard.execute import execute
@@ -94,27 +94,49 @@ def write_hf(
     rank writes next, by rank, to the tensors of this rank. Every rank must call it.
 
     File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the tensors of one file at
-    a time. Config and tokenizer are copied from `assets_dir`; `origin` (run and step) is written to run.json. Files get
-    their final names after all are written. Raise the same UserError on every rank if one cannot write.
+    a time. Config, tokenizer and layers of multi-token prediction are copied from `assets_dir`; `origin` (run and step)
+    is written to run.json. Files get their final names after all are written. Raise the same UserError on every rank if
+    one cannot write.
     """
-    shards = _shards(shape, getattr(torch, dtype_name).itemsize, max_shard_bytes)
+    shards = _shards(stored_shapes(shape, logical_shapes(shape)), getattr(torch, dtype_name).itemsize, max_shard_bytes)
     subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
+    drafts = on_every_rank(lambda: _draft_files(assets_dir, shape, max_shard_bytes), subject, group)
+    count = len(shards) + len(drafts)
     on_rank_0(lambda: _begin(out, assets_dir), subject, group)
     rounds = range(0, len(shards), world)
     for start in counted(rounds, len(rounds), "rounds of files"):
         names = [logical_names(shape, of_file) for of_file in shards[start : start + world]]
         tensors = pack(shape, gather([*names, *[[]] * (world - len(names))]))
-        save = functools.partial(_save, tensors, out / STAGING / _shard_name(start + rank, len(shards)), subject)
+        save = functools.partial(_save, tensors, out / STAGING / _shard_name(start + rank, count), subject)
         on_every_rank(save, subject, group)
         tensors.clear()
-    on_rank_0(lambda: _finish(out, assets_dir, shards, shape, dtype_name, origin), subject, group)
+
+    def copy_drafts() -> None:
+        for number in range(rank, len(drafts), world):
+            reader = HFReader(assets_dir)
+            with reader.reading():
+                copied = {name: tensor[:] for name, tensor in reader.slices(drafts[number]).items()}
+            _save(copied, out / STAGING / _shard_name(len(shards) + number, count), subject)
+
+    on_every_rank(copy_drafts, subject, group)
+    on_rank_0(lambda: _finish(out, assets_dir, [*shards, *drafts], shape, dtype_name, origin), subject, group)
 
 
-def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Return the tensor names of each file, in the model's order. A tensor above the limit has its own file."""
+def _draft_files(assets: Path, shape: ModelShape, max_shard_bytes: int) -> list[list[str]]:
+    """Return the names of the tensors of multi-token prediction in each file that is copied: none where `assets` has no
+    weights, and for a value model."""
+    if shape.value_head or not ((assets / INDEX).exists() or (assets / WEIGHTS).exists()):
+        return []
+    reader = HFReader(assets)
+    drafts = reader.slices(reader.draft_tensors(shape.num_layers))
+    return _shards({name: drafts[name].get_shape() for name in drafts}, 4, max_shard_bytes) if drafts else []
+
+
+def _shards(sizes: Mapping[str, Sequence[int]], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+    """Return the tensor names of each file, in the order of `sizes`. A tensor above the limit has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, size in stored_shapes(shape, logical_shapes(shape)).items():
+    for name, size in sizes.items():
         tensor_bytes = math.prod(size) * itemsize
         if shards[-1] and filled + tensor_bytes > max_shard_bytes:
             shards.append([])
@@ -171,10 +193,7 @@ def _finish(
     staging = out / STAGING
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
     if len(shards) > 1:
-        sizes = stored_shapes(shape, logical_shapes(shape))
-        constants = constant_tensors(shape)
-        itemsize = getattr(torch, dtype_name).itemsize
-        total = sum(math.prod(size) * (4 if name in constants else itemsize) for name, size in sizes.items())
+        total = sum(_tensor_bytes(staging / file) for file in files)
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.append(INDEX)
@@ -189,6 +208,12 @@ def _finish(
     for file in [*files, "config.json"]:
         os.replace(staging / file, out / file)
     staging.rmdir()
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Return the bytes of the tensors of a safetensors file: those after the header, whose size it begins with."""
+    with file.open("rb") as stream:
+        return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

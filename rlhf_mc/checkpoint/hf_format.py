@@ -68,12 +68,6 @@ def is_buffer(name: str) -> bool:
     return name.endswith(_BUFFERS)
 
 
-def _is_after(name: str, num_layers: int) -> bool:
-    """Return whether a tensor of a checkpoint belongs to a layer after the model's last one."""
-    prefix = re.match(r"model\.layers\.(\d+)\.", name)
-    return prefix is not None and int(prefix[1]) >= num_layers
-
-
 def shorten_names(names: Collection[str]) -> str:
     """Return the first names, and the number of the others."""
     more = len(names) - _NAMED
@@ -150,8 +144,16 @@ class HFReader:
         file is missing."""
         return {name: self._slice(name) for name in names}
 
+    def draft_tensors(self, num_layers: int) -> list[str]:
+        """Return the tensors of the layers of multi-token prediction, which follow the model's num_layers layers."""
+        count = self.config.get("num_nextn_predict_layers", self.config.get("num_mtp_layers"))
+        drafts = range(num_layers, num_layers + (count if isinstance(count, int) else 0))
+        layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in self.names}
+        return sorted(name for name, layer in layers.items() if layer is not None and int(layer[1]) in drafts)
+
     def check(self, shape: ModelShape) -> None:
-        """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a supported dtype.
+        """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a supported dtype,
+        beside layers of multi-token prediction.
 
         A critic's `score.weight` may be missing; other heads and buffers are ignored."""
         expected = stored_shapes(shape, logical_shapes(shape))
@@ -162,12 +164,12 @@ class HFReader:
             if stored != wanted:
                 raise UserError(f"{self.file_path(name)}: {name} has shape {stored}, config.json describes {wanted}")
         self._check_files()
-        excess = [n for n in self.names if n not in expected and n not in _HEADS and not is_buffer(n)]
+        others = {*expected, *_HEADS, *self.draft_tensors(shape.num_layers)}
+        excess = [n for n in self.names if n not in others and not is_buffer(n)]
         if excess:
             be = "is" if len(excess) == 1 else "are"
-            hint = ""
-            if self.config.get("num_nextn_predict_layers") and any(_is_after(n, shape.num_layers) for n in excess):
-                hint = "; layers of multi-token prediction are neither trained nor exported: leave them out"
+            is_quantized = any(name.endswith("_scale_inv") for name in excess)
+            hint = "; the weights are quantized: convert them to bfloat16" if is_quantized else ""
             part = f"{be} no part of the {shape.family} model of config.json"
             raise UserError(f"{self.directory}: {shorten_names(excess)} {part}{hint}")
         other = {n: self._slice(n).get_dtype() for n in expected if n in self.names}
@@ -187,8 +189,9 @@ class HFReader:
 
     def dtype_name(self) -> str:
         """Return torch's name of the dtype of the weights. Raise UserError unless all have the same supported dtype."""
-        constants = constant_tensors(self.shape())
-        names = [name for name in self.names if not is_buffer(name) and name not in constants]
+        shape = self.shape()
+        others = {*constant_tensors(shape), *self.draft_tensors(shape.num_layers)}
+        names = [name for name in self.names if not is_buffer(name) and name not in others]
         dtypes = {name: self._slice(name).get_dtype() for name in names}
         types = set(dtypes.values())
         if len(types) != 1 or not types <= _DTYPES.keys():

@@ -109,7 +109,10 @@ def rotate(
     x: torch.Tensor, table: torch.Tensor, config: Any, cu_seqlens: Any = None, mscale: float = 1.0, **_: Any
 ) -> torch.Tensor:
     """Return x [T, 1, heads, head_dim] with rotary positions, from a table of `rotary_table`. It takes the place of
-    Megatron-Core's apply_rotary_pos_emb. mscale: factor of cosines and sines."""
+    Megatron-Core's apply_rotary_pos_emb. mscale: factor of cosines and sines. In latent attention the coordinates are
+    neighbours in x, and halves of the result."""
+    if config.multi_latent_attention:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     table = (table if mscale == 1.0 else table * mscale).to(x.dtype)
     rotated = 2 * table.shape[-1] // 3
     if rotated < x.shape[-1]:  # the first dimensions of each head

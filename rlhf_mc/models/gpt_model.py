@@ -20,16 +20,18 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import layers as mcore_layers
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mc import platform
-from rlhf_mc.architectures.spec import Activation, LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.families import Activation
+from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
 from rlhf_mc.models.context_parallel import rotate_in_context
 from rlhf_mc.models.heads import ValueHead
+from rlhf_mc.models.latent_attention import LatentAttention, latent_settings, use_latents
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
     compute_on_cpu,
@@ -48,7 +50,6 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "clamped_swiglu": quick_gelu,
 }
-
 _CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 
 
@@ -56,7 +57,9 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
     """Return Megatron-Core's settings for this model in this layout."""
     dtype = DTYPES[megatron.dtype]
     fused = uses_transformer_engine()
-    config = TransformerConfig(
+    kind = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
+    config = kind(
+        **(latent_settings(shape) if shape.kv_lora_rank else {}),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -146,6 +149,8 @@ def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, A
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
         "moe_router_topk_scaling_factor": None if shape.routed_scaling == 1.0 else shape.routed_scaling,
+        "moe_router_num_groups": shape.router_groups if shape.router_groups > 1 else None,
+        "moe_router_group_topk": shape.groups_per_token if shape.router_groups > 1 else None,
         "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
         "moe_router_dtype": "fp32",
         # No auxiliary loss beside PPO's.
@@ -196,12 +201,12 @@ class PackedGPT(GPTModel):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
 
-def _qkv_format(config: TransformerConfig) -> str:
+def _qkv_format(config: TransformerConfig, shape: ModelShape) -> str:
     """Return the qkv_format of PackedSequences for the attention of this model's layers."""
     tp = config.tensor_model_parallel_size
     heads = config.num_attention_heads // tp
     kv_heads = max(1, config.num_query_groups // tp)
-    sizes = (heads, kv_heads, config.kv_channels)
+    sizes = (heads, kv_heads, (shape.head_dim, shape.value_dim))
     context = config.cp_comm_type if config.context_parallel_size > 1 else None
     is_te = uses_transformer_engine() and has_packed_attention(
         config.params_dtype, *sizes, context, config.softmax_type
@@ -223,7 +228,8 @@ def _layer_spec(kind: LayerKind, shape: ModelShape, config: TransformerConfig, q
     parts = {
         "num_experts": shape.num_experts if kind == "moe" else None,
         "moe_grouped_gemm": config.moe_grouped_gemm,
-        "qk_layernorm": shape.qk_norm,
+        "qk_layernorm": shape.qk_norm or shape.kv_lora_rank > 0,
+        "multi_latent_attention": shape.kv_lora_rank > 0,
     }
     fused = uses_transformer_engine()
     spec = (
@@ -233,6 +239,8 @@ def _layer_spec(kind: LayerKind, shape: ModelShape, config: TransformerConfig, q
     )
     if config.num_query_groups < config.tensor_model_parallel_size:
         spec.submodules.self_attention.module = layers.ReplicatedKVAttention
+    if shape.kv_lora_rank:
+        use_latents(spec, _local_norm(shape), is_local=not fused)
     if qkv_format == "packed":
         spec.submodules.self_attention.submodules.core_attention = layers.PackedAttention
     if fused:
@@ -303,13 +311,19 @@ def enable_input_gradients(embedding: torch.nn.Module) -> None:
 
 def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling rules."""
-    model.rotary_pos_emb = layers.PackedRotaryEmbedding(
-        shape.head_dim,
+    head_dim = shape.rope_head_dim or shape.head_dim
+    rotary = layers.PackedRotaryEmbedding(
+        head_dim,
         rotary_percent=shape.rotary_fraction,
         rotary_base=shape.rope_theta,
         use_cpu_initialization=model.config.use_cpu_initialization,
         cp_group=model.pg_collection.cp,
     )
+    if not shape.kv_lora_rank:
+        model.rotary_pos_emb = rotary
+    for module in model.modules():
+        if isinstance(module, LatentAttention):
+            module.rotary_pos_emb = rotary
     if shape.rope_scaling is None:
         return
     rule = ROPE_INIT_FUNCTIONS[shape.rope_scaling["rope_type"]]
@@ -322,22 +336,20 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         },
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
-        head_dim=shape.head_dim,
+        head_dim=head_dim,
         max_position_embeddings=shape.max_position_embeddings,
         standardize_rope_params=lambda: None,  # they are in the standard form
     )
-    device = model.rotary_pos_emb.inv_freq.device
-    with device:  # yarn makes some of its tensors on the default device
-        inv_freq, attention_scaling = rule(parameters, device)
-    model.rotary_pos_emb.inv_freq = inv_freq
-    if attention_scaling != 1.0:
-        # The factor of sines and cosines. Megatron-Core's attention computes it from these settings, as
-        # 0.1 x mscale x log(scaling factor) + 1; its fused kernel ignores it.
-        config = model.config
-        config.yarn_rotary_scaling_factor = math.e
-        config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
-        config.yarn_mscale_all_dim = 0.0
-        config.apply_rope_fusion = False
+    with torch.device(rotary.inv_freq.device):  # not torch's default, on which the layout check builds a model
+        rotary.inv_freq, attention_scaling = rule(parameters, rotary.inv_freq.device)
+    rotary.mscale = attention_scaling
+    if attention_scaling != 1.0 and not shape.kv_lora_rank:
+        # Of sines and cosines. Megatron-Core's attention computes it from these settings, as 0.1 x mscale x
+        # log(scaling factor) + 1; its fused kernel ignores it.
+        model.config.yarn_rotary_scaling_factor = math.e
+        model.config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
+        model.config.yarn_mscale_all_dim = 0.0
+        model.config.apply_rope_fusion = False
 
 
 def build_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups, chunk: int = 0) -> PackedGPT:
@@ -363,7 +375,7 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
         if megatron.sequence_parallel or uses_transformer_engine():
             add_random_states()
         config = transformer_config(shape, megatron)
-        qkv_format = _qkv_format(config)
+        qkv_format = _qkv_format(config, shape)
         layer_numbers = groups.mesh.chunk_layers(shape.num_layers, groups.coordinate.pp)[chunk]
         model = PackedGPT(
             config,
@@ -413,7 +425,7 @@ def fusions(shape: ModelShape) -> dict[str, Any]:
     return {
         **(_fused_activation(shape) if platform.use_cuda() else {}),
         # Megatron-Core's fused rotary embedding is a kernel of Transformer Engine.
-        "apply_rope_fusion": transformer_engine,
+        "apply_rope_fusion": transformer_engine and not shape.kv_lora_rank,
         # The matrix product that computes a weight's gradient adds it to main_grad. Local layers need Apex's kernel.
         "gradient_accumulation_fusion": transformer_engine
         or (platform.use_cuda() and mcore_layers._grad_accum_fusion_available),

@@ -72,7 +72,8 @@ def pack(seq_lens: Sequence[int]) -> PackedSequences:
 class PackedAttention(torch.nn.Module):
     """Core attention for Megatron-Core: causal within each packed sequence, with grouped queries.
 
-    q [T, 1, heads, head_dim] and k, v [T, 1, kv_heads, head_dim] -> [T, 1, heads * head_dim].
+    q [T, 1, heads, head_dim], k [T, 1, kv_heads, head_dim] and v [T, 1, kv_heads, v_head_dim]
+    -> [T, 1, heads * v_head_dim].
 
     On a GPU torch 2.13 has no kernel for grouped queries in float32 (sdp_utils.cpp, can_use_mem_efficient_attention)
     and would store all scores, length x length of each head. So k and v are repeated there for each query head, which
@@ -82,10 +83,13 @@ class PackedAttention(torch.nn.Module):
     With sinks (softmax_type "learnable") its parameter has the name and the shards of Megatron-Core's attentions, and
     some layers have a sliding window."""
 
-    def __init__(self, config: Any, layer_number: int, *, pg_collection: Any, **_: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
         assert config.attention_dropout == 0.0
         self.config = config
+        self.scale = softmax_scale
         self.tp_group = pg_collection.tp
         is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = config.window_size[0] + 1 if is_windowed else None
@@ -110,7 +114,7 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         if packed_seq_params.context.size > 1:
             assert self.softmax_offset is None and self._window is None
-            out: torch.Tensor = _AttentionOverContext.apply(query, key, value, packed_seq_params)
+            out: torch.Tensor = _AttentionOverContext.apply(query, key, value, packed_seq_params, self.scale)
             return out
         parts = [count * length for count, length in packed_seq_params.runs]
         outputs = []
@@ -123,7 +127,7 @@ class PackedAttention(torch.nn.Module):
         ):
             q, k, v = (x.view(count, length, x.shape[-2], x.shape[-1]) for x in (q, k, v))
             if self.softmax_offset is None:
-                out = _attend(q, k, v)
+                out = _attend(q, k, v, scale=self.scale)
             else:
                 out = _attend_with_sinks(q, k, v, self.softmax_offset, self._window)
             outputs.append(out.reshape(count * length, 1, -1))
@@ -137,11 +141,16 @@ def _attend(
     mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return causal attention [S, n, heads, head_dim] of q [S, n, heads, head_dim], the last of m tokens of each of S
-    sequences, to k and v [S, m, kv_heads, head_dim]. mask [n, m]: the pairs that count, in place of causal ones. scale:
-    of the logits; None: 1 / sqrt(head_dim)."""
+    """Return causal attention [S, n, heads, v_head_dim] of q [S, n, heads, head_dim], the last of m tokens of each of S
+    sequences, to k [S, m, kv_heads, head_dim] and v [S, m, kv_heads, v_head_dim]. mask [n, m]: the pairs that count, in
+    place of causal ones. scale: of the logits; None: 1 / sqrt(head_dim).
+
+    torch has flash kernels for v_head_dim = head_dim alone, and stores all scores otherwise: v is padded."""
     length = q.shape[1]
     end = k.shape[1]
+    v_dim = v.shape[-1]
+    if v_dim < q.shape[-1]:
+        v = pad(v, (0, q.shape[-1] - v_dim))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None and length != end:
         mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
@@ -151,7 +160,7 @@ def _attend(
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
     )
-    return out.transpose(1, 2)
+    return out.transpose(1, 2)[..., :v_dim]
 
 
 _MORE_DIMS = 8
@@ -215,30 +224,36 @@ class _AttentionOverContext(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packed: PackedSequences,
+        scale: float | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.packed = packed
-        return _attend_to_all(query, packed.context.gather(key), packed.context.gather(value), packed)
+        ctx.scale = scale
+        return _attend_to_all(query, packed.context.gather(key), packed.context.gather(value), packed, scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         context = ctx.packed.context
         query, key, value = ctx.saved_tensors
         query = query.detach().requires_grad_()
         keys = context.gather(key).requires_grad_()
         values = context.gather(value).requires_grad_()
         with torch.enable_grad():
-            out = _attend_to_all(query, keys, values, ctx.packed)
+            out = _attend_to_all(query, keys, values, ctx.packed, ctx.scale)
         own, of_keys, of_values = torch.autograd.grad(out, (query, keys, values), grad)
-        return own, context.sum_scattered(of_keys), context.sum_scattered(of_values), None
+        return own, context.sum_scattered(of_keys), context.sum_scattered(of_values), None, None
 
 
 def _attend_to_all(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, packed: PackedSequences
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, packed: PackedSequences, scale: float | None
 ) -> torch.Tensor:
-    """Return the attention [T, 1, heads * head_dim] of this rank's queries [T, 1, heads, head_dim]. keys, values:
-    [ranks, T, 1, kv_heads, head_dim], of all ranks."""
+    """Return the attention [T, 1, heads * v_head_dim] of this rank's queries [T, 1, heads, head_dim]. keys, values:
+    [ranks, T, 1, kv_heads, head_dim or v_head_dim], of all ranks."""
     size = packed.context.size
     rank = packed.context.rank
     parts = [count * length // size for count, length in packed.runs]
@@ -254,7 +269,7 @@ def _attend_to_all(
         k, v = (_whole_sequences(x.unflatten(1, (count, 2, chunk))) for x in (k, v))
         ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)
         halves = q.unflatten(0, (count, 2, chunk)).unbind(1)
-        out = [_attend(half, k[:, :end], v[:, :end]) for half, end in zip(halves, ends, strict=True)]
+        out = [_attend(half, k[:, :end], v[:, :end], scale=scale) for half, end in zip(halves, ends, strict=True)]
         outputs.append(torch.stack(out, dim=1).reshape(2 * count * chunk, 1, -1))
     return torch.cat(outputs)
 
@@ -301,6 +316,9 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     packed sequences, and not a length. The original's forward caches the angles of the last 32 lengths: of 32k tokens,
     up to 0.5 GB on a GPU."""
 
+    mscale = 1.0
+    """Factor of cosines and sines in latent attention."""
+
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: PackedSequences
     ) -> PackedSequences:
@@ -323,7 +341,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self._eps = eps
-        _mark_sequence_parallel(self.weight, config)
+        mark_sequence_parallel(self.weight, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x, of the same shape [..., hidden] and type."""
@@ -340,7 +358,7 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
-        _mark_sequence_parallel(self.weight, config)
+        mark_sequence_parallel(self.weight, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x, of the same shape [..., hidden] and type."""
@@ -349,5 +367,6 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
         return (wide * (1.0 + self.weight.float())).type_as(x)
 
 
-def _mark_sequence_parallel(weight: torch.Tensor, config: Any) -> None:
+def mark_sequence_parallel(weight: torch.Tensor, config: Any) -> None:
+    """Mark a weight whose gradient Megatron-Core sums over tensor-parallel ranks with sequence parallelism."""
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

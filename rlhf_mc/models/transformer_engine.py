@@ -65,7 +65,7 @@ def has_packed_attention(
     dtype: torch.dtype,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
+    dims: tuple[int, int],
     cp_comm_type: str | None = None,
     softmax_type: str = "vanilla",
 ) -> bool:
@@ -74,7 +74,8 @@ def has_packed_attention(
     nor every head size, nor sinks (softmax_type "learnable") in Transformer Engine 2.11.
 
     Without one Transformer Engine would unpack the sequences, pad them to the longest, and store all scores.
-    num_heads, num_kv_heads: of one rank. cp_comm_type: of context parallelism; None: without it."""
+    num_heads, num_kv_heads: of one rank. dims: of a key and of a value. cp_comm_type: of context
+    parallelism; None: without it."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     flash, _, fused, *_ = utils.get_attention_backend(
@@ -86,8 +87,8 @@ def has_packed_attention(
             num_gqa_groups=num_kv_heads,
             max_seqlen_q=1024,
             max_seqlen_kv=1024,
-            head_dim_qk=head_dim,
-            head_dim_v=head_dim,
+            head_dim_qk=dims[0],
+            head_dim_v=dims[1],
             attn_mask_type="padding_causal",
             core_attention_bias_shape=None,
             core_attention_bias_requires_grad=False,
@@ -97,10 +98,10 @@ def has_packed_attention(
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
     )
-    sequences = f"packed sequences in {str(dtype).removeprefix('torch.')} with heads of {head_dim} dimensions"
+    sequences = f"packed sequences in {str(dtype).removeprefix('torch.')} with heads of {dims[0]} dimensions"
     if not (flash or fused):
         problem = f"has no attention kernel for {sequences}"
-    elif (error := _gradient_error(dtype, num_heads, num_kv_heads, head_dim)) > LARGEST_GRADIENT_ERROR:
+    elif (error := _gradient_error(dtype, num_heads, num_kv_heads, dims)) > LARGEST_GRADIENT_ERROR:
         problem = f"has gradients of attention that are wrong by {error:.1g} times their norm for {sequences}"
     else:
         return True
@@ -111,7 +112,7 @@ def has_packed_attention(
     return False
 
 
-def _gradient_error(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> float:
+def _gradient_error(dtype: torch.dtype, num_heads: int, num_kv_heads: int, dims: tuple[int, int]) -> float:
     """Return the error of Transformer Engine's gradients of q, k and v relative to their norms, the largest of the
     three, on random packed sequences, against torch's attention in float32. Rounding to bfloat16 gives 0.003.
 
@@ -123,13 +124,13 @@ def _gradient_error(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_
     tokens = sum(_TESTED_LENGTHS)
     ends = torch.tensor([0, *itertools.accumulate(_TESTED_LENGTHS)], dtype=torch.int32, device=platform.device())
     q, k, v, grad = (
-        torch.randn(tokens, heads, head_dim, generator=draw, device=platform.device(), dtype=dtype)
-        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+        torch.randn(tokens, *size, generator=draw, device=platform.device(), dtype=dtype)
+        for size in ((num_heads, dims[0]), *((num_kv_heads, dim) for dim in dims), (num_heads, dims[1]))
     )
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     attention = DotProductAttention(
         num_heads,
-        head_dim,
+        dims,
         num_gqa_groups=num_kv_heads,
         attention_dropout=0.0,
         qkv_format="thd",

@@ -44,7 +44,8 @@ def layer_bytes(shape: ModelShape, megatron: MegatronConfig, transformer_engine:
         return LayerBytes(all_of_it - recomputed, recomputed)
     # On a CPU the attention: its log-sum-exp is not stored, its output by the projection alone.
     log_sum_exp = _FLOAT32 * sizes.heads
-    return LayerBytes(all_of_it - log_sum_exp, log_sum_exp + sizes.queries * sizes.itemsize)
+    padded = sizes.padded * sizes.itemsize
+    return LayerBytes(all_of_it - log_sum_exp - padded, log_sum_exp + padded + sizes.queries * sizes.itemsize)
 
 
 class _Sizes:
@@ -60,11 +61,19 @@ class _Sizes:
         self.keys = max(shape.num_kv_heads / tp, 1) * shape.head_dim
         """Keys, and as many for values."""
         self.heads = shape.num_heads / tp
+        self.values = self.heads * shape.value_dim
+        self.padded = 2 * self.queries - self.values if shape.value_dim < shape.head_dim else 0.0
+        """Of values and output that torch's attention pads to the size of the keys (models/layers.py)."""
+        self.latents = 2 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.rope_head_dim if shape.kv_lora_rank else 0.0
+        """Latent vectors, normalised too, and the part of the keys that all heads share."""
+        self.latents /= tp if megatron.sequence_parallel else 1
         self.attention = 3 * self.queries + 3 * self.keys
         """Attention's inputs and output."""
         if shape.sinks:  # padded copies; with windows, in every other layer, each key is in two blocks
             wider = (shape.head_dim + 8) / shape.head_dim
             self.attention = (2 * wider + 1) * self.queries + 3 * wider * self.keys
+        if self.latents:  # no projections beside its inputs
+            self.attention = 2 * self.queries + 2 * self.values + self.latents
         self.ffn = shape.active_ffn_size / tp
         """The product of gate and up, of the experts that a token has together."""
         self.shared_ffn = shape.shared_ffn_hidden_size / tp
@@ -88,7 +97,7 @@ class _Sizes:
         gate and up, and their product."""
         attention = self.attention + (self.queries + self.keys if self.qk_norm else 0)
         if self.itemsize == _FLOAT32:  # torch attends, with k and v repeated for each query head (models/layers.py)
-            attention += 2 * (self.queries - self.keys)
+            attention += 2 * (self.queries - self.keys) + self.padded
         elements = 4 * self.states + attention + 3 * self.ffn + self.expert_inputs
         return elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
 
@@ -104,9 +113,10 @@ class _Sizes:
         norms = 2 * self.norm() * self.states
         if self.qk_norm:
             norms += (2 if self.torch_norms else 1) * _FLOAT32 * (self.queries + self.keys)
+        attention = self.attention + self.padded
         experts = (8 if self.clamped else 6) * self.ffn + self.expert_inputs
         dense = (4 if self.silu else 5) * self.ffn
-        elements = self.attention + (experts if self.num_experts else dense)
+        elements = attention + (experts if self.num_experts else dense)
         return norms + elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
 
     def norm(self) -> int:

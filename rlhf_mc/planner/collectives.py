@@ -154,6 +154,7 @@ class Passes:
             yield self._tensor_parallel("all_gather", self._qkv(work), work)
         yield from self._attention(work)
         yield from self._sharded_layers(work, _sharded_pairs(part))
+        yield from self._latents(work, "all_gather", "reduce_scatter")
         if part.has_experts:
             yield from self._experts(work, "all_gather", "reduce_scatter")
 
@@ -163,9 +164,12 @@ class Passes:
         yield from self._attention_backward(work)
         pairs = _sharded_pairs(part)
         yield from self._sharded_layers(work, pairs)
+        yield from self._latents(work, "reduce_scatter", "all_gather")
         if self._is_sequence_parallel:
             # The inputs of column-parallel layers are gathered again, for the gradients of their weights.
             yield self._tensor_parallel("all_gather", pairs * self._states(work), work, pairs)
+            if part.kv_lora_rank:
+                yield self._tensor_parallel("all_gather", sum(self._latent_bytes(work)), work, 2)
         if part.has_experts:
             yield from self._experts(work, "reduce_scatter", "all_gather")
 
@@ -196,9 +200,27 @@ class Passes:
 
     def _heads(self, work: PassTokens) -> tuple[float, float]:
         """Return the bytes of a rank's queries, and of its keys and values together."""
-        tokens = work.tokens / self._mesh.cp * self._shape.head_dim * self._itemsize
-        kv_heads = max(1.0, self._shape.num_kv_heads / self._mesh.tp)
-        return tokens * self._shape.num_heads / self._mesh.tp, 2 * tokens * kv_heads
+        shape = self._shape
+        tokens = work.tokens / self._mesh.cp * self._itemsize
+        kv_heads = max(1.0, shape.num_kv_heads / self._mesh.tp)
+        queries = tokens * shape.num_heads / self._mesh.tp * shape.head_dim
+        return queries, tokens * kv_heads * (shape.head_dim + shape.value_dim)
+
+    def _latents(self, work: PassTokens, gather: Kind, scatter: Kind) -> Iterator[Collective]:
+        """Yield the collectives of a layer's latent attention with sequence parallelism: the inputs of the projections
+        to queries and to keys and values, and the part of the keys that all heads share, are gathered, and the output
+        is scattered. gather, scatter: the collectives, which the backward pass exchanges."""
+        if not self._shape.kv_lora_rank or not self._is_sequence_parallel:
+            return
+        shared = work.tokens / self._mesh.cp * self._shape.rope_head_dim * self._itemsize
+        yield self._tensor_parallel(gather, sum(self._latent_bytes(work)) + shared, work, 3)
+        yield self._tensor_parallel(scatter, self._states(work), work)
+
+    def _latent_bytes(self, work: PassTokens) -> tuple[float, float]:
+        """Return the bytes of the inputs of the projections to queries, and to keys and values."""
+        queries = self._shape.q_lora_rank or self._shape.hidden_size
+        tokens = work.tokens / self._mesh.cp * self._itemsize
+        return tokens * queries, tokens * self._shape.kv_lora_rank
 
     def _context(self, kind: Kind, num_bytes: float, work: PassTokens, calls: int) -> Collective:
         return Collective("context parallel", kind, self._cp, num_bytes, calls * work.num_micro_batches)
@@ -276,7 +298,7 @@ class Passes:
         """Return True for a parameter of which each tensor-parallel rank has the gradient of a part of the tokens."""
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
-        parts = ("layernorm", "layer_norm", "router", "linear_proj.bias", "linear_fc2.bias")
+        parts = ("layernorm", "layer_norm", "router", "down_proj", "linear_proj.bias", "linear_fc2.bias")
         return self._is_sequence_parallel and any(part in name for part in parts)
 
     def _states(self, work: PassTokens) -> float:
@@ -303,9 +325,9 @@ class Passes:
 
 
 def _sharded_pairs(part: ModelShape) -> int:
-    """Return the pairs of a column-parallel and a row-parallel layer in a layer: attention, and a dense MLP or the
-    shared expert."""
-    return 1 if part.has_experts and not part.shared_ffn_hidden_size else 2
+    """Return the pairs of a column-parallel and a row-parallel layer in a layer: attention but latent attention, and a
+    dense MLP or the shared expert."""
+    return (not part.kv_lora_rank) + (not part.has_experts or part.shared_ffn_hidden_size > 0)
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:

@@ -47,11 +47,12 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     steps = max(lengths.response - 1, 0.0) * sequences / decoded
     context = lengths.prompt + lengths.response / 2
     flops = forward_flops(shape, [context], 1)
-    one = ForwardFlops(
-        flops.projections / context, flops.feed_forward / context, 2 * flops.attention / (context + 1), flops.output
-    )
+    # Latent attention decodes on the latent vectors, which are longer than keys and values.
+    scores = (shape.cached_per_token(1) + shape.kv_lora_rank) / (shape.head_dim + shape.value_dim)
+    attention = 2 * flops.attention / (context + 1) * (scores if shape.kv_lora_rank else 1.0)
+    one = ForwardFlops(flops.projections / context, flops.feed_forward / context, attention, flops.output)
     itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
-    kv_bytes = 2 * shape.num_layers * max(shape.num_kv_heads // tp, 1) * shape.head_dim * itemsize
+    kv_bytes = shape.num_layers * shape.cached_per_token(tp) * itemsize
     read = decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, decoded) + decoded * context * kv_bytes
     memory = read / rates.memory
     products = decoded * rate.seconds(one) / tp
@@ -68,8 +69,6 @@ def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsi
     """Return the bytes of weights that an engine step of `tokens` tokens reads on a rank: all layers and the output
     layer. Of E experts, of which a token has k, it reads those that any token has: E (1 - (1 - k / E)^tokens) of evenly
     routed tokens."""
-    q = shape.num_heads * shape.head_dim / tp
-    kv = max(shape.num_kv_heads / tp, 1) * shape.head_dim
     weights = 0.0
     for part in shape.by_kind():
         used = 1.0
@@ -78,7 +77,7 @@ def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsi
             used = part.num_experts / part.experts_per_token * (1 - missed**tokens)
         shared = part.shared_ffn_hidden_size
         ffn = (used * (part.active_ffn_size - shared) + shared) / tp
-        weights += part.num_layers * shape.hidden_size * (2 * q + 2 * kv + 3 * ffn)
+        weights += part.num_layers * (shape.attention_weights(tp) + shape.hidden_size * 3 * ffn)
     head = shape.vocab_size * shape.hidden_size / tp
     return weights * linear_itemsize + head * itemsize
 

@@ -243,7 +243,6 @@ def _rollout(
         quantized = sum(size for name, size in own.items() if _QUANTIZED.search(name))
         weights -= quantized * (itemsize - 1)
         staged = quantized * itemsize
-    kv_heads = max(shape.num_kv_heads // tp, 1)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     tokens = max(settings.max_num_batched_tokens, longest)
     # Of one engine step: states and their residual, gate, up and product; logits and their float32 copy of each
@@ -258,5 +257,5 @@ def _rollout(
         weights=weights,
         staged=staged,
         activations=activations,
-        kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * itemsize,
+        kv_bytes_per_token=shape.num_layers * shape.cached_per_token(tp) * itemsize,
     )

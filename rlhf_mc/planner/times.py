@@ -234,10 +234,9 @@ class _Model:
     def _layer_weights(self, shape: ModelShape) -> float:
         """Return the weights of a layer of this kind on all tensor-parallel ranks, with the experts of one
         expert-parallel rank."""
-        q = shape.num_heads * shape.head_dim
-        kv = shape.num_kv_heads * shape.head_dim
         experts = shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep + shape.shared_ffn_hidden_size
-        return shape.hidden_size * (2 * q + 2 * kv + 3 * (experts if shape.has_experts else shape.ffn_hidden_size))
+        ffn = experts if shape.has_experts else shape.ffn_hidden_size
+        return shape.attention_weights() + shape.hidden_size * 3 * ffn
 
     def _optimizer_bytes(self, state: ModelState) -> float:
         """Return the bytes that Adam reads and writes on a rank for its shard: gradient, main parameter and two moments

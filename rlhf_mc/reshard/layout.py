@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
-from rlhf_mc.architectures.spec import FAMILIES, LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 
 Box = tuple[tuple[int, int], ...]
@@ -304,7 +305,7 @@ def check_split(
 def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     """Return the obstacle where neither the number of KV heads nor the number of ranks is a multiple of the other."""
     kv = shape.num_kv_heads
-    if kv % tp_size and tp_size % kv:
+    if not shape.kv_lora_rank and kv % tp_size and tp_size % kv:
         return f"num_key_value_heads is {kv}, and neither is a multiple of the other", tensor_with("kv", shape)
     return None
 
@@ -366,11 +367,14 @@ Range = tuple[str, tuple[int, int]]
 
 
 def even_ranges(param: Param, shape: ModelShape, index: int, count: int, padded_vocab: int = 0) -> list[Range]:
-    """Return the index-th of `count` equal ranges of each tensor of a parameter; (0, 0) for a tensor that is not
+    """Return the index-th of `count` equal ranges of each tensor of a parameter; the whole of a tensor that is not
     split."""
     sizes = shape.dims() | {"vocab": padded_vocab}
     split = {name: next((d for d in dims if d in SPLIT_DIMS), None) for name, dims in param.hf.items()}
-    return [(name, even_range(index, count, sizes[dim]) if dim else (0, 0)) for name, dim in split.items()]
+    return [
+        (name, even_range(index, count, sizes[dim]) if dim else (0, sizes[param.hf[name][0]]))
+        for name, dim in split.items()
+    ]
 
 
 def _qkv_ranges(param: Param, shape: ModelShape, index: int, count: int) -> list[Range]:
@@ -420,7 +424,8 @@ def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: ra
 
 
 def local_param(param: Param, shape: ModelShape, local: str, ranges: Sequence[Range], experts: range) -> LocalParam:
-    """Return the parameter that concatenates `ranges` along the split dimension; for experts, their stack."""
+    """Return the parameter that concatenates `ranges` along the split dimension, or the first; for experts, their
+    stack."""
     sizes = shape.dims()
     stacks = param.stage == "expert"
     shards = []
@@ -429,19 +434,17 @@ def local_param(param: Param, shape: ModelShape, local: str, ranges: Sequence[Ra
         dims = param.hf[name]
         box = [(0, sizes[d]) for d in dims]
         offset = [0] * len(dims)
-        axis = next((a for a, d in enumerate(dims) if d in SPLIT_DIMS), None)
-        if axis is not None:
-            # Rows past the logical tensor's end are padding.
-            box[axis] = (min(start, sizes[dims[axis]]), min(end, sizes[dims[axis]]))
-            offset[axis] = filled
-            filled += end - start
+        axis = next((a for a, d in enumerate(dims) if d in SPLIT_DIMS), 0)
+        # Rows past the logical tensor's end are padding.
+        box[axis] = (min(start, sizes[dims[axis]]), min(end, sizes[dims[axis]]))
+        offset[axis] = filled
+        filled += end - start
         if stacks:
             box.insert(0, (experts.start, experts.stop))
             offset.insert(0, 0)
         if all(a < b for a, b in box):
             shards.append(Shard(name.replace("{e}", STACK), tuple(box), local, tuple(offset)))
     local_shape = [sizes[d] for d in dims]
-    if axis is not None:
-        local_shape[axis] = filled
+    local_shape[axis] = filled
     size = (len(experts), *local_shape) if stacks else tuple(local_shape)
     return LocalParam(param, local.replace("{e}", STACK), size, tuple(shards))

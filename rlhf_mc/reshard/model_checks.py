@@ -48,6 +48,8 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
             f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a {shape.family} model has"
             " attention sinks and sliding windows, which only whole sequences support: set it to 1"
         )
+    if megatron.cp_comm_type == "a2a" and shape.kv_lora_rank:
+        raise UserError(f"{role}.megatron.cp_comm_type is 'a2a'; multi-head latent attention has p2p alone")
     if megatron.cp_comm_type == "a2a" and not _divides_heads(shape, megatron):
         raise UserError(
             f"{role}.megatron.cp_comm_type: 'a2a' needs KV heads that {role}.megatron.context_parallel_size"
@@ -65,9 +67,10 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
 
 def cp_comm_type(shape: ModelShape, megatron: MegatronConfig) -> str:
     """Return how context-parallel ranks exchange keys and values, by the setting or by the fewer bytes: of cp ranks, h
-    query heads and g KV heads p2p moves 2 g (cp - 1) heads of a rank's tokens, a2a (2 h + 2 g) (cp - 1) / cp."""
-    if megatron.cp_comm_type is not None:
-        return megatron.cp_comm_type
+    query heads and g KV heads p2p moves 2 g (cp - 1) heads of a rank's tokens, a2a (2 h + 2 g) (cp - 1) / cp. Values of
+    another size than keys have p2p alone."""
+    if megatron.cp_comm_type is not None or shape.kv_lora_rank:
+        return megatron.cp_comm_type or "p2p"
     heads = shape.num_heads / megatron.tensor_model_parallel_size
     kv_heads = _kv_heads_on_rank(shape, megatron)
     is_a2a_less = heads + kv_heads < kv_heads * megatron.context_parallel_size

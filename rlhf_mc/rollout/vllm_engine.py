@@ -27,10 +27,10 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
-from rlhf_mc.rollout.attention_sinks import renew_sinks
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.routed_experts import RoutedExperts
+from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import local_tensors, parameter_shapes, vllm_layout
 from rlhf_mc.runtime.console import print_line
@@ -121,8 +121,8 @@ class VLLMEngine:
         if return_experts and not platform.use_cuda():
             self._experts = RoutedExperts(shape)
             bind_routed_experts_capturer(self._model, self._experts)
-        kv_heads = max(1, shape.num_kv_heads // len(self._group))
-        kv_bytes = 2 * shape.num_layers * kv_heads * shape.head_dim * getattr(torch, dtype).itemsize
+        cached = shape.num_layers * shape.cached_per_token(len(self._group))
+        kv_bytes = cached * getattr(torch, dtype).itemsize
         # The ranks of an engine end a period with the same step, so their costs are equal.
         read_bytes = max(gather_objects(self.weight_bytes)) + _OVERHEAD_BYTES[platform.use_cuda()]
         self.cached_token_cost = kv_bytes / read_bytes
@@ -166,12 +166,12 @@ class VLLMEngine:
     @property
     def num_parameters(self) -> int:
         """Parameters that this rank holds, which may sleep."""
-        return sum(param.numel() for param in self._model.parameters())
+        return sum(param.numel() for _, param in loaded_parameters(self._model))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of these parameters, those that alias the trainer's included."""
-        return sum(param.numel() * param.element_size() for param in self._model.parameters())
+        return sum(param.numel() * param.element_size() for _, param in loaded_parameters(self._model))
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
@@ -179,14 +179,13 @@ class VLLMEngine:
         rollout.quantization the parameters of linear layers are temporary and unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         self._quantized.stage()
-        return local_tensors(self._layout, {name: param.data for name, param in self._model.named_parameters()})
+        return local_tensors(self._layout, {name: param.data for name, param in loaded_parameters(self._model)})
 
     def weights_updated(self) -> None:
-        """Quantize new weights (rollout.quantization), renew the attention's copies of sinks, and discard the prefix
-        cache, which earlier weights have filled. Call after each weight update. Raise RuntimeError if vLLM keeps the
-        cache: responses would be computed from old keys and values."""
+        """Quantize new weights (rollout.quantization), derive others from them, and discard the prefix cache, which
+        earlier weights have filled. Call after each weight update. Raise RuntimeError if vLLM keeps the cache."""
         self._quantized.quantize()
-        renew_sinks(self._model)
+        derive_weights(self._model)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks of the KV cache")
 
@@ -298,6 +297,9 @@ def engine_settings(
     """Return vLLM's arguments for the model and its layout."""
     # They replace keys of config.json.
     overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
+    if shape.kv_lora_rank:
+        # vLLM needs these, which transformers does not write, and computes the router in the model's type otherwise.
+        overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_router_dtype": "float32"}
     if platform.float32_products():
         # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no differently.
         overrides["head_dtype"] = "float32"

@@ -11,6 +11,8 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
+from rlhf_mc.rollout.vllm_derived import loaded_parameters
+
 METHOD = "fp8_per_channel"
 """vLLM's name: one scale for each output channel of a weight, and for each token of an input."""
 
@@ -30,7 +32,7 @@ class QuantizedLayers:
 
     def shapes(self, model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
         """Return the shapes that the model's parameters have while they are staged."""
-        out = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        out = {name: tuple(param.shape) for name, param in loaded_parameters(model)}
         for prefix, layer in self._layers.items():
             unquantized, _ = get_layerwise_info(layer).restore_metadata
             for name in layer._parameters.keys() - SKIP_TENSORS:

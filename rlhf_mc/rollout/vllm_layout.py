@@ -5,12 +5,14 @@ run of a config plans with it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.hf_config import GLM
 from rlhf_mc.architectures.parameters import Param, model_params
-from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import (
     Layout,
@@ -30,6 +32,7 @@ from rlhf_mc.reshard.layout import (
 
 _RENAMED = {
     ".self_attn.q_proj.": ".self_attn.qkv_proj.",
+    ".self_attn.q_a_proj.": ".self_attn.fused_qkv_a_proj.",
     ".mlp.gate_proj.": ".mlp.gate_up_proj.",
     ".shared_experts.gate_proj.": ".shared_experts.gate_up_proj.",
     **{f".experts.{{e}}.{gate}.": ".experts.routed_experts.w13_" for gate in ("gate_proj", "w1")},
@@ -46,9 +49,24 @@ which has the rows of gate and up in turn."""
 def vllm_name(param: Param, family: str) -> str:
     """Return vLLM's name of a parameter."""
     name = next(iter(param.hf))
+    if len(param.hf) == 1 and ".q_proj." in name:
+        return name  # of latent attention
     for part, renamed in (_RENAMED | _RENAMED_OF_FAMILY.get(family, {})).items():
         name = name.replace(part, renamed)
     return name
+
+
+def _joined_latents(params: Sequence[Param]) -> Iterator[Param]:
+    """Yield the parameters, with the two projections to latent vectors as one: vLLM joins them, and replicates them."""
+    queries: Param | None = None
+    for param in params:
+        name = next(iter(param.hf))
+        if ".q_a_proj." in name:
+            queries = param
+            continue
+        if ".kv_a_proj_with_mqa." in name and queries is not None:
+            param = replace(param, hf={**queries.hf, **param.hf})
+        yield param
 
 
 @functools.cache
@@ -60,7 +78,7 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
     kv = even_range(tp_rank * kv_shards // tp_size, kv_shards, shape.num_kv_heads * shape.head_dim)
     vocab = padded_vocab_size(shape.vocab_size, 1)
     params = []
-    for param in model_params(shape):
+    for param in _joined_latents(model_params(shape)):
         if param.stage == "last_if_not_first":
             continue  # the tied embedding, which vLLM has once
         ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
@@ -78,7 +96,7 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
                 params[-1] = replace(params[-1], shards=())
     layout = layout_of_layers(shape, params, range(shape.num_layers))
     layout = replace(layout, zero=frozenset(layout.stacked_shapes.keys() - layout.by_local.keys()))
-    if not shape.sigmoid_router:
+    if shape.family not in GLM:
         return layout
     # vLLM computes these routers in float32, with weights of that type.
     return replace(layout, float32=frozenset(name for name in layout.stacked_shapes if ".gate." in name))

@@ -11,13 +11,21 @@ from rlhf_mc.config.schema import RolloutConfig
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply in fp8. Below it, vLLM's kernels would not quantize inputs."""
+LATENT_DIMS = 576
+"""The only number of dimensions that vLLM's kernel of latent attention takes on a CPU (v1/attention/backends/mla)."""
 
 
 def check_kernels(shape: ModelShape, cfg: RolloutConfig) -> None:
     """Raise UserError where vLLM has no kernel for the model's head dimension, or in fp8."""
     if cfg.quantization is not None:
         _check_fp8(shape)
-    if not platform.use_cuda() and shape.head_dim % 32:
+    if shape.kv_lora_rank:
+        if not platform.use_cuda() and shape.cached_per_token(1) != LATENT_DIMS:
+            raise UserError(
+                f"model.path: kv_lora_rank {shape.kv_lora_rank} + qk_rope_head_dim {shape.rope_head_dim}; vLLM's CPU"
+                f" latent attention takes {LATENT_DIMS} dimensions together"
+            )
+    elif not platform.use_cuda() and shape.head_dim % 32:
         raise UserError(f"model.path: head dimension {shape.head_dim}; vLLM's CPU attention takes multiples of 32")
 
 

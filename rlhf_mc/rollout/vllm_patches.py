@@ -96,6 +96,13 @@ def on_cpu() -> tuple[Patch, ...]:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotate_parts(module: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
+        is_part = query.dim() == 3  # [tokens, heads, rotated part of a head]
+        return (module.forward_native if is_part else functools.partial(rotate, module))(positions, query, key)
 
     return (
         Patch(
@@ -122,6 +129,12 @@ def on_cpu() -> tuple[Patch, ...]:
             "cpu_fused_moe",
             fused_moe,
             "the kernel takes repacked weights only",
+        ),
+        Patch(
+            RotaryEmbedding,
+            "forward_cpu",
+            rotate_parts,
+            "the kernel takes whole heads, and rotates others than the parts that latent attention passes",
         ),
         Patch(
             CpuCommunicator,

@@ -33,6 +33,16 @@ EXPERTS = {
     "gpt_oss": {"family": "gpt_oss", "tied": False},
     # The first layer is dense.
     "glm4_moe": {"family": "glm4_moe", "tied": False},
+    # Latent attention, groups of experts, yarn; and without a latent vector of queries, groups and yarn, as Moonlight.
+    "deepseek_v3": {"family": "deepseek_v3", "tied": False},
+    "deepseek_plain": {
+        "family": "deepseek_v3",
+        "tied": False,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_scaling": None,
+    },
     # Layers of two kinds. With two stages, the first has no experts.
     "qwen3_moe_mixed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     # A token's experts have the weights of the softmax over all experts, not normalised over the chosen ones.
@@ -164,6 +174,7 @@ def transformers_results(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple
         (2, "qwen3_moe_mixed", 2, 1),
         (2, "glm4_moe", 1, 2),
         (2, "gpt_oss", 2, 1),
+        (2, "deepseek_v3", 1, 2),
     ],
 )
 def test_experts_load_with_another_expert_parallel_size(
@@ -204,8 +215,19 @@ LAYER_NAMES["gpt_oss"] = LAYER_NAMES["qwen3_moe"] | {
     "mlp.experts.experts.linear_fc2.bias",
     "mlp.router.bias",
 }
-"""Names of a layer's tensors after its attention, in the Megatron checkpoints that Transformer Engine's layers write
-(docs/internals/gpu_readings.md)."""
+LATENT_NAMES = {
+    "input_layernorm.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_up_proj.weight",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_q_up_proj.weight",
+}
+LAYER_NAMES["deepseek_v3"] = LAYER_NAMES["glm4_moe"] | {f"{i}.{name}" for i in range(2) for name in LATENT_NAMES}
+"""Names of a layer's tensors after its attention, and for latent attention of all, in the Megatron checkpoints that
+Transformer Engine's layers write (docs/internals/gpu_readings.md)."""
 
 
 @pytest.mark.parametrize("family", LAYER_NAMES)
@@ -219,7 +241,7 @@ def test_megatron_checkpoints_are_those_of_transformer_engine(
     )
     assert different == []
     inside = {name.removeprefix("model.decoder.layers.") for name in names if ".layers." in name}
-    assert LAYER_NAMES[family] == {name for name in inside if "mlp" in name}
+    assert LAYER_NAMES[family] == {name for name in inside if "mlp" in name or family == "deepseek_v3"}
 
 
 YARN = {"factor": 8.0, "original_max_position_embeddings": 16}
@@ -268,6 +290,8 @@ def test_rope_types_match_transformers_and_vllm(pool: Any, tmp_path: Path) -> No
         (4, "qwen3_moe_mixed", 1, 2, ("pipeline", "expert")),
         (4, "glm4_moe", 1, 2, ("pipeline", "expert")),
         (4, "gpt_oss", 1, 2, ("pipeline", "expert")),
+        (4, "deepseek_v3", 1, 2, ("pipeline", "expert")),
+        (2, "deepseek_plain", 1, 2, ("expert",)),
     ],
 )
 def test_vllm_has_the_trained_weights(
@@ -278,9 +302,16 @@ def test_vllm_has_the_trained_weights(
     check_two_steps(pool(world), workspaces[family], tp=tp, rollout_tp=rollout_tp, overrides=overrides)
 
 
-def test_float32_parts_of_a_bfloat16_model(pool: Any, workspaces: dict[str, Path]) -> None:
-    """Send a router's weights in bfloat16 to vLLM's float32 ones, and its correction bias in float32."""
-    directory = workspaces["glm4_moe"]
+def test_decode_weights_of_latent_attention_follow_an_update(pool: Any, workspaces: dict[str, Path]) -> None:
+    config = write_config(workspaces["deepseek_v3"], "derived.yaml", data={"max_response_length": 2})
+    (found,) = pool(1).run(family_cases.derived_after_update, config_path=str(config))
+    assert found == [False, True, True]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_float32_parts_of_a_bfloat16_model(pool: Any, workspaces: dict[str, Path], family: str) -> None:
+    """Send a router's weights in bfloat16 to vLLM, to glm4_moe's in float32, and its correction bias in float32."""
+    directory = workspaces[family]
     types = [f"{role}.megatron.dtype=bfloat16" for role in ("actor", "critic", "ref")]
     config = write_config(directory)
     export_to = directory / "out_bfloat16"

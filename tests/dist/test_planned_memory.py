@@ -30,6 +30,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         # No size is a multiple of 64, so that every parameter is padded.
         "untied": make_checkpoint(root / "untied", family="llama", tied=False, **ODD_SIZES),
         "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False),
+        "latent": make_checkpoint(root / "latent", family="deepseek_v3", tied=False),
         "glm": make_checkpoint(root / "glm", family="glm4_moe", tied=False),
         "gpt_oss": make_checkpoint(root / "gpt_oss", family="gpt_oss", tied=False),
         # Of two stages the first has no experts.
@@ -50,6 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (4, "moe", {"ep": 2}, BFLOAT16, ()),
         (4, "moe", {"tp": 2, "ep": 2}, {"sequence_parallel": True}, ()),
         (4, "mixed", {"pp": 2, "ep": 2}, BFLOAT16, ()),
+        (4, "latent", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
         (4, "glm", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
         (4, "gpt_oss", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
     ],
@@ -99,6 +101,8 @@ def test_model_state_is_exact(
         (1, "mixed", {}, 1, {}),
         (1, "glm", {}, 1, {}),
         (1, "gpt_oss", {}, 1, {}),
+        (1, "latent", {}, 1, {}),
+        (1, "latent", {}, 1, {"recompute_granularity": None}),
         (2, "mixed", {"pp": 2}, 4, {}),
         (2, "tied", {"tp": 2}, 1, {"sequence_parallel": True, "dtype": "bfloat16"}),
         (2, "tied", {"tp": 2}, 2, {}),

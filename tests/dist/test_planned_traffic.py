@@ -29,6 +29,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "qwen2": make_checkpoint(root / "qwen2"),
         "qwen3": make_checkpoint(root / "qwen3", family="qwen3", tied=False, num_kv_heads=1),
+        "latent": make_checkpoint(root / "latent", family="deepseek_v3", tied=False),
         "glm": make_checkpoint(root / "glm", family="glm4_moe", tied=False),
         "gpt_oss": make_checkpoint(root / "gpt_oss", family="gpt_oss", tied=False),
         "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False, mlp_only_layers=[1]),
@@ -108,6 +109,8 @@ def test_collectives_are_exact(
         ("moe", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
         ("glm", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
         ("gpt_oss", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
+        ("latent", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
+        ("latent", {"tp": 2, "cp": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
     ],
 )
 def test_collectives_of_experts(

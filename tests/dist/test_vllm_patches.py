@@ -16,11 +16,13 @@ import vllm
 import vllm_patch_cases
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.aux_output_connector import worker
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils import torch_utils
@@ -29,7 +31,7 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.machine.check import TESTED_VERSIONS
-from rlhf_mc.rollout import attention_sinks, vllm_engine, vllm_patches
+from rlhf_mc.rollout import vllm_derived, vllm_engine, vllm_patches
 from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
@@ -40,7 +42,8 @@ SHARED_MEMORY = (
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REPACK = f"{EXPERTS}.CPUUnquantizedExperts.process_weights_after_loading"
 SIZES = f"{EXPERTS}.CPUUnquantizedExperts._supports_grouped_gemm"
-TARGETS = {TIED, LINEAR, SHARED_MEMORY, REPACK, SIZES, f"{EXPERTS}.cpu_fused_moe"}
+ROTATION = "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu"
+TARGETS = {TIED, LINEAR, SHARED_MEMORY, REPACK, SIZES, ROTATION, f"{EXPERTS}.cpu_fused_moe"}
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +103,10 @@ def test_new_sinks_reach_an_attention_that_has_copied_them(monkeypatch: pytest.M
     types: list[torch.dtype] = []
     attention = SimpleNamespace(sinks=torch.zeros(2), process_weights_after_loading=types.append)
     module = SimpleNamespace(sinks=torch.ones(2, dtype=torch.float16), attn=SimpleNamespace(impl=attention))
-    attention_sinks._renew(module)
+    vllm_derived._renew_sinks(module)
     assert attention.sinks is module.sinks and types == []
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
-    attention_sinks._renew(module)
+    vllm_derived._renew_sinks(module)
     assert types == [torch.float16]
 
 
@@ -173,6 +176,26 @@ def test_vllm_repacks_the_weights_of_experts_for_its_kernel(activation: str) -> 
     torch.testing.assert_close(result(own, layer.w13_weight, layer.w2_weight), wanted, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(result(own, w13, w2), wanted, rtol=1e-2, atol=1e-2)
     assert cpu_moe.CPUUnquantizedExperts.isa == "vec"
+
+
+def test_vllm_rotates_other_dimensions_of_latent_attention() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        embedding = RotaryEmbedding(8, 8, 32, 1e4, False, torch.float32)
+    patch = vllm_patch_cases.PATCHES[ROTATION]
+    positions = torch.arange(5)
+
+    def rotated(forward: Any, parts: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        heads = torch.randn(5, 3, 12, generator=generator)  # of which the last 8 dimensions are rotated
+        query = heads[..., 4:] if parts else heads[..., 4:].contiguous().flatten(1)
+        key = torch.randn(5, 1, 8, generator=generator)
+        out, _ = forward(embedding, positions, query, key if parts else key.flatten(1))
+        return out.reshape(5, 3, 8)
+
+    wanted = rotated(patch.original, parts=False)
+    torch.testing.assert_close(rotated(patch.replacement, parts=True), wanted)
+    torch.testing.assert_close(rotated(patch.replacement, parts=False), wanted)
+    assert not torch.allclose(rotated(patch.original, parts=True), wanted, atol=1e-2)
 
 
 @pytest.mark.parametrize("world", [2])

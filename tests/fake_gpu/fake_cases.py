@@ -46,6 +46,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "rope_scaling": YARN,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 48,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
 }
 
@@ -141,6 +155,12 @@ CASES: dict[str, Case] = {
         "glm4_moe", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(0, 1, 4), megatron={**SEQUENCE, **DISTRIBUTED}
     ),
     "sinks, parallel": Case("gpt_oss", world=8, tp=2, ep=2, ranks=(0, 1, 4), megatron={**SEQUENCE, **DISTRIBUTED}),
+    "latent attention, parallel": Case(
+        "deepseek_v3", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(0, 1, 4), megatron={**SEQUENCE, **DISTRIBUTED}
+    ),
+    "latent attention, context parallel": Case(
+        "deepseek_v3", world=4, tp=2, cp=2, ranks=(0, 2), megatron={**SEQUENCE}, sizes={"q_lora_rank": None}
+    ),
     "frozen": Case(
         "llama",
         freeze=("model.embed_tokens.*", "model.layers.0.*"),
@@ -182,6 +202,8 @@ TE_RANKS: dict[str, tuple[int, ...]] = {
     "experts, parallel": (0, 1, 4),
     "experts, stages": (0, 4),
     "shared expert, parallel": (0, 4),
+    "latent attention, parallel": (0, 4),
+    "latent attention, context parallel": (0,),
     "frozen": (0,),
     "critic": (0, 4),
     "virtual chunks": (0, 1, 4),

@@ -250,7 +250,11 @@ def fused_attn_fwd(max_q: int, max_kv: int, training: bool, *rest: Any) -> list[
     cu_q, cu_kv, q, k, v = rest[8:13]
     _check_devices(cu_q, cu_kv, q, k, v)
     assert cu_q.dtype == cu_kv.dtype == torch.int32 and q.dim() == 3, (cu_q.dtype, q.shape)
-    assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0, (q.shape, k.shape, v.shape)
+    assert (q.shape[2], k.shape[:2]) == (k.shape[2], v.shape[:2]) and q.shape[1] % k.shape[1] == 0, (
+        q.shape,
+        k.shape,
+        v.shape,
+    )
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     context = [q.new_empty(*q.shape[:2], 1, dtype=torch.float32), q.new_empty(2, dtype=torch.int64)]
     return [out, *context] if training else [out]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from families import config_of, shape_of
 
+from rlhf_mc.architectures.families import FAMILIES, Activation, Traits
 from rlhf_mc.architectures.operations import forward_flops, num_pairs, training_flops
 from rlhf_mc.architectures.parameters import LAYERS
-from rlhf_mc.architectures.spec import FAMILIES, Activation, LayerKind, ModelShape, Traits
+from rlhf_mc.architectures.spec import LayerKind, ModelShape
 from rlhf_mc.checkpoint.training_state import check_shape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.gpt_model import ACTIVATIONS
@@ -40,6 +41,10 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
         "num_heads": 2,
         "num_kv_heads": 1,
         "head_dim": 4,
+        "v_head_dim": 0,
+        "rope_head_dim": 0,
+        "kv_lora_rank": 0,
+        "q_lora_rank": 0,
         "vocab_size": 10,
         "tie_embeddings": False,
         "qkv_bias": True,
@@ -60,6 +65,8 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
         "rotary_fraction": 1.0,
         "routed_scaling": 1.0,
         "shared_ffn_hidden_size": 0,
+        "router_groups": 1,
+        "groups_per_token": 1,
         "sigmoid_router": False,
         "norm_topk_prob": False,
         "sinks": False,

@@ -50,10 +50,12 @@ def heads() -> Iterator[torch.Tensor]:
     yield whole[..., :16].requires_grad_()
 
 
+@pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("mscale", [1.0, 1.25])
-def test_rotation_is_megatrons(angles: torch.Tensor, heads: torch.Tensor, mscale: float) -> None:
-    wanted = ROTARY.original(heads, torch.cat((angles, angles), -1)[:, None, None], CONFIG, None, mscale, cp_group=0)
-    found = rotate(heads, rotary_table(angles), CONFIG, None, mscale, cp_group=0)
+def test_rotation_is_megatrons(angles: torch.Tensor, heads: torch.Tensor, mscale: float, latent: bool) -> None:
+    config = SimpleNamespace(**{**vars(CONFIG), "multi_latent_attention": latent})
+    wanted = ROTARY.original(heads, torch.cat((angles, angles), -1)[:, None, None], config, None, mscale, cp_group=0)
+    found = rotate(heads, rotary_table(angles), config, None, mscale, cp_group=0)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     upstream = torch.randn(wanted.shape)
     grads = [torch.autograd.grad(out, heads, upstream)[0] for out in (found, wanted)]

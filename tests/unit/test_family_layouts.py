@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_ranks import PADDING, check_movement, empty, make_shape, numbered, padded_chunk
 
-from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.reshard.layout import EMPTY, Layout, check_mcore, hf_layout, logical_shapes, mcore_layout
@@ -48,10 +49,41 @@ def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
         "input_layernorm.weight": full[hf + "input_layernorm.weight"],
         "pre_mlp_layernorm.weight": full[hf + "post_attention_layernorm.weight"],
     }
+    if shape.kv_lora_rank:
+        for x in ("q", "kv") if shape.q_lora_rank else ("kv",):
+            out[f"self_attention.{x}_layernorm.weight"] = full[f"{hf}self_attn.{x}_a_layernorm.weight"]
     if shape.qk_norm:
         out["self_attention.q_layernorm.weight"] = full[hf + "self_attn.q_norm.weight"]
         out["self_attention.k_layernorm.weight"] = full[hf + "self_attn.k_norm.weight"]
     return out
+
+
+def latent_mcore(full: dict, shape: ModelShape, i: int, t: int, tp: int) -> dict[str, torch.Tensor]:
+    """Return the projections of a layer's latent attention on a Megatron-Core rank, by their names in it."""
+    hf = f"model.layers.{i}.self_attn."
+    out = {
+        "linear_kv_down_proj": full[hf + "kv_a_proj_with_mqa.weight"],
+        "linear_kv_up_proj": full[hf + "kv_b_proj.weight"].chunk(tp)[t],
+        "linear_proj": full[hf + "o_proj.weight"].chunk(tp, 1)[t],
+    }
+    if shape.q_lora_rank:
+        out["linear_q_down_proj"] = full[hf + "q_a_proj.weight"]
+        out["linear_q_up_proj"] = full[hf + "q_b_proj.weight"].chunk(tp)[t]
+    else:
+        out["linear_q_proj"] = full[hf + "q_proj.weight"].chunk(tp)[t]
+    return {f"self_attention.{name}.weight": tensor for name, tensor in out.items()}
+
+
+def latent_vllm(full: dict, shape: ModelShape, i: int, t: int, tp: int) -> dict[str, torch.Tensor]:
+    """Return the projections of a layer's latent attention on a vLLM rank. vLLM joins those to latent vectors."""
+    hf = f"model.layers.{i}.self_attn."
+    latents = full[hf + "kv_a_proj_with_mqa.weight"]
+    out = {hf + "kv_b_proj.weight": full[hf + "kv_b_proj.weight"].chunk(tp)[t]}
+    if not shape.q_lora_rank:
+        query = hf + "q_proj.weight"
+        return out | {hf + "kv_a_proj_with_mqa.weight": latents, query: full[query].chunk(tp)[t]}
+    out[hf + "fused_qkv_a_proj.weight"] = torch.cat([full[hf + "q_a_proj.weight"], latents])
+    return out | {hf + "q_b_proj.weight": full[hf + "q_b_proj.weight"].chunk(tp)[t]}
 
 
 def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) -> dict[str, torch.Tensor]:
@@ -64,11 +96,14 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
         hf = f"model.layers.{i}."
         mc = f"decoder.layers.{i}."
         out |= {mc + name: norm for name, norm in norms(full, shape, i).items()}
-        for kind in ["weight"] + ["bias"] * shape.qkv_bias:
+        if shape.kv_lora_rank:
+            out |= {mc + name: tensor for name, tensor in latent_mcore(full, shape, i, t, tp).items()}
+        for kind in (["weight"] + ["bias"] * shape.qkv_bias) * (not shape.kv_lora_rank):
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"] for x in "qkv"]
             grouped = torch.cat([x.unflatten(0, (shape.num_kv_heads, -1)) for x in qkv], dim=1)
             out[f"{mc}self_attention.linear_qkv.{kind}"] = grouped.flatten(0, 1).chunk(tp)[t]
-        out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
+        if not shape.kv_lora_rank:
+            out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
         if shape.o_bias:
             out[mc + "self_attention.linear_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
         if shape.sinks:
@@ -78,7 +113,7 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
             out[mc + "mlp.router.weight"] = full[hf + "mlp.gate.weight"]
         if num_experts and shape.mlp_bias:
             out[mc + "mlp.router.bias"] = full[hf + "mlp.gate.bias"]
-        if num_experts and shape.family == "glm4_moe":
+        if num_experts and shape.sigmoid_router:
             out[mc + "mlp.router.expert_bias"] = full[hf + "mlp.gate.e_score_correction_bias"]
             gate, up, down = (full[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
             out[mc + "mlp.shared_experts.linear_fc1.weight"] = torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
@@ -127,7 +162,9 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
     for i in range(shape.num_layers):
         hf = f"model.layers.{i}."
         out |= {n: x for n, x in full.items() if n.startswith(hf) and ("norm" in n or "mlp.gate." in n)}
-        for kind in ["weight"] + ["bias"] * shape.qkv_bias:
+        if shape.kv_lora_rank:
+            out |= latent_vllm(full, shape, i, t, tp)
+        for kind in (["weight"] + ["bias"] * shape.qkv_bias) * (not shape.kv_lora_rank):
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"].chunk(tp)[t] for x in "qkv"]
             out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(qkv)
         out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
@@ -139,7 +176,7 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
         sources = [f"{hf}mlp.experts.{n}." for n in range(num_experts)] or [hf + "mlp."]
         gate_up = [torch.cat([full[s + f"{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]) for s in sources]
         down = [full[s + "down_proj.weight"].chunk(tp, 1)[t] for s in sources]
-        if num_experts and shape.family == "glm4_moe":
+        if num_experts and shape.sigmoid_router:
             shared = hf + "mlp.shared_experts."
             halves = [full[f"{shared}{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]
             out[shared + "gate_up_proj.weight"] = torch.cat(halves)
@@ -204,6 +241,25 @@ def test_layouts_of_every_family(family: str, tp: int) -> None:
     for t in range(tp):
         assert_same(fill(unpipelined(shape, t, tp), shape), expected_mcore(shape, t, tp))
         assert_same(fill(vllm_layout(shape, t, tp), shape), expected_vllm(shape, t, tp))
+
+
+def test_layouts_of_latent_attention_without_a_latent_of_queries() -> None:
+    shape = shape_of("deepseek_v3", q_lora_rank=None)
+    for t in range(2):
+        assert_same(fill(unpipelined(shape, t, 2), shape), expected_mcore(shape, t, 2))
+        assert_same(fill(vllm_layout(shape, t, 2), shape), expected_vllm(shape, t, 2))
+
+
+def test_plans_of_latent_attention_are_exact_and_minimal() -> None:
+    """Plan from TP 2 and EP 2 to rollout TP 2: what vLLM joins and replicates comes from two parameters."""
+    shape = shape_of("deepseek_v3")
+    places = [(t, 2, e, 2) for e in range(2) for t in range(2)]
+    source = [unpipelined(shape, t, 2, ep_rank=e, ep_size=2) for t, _, e, _ in places]
+    target = [vllm_layout(shape, t, 2) for t, *_ in places]
+    have = [expected_mcore(shape, *at) for at in places]
+    check_movement(
+        make_plan(source, target, 8, 1000, 2), have, [expected_vllm(shape, t, 2) for t, *_ in places], target, 1000
+    )
 
 
 @st.composite
@@ -325,6 +381,12 @@ def test_norms_of_transformer_engine_layers() -> None:
     qkv = "self_attention.linear_qkv.layer_norm_weight"
     final = "decoder.final_layernorm.weight"
     heads = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
+    latent = {
+        "input_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+    }
+    assert norm_names("deepseek_v3") == {*latent, "mlp.linear_fc1.layer_norm_weight", final}
     assert norm_names("gemma") == {qkv, "mlp.linear_fc1.layer_norm_weight", final}
     assert norm_names("qwen3") == {qkv, "mlp.linear_fc1.layer_norm_weight", final} | heads
     assert norm_names("qwen3_moe") == {qkv, "pre_mlp_layernorm.weight", final} | heads
@@ -385,6 +447,8 @@ def test_invalid_expert_parallel_sizes_are_rejected(check: Any, sizes: dict, cha
 def test_error_of_an_invalid_size_names_a_tensor(check: Any, tp: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(shape_of("qwen3"), tp)
+    with pytest.raises(UserError, match=r"num_attention_heads is 4.*q_b_proj\.weight \[20, 10\]\); .*work: 1, 2, 4"):
+        check(shape_of("deepseek_v3"), tp)
 
 
 def test_expert_parallelism_of_a_dense_model_is_rejected() -> None:

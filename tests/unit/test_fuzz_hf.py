@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
-from rlhf_mc.architectures.spec import FAMILIES, ModelShape
+from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, HFReader
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.prompts import load_prompts

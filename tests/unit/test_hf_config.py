@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from rlhf_mc.architectures.hf_config import IGNORED, RESTRICTED, SUPPORTED, check_architecture, rope
-from rlhf_mc.architectures.spec import FAMILIES, ModelShape
+from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.hf_config import IGNORED, RESTRICTED, SUPPORTED, check_architecture
+from rlhf_mc.architectures.rope_config import rope
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 
 SIZES: dict[str, Any] = {
@@ -33,6 +35,20 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": GPT_OSS_ROPE},
+    "deepseek_v3": {
+        "num_key_value_heads": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
@@ -134,7 +150,8 @@ def test_every_key_popped_by_the_base_class_is_handled() -> None:
 def test_every_key_read_by_a_model_is_handled(family: str) -> None:
     """Check the models' code in transformers and in vLLM, which builds mistral from llama's layers."""
     of_transformers = keys_read(source_of("transformers", f"models/{family}/modeling_{family}.py"))
-    of_vllm = keys_read(source_of("vllm", f"model_executor/models/{family}.py"))
+    file = {"deepseek_v3": "deepseek_v2"}.get(family, family)
+    of_vllm = keys_read(source_of("vllm", f"model_executor/models/{file}.py"))
     if family == "mistral":
         of_vllm |= keys_read(source_of("vllm", "model_executor/models/llama.py"))
         of_vllm |= {"llama_4_scaling"}
@@ -193,7 +210,12 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
         sparse["sliding_window"] = None
     shape = ModelShape.from_hf_config(sparse)
     assert shape.num_kv_heads == theirs.num_key_value_heads
-    assert shape.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert shape.head_dim == getattr(theirs, "qk_head_dim", theirs.head_dim)
+    for ours, key in (("router_groups", "n_group"), ("groups_per_token", "topk_group")):
+        assert getattr(shape, ours) == (getattr(theirs, key, None) or 1)
+    for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim"):
+        assert getattr(shape, key) == getattr(theirs, key, 0)
+    assert shape.routed_scaling == getattr(theirs, "routed_scaling_factor", 1.0)
     assert shape.tie_embeddings == theirs.tie_word_embeddings
     assert shape.norm_eps == theirs.rms_norm_eps
     assert shape.activation == ("clamped_swiglu" if family == "gpt_oss" else theirs.hidden_act)
@@ -308,6 +330,30 @@ def test_unsupported_llama_configs_are_rejected(changes: dict[str, Any], message
             {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
             "rope_parameters.partial_rotary_factor is 0.25; keep one",
         ),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc' is supported"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias is true; vLLM's latent attention has no biases"),
+        ("deepseek_v3", {"tie_word_embeddings": True}, "tie_word_embeddings is true; vLLM's models with latent"),
+        ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads is 1; each head has keys of its own"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null; vLLM rotates neighbouring"),
+        ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim is 3; pairs of dimensions"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+        ("deepseek_v3", {"n_group": 3}, "n_group is 3; expected a divisor of 8 experts"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group is 1; expected half of num_experts_per_tok 4"),
+        ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'; vLLM's latent attention has y"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", **YARN, "mscale": 0.7}}, "mscale is 0.7; give both"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 1.0}},
+            "attention_factor is 1.0; vLLM does not",
+        ),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", **YARN, "truncate": False}}, "truncate is false"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config is .*: convert quantized weights to bfloat16",
+        ),
         ("glm4_moe", {"n_group": 2}, "n_group is 2; only 1 is supported"),
         ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2; none of the 2 layers"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
@@ -326,6 +372,10 @@ def test_unsupported_llama_configs_are_rejected(changes: dict[str, Any], message
 def test_unsupported_configs_of_other_families_are_rejected(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         shape_of(family, **changes)
+
+
+def test_kimi_k2_is_deepseek_v3() -> None:
+    assert ModelShape.from_hf_config(config_of("deepseek_v3") | {"model_type": "kimi_k2"}) == shape_of("deepseek_v3")
 
 
 def test_published_configs_are_accepted() -> None:

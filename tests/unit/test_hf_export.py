@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hf_checkpoints import CONFIGS, all_tensors, assert_same_bits, import_all, merge_ranks, save_model, tp2_pp2
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -39,6 +41,33 @@ def test_round_trip_is_bit_exact(tmp_path: Path, name: str, dtype_name: str) -> 
     before, after = (AutoModelForCausalLM.from_pretrained(d) for d in (start, tmp_path / "end"))
     tokens = torch.arange(12)[None]
     assert after.dtype == dtype and torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 50_000])
+def test_layers_of_multi_token_prediction_are_kept(tmp_path: Path, max_shard_bytes: int) -> None:
+    """Copy the layers after the model's last one, in a type of their own, as far as config.json says that there are
+    any."""
+    start = save_model(tmp_path / "start")
+    draft = {f"model.layers.3.{name}": torch.randn(100, 100).bfloat16() for name in ("eh_proj.weight", "x.weight")}
+    save_file({**load_file(start / "model.safetensors"), **draft}, start / "model.safetensors", {"format": "pt"})
+    config = json.loads((start / "config.json").read_text())
+    shape = ModelShape.from_hf_config(config)
+    with pytest.raises(UserError, match=r"model\.layers\.3\.eh_proj.weight, model\.layers\.3\.x\.weight are no part"):
+        HFReader(start).check(shape)
+    (start / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    reader = HFReader(start)
+    reader.check(shape)
+    assert reader.dtype_name() == "float32"
+    layouts = tp2_pp2(shape)
+    params, layout = merge_ranks(import_all(reader, layouts), layouts)
+    for end in ("end", "again"):
+        export_hf(params, [layout], shape, tmp_path / end, 0, None, "float32", start, max_shard_bytes)
+        assert_same_bits(all_tensors(tmp_path / end), all_tensors(start))
+        start = tmp_path / end
+    index = json.loads((tmp_path / "end" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in all_tensors(start).values())
+    value = replace(shape, value_head=True, tie_embeddings=False)
+    assert hf_export._draft_files(start, value, 1) == hf_export._draft_files(tmp_path, shape, 1) == []
 
 
 def test_rank_reads_only_its_own_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

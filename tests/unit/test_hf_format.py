@@ -105,11 +105,9 @@ def write_tensors(**more: torch.Tensor):
     return lambda d: rewrite(d, lambda tensors: tensors.update(renamed))
 
 
-def with_draft_layer(directory: Path) -> None:
-    """Add a layer after the model's last one, as models with multi-token prediction have it."""
-    write_tensors(model__layers__3__x=torch.ones(1))(directory)
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+def with_scales(directory: Path) -> None:
+    """Add a scale, as a checkpoint in fp8 has it."""
+    write_tensors(model__layers__0__self_attn__q_proj__weight_scale_inv=torch.ones(1))(directory)
 
 
 def to_shards(index: dict[str, str] | None = None, **more: dict[str, torch.Tensor]):
@@ -142,7 +140,7 @@ def empty_directory(directory: Path) -> None:
         (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(63)})), rf"{NORM} has shape \(63,\).*\(64,\)"),
         (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(0)})), rf"{NORM} has shape \(0,\).*\(64,\)"),
         (write_tensors(model__layers__3__x=torch.ones(1)), "model.layers.3.x is no part of the qwen2 model"),
-        (with_draft_layer, "model.layers.3.x is no part of .*; layers of multi-token prediction are neither trained"),
+        (with_scales, "q_proj.weight_scale_inv is no part of .*; the weights are quantized: convert them to bfloat16"),
         (write_tensors(v_head__weight=torch.ones(1, 64)), "v_head.weight is no part of the qwen2 model"),
         (write_tensors(empty=torch.ones(0)), "empty is no part of the qwen2 model"),
         (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import LLAMA_3_70B, QWEN_3_30B_A3B
+from published import CONFIGS, LLAMA_3_70B, QWEN_3_30B_A3B
 
 from rlhf_mc.architectures.parameters import Param, model_params
 from rlhf_mc.architectures.spec import ModelShape
@@ -54,6 +54,16 @@ def test_experts_of_all_ranks() -> None:
     found = check_training_layouts({"actor": (MOE, MOE_LAYOUT)}, 8)
     of_experts = 7 + 8 * 2  # of half of the experts two matrices each
     dense = 8
+    assert found["actor"].num_local == 4 * (3 * of_experts + dense) + 4 + 8  # embedding; norm and output layer
+
+
+def test_latent_attention_of_all_ranks() -> None:
+    """Build yarn's angles too, which need memory."""
+    config = {**CONFIGS["deepseek-v3"], "num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 16}
+    found = check_training_layouts({"actor": (ModelShape.from_hf_config(config), MOE_LAYOUT)}, 8)
+    attention = 8
+    of_experts = attention + 5 + 8 * 2  # norm, router with its bias, shared expert
+    dense = attention + 3
     assert found["actor"].num_local == 4 * (3 * of_experts + dense) + 4 + 8  # embedding; norm and output layer
 
 

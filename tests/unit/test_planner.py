@@ -225,6 +225,9 @@ def test_roles_with_the_actors_path_follow_the_model() -> None:
         ("glm-4.5-air", 106.85),
         ("gpt-oss-120b", 116.83),
         ("gpt-oss-20b", 20.91),
+        ("deepseek-v3", 671.03),
+        ("kimi-k2", 1026.4),
+        ("moonlight-16b-a3b", 15.96),
     ],
 )
 def test_published_models_have_their_published_size(name: str, billions: float) -> None:

@@ -179,14 +179,14 @@ def test_an_attention_with_wrong_gradients_is_not_used(
     selection.fused = True
     selection.gradients = 3.0
     with caplog.at_level(logging.WARNING):
-        assert not has_packed_attention(torch.bfloat16, 8, 2, 256)
+        assert not has_packed_attention(torch.bfloat16, 8, 2, (256, 256))
     line = (
         "gradients of attention that are wrong by 2 times their norm for packed sequences in bfloat16 with heads of 256"
     )
     assert line in caplog.text and "cuDNN 91900" in caplog.text
     has_packed_attention.cache_clear()
     selection.gradients = 1.02
-    assert has_packed_attention(torch.bfloat16, 8, 2, 256)
+    assert has_packed_attention(torch.bfloat16, 8, 2, (256, 256))
 
 
 @pytest.mark.parametrize(("flash", "fused"), [(False, True), (True, False), (True, True), (False, False)])
@@ -196,8 +196,8 @@ def test_packed_attention_is_flash_attn_or_cudnn(
     selection.flash = flash
     selection.fused = fused
     with caplog.at_level(logging.WARNING):
-        assert has_packed_attention(torch.bfloat16, 8, 2, 128) == (flash or fused)
-        assert has_packed_attention(torch.bfloat16, 8, 2, 128) == (flash or fused)
+        assert has_packed_attention(torch.bfloat16, 8, 2, (128, 128)) == (flash or fused)
+        assert has_packed_attention(torch.bfloat16, 8, 2, (128, 128)) == (flash or fused)
     assert len(selection.asked) == 1  # and so at most one warning for each kind of attention
     line = "no attention kernel for packed sequences in bfloat16 with heads of 128 dimensions on NVIDIA A100"
     assert caplog.text.count(line) == (not flash and not fused)
@@ -206,7 +206,7 @@ def test_packed_attention_is_flash_attn_or_cudnn(
 def test_packed_attention_is_asked_for_the_models_heads(selection: SimpleNamespace) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        has_packed_attention(torch.float32, 8, 2, 64)
+        has_packed_attention(torch.float32, 8, 2, (64, 64))
     finally:
         torch.use_deterministic_algorithms(False)
     (asked,) = selection.asked

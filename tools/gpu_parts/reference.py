@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from gpu_parts.engines import LOSS_SCALE_FACTOR, TEMPERATURE, Job, actor_config, critic_config, value_head_weight
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.packed_experts import part_of_file
-from rlhf_mc.architectures.spec import FAMILIES
 from rlhf_mc.checkpoint.packed_tensors import expert_view
 from rlhf_mc.data.batch import RaggedBatch
 
