@@ -30,6 +30,8 @@ CALLED = """
     vllm._custom_ops:cpu_fused_moe
     vllm.entrypoints.llm:LLM.__init__ LLM.sleep LLM.wake_up LLM.reset_prefix_cache
     vllm.inputs.engine:tokens_input
+    vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading MLAAttention
+    vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu RotaryEmbedding
     vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading
     vllm.model_executor.layers.fused_moe.routed_experts_capturer:bind_routed_experts_capturer
     vllm.model_executor.layers.quantization.online.fp8:Fp8PtpcOnlineLinearMethod
@@ -94,6 +96,10 @@ REEXPORTED = {
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:cpu_fused_moe": "vllm._custom_ops:cpu_fused_moe",
     "vllm.distributed.aux_output_connector.worker:get_tp_group": "vllm.distributed.parallel_state:get_tp_group",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner._sample": "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+    "vllm.model_executor.layers.attention:MLAAttention": (
+        "vllm.model_executor.layers.attention.mla_attention:MLAAttention"
+    ),
+    "vllm.model_executor.models.gpt_oss:dist": "",
     "vllm.platforms:current_platform": "vllm.platforms:__getattr__",
 }
 """Name that a module passes on, or a class inherits -> its definition; "": it is no function."""

@@ -24,7 +24,10 @@ def attend(kv_heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         torch.randn(sum(LENS), 1, heads, SIZE, generator=draw).to(dtype).requires_grad_()
         for heads in (HEADS, kv_heads, kv_heads)
     ]
-    attention = PackedAttention(SimpleNamespace(attention_dropout=0.0), 1)
+    config = SimpleNamespace(
+        attention_dropout=0.0, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+    )
+    attention = PackedAttention(config, 1, pg_collection=SimpleNamespace(tp=None))
     out = attention(*parts, None, packed_seq_params=pack(LENS))
     upstream = torch.randn(out.shape, generator=draw).to(dtype)
     return out.detach(), *torch.autograd.grad(out, parts, upstream)

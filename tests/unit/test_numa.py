@@ -83,6 +83,7 @@ def test_each_rank_binds_to_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
     monkeypatch.setattr(platform, "num_devices", lambda: 8)
     monkeypatch.setattr(platform, "set_device", lambda: None)
+    monkeypatch.setattr(platform, "enter_stream", lambda: None)
     monkeypatch.setattr(platform.torch.cuda, "get_device_properties", lambda gpu: devices.append(gpu) or Properties)
     monkeypatch.setattr(rendezvous, "bind_to_numa_node", bind)
     for name, value in {"RANK": "13", "LOCAL_RANK": "5", "WORLD_SIZE": "16"}.items():

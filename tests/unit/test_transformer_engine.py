@@ -168,7 +168,11 @@ def _attention(
     assert max_seqlen_q == max(lengths)
     packed = layers.pack(lengths)
     q, k, v = (x[:, None] for x in (q, k, v))
-    out = layers.PackedAttention(SimpleNamespace(attention_dropout=0.0), 1)(q, k, v, None, packed_seq_params=packed)
+    config = SimpleNamespace(
+        attention_dropout=0.0, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+    )
+    attention = layers.PackedAttention(config, 1, pg_collection=SimpleNamespace(tp=None))
+    out = attention(q, k, v, None, packed_seq_params=packed)
     out.register_hook(lambda grad: found.gradients * grad)
     return out[:, 0]
 
