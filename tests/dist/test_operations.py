@@ -43,7 +43,7 @@ def test_flops_are_those_of_torch(
     # Values of fewer dimensions than keys are padded, on a CPU.
     changes = {
         "qwen3_moe": {"mlp_only_layers": [1]},
-        "deepseek_v3": {"v_head_dim": 96},
+        "deepseek_v3": {"v_head_dim": 96, "tied": False},
         "gpt_oss": {"tied": False},
     }
     checkpoint = str(make_checkpoint(tmp_path / "model", family, **changes.get(family, {})))

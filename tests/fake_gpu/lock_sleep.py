@@ -307,6 +307,7 @@ def built(shared: torch.Tensor) -> tuple[VLLMEngine, StandInCore, StandInWorker]
     engine._llm = llm
     engine.awake = frozenset({WEIGHTS, KV_CACHE})
     engine._buffers = {}
+    engine._layout = SimpleNamespace(zero=frozenset())
     return engine, core, worker
 
 
