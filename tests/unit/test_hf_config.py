@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import EXTRA as SMALL
 from families import YARN as GPT_OSS_ROPE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,20 +36,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": GPT_OSS_ROPE},
-    "deepseek_v3": {
-        "num_key_value_heads": 2,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 4,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "q_lora_rank": 10,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 3,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 5,
-    },
+    "deepseek_v3": {**SMALL["deepseek_v3"], "num_key_value_heads": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
