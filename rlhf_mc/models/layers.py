@@ -180,8 +180,7 @@ def _attend_with_sinks(
     more = torch.stack((sinks / scale, torch.full_like(sinks, _FAR)), dim=-1)
     q = torch.cat((q, pad(more, (0, _MORE_DIMS - 2)).expand(*q.shape[:2], heads, _MORE_DIMS)), dim=-1)
     k, v = (pad(x, (0, _MORE_DIMS)) for x in (k, v))
-    sink = k.new_zeros(k.shape[-1])
-    sink[head_dim] = 1.0
+    sink = pad(k.new_ones(1), (head_dim, _MORE_DIMS - 1))
     if window is not None and q.shape[1] > window:
         return _attend_in_blocks(q, k, v, sink, window, scale)[..., :head_dim]
     q, k, v = (pad(x, (0, 0, 0, 0, 1, 0)) for x in (q, k, v))

@@ -27,12 +27,12 @@ def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]
     replayed = iter(pickle.loads(replay_from.read_bytes())) if replay_from else None
     generations: list[Any] = []
 
-    def record_or_replay(run: Any, prompts: Any, seeds: Any, sampling: Any, stream: ScoreStream, **kwargs: Any) -> Any:
+    def record_or_replay(run: Any, prompts: Any, seeds: Any, sampling: Any, stream: ScoreStream, *rest: Any) -> Any:
         if replayed:
             generations.append(next(replayed))
             submit_share(stream, generations[-1].token_ids())
         else:
-            generations.append(original(run, prompts, seeds, sampling, stream, **kwargs))
+            generations.append(original(run, prompts, seeds, sampling, stream, *rest))
         return generations[-1]
 
     generate.generate = record_or_replay

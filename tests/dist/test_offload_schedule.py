@@ -274,6 +274,7 @@ def test_buffer_lost_in_vllms_sleep_is_detected(kept: bool) -> None:
             model.get_buffer("cos_sin_cache").zero_()
 
     engine = VLLMEngine.__new__(VLLMEngine)
+    engine._layout = SimpleNamespace(zero=())
     runner = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
     executor = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
     engine._llm = SimpleNamespace(sleep=sleep, wake_up=lambda tags: None, llm_engine=executor)

@@ -50,7 +50,9 @@ PAGEABLE_COPIES = {
     ("load", "reshard/execute.py:execute"): "weights of the files",
     ("load", "tests"): "the value head of the tests",
     ("make_trainable", "models/engine.py:ModelEngine.make_trainable"): "constants of the optimizer",
-    ("score", "models/gpt_model.py:PackedGPT.forward"): "numbers of chunks before an all-to-all of heads, once a size",
+    ("score", "models/gpt_model.py:PackedGPT.forward"): "numbers of chunks before an all-to-all of heads, once a size; "
+    "a number of gpt_oss's activation, one a layer of experts (Megatron-Core's weighted_bias_quick_geglu_impl)",
+    ("gradient", "models/gpt_model.py:PackedGPT.forward"): "a number of gpt_oss's activation",
     ("load_state", "checkpoint/training_tensors.py:read_tensors"): "tensors of the files",
     ("update_weights", "reshard/verify.py:_checksums_of_senders.<locals>.<dictcomp>"): "verification alone, one a peer",
 }
