@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 import yaml
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -53,7 +52,7 @@ class Save:
     ) -> None:
         """Begin the write. loop: the trainer's state, plain values. inputs: fingerprints of the run's files. buffers:
         host memory to which the tensors are copied, so that training continues; None: return after they are written.
-        others: further files by name, and the function that writes each, which rank 0 calls after its tensors."""
+        others: this rank's further files by name, and the function that writes each, called after its tensors."""
         self.step = step
         self._root = root
         self._run_id = run_id
@@ -69,8 +68,7 @@ class Save:
         }
         self._config = config
         blocks = [block for model in models for block in model_blocks(model)]
-        own = others if dist.get_rank() == 0 else {}
-        self._writing = TensorWriter(blocks, directory.staging_path(root, step), buffers, own)
+        self._writing = TensorWriter(blocks, directory.staging_path(root, step), buffers, others)
         if buffers is None:
             self._writing.wait()
 

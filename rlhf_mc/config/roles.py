@@ -53,18 +53,11 @@ def uses_reference(cfg: Config) -> bool:
 def router_replay(cfg: Config, has_experts: bool) -> RouterReplayMode:
     """Return the run's router replay. has_experts: of the actor. Raise UserError if the run cannot have it."""
     mode = cfg.algorithm.router_replay
-    keeps_responses = cfg.rollout.partial_rollout
     if mode is None:
-        if not has_experts or (keeps_responses and cfg.algorithm.rollout_correction.bypass_mode):
-            return "off"
-        return "recompute" if keeps_responses else "rollout"
-    key = f"algorithm.router_replay is {mode}"
+        return "rollout" if has_experts else "off"
     if mode != "off" and not has_experts:
-        raise UserError(f"{key}; the model of model.path has no experts: set it to off or null")
-    if mode == "rollout" and keeps_responses:
         raise UserError(
-            f"{key}, and rollout.partial_rollout is true; the experts of responses that are kept for later steps are"
-            " not stored: set it to recompute, off or null"
+            f"algorithm.router_replay is {mode}; the model of model.path has no experts: set it to off or null"
         )
     return mode
 

@@ -343,7 +343,7 @@ class Checkpoints:
             "group_pool": self._run.group_pool.state_dict(),
             _SKIPPED: dict(self._run.skipped.consecutive),
         }
-        self._pool_files = self._run.group_pool.files()
+        self._pool_files = self._run.group_pool.files(dist.get_rank(), self._run.actor.replay)
 
     def begin(self, wait: bool = False) -> None:
         """Begin the checkpoint of the complete step. No weight may have changed since that step. With

@@ -107,7 +107,7 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
     StopRequested if a stop is requested."""
     stream: ScoreStream | None = None
     if run.actor.replay is not None:
-        run.actor.replay.held.clear()
+        run.actor.replay.held = run.group_pool.experts(run.actor.replay.held)
     if run.config.algorithm.filter_groups.enable:
         prompts, batch = filtered_rollout(run, state, stop)
     else:

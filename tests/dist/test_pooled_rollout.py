@@ -3,6 +3,7 @@ tokens, and resumes that are bit for bit."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -198,6 +199,33 @@ def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: li
             assert step["metrics"]["actor/loss"] == other["metrics"]["actor/loss"]
         for (key, *_, mine), (same_key, *_, theirs) in zip(part["last"], whole["last"], strict=True):
             assert key == same_key and np.array_equal(mine, theirs), key
+
+
+def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
+    pool: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Check a resume too, which reads them: without its experts a response cannot be trained on."""
+    directory = make_workspace(
+        tmp_path_factory.mktemp("pooled_experts"), family="qwen3_moe", tied=False, max_position_embeddings=128
+    )
+    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
+    settings = [*PARTIAL, "algorithm.router_replay=rollout", "trainer.total_training_steps=4"]
+    config = str(write_config(directory, **SECTIONS))
+    train = functools.partial(pool(2).run, pool_cases.train, config_path=config)
+    whole = train(overrides=settings)
+    start = directory / "run" / "global_step_2"
+    assert len(list(start.glob("group_pool_experts_*.npz"))) == 2
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
+    resumed = train(overrides=[*settings, *resume, f"trainer.default_local_dir={directory / 'resumed'}"])
+    for part, other in zip(resumed, whole, strict=True):
+        assert [step["step"] for step in part["steps"]] == [3, 4]
+        assert [step["metrics"]["actor/loss"] for step in part["steps"]] == [
+            step["metrics"]["actor/loss"] for step in other["steps"][2:]
+        ]
+        for (key, *_, mine), (same_key, *_, theirs) in zip(part["last"], other["last"], strict=True):
+            assert key == same_key and np.array_equal(mine, theirs), key
+    oldest = [step["metrics"]["training/off_policy/trajectory_staleness/max"] for step in whole[0]["steps"]]
+    assert max(oldest) > 0, "no response has ended in an earlier step"
 
 
 def test_groups_that_would_be_too_stale(train: Any, config: Path) -> None:

@@ -218,22 +218,11 @@ def test_a_dense_model_replays_no_experts(directory: Path, value: str) -> None:
     check(directory, "algorithm.router_replay=off")
 
 
-def test_replayed_experts_of_kept_responses_are_refused(directory: Path) -> None:
+def test_experts_are_replayed_by_default(directory: Path) -> None:
     _edit(directory, **EXPERTS)
-    partial = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token"]
-    assert error_of(directory, *partial, "algorithm.router_replay=rollout") == (
-        "algorithm.router_replay is rollout, and rollout.partial_rollout is true; the experts of responses that are"
-        " kept for later steps are not stored: set it to recompute, off or null"
-    )
-    for value in ("recompute", "off"):
-        check(directory, *partial, f"algorithm.router_replay={value}")
-    check(directory, "rollout.tail_batching=true")
-    bypass_mode = "algorithm.rollout_correction.bypass_mode"
-    defaults = {(): "rollout", (partial[0], partial[1]): "recompute", (partial[0], f"{bypass_mode}=true"): "off"}
-    for settings, mode in defaults.items():
-        cfg = load_config(str(directory / "config.yaml"), settings)
-        assert router_replay(cfg, has_experts=True) == mode
-        assert router_replay(cfg, has_experts=False) == "off"
+    cfg = load_config(str(directory / "config.yaml"))
+    assert router_replay(cfg, has_experts=True) == "rollout"
+    assert router_replay(cfg, has_experts=False) == "off"
     bypass = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.router_replay=recompute"]
     assert "algorithm.router_replay is recompute, which replays the choices of the pass that" in error_of(
         directory, *bypass

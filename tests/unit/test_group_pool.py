@@ -58,7 +58,7 @@ def test_each_token_has_the_version_of_its_weights() -> None:
 
 def stored(pool: GroupPool, directory: Path) -> dict[str, Any]:
     """Write the pool as a checkpoint has it. Return its state."""
-    for name, write in pool.files().items():
+    for name, write in pool.files(0, None).items():
         write(directory / name)
     state: dict[str, Any] = json.loads(json.dumps(pool.state_dict()))
     return state
@@ -111,14 +111,14 @@ def test_a_write_in_the_background_has_the_groups_of_its_step(tmp_path: Path) ->
     """Check a pool that the next step changes before the file is written."""
     pool = GroupPool()
     pool.groups = [begun_group()]
-    files = pool.files()
+    files = pool.files(0, None)
     pool.groups = [new_group(1), new_group(2)]
     files[POOL_FILE](tmp_path / POOL_FILE)
     assert read_arrays(tmp_path / POOL_FILE)["positions"].tolist() == [7]
 
 
 def test_an_empty_pool_has_no_file() -> None:
-    assert GroupPool().files() == {}
+    assert GroupPool().files(0, None) == {}
     assert GroupPool().state_dict() == {"num_drawn": 0, "num_groups": 0}
 
 
@@ -199,7 +199,8 @@ class Prompts:
 
 def _run(config_file: Path, *overrides: str, shift: int = 0) -> Any:
     cfg = load(config_file, "data.train_batch_size=4", "rollout.n=2", CORRECTION, *overrides)
-    return SimpleNamespace(config=cfg, train_prompts=Prompts(shift), group_pool=GroupPool(), journal=None)
+    actor = SimpleNamespace(replay=None)
+    return SimpleNamespace(config=cfg, train_prompts=Prompts(shift), group_pool=GroupPool(), journal=None, actor=actor)
 
 
 PARTIAL = "rollout.partial_rollout=true"

@@ -17,6 +17,7 @@ import numpy as np
 
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt
+from rlhf_mc.models.router_replay import ExpertReplay
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,8 @@ class Group:
 
 POOL_FILE = "group_pool.npz"
 """File of a checkpoint with the groups of the pool."""
+EXPERTS_FILE = "group_pool_experts_{}.npz"
+"""File with the experts that a rank holds for them."""
 
 
 class GroupPool:
@@ -84,9 +87,33 @@ class GroupPool:
         """Return the state for the checkpoint, without the groups."""
         return {"num_drawn": self.num_drawn, "num_groups": len(self.groups)}
 
-    def files(self) -> dict[str, Callable[[Path], None]]:
-        """Return the function that writes the present groups, by the name of their file; nothing without groups."""
-        return {POOL_FILE: functools.partial(_write, self.groups)} if self.groups else {}
+    def experts(self, by_number: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Return the experts of its responses, of those that a rank holds for router replay, by their numbers in the
+        run."""
+        numbers = {group.number(i) for group in self.groups for i in range(len(group.responses))}
+        return {number: by_number[number] for number in sorted(numbers & by_number.keys())}
+
+    def files(self, rank: int, replay: ExpertReplay | None) -> dict[str, Callable[[Path], None]]:
+        """Return the functions with which a rank writes the present groups, and the experts that it holds for them, by
+        the names of the files."""
+        files: dict[str, Callable[[Path], None]] = {}
+        if self.groups and rank == 0:
+            files[POOL_FILE] = functools.partial(_write, self.groups)
+        if replay is not None and (kept := self.experts(replay.held)):
+            files[EXPERTS_FILE.format(rank)] = functools.partial(_write_experts, kept)
+        return files
+
+
+def _write_experts(experts: Mapping[int, np.ndarray], path: Path) -> None:
+    """Write experts to an .npz file: numbers and tokens of the responses [S], choices [T, layers, k] end to end."""
+    parts = list(experts.values())
+    np.savez(path, numbers=list(experts), lens=list(map(len, parts)), choices=np.concatenate(parts))
+
+
+def load_experts(arrays: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
+    """Return the experts of the arrays of _write_experts."""
+    parts = np.split(arrays["choices"], arrays["lens"].cumsum()[:-1])
+    return dict(zip(arrays["numbers"].tolist(), parts, strict=True))
 
 
 def _write(groups: Sequence[Group], path: Path) -> None:

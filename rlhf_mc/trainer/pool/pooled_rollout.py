@@ -28,10 +28,12 @@ from rlhf_mc.trainer.generate import (
     wake_weights,
 )
 from rlhf_mc.trainer.pool.group_pool import (
+    EXPERTS_FILE,
     POOL_FILE,
     Group,
     arrays_of_text,
     drop_stale,
+    load_experts,
     load_groups,
     may_end,
     oldest_first,
@@ -130,6 +132,10 @@ def load_pool(run: Run, state: Mapping[str, Any] | None, path: Path, num_batches
     if run.config.rollout.partial_rollout:
         groups = load_groups(arrays, groups, run.config.data.max_response_length)
     run.group_pool.groups = groups
+    if (replay := run.actor.replay) is not None:
+        files = sorted(path.glob(EXPERTS_FILE.format("*")))[run.groups.rank :: run.groups.mesh.world]
+        parts = on_every_rank(lambda: [load_experts(read_arrays(file)) for file in files])
+        replay.held = {number: one for part in parts for number, one in part.items()}
     pairs = zip(groups, arrays["lens"], strict=True)
     if num_anew := sum(group.first_version is None and lens.any() for group, lens in pairs):
         print_line(
