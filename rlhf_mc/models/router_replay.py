@@ -6,6 +6,7 @@ replaces the choice in each router.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -91,9 +92,11 @@ class ExpertReplay:
         self._shards = groups.mesh.tp if chunks[0].config.sequence_parallel else 1
         self._shard = groups.coordinate.tp % self._shards
         self._recomputes = chunks[0].config.recompute_granularity == "full"
-        experts = shape.expert_layers
+        self._layers = shape.expert_layers
         of_stage = [groups.mesh.chunk_layers(shape.num_layers, stage) for stage in range(groups.mesh.pp)]
-        self._columns = [[experts.index(i) for chunk in stage for i in chunk if i in experts] for stage in of_stage]
+        self._columns = [
+            [self._layers.index(i) for chunk in stage for i in chunk if i in self._layers] for stage in of_stage
+        ]
         """For each stage the places of its layers among all with experts."""
         own = 0
         self._routers: dict[Any, list[tuple[int, ReplayedRouter]]] = {}
@@ -234,22 +237,22 @@ class ExpertReplay:
         first = routers[0][0]
         self._choices[self._row_of[sources], first : first + len(routers)] = parts.view(self._choices.dtype)
 
-    def differing_share(self) -> float:
+    def differing_shares(self) -> tuple[float, dict[int, float]]:
         """Return the share of the choices replayed since the last call that the routers themselves would not have made,
-        over all layers and ranks; 0 of none. Every rank must call it."""
-        sums = torch.zeros(2, dtype=torch.int64, device=platform.device())
-        for router in self._all_routers():
-            sums += 0 if router.counts is None else router.counts
+        over all layers and ranks, and that of each layer with experts, 0 the first of the model; 0 of none. Every rank
+        must call it."""
+        sums = torch.zeros(len(self._layers), 2, dtype=torch.int64, device=platform.device())
+        columns = self._columns[self._groups.coordinate.pp]
+        for place, router in itertools.chain(*self._routers.values()):
+            sums[columns[place]] += 0 if router.counts is None else router.counts
             router.counts = None
-        differing, replayed = sum_over_ranks(sums).tolist()
-        return float(differing / max(1, replayed))
-
-    def _all_routers(self) -> Iterator[ReplayedRouter]:
-        return (router for routers in self._routers.values() for _, router in routers)
+        differing, replayed = sum_over_ranks(sums).double().T
+        shares = (differing / replayed.clamp(min=1)).tolist()
+        return float(differing.sum() / replayed.sum().clamp(min=1)), dict(zip(self._layers, shares, strict=True))
 
     def _clear(self) -> None:
         """Let the routers choose by themselves, and free the choices of the last pass."""
-        for router in self._all_routers():
+        for _, router in itertools.chain(*self._routers.values()):
             router.clear_indices()
             router.clear_router_replay_action()
         self._choices = self._row_of = torch.zeros(0)

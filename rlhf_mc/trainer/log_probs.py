@@ -40,7 +40,9 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         batch = batch.with_fields(**dict(zip(parts, summed, strict=True)))
     if "old_log_probs" in parts:
         if run.actor.replay is not None and run.actor.replay.mode == "rollout":
-            state.metrics["training/expert_choices_diff"] = run.actor.replay.differing_share()
+            share, by_layer = run.actor.replay.differing_shares()
+            state.metrics["training/expert_choices_diff"] = share
+            state.metrics |= {f"training/expert_choices_diff/layer_{n}": one for n, one in by_layer.items()}
         run.log_prob_check.check(batch, state.step)
     # With bypass_mode in the first step too, so that a resumed run computes the same.
     return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch

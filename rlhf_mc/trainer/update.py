@@ -224,7 +224,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
         budget = token_budget(run, "actor", state.step)
         state.metrics |= update(run.actor, batch, minis, objective, budget, run.skipped)
         if run.actor.replay is not None:
-            state.metrics["actor/expert_choices_diff"] = run.actor.replay.differing_share()
+            state.metrics["actor/expert_choices_diff"] = run.actor.replay.differing_shares()[0]
 
 
 def step_mini_batches(cfg: Config, step: int, size: int, epochs: int) -> Iterator[list[int]]:

@@ -72,7 +72,7 @@ def replay(
                 if (5 * i + 1) % groups.mesh.world == groups.rank:
                     engine.replay.held[number] = of_sequence
             log_probs = _log_probs(engine, batch)
-            differing = engine.replay.differing_share()
+            differing = engine.replay.differing_shares()[0]
             out[name] = log_probs, _gradients(engine, batch), differing
     return out
 
@@ -90,7 +90,7 @@ def record(
             results = []
             log_probs = _log_probs(engine, batch)
             for _ in range(2):
-                results.append((log_probs, _gradients(engine, batch), engine.replay.differing_share()))
+                results.append((log_probs, _gradients(engine, batch), engine.replay.differing_shares()[0]))
                 for param_name, param in engine.params.items():
                     if param_name.endswith("router.weight"):
                         param.neg_()

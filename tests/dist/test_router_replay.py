@@ -254,6 +254,10 @@ def test_updates_use_the_replayed_experts(runs: dict[str, list[tuple[str, dict[s
         for _, metrics, differing in runs[name]:
             assert differing == 0.0, name
             assert ("training/expert_choices_diff" in metrics) == (name != "recompute")
+            layers = [metrics.get(f"training/expert_choices_diff/layer_{n}") for n in range(4)]
+            if name != "recompute":
+                assert sum(layers) / 4 == pytest.approx(metrics["training/expert_choices_diff"])
+                assert len(set(layers)) > 1, "layers have shares of their own"
             # The routers alone would have chosen other experts for some tokens.
             assert 0.0 < metrics.get("training/expert_choices_diff", 0.01) < 0.2, name
     assert not any(key.endswith("expert_choices_diff") for _, metrics, _ in runs["off"] for key in metrics)

@@ -136,6 +136,13 @@ AGREEMENT = Section(
             "bfloat16: 0.01 to 0.1, without an effect on the log-probs; far more: the engines compute different models",
         ),
         Metric(
+            "training/expert_choices_diff/layer_<n>",
+            "the same share of layer n, 0 the first of the model; layers without experts have none",
+            "share",
+            "mean over tokens and choices",
+            "one layer far above its neighbours: its router, or what it reads, differs between the engines",
+        ),
+        Metric(
             "training/rollout_actor_probs_pearson_corr",
             "correlation of the two probabilities",
             "–",
