@@ -82,7 +82,7 @@ def transformers_model(checkpoint: str) -> Reference:
     return Reference(checkpoint)
 
 
-@pytest.mark.parametrize(("world", "tp", "pp", "cp"), [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)])
+@pytest.mark.parametrize(("world", "tp", "pp", "cp"), [(2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)])
 def test_log_probs_and_gradients_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, pp: int, cp: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_more_tp_ranks_than_kv_heads(
 
 @pytest.mark.parametrize(
     ("world", "pp", "ep", "cp"),
-    [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (2, 1, 1, 2), (2, 1, 2, 2), (4, 1, 4, 2)],
+    [(1, 1, 1, 1), (4, 2, 2, 1), (4, 1, 4, 2)],
 )
 def test_expert_parallel_layouts_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int, cp: int
@@ -111,7 +111,7 @@ def test_expert_parallel_layouts_match_transformers(
     check_against_transformers(pool(world), directories, family_batch, tp=1, pp=pp, ep=ep, cp=cp)
 
 
-@pytest.mark.parametrize(("world", "tp", "ep", "cp"), [(2, 2, 1, 1), (4, 2, 2, 1), (4, 2, 2, 2)])
+@pytest.mark.parametrize(("world", "tp", "ep", "cp"), [(2, 2, 1, 1), (4, 2, 2, 2)])
 def test_experts_with_tensor_parallelism_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, ep: int, cp: int
 ) -> None:
@@ -284,7 +284,6 @@ def test_rope_types_match_transformers_and_vllm(pool: Any, tmp_path: Path) -> No
     [
         (2, "qwen3", 2, 1, ()),
         (2, "mistral", 2, 1, ()),
-        (2, "gemma", 2, 1, ()),
         (2, "gemma", 1, 2, ()),
         (2, "mixtral", 1, 2, ()),
         (4, "qwen3_moe_mixed", 1, 2, ("pipeline", "expert")),
