@@ -12,7 +12,6 @@ from typing import Any
 from rlhf_mc import durable, json_files
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
-from rlhf_mc.config.unknown import is_removed
 
 METRICS_FILE = "metrics.jsonl"
 STARTS_FILE = "starts.jsonl"
@@ -105,10 +104,9 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 def differences(before: Any, after: Any) -> dict[str, list[Any]]:
     """Return {section.key: [value before, value after]} of two resolved configs. A key that one lacks has its default,
-    as in an earlier version without the setting, or null. Settings that only earlier versions have are left out."""
+    as in an earlier version without the setting, or null."""
     old, new = (dict(flattened(settings)) if isinstance(settings, Mapping) else {} for settings in (before, after))
-    keys = [key for key in {**old, **new} if not is_removed(key)]
-    pairs = {key: [side.get(key, _defaults().get(key)) for side in (old, new)] for key in keys}
+    pairs = {key: [side.get(key, _defaults().get(key)) for side in (old, new)] for key in {**old, **new}}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 

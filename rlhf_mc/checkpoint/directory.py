@@ -27,13 +27,11 @@ from rlhf_mc.config.errors import UserError, error_reason, is_shortage
 from rlhf_mc.runtime.work import working
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""Version of the checkpoint format. A program reads its own version and older ones."""
+FORMAT = 2
+"""Version of the checkpoint format."""
 _NAME = re.compile(r"global_step_(\d+)")
 QUARANTINED = ".quarantined"
 """Suffix of a quarantined directory's name, followed by a number."""
-OLD_QUARANTINED = ".aside"
-"""The suffix that earlier versions wrote."""
 _AGAIN_SECONDS = 1.0
 T = TypeVar("T")
 
@@ -55,8 +53,8 @@ class Manifest:
     """Content of manifest.json, without its own checksum."""
 
     step: int
-    run_id: str | None
-    """Run that wrote the checkpoint; None: an earlier version without run ids wrote it."""
+    run_id: str
+    """Run that wrote the checkpoint."""
     files: dict[str, FileDigest]
 
 
@@ -148,7 +146,7 @@ def digest_file(path: Path) -> FileDigest:
         return FileDigest(file.tell(), digest.hexdigest())
 
 
-def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str | None = None) -> None:
+def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str) -> None:
     """Write the manifest and rename the staging directory. One rank calls it, after all ranks have synced their
     files."""
     path = staging_path(root, step)
@@ -224,7 +222,7 @@ def to_remove(steps: Sequence[int], keep_last: int | None, others: Collection[in
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return a checkpoint's manifest. Raise UserError if it is missing or of a newer program, CorruptCheckpoint if it
+    """Return a checkpoint's manifest. Raise UserError if it is missing or of another version, CorruptCheckpoint if it
     is not the one that was written."""
     try:
         if not retry_once(path.is_dir):
@@ -234,16 +232,14 @@ def read_manifest(path: Path) -> Manifest:
         content = retry_once(lambda: json_files.read(path / MANIFEST))
         version = content["format"]
         checksum = content.pop("sha256")
-        if isinstance(version, int) and version > FORMAT:
-            raise UserError(
-                f"{path}: written by a newer version of the program (format {version}; this one reads up to {FORMAT})"
-            )
+        if isinstance(version, int) and version != FORMAT:
+            raise UserError(f"{path}: written by another version of the program (format {version}, not {FORMAT})")
         if checksum != _checksum(content):
             raise ValueError("its checksum is wrong")
         files = {name: FileDigest(int(at["bytes"]), str(at["sha256"])) for name, at in content["files"].items()}
         if any(name != os.path.basename(name) for name in files):
             raise ValueError("a file outside the directory is named")
-        return Manifest(int(content["step"]), content.get("run_id"), files)
+        return Manifest(int(content["step"]), str(content["run_id"]), files)
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -185,11 +185,9 @@ def _middles(header: bytes, data: int) -> set[int]:
     return {data + max(start, (start + end - BLOCK_BYTES) // 2) for start, end in offsets}
 
 
-def check_unchanged(before: Inputs | None, now: Inputs, allowed: bool, where: str) -> list[str]:
+def check_unchanged(before: Inputs, now: Inputs, allowed: bool, where: str) -> list[str]:
     """Return lines of warnings. Raise UserError if an input has changed and this is not allowed. before: fingerprints
-    of the checkpoint; None: an earlier version did not record them."""
-    if before is None:
-        return [f"{where} does not record the run's inputs; they may have changed"]
+    of the checkpoint."""
     lines = {
         setting: f"{setting} has changed since the checkpoint: {'; '.join(files)}"
         for setting, files in differences(before, now).items()

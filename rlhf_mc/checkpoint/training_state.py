@@ -121,11 +121,11 @@ def reading_state(path: Path) -> Iterator[None]:
         raise CorruptCheckpoint(f"{path / STATE}: corrupt ({type(error).__name__}: {error})") from error
 
 
-def stored_origin(path: Path) -> tuple[Inputs | None, str | None]:
-    """Return input fingerprints and id of the run that wrote a checkpoint. None: an earlier version did not record
-    them."""
-    state = directory.read_json(path / STATE)
-    return state.get("inputs"), state.get("run_id")
+def stored_origin(path: Path) -> tuple[Inputs, str]:
+    """Return input fingerprints and id of the run that wrote a checkpoint."""
+    with reading_state(path):
+        state = directory.read_json(path / STATE)
+        return state["inputs"], state["run_id"]
 
 
 def stored_config(path: Path) -> dict[str, Any]:

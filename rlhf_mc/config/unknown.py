@@ -1,15 +1,11 @@
-"""Messages for keys that schema.py does not have: what stands for a setting of an earlier version, what verl/keys.py
-says of a verl key, or the most similar key.
-"""
+"""Messages for keys that schema.py does not have: what verl/keys.py says of a verl key, or the most similar key."""
 
 from __future__ import annotations
 
 import difflib
-import fnmatch
-import functools
 from collections.abc import Sequence
 
-from rlhf_mc.verl.keys import plain_key, rename_hint, split_patterns
+from rlhf_mc.verl.keys import plain_key, rename_hint
 
 _MOST_NAMED = 10
 _NEAR = 0.75
@@ -18,46 +14,6 @@ _COMMON_NAMES = {"name", "path", "n", "type", "shuffle", "temperature", "dtype",
 """Last parts of keys that mean different things in different sections."""
 _WRAPPERS = ("actor_rollout_ref", "reward", "config")
 """verl's sections that contain sections of schema.py."""
-
-REMOVED: dict[str, str] = {
-    "trainer.max_skipped_updates_in_a_row trainer.max_consecutive_skipped_updates": "it is 3: leave it out",
-    "{ref,reward_model,reward_models.*}.megatron.{recompute_granularity,use_distributed_optimizer,overlap_grad_reduce,"
-    "grad_offload,optimizer_offload}": "it does nothing for a model that is never trained: leave it out",
-    "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz": "micro-batches are always by token budget: leave it out",
-    "*micro_batch_size *micro_batch_size_per_gpu": (
-        "use ..._max_token_len_per_gpu, the tokens of a micro-batch: that number of sequences times"
-        " (data.max_prompt_length + data.max_response_length)"
-    ),
-    "critic.enable": "algorithm.adv_estimator decides whether there is a critic: leave it out",
-    "critic.shuffle": "the critic's mini-batches are shuffled as the actor's: use actor.shuffle",
-    "trainer.rollout_data_save_freq": "trainer.rollout_data_dir has every step: leave it out",
-    "trainer.log_train_freq": "it is every 10 steps; trainer.log_train_generations says how many (0: none)",
-    "algorithm.custom_estimator.name": "the function's name is `estimate`: leave it out",
-    "actor.policy_loss.custom_loss.name": "the function's name is `policy_loss`: leave it out",
-    "rollout.custom_engine.name": "the class's name is `Engine`: leave it out",
-    "algorithm.custom_estimator.needs_{critic,group,greedy_baseline}": (
-        "use algorithm.custom_estimator.needs, a list of critic, group and greedy_baseline"
-    ),
-    "reward.on_error": "use reward.default_score: null ends the run, a number is the score",
-    "health.responses health.responses.*": (
-        "list the rule in health.disable, health.note, health.warn, health.stop or health.roll_back; for fixed_kl_coef"
-        " give health.kl_coef"
-    ),
-    "health.ppo_kl_min": "it is a third of health.ppo_kl_max: leave it out",
-    "health.grad_norm_min": "it is a quarter of health.grad_norm_max: leave it out",
-    "health.entropy_collapse": "it is a tenth of health.entropy_min: leave it out",
-    "health.reward_window": "it is 5 times health.window: leave it out",
-    "health.grad_norm_growth": "it is 10; health.disable may list grad_norm_growing",
-    "health.entropy_drop": "it is 0.5; health.disable may list entropy_falling",
-    "health.vf_clipfrac_max": "it is 0.05; health.disable may list vf_clipfrac_high",
-    "health.explained_variance_min": "it is 0; health.disable may list explained_variance_low",
-    "health.saturated_share": "it is 0.99; health.disable may list reward_saturated",
-    "health.equal_groups_max": "it is 0.9; health.disable may list equal_groups",
-    "health.throughput_min": "it is 0.5; health.disable may list throughput_falling",
-    "health.idle_share_max": "it is 0.1; health.disable may list replicas_unbalanced",
-    "health.memory_max": "it is 0.95; health.disable may list memory_near_limit",
-}
-"""Settings of earlier versions, by patterns as in verl/keys.py, and what stands for each."""
 
 
 def explain(unknown: Sequence[tuple[str, str]], known: Sequence[str]) -> str:
@@ -83,33 +39,13 @@ def _replacement(key: str, known: Sequence[str]) -> str:
             if name == key
             else f"write it without {key[: -len(name)]!r}: {name}"
         )
-    if (hint := _removal_hint(name) or rename_hint(plain_key(name))) is not None:
+    if (hint := rename_hint(plain_key(name))) is not None:
         return hint
     near = nearest_key(name, known)
     return (
         f"the nearest known key is {near!r}"
         if near
         else "no known key is similar (rlhf_mc/config/schema.py lists them)"
-    )
-
-
-def is_removed(key: str) -> bool:
-    """Return whether the key was a setting of an earlier version."""
-    return _removal_hint(key) is not None
-
-
-@functools.cache
-def _removal_hint(key: str) -> str | None:
-    """Return what stands for a setting of an earlier version, or None."""
-    key = plain_key(key)
-    return next(
-        (
-            hint
-            for patterns, hint in REMOVED.items()
-            for one in split_patterns(patterns)
-            if fnmatch.fnmatchcase(key, one)
-        ),
-        None,
     )
 
 

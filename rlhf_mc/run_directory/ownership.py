@@ -8,7 +8,6 @@ One rank alone calls these functions, with the directory locked.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -174,17 +173,15 @@ def drop_later(root: Path, step: int) -> list[str]:
 def _outputs(root: Path) -> Iterator[Path]:
     for pattern in _OUTPUTS:
         yield from sorted(root.glob(pattern))
-    for name, suffix in itertools.product((HF, EXPORT), (directory.QUARANTINED, directory.OLD_QUARANTINED)):
-        yield from sorted(root.glob(f"{name}{suffix}*"))
+    for name in (HF, EXPORT):
+        yield from sorted(root.glob(f"{name}{directory.QUARANTINED}*"))
 
 
 def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
     """Return the id of a run without run.json: the id in its checkpoints, or the time of its last output as one."""
     for step in directory.steps_with_checkpoint(root):
-        with contextlib.suppress(UserError):  # corrupt, or of a newer program
-            run_id = directory.read_manifest(directory.final_path(root, step)).run_id
-            if run_id is not None:
-                return run_id
+        with contextlib.suppress(UserError):  # corrupt, or of another version
+            return directory.read_manifest(directory.final_path(root, step)).run_id
     last = max((path.stat().st_mtime for path in outputs), default=0.0)
     return f"unnamed-{time.strftime('%Y%m%d-%H%M%S', time.localtime(last))}"
 

@@ -191,7 +191,6 @@ class Checkpoints:
     def _check_and_clear(self) -> None:
         """Refuse files of another run. Quarantine or remove files of later steps, which this run repeats."""
         owner = ownership.owner(self._root)
-        self.run_id = self.run_id or owner or ownership.new_id()  # checkpoints of an earlier version have none
         if owner not in (None, self.run_id):
             raise UserError(
                 f"{self._root}: its {RUN_FILE} says run {owner}, its newest checkpoint is of run "
@@ -294,15 +293,12 @@ class Checkpoints:
         loop = load(path, self._models)
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
-            # An earlier version did not record them.
-            self._run.response_lengths.load_state_dict(loop.get("response_lengths", {"prompts": [], "lens": []}))
-            # An earlier version did not count the batches: one per step.
-            self.position = Position(**{"num_batches": loop["position"]["step"], **loop["position"]})
-            load_pool(self._run, loop.get("group_pool"), path, self.position.num_batches)
-            self._logged = loop.get("logged", [])  # an earlier version did not record them
-            # An earlier version stored the counts under another name.
-            self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
-            self.run_id = run_id or ""
+            self._run.response_lengths.load_state_dict(loop["response_lengths"])
+            self.position = Position(**loop["position"])
+            load_pool(self._run, loop["group_pool"], path, self.position.num_batches)
+            self._logged = loop["logged"]
+            self._skipped = dict(loop[_SKIPPED])
+            self.run_id = run_id
         _print(f"resumed after step {self.position.step} from {path}")
         if self.is_rolled_back:
             return

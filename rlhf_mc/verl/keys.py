@@ -350,6 +350,10 @@ CONVERTED_HINTS = {
     "*.enable_gradient_checkpointing": "use megatron.recompute_granularity: full",
     "*.fsdp*.*param_offload *.fsdp*.offload_policy *.fsdp*.optimizer_offload": "use megatron.param_offload and"
     " megatron.optimizer_offload",
+    "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz": "micro-batches are always by token budget: leave it out",
+    "*micro_batch_size *micro_batch_size_per_gpu": "use ..._max_token_len_per_gpu, the tokens of a micro-batch: that"
+    " number of sequences times (data.max_prompt_length + data.max_response_length)",
+    "critic.shuffle": "the critic's mini-batches are shuffled as the actor's: use actor.shuffle",
     "*ulysses_sequence_parallel_size": "use megatron.context_parallel_size",
     "data.image_key data.video_key data.audio_key": "prompts have text alone: leave it out",
 }

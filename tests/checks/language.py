@@ -47,9 +47,6 @@ TERMS: tuple[tuple[str, str], ...] = (
     (r"in silence|without a word|for ever\b|mend(s|ed|ing)?\b|befell", "silently, forever, fix, happen"),
 )
 """Pattern (case-insensitive, at a word's start) -> the standard terms to use instead."""
-STORED_NAMES = ("skipped_in_a_row", "max_skipped_updates_in_a_row")
-"""Names in checkpoints and config files of earlier versions, which must be recognised. They are not checked."""
-
 VAGUE_NAMES = frozenset(("found", "mine", "held", "fault", "remedy", "verdict", "asked", "singles"))
 """Names of variables and parameters that code of rlhf_mc/ does not use."""
 QUESTIONS = frozenset(("what", "who", "whom", "whose", "where", "whether", "how", "why"))
@@ -77,8 +74,6 @@ def files(roots: list[str]) -> list[Path]:
 
 def private_words(path: Path, text: str) -> Iterator[str]:
     """Yield a line for each private word."""
-    for name in STORED_NAMES:
-        text = text.replace(name, "")
     for pattern, instead in TERMS:
         for found in re.finditer(rf"(?<![A-Za-z])(?:{pattern})", text.replace("_", " "), re.IGNORECASE):
             line = text.count("\n", 0, found.start()) + 1

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import resume_cases
-import yaml
 from tiny import make_workspace, write_config
 
 from rlhf_mc.checkpoint import directory
@@ -75,10 +74,11 @@ def edit_state(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], Non
 
 def replace_file(path: Path, step: int, name: str, text: str) -> None:
     """Replace one file of the checkpoint and its checksum, so that the checkpoint stays intact."""
-    files = directory.read_manifest(path).files
+    manifest = directory.read_manifest(path)
+    files = manifest.files
     path.rename(directory.staging_path(path.parent, step))
     files[name] = directory.write_bytes(directory.staging_path(path.parent, step) / name, text.encode())
-    directory.commit(path.parent, step, files)
+    directory.commit(path.parent, step, files, manifest.run_id)
 
 
 def set_start(start: Path, config_of_step_3: bytes | None) -> Callable[[Path], None]:
@@ -182,28 +182,7 @@ def set_job(number: int) -> Callable[[Path], None]:
     return change
 
 
-def convert_to_earlier_version(path: Path) -> None:
-    """Remove the run's id, its inputs and the rows of metrics.jsonl, as in earlier versions, rename a key, and add
-    settings that are none any more."""
-
-    def change(state: dict[str, Any]) -> None:
-        del state["inputs"], state["run_id"], state["loop"]["logged"]
-        state["loop"]["skipped_in_a_row"] = state["loop"].pop("consecutive_skipped_updates")
-
-    edit_state(change)(path)
-    config = yaml.safe_load((path / "config.yaml").read_text())
-    config["actor"] |= {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 3}
-    config["critic"] |= {"enable": None, "shuffle": True}
-    config["ref"]["megatron"] |= {"grad_offload": False, "recompute_granularity": None}
-    config["health"] |= {"memory_max": 0.95, "responses": {"truncated": "off"}}
-    replace_file(path, 3, "config.yaml", yaml.safe_dump(config))
-    path.with_name("run.json").unlink()
-    rows = [json.loads(line) for line in path.with_name("metrics.jsonl").read_text().splitlines()]
-    lines = [json.dumps({key: value for key, value in row.items() if key != "run_id"}) + "\n" for row in rows]
-    path.with_name("metrics.jsonl").write_text("".join(lines))
-
-
-def convert_to_newer_version(path: Path) -> None:
+def convert_to_another_version(path: Path) -> None:
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
 
@@ -251,14 +230,13 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     auto("all renamed", rename_all, "is a checkpoint of step 3, and no later one is named by its step; rename it to")
     auto("of another run", set_owner("another"), "its run.json says run another, its newest checkpoint is of run ")
     auto("gap", drop_metrics(2), "metrics.jsonl: lacks the row of step 2 (1 of 3 rows are missing)")
-    auto("earlier version", convert_to_earlier_version, "step 3")
     auto("no jsonl", truncate, "step 2")
     attempts[-1][0].append("logger=tensorboard")
     for job, outcome in ((7, "step 3"), (8, "step 0")):
         root = changed_copy(good, tmp_path / f"begun by job {job}", set_job(job))
         requeued = ["resume_mode=disable", "SLURM_JOB_ID=7", "SLURM_RESTART_COUNT=1"]
         attempts.append(([f"default_local_dir={root}", *requeued], outcome))
-    auto("newer version", convert_to_newer_version, "written by a newer version of the program (format 9")
+    auto("another version", convert_to_another_version, "written by another version of the program (format 9, not 2)")
     named("named", changed_copy(good, tmp_path / "n", truncate) / "global_step_3", "corrupt")
     named("Hugging Face checkpoint", config.parent / "model", "Hugging Face checkpoints are given as model.path")
     named("nowhere", tmp_path / "nothing", "no such directory")

@@ -40,7 +40,7 @@ def write_checkpoint(root: Path, step: int) -> Path:
     """Write a complete checkpoint of two files. Return its directory."""
     path = directory.begin(root, step)
     files = {name: directory.write_bytes(path / name, name.encode() * 1000) for name in ("a", "b")}
-    directory.commit(root, step, files)
+    directory.commit(root, step, files, "first")
     return directory.final_path(root, step)
 
 
@@ -73,7 +73,7 @@ def test_corruption_is_detected(tmp_path: Path, change: str) -> None:
         manifest["files"]["b"]["bytes"] = 5
         (path / directory.MANIFEST).write_text(json.dumps(manifest))
     else:
-        body = {"format": 1, "step": 1, "run_id": None, "files": {"../a": manifest["files"]["a"]}}
+        body = {"format": directory.FORMAT, "step": 1, "run_id": "first", "files": {"../a": manifest["files"]["a"]}}
         (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._checksum(body)}))
     with pytest.raises(
         directory.CorruptCheckpoint, match="b" if not change.startswith("manifest") else directory.MANIFEST
@@ -102,11 +102,11 @@ def test_transient_read_error_is_not_corruption(tmp_path: Path, monkeypatch: pyt
         directory.verify(path)
 
 
-def test_newer_format_is_rejected(tmp_path: Path) -> None:
+def test_another_format_is_rejected(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 1)
     manifest = json.loads((path / directory.MANIFEST).read_text())
-    (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(UserError, match=r"newer version of the program \(format 2; this one reads up to 1\)") as error:
+    (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 1}))
+    with pytest.raises(UserError, match=r"another version of the program \(format 1, not 2\)") as error:
         directory.verify(path)
     assert not isinstance(error.value, directory.CorruptCheckpoint)
 
@@ -124,7 +124,7 @@ def test_commit_rejects_files_missing_from_the_directory(tmp_path: Path) -> None
     path = directory.begin(tmp_path, 1)
     file = directory.write_bytes(path / "a", b"a")
     with pytest.raises(UserError, match="one directory that all nodes share"):
-        directory.commit(tmp_path, 1, {"a": file, "__1_0.distcp": file})
+        directory.commit(tmp_path, 1, {"a": file, "__1_0.distcp": file}, "first")
     assert directory.steps_with_checkpoint(tmp_path) == []
 
 

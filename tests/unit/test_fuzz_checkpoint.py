@@ -63,6 +63,7 @@ def intact() -> dict[str, bytes]:
         "models": {"actor": {"shape": {"num_layers": 2}, "dtype": "float32", "progress": {}}},
         "versions": {},
         "inputs": {},
+        "run_id": "first",
     }
     config = {"trainer": {"resume_from_path": None, "seed": 1}, "data": {"train_files": ["a.parquet"]}}
     return {
@@ -79,7 +80,7 @@ def write_checkpoint(root: Path, files: dict[str, bytes]) -> Path:
         shutil.rmtree(path)
     path = directory.begin(root, STEP)
     sums = {name: directory.write_bytes(path / name, data) for name, data in files.items()}
-    directory.commit(root, STEP, sums)
+    directory.commit(root, STEP, sums, "first")
     return directory.final_path(root, STEP)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,30 +59,6 @@ def stored(pool: GroupPool, directory: Path) -> dict[str, Any]:
     for name, write in pool.files(0, None).items():
         write(directory / name)
     state: dict[str, Any] = json.loads(json.dumps(pool.state_dict()))
-    return state
-
-
-def stored_as_text(pool: GroupPool) -> dict[str, Any]:
-    """Return the state as the checkpoints of an earlier version have it."""
-
-    def text(vectors: Sequence[Any], dtype: Any) -> str:
-        return base64.b85encode(np.concatenate([np.array(vector, dtype) for vector in vectors]).tobytes()).decode()
-
-    responses = [one for group in pool.groups for one in group.responses]
-    state: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                "num_drawn": pool.num_drawn,
-                "positions": [group.position for group in pool.groups],
-                "fingerprints": [group.fingerprint for group in pool.groups],
-                "finished": [[one.finished for one in group.responses] for group in pool.groups],
-                "lens": [[len(one.token_ids) for one in group.responses] for group in pool.groups],
-                "tokens": text([one.token_ids for one in responses], np.int32),
-                "log_probs": text([one.log_probs for one in responses], np.float32),
-                "versions": text([each for group in pool.groups for each in group.versions], np.int32),
-            }
-        )
-    )
     return state
 
 
@@ -218,7 +192,6 @@ TAIL = "rollout.tail_batching=true"
         ((), 0, "1 groups"),
     ],
 )
-@pytest.mark.parametrize("is_text", [False, True])
 def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
     config_file: Path,
     tmp_path: Path,
@@ -226,16 +199,15 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
     overrides: tuple[str, ...],
     shift: int,
     words: str,
-    is_text: bool,
 ) -> None:
-    """Check a pool of two groups, of which one has tokens, in a run with other prompts or settings, also in the format
-    of an earlier version. Tail batching, and a run without a pool, train on no token of older weights."""
+    """Check a pool of two groups, of which one has tokens, in a run with other prompts or settings. Tail
+    batching, and a run without a pool, train on no token of older weights."""
     run = _run(config_file, PARTIAL)
     new = pooled_rollout.new_groups(run, [2, 5])
     first = new[0].continued([Generation([10, 11], [-0.5, -0.25], False), Generation([12], [-1.0], True)], 3)
     run.group_pool.groups = [first, new[1]]
     run.group_pool.num_drawn = 9
-    state = stored_as_text(run.group_pool) if is_text else stored(run.group_pool, tmp_path)
+    state = stored(run.group_pool, tmp_path)
     other = _run(config_file, *overrides, shift=shift)
     load_pool(other, state, tmp_path, 1)
     said = capsys.readouterr().err

@@ -48,7 +48,7 @@ case "$2" in
         [[ -z "${{REMOVES_RUN-}}" ]] || rm -r "$(dirname "$0")/run"
         if [[ -n "${{SAVES_STEP-}}" ]]; then
             {sys.executable} -c "from pathlib import Path; from rlhf_mc.checkpoint.directory import begin, commit
-root = Path('$(dirname "$0")/run'); begin(root, $SAVES_STEP); commit(root, $SAVES_STEP, {{}})"
+root = Path('$(dirname "$0")/run'); begin(root, $SAVES_STEP); commit(root, $SAVES_STEP, {{}}, 'first')"
         fi
         [[ -z "${{REPORTED_CODE-75}}" ]] || echo "${{REPORTED_CODE-75}}" >"$RLHF_MC_EXIT_CODE_FILE"
         exit "${{EXIT_CODE-75}}" ;;
@@ -60,7 +60,7 @@ esac
 def write_checkpoint(root: Path, step: int) -> None:
     """Write an empty checkpoint that counts."""
     directory.begin(root, step)
-    directory.commit(root, step, {})
+    directory.commit(root, step, {}, "first")
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def write_run(root: Path, run_id: str | None = "first") -> None:
     (root / "histograms.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
     path = directory.begin(root, 2)
     files = {"a": directory.write_bytes(path / "a", b"a" * 100)}
-    directory.commit(root, 2, files, run_id)
+    directory.commit(root, 2, files, run_id or "first")
     if run_id is not None:
         ownership.claim(root, run_id, 0, None)
 
@@ -63,14 +63,6 @@ def test_files_of_an_earlier_run_are_moved_away(tmp_path: Path) -> None:
     directory.verify(moved / "global_step_2")
     ownership.claim(tmp_path, "second", 0, None)
     assert ownership.owner(tmp_path) == "second" and ownership.owner(moved) == "first"
-
-
-def test_exports_that_an_earlier_version_quarantined_are_moved_away_too(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    (tmp_path / "hf").rename(tmp_path / "hf.aside1")
-    moved = ownership.move_away(tmp_path, [])
-    assert moved is not None
-    assert "hf.aside1" in names(moved) and "hf.aside1" not in names(tmp_path)
 
 
 def test_without_an_earlier_run_nothing_is_moved(tmp_path: Path) -> None:
@@ -124,11 +116,7 @@ def test_interrupted_move_is_finished_by_the_next_start(
     assert names(tmp_path / "earlier_runs" / "first") - {"run.json.tmp"} == outputs
 
 
-def test_run_without_an_id_is_named_by_its_checkpoint_or_time(tmp_path: Path) -> None:
-    """Move runs of earlier versions of the program, named by their checkpoints' run id or by their last write."""
-    write_run(tmp_path / "old", None)
-    moved = ownership.move_away(tmp_path / "old", [])
-    assert moved is not None and moved.name.startswith("unnamed-2") and "metrics.jsonl" in names(moved)
+def test_run_without_an_id_is_named_by_its_checkpoint(tmp_path: Path) -> None:
     write_run(tmp_path / "lost", "third")
     (tmp_path / "lost" / "run.json").write_text('{"run_id": "../../elsewhere"}')
     moved = ownership.move_away(tmp_path / "lost", [])

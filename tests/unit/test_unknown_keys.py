@@ -6,14 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from config_files import MINIMAL, error_of, load
 
-from rlhf_mc.config import unknown
-from rlhf_mc.config.load import dotted_keys, flatten_settings, nest_settings
-from rlhf_mc.run_files import differences
+from rlhf_mc.config.load import dotted_keys
 from rlhf_mc.verl import keys
-from rlhf_mc.verl.keys import split_patterns
 
 
 @pytest.mark.parametrize(
@@ -43,14 +39,10 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
             "use ..._max_token_len_per_gpu, the tokens of a micro-batch: that number",
         ),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size", "use ..._max_token_len_per_gpu, the tokens"),
-        ("ref.megatron.grad_offload", "it does nothing for a model that is never trained: leave it out"),
-        ("reward_models.judge.megatron.use_distributed_optimizer", "it does nothing for a model that is never trained"),
-        ("health.throughput_min", "it is 0.5; health."),
         ("data.seed", "use trainer.seed"),
         ("reward_model.overlong_buffer.len", "use reward.overlong_buffer.len"),
         ("reward_model.reward_manager", "custom_reward_function.path"),
         ("reward_model.enable", "use reward_model.model_path (null: no reward model)"),
-        ("trainer.max_skipped_updates_in_a_row", "it is 3: leave it out"),
         ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "micro-batches are always by token budget"),
         ("actor.ulysses_sequence_parallel_size", "use megatron.context_parallel_size"),
     ],
@@ -93,32 +85,11 @@ def test_unknown_key_has_this_answer(config_file: Path, key: str, answer: str) -
 def test_keys_that_are_named_in_answers_exist() -> None:
     """Check each section.key in the replacements of verl's keys."""
     rules = [keys.find_rule(rule.pattern.replace("*", "actor")) or rule for rule in keys.RULES]
-    answers = [*unknown.REMOVED.values(), *keys.CONVERTED_HINTS.values(), *(rule.hint() for rule in rules)]
+    answers = [*keys.CONVERTED_HINTS.values(), *(rule.hint() for rule in rules)]
     known = dotted_keys()
     for answer in answers:
         for word in re.findall(r"\b[a-z_]+(?:\.(?!json)[a-z_]+)+\b", answer):
             assert any(key == word or key.endswith(f".{word}") for key in known), answer
-
-
-@pytest.mark.parametrize("patterns", unknown.REMOVED)
-def test_removed_setting_is_refused_by_name_in_a_stored_config(config_file: Path, patterns: str) -> None:
-    """Load a config as an earlier version has stored it, with the first key of each pattern."""
-    key = next(split_patterns(patterns)).replace(".*", ".truncated").replace("*", "actor.ppo_", 1)
-    tree = nest_settings({**dict(flatten_settings(yaml.safe_load(MINIMAL))), key: None})
-    config_file.write_text(yaml.safe_dump(tree))
-    assert f"unknown key {key!r}; {unknown.REMOVED[patterns]}" in error_of(config_file)
-
-
-def test_removed_settings_do_not_count_as_changed() -> None:
-    """Compare the settings of a checkpoint with those of the run that resumes from it."""
-    stored = {"critic": {"shuffle": True, "ppo_epochs": 1}, "ref": {"megatron": {"grad_offload": False}}}
-    assert differences(stored, {"critic": {"ppo_epochs": 2}}) == {"critic.ppo_epochs": [1, 2]}
-
-
-def test_removed_settings_are_no_settings() -> None:
-    for key in dotted_keys():
-        assert not unknown.is_removed(key), key
-    assert unknown.is_removed("reward_models.judge.forward_micro_batch_size_per_gpu")
 
 
 def test_all_unknown_keys_are_listed_at_once(config_file: Path) -> None:

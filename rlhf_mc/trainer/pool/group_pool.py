@@ -5,7 +5,6 @@ generate.py.
 
 from __future__ import annotations
 
-import base64
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -133,15 +132,6 @@ def _write(groups: Sequence[Group], path: Path) -> None:
         versions=versions[starts],
         version_lens=np.diff(starts, append=len(versions)),
     )
-
-
-def arrays_of_text(state: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the arrays of _write from the state of a checkpoint of an earlier version, which had them as
-    text."""
-    dtypes = {"tokens": np.int32, "log_probs": np.float32, "versions": np.int32}
-    vectors = {name: np.frombuffer(base64.b85decode(state[name]), dtype) for name, dtype in dtypes.items()}
-    others = {name: np.array(state[name]) for name in ("positions", "fingerprints", "finished", "lens")}
-    return {**vectors, **others, "version_lens": np.ones(len(vectors["versions"]), np.int64)}
 
 
 def load_groups(arrays: Mapping[str, np.ndarray], new_groups: Sequence[Group], max_tokens: int) -> list[Group]:

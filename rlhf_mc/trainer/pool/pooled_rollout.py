@@ -31,7 +31,6 @@ from rlhf_mc.trainer.pool.group_pool import (
     EXPERTS_FILE,
     POOL_FILE,
     Group,
-    arrays_of_text,
     drop_stale,
     load_experts,
     load_groups,
@@ -113,21 +112,14 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     return prompts, batch, stream
 
 
-def load_pool(run: Run, state: Mapping[str, Any] | None, path: Path, num_batches: int) -> None:
-    """Load the pool of the checkpoint at path, from which the next step continues. state: None of an earlier version.
-    num_batches: batches of prompts that the run has drawn, each trained on at once where the run had no pool. Every
-    rank must call it."""
+def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_batches: int) -> None:
+    """Load the pool of the checkpoint at path, from which the next step continues. num_batches: batches of prompts that
+    the run has drawn, each trained on at once where the run had no pool. Every rank must call it."""
     run.group_pool.groups = ()
-    run.group_pool.num_drawn = num_batches * prompts_per_batch(run.config.data)
-    if state is None:
+    run.group_pool.num_drawn = max(num_batches * prompts_per_batch(run.config.data), state["num_drawn"])
+    if not state["num_groups"]:
         return
-    run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
-    if "tokens" in state:
-        arrays = arrays_of_text(state)
-    elif state["num_groups"]:
-        arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
-    else:
-        return
+    arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
     groups = new_groups(run, arrays["positions"].tolist())
     if run.config.rollout.partial_rollout:
         groups = load_groups(arrays, groups, run.config.data.max_response_length)
