@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from rlhf_mc.reshard.layout import Box, Shard, even_range, volume
 from rlhf_mc.reshard.transfers import Transfer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Parts = tuple[int, int]
 """Number of ranges that a block is split into along its first dimension, and each of them along its second. Only blocks
@@ -83,6 +85,8 @@ class Pattern:
     @functools.cached_property
     def _counts(self) -> dict[Box, np.ndarray]:
         """A block's size, as a block at 0 -> number of such moves, as in _Loads."""
+        import numpy as np  # not for the planner's command line alone
+
         sizes = {block: tuple((0, end - start) for start, end in block) for block in {m.block for m in self.moves}}
         ranks: dict[Box, list[int]] = defaultdict(list)
         for move in self.moves:
@@ -90,7 +94,7 @@ class Pattern:
         return {size: np.bincount(numbers, minlength=2 * self.world) for size, numbers in ranks.items()}
 
     def _loads(self, numel: Callable[[Box], int]) -> _Loads:
-        return np.sum([numel(size) * counts for size, counts in self._counts.items()], axis=0)
+        return functools.reduce(operator.add, (numel(size) * counts for size, counts in self._counts.items()))
 
     def loads(self, number: int, parts: Parts) -> _Loads:
         """Return the elements that each rank sends and receives for one part of one tensor."""
@@ -118,7 +122,7 @@ class Pattern:
         return int(self._loads(lambda size: volume(size[axis:])).max())
 
 
-_Loads = np.ndarray
+_Loads: TypeAlias = "np.ndarray"
 """[2 x ranks] the elements that each rank sends, then those that each receives."""
 
 
@@ -151,15 +155,15 @@ def fill_buckets(
     # Layers of equal depth in all pipeline stages are neighbours, so that all stages send in every bucket.
     parts.sort(key=lambda p: (patterns[p[1].pattern].forwarded, p[0], p[1].number, p[1].pattern, p[1].tensor))
     buckets: list[list[BucketPart]] = []
-    filled: _Loads = np.zeros(())
+    filled: _Loads | int = 0
     forwarded = False
     for _, part in parts:
         load = loads[part.pattern, part.number]
         begins = patterns[part.pattern].forwarded != forwarded
         forwarded = patterns[part.pattern].forwarded
-        if not buckets or begins or np.any((filled + load > limit) & (load > 0)):
+        if not buckets or begins or ((filled + load > limit) & (load > 0)).any():
             buckets.append([])
-            filled = np.zeros_like(load)
+            filled = 0
         filled = filled + load
         buckets[-1].append(part)
     return tuple(map(tuple, buckets))

@@ -156,11 +156,11 @@ class _Side:
         shards: dict[int, tuple[Shard, list[int]]] = {}  # with the first rank of each layout that has the shard
         for first, *_ in ranks.values():
             for position, shard in enumerate(layouts[first].stacked):
-                if position <= self.position.get(shard.tensor, position):
-                    self.position[shard.tensor] = position
-                if id(shard) not in shards:
-                    shards[id(shard)] = shard, []
-                shards[id(shard)][1].append(first)
+                if known := shards.get(id(shard)):
+                    known[1].append(first)
+                    continue
+                shards[id(shard)] = shard, [first]
+                self.position[shard.tensor] = min(position, self.position.get(shard.tensor, position))
         groups: dict[tuple[int, ...], int] = {}
         self.ranks: list[list[int]] = []
         """Ranks of each group, which have a shard in common."""
