@@ -1,10 +1,10 @@
-"""Planning the weight update of mixture-of-experts models on many ranks: time, memory, transfers, and received bytes
-against their lower bound, which is computed here by interval arithmetic and not by the planner.
+"""Planning the weight update of published mixtures of experts on many ranks: time, memory, transfers, and received
+bytes against their lower bound, which is computed here by interval arithmetic and not by the planner.
 
-python benchmarks/reshard_moe.py [--models 30B 235B] [--ranks 64 512]
+python benchmarks/reshard_moe.py [--models glm-4.5 deepseek-v3] [--ranks 64 512]
 
-No weights are involved: the plans are as in a run of that size. Each plan is made in a process of its own, whose
-memory is measured. The models are Qwen3-30B-A3B and Qwen3-235B-A22B, in bfloat16.
+No weights are involved: the plans are as in a run of that size, in bfloat16. Each plan is made in a process of its own,
+whose memory is measured. Engines split each expert over their ranks (TP), as runs have it, or hold whole experts (EP).
 """
 
 from __future__ import annotations
@@ -17,51 +17,33 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
+from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.json_files import read
+from rlhf_mc.planner.published import MODELS
+from rlhf_mc.reshard.layout import STACK, Layout, Shard, constant_tensors
+from rlhf_mc.reshard.placement import rollout_layouts, split_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
-_QWEN3 = {
-    "model_type": "qwen3_moe",
-    "head_dim": 128,
-    "num_key_value_heads": 4,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "30B": _QWEN3
-    | {
-        "num_hidden_layers": 48,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-    },
-    "235B": _QWEN3
-    | {
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-    },
-}
 LAYOUTS = {
-    ("30B", 64): [(2, 1, 8, 2), (4, 2, 8, 4)],
-    ("30B", 512): [(2, 1, 8, 2), (4, 2, 8, 4), (4, 4, 8, 8)],
-    ("235B", 64): [(4, 2, 8, 8), (8, 1, 8, 8), (4, 4, 4, 16)],
-    ("235B", 512): [(4, 4, 8, 8), (4, 4, 8, 4), (4, 8, 8, 16), (8, 4, 8, 8), (8, 8, 8, 16)],
+    "qwen3-30b-a3b": {64: [(2, 1, 8, 2), (4, 2, 8, 4)], 512: [(4, 4, 8, 8)]},
+    "qwen3-235b-a22b": {64: [(8, 1, 8, 8), (4, 4, 4, 16)], 512: [(4, 4, 8, 4), (8, 8, 8, 16)]},
+    "glm-4.5-air": {64: [(2, 2, 16, 8)], 512: [(4, 2, 32, 8)]},
+    "glm-4.5": {64: [(4, 4, 4, 16)], 512: [(8, 4, 16, 16)]},
+    "mixtral-8x22b": {64: [(2, 8, 4, 8)], 512: [(4, 8, 8, 8)]},
+    "gpt-oss-120b": {64: [(1, 4, 16, 8)], 512: [(2, 4, 64, 8)]},
+    "deepseek-v3": {64: [(2, 4, 8, 32)], 512: [(4, 1, 128, 64), (8, 8, 8, 64)]},
+    "kimi-k2": {64: [(2, 4, 8, 32)], 512: [(4, 1, 128, 64), (8, 8, 8, 32)]},
 }
-"""(model, ranks) -> (t, p, e, t_g): training tensor, pipeline and expert parallel, rollout tensor parallel."""
+"""Model -> ranks -> (t, p, e, t_g): training tensor, pipeline and expert parallel, ranks of an engine."""
+ENGINES = ("TP", "EP")
 BF16 = 2
+FLOAT32 = 4
 GB = 1e9
 MB = 1e6
 NODE = 8
@@ -74,46 +56,86 @@ def make_mesh(shape: ModelShape, ranks: int, t: int, p: int, ep: int) -> Mesh:
     return Mesh(ranks, t, p, ep, last_stage_layers=last if shape.num_layers % p else None)
 
 
-class Bound:
-    """The lower bound of received elements: what a rollout shard needs and the training shard lacks."""
+@functools.cache
+def expert_parallel_layout(shape: ModelShape, rank: int, size: int) -> Layout:
+    """Return the layout of a vLLM rank that holds a range of whole experts; all else is split over the ranks."""
+    experts = _part(rank, size, shape.num_experts)
+    others = vllm_layout(shape, rank, size)
+    whole = vllm_layout(shape, 0, 1)
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, rollout_tp: int) -> None:
+    def held(shard: Shard) -> Shard:
+        return replace(shard, box=(experts, *shard.box[1:]))
+
+    stacks = {shard.local for shard in whole.stacked if STACK in shard.tensor}
+    shapes = {
+        name: (experts[1] - experts[0], *whole.stacked_shapes[name][1:]) if name in stacks else dims
+        for name, dims in others.stacked_shapes.items()
+    }
+    shards = [shard for shard in others.stacked if shard.local not in stacks]
+    return Layout(shapes, (*shards, *(held(shard) for shard in whole.stacked if shard.local in stacks)), others.float32)
+
+
+class Bound:
+    """The lower bound of received bytes: what a rollout shard needs and the training shard lacks."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, size: int, engine: str) -> None:
         self.shape = shape
         self.mesh = mesh
-        self.g = rollout_tp
+        self.size = size
+        self.by_expert = engine == "EP"
         self._layer = functools.cache(self._count_layer)
 
     def received(self) -> list[int]:
         """Return the bytes, by rank."""
-        place = {r: i for group in rollout_groups(self.mesh, self.g) for i, r in enumerate(group)}
-        return [BF16 * self._missing(rank, place[rank]) for rank in range(self.mesh.world)]
+        place = {r: i for group in rollout_groups(self.mesh, self.size) for i, r in enumerate(group)}
+        return [self._missing(rank, place[rank]) for rank in range(self.mesh.world)]
 
     def _missing(self, rank: int, g: int) -> int:
         shape = self.shape
         mesh = self.mesh
         at = mesh.coordinate(rank)
-        here = len(mesh.chunk_layers(shape.num_layers, at.pp)[0])
-        elsewhere = shape.num_layers - here
-        wanted = self._layer(g, None)
-        total = elsewhere * wanted + here * (wanted - self._layer(g, at.tp))
+        here = Counter(shape.layer_kinds[layer] for layer in mesh.chunk_layers(shape.num_layers, at.pp)[0])
+        total = 0
+        for kind, count in Counter(shape.layer_kinds).items():
+            total += count * self._layer(kind, g, None) - here[kind] * self._layer(kind, g, (at.tp, at.ep))
         vocab = self._vocab(g, None)
         total += vocab if at.pp else vocab - self._vocab(g, at.tp)
         last = at.pp == mesh.pp - 1
-        return total + (vocab - self._vocab(g, at.tp) if last else vocab + shape.hidden_size)
+        return total + (vocab - self._vocab(g, at.tp) if last else vocab + BF16 * shape.hidden_size)
 
-    def _count_layer(self, g: int, t: int | None) -> int:
-        """Return the number of elements of a layer that rollout rank g needs; with t, of those that training shard t
-        has."""
+    def _count_layer(self, kind: LayerKind, g: int, at: tuple[int, int] | None) -> int:
+        """Return the bytes of a layer that rollout rank g needs; with the tensor- and expert-parallel rank `at`, of
+        those that this training rank has."""
         shape = self.shape
-        tp = self.mesh.tp
-        norms = 2 * shape.hidden_size + 2 * shape.head_dim
-        router = shape.num_experts * shape.hidden_size
-        wide = shape.num_heads * shape.head_dim
-        o_proj = _common(_part(g, self.g, wide), None if t is None else _part(t, tp, wide))
-        experts = shape.num_experts if t is None else shape.num_experts // self.mesh.ep
+        hidden = shape.hidden_size
+        t, e = at or (None, None)
+
+        def split(size: int) -> int:
+            return _common(_part(g, self.size, size), None if t is None else _part(t, self.mesh.tp, size))
+
+        total = 2 * hidden + shape.qk_norm * 2 * shape.head_dim + shape.sinks * split(shape.num_heads)
+        total += hidden * (split(shape.num_heads * shape.value_dim) + shape.o_bias)
+        if shape.kv_lora_rank:
+            latents = shape.q_lora_rank, shape.kv_lora_rank
+            total += hidden * (sum(latents) + shape.rope_head_dim) + sum(latents)
+            total += (shape.q_lora_rank or hidden) * split(shape.num_heads * shape.head_dim)
+            total += latents[1] * split(shape.num_heads * (shape.head_dim - shape.rope_head_dim + shape.value_dim))
+        else:
+            total += (hidden + shape.qkv_bias) * self._qkv(g, t)
+        if kind == "dense":
+            return BF16 * (total + 3 * hidden * split(shape.ffn_hidden_size))
+        experts = shape.num_experts
         ffn = shape.expert_ffn_hidden_size
-        rows = 3 * experts * _common(_part(g, self.g, ffn), None if t is None else _part(t, tp, ffn))
-        return norms + router + shape.hidden_size * (o_proj + rows + self._qkv(g, t))
+        total += experts * (hidden + shape.mlp_bias) + 3 * hidden * split(shape.shared_ffn_hidden_size)
+        held = None if e is None else _part(e, self.mesh.ep, experts)
+        wanted = _part(g, self.size, experts) if self.by_expert else (0, experts)
+        rows = split(ffn)
+        if self.by_expert:
+            rows = _common((0, ffn), None if t is None else _part(t, self.mesh.tp, ffn))
+        # vLLM adds the bias of an expert's outputs on one rank.
+        biases = shape.mlp_bias * (2 * rows + (self.by_expert or g == 0) * hidden)
+        total += _common(wanted, held) * (3 * hidden * rows + biases)
+        return BF16 * total + FLOAT32 * shape.sigmoid_router * experts
 
     def _qkv(self, g: int, t: int | None) -> int:
         """Return the number of rows of q, k and v. In training, rows are interleaved ([q of a group; its k; its v] for
@@ -121,7 +143,7 @@ class Bound:
         shape = self.shape
         per_group = shape.num_heads // shape.num_kv_heads
         size = shape.head_dim
-        heads = range(*_part(g, self.g, shape.num_heads))
+        heads = range(*_part(g, self.size, shape.num_heads))
         kv_heads = sorted({head // per_group for head in heads})
         starts = [head // per_group * (per_group + 2) + head % per_group for head in heads]
         starts += [kv * (per_group + 2) + per_group + which for kv in kv_heads for which in (0, 1)]
@@ -129,12 +151,13 @@ class Bound:
         return sum(_common((start * size, (start + 1) * size), present) for start in starts)
 
     def _vocab(self, g: int, t: int | None) -> int:
+        """Return the bytes of the embedding, or of the output layer."""
         shape = self.shape
         logical = (0, shape.vocab_size)
-        start, end = _part(g, self.g, padded_vocab_size(shape.vocab_size, 1))
+        start, end = _part(g, self.size, padded_vocab_size(shape.vocab_size, 1))
         want = (min(start, shape.vocab_size), min(end, shape.vocab_size))
         present = logical if t is None else _part(t, self.mesh.tp, padded_vocab_size(shape.vocab_size, self.mesh.tp))
-        return shape.hidden_size * _common(want, present)
+        return BF16 * shape.hidden_size * _common(want, present)
 
 
 def _part(index: int, count: int, size: int) -> tuple[int, int]:
@@ -147,32 +170,39 @@ def _common(wanted: tuple[int, int], present: tuple[int, int] | None) -> int:
     return max(0, min(b, d) - max(a, c))
 
 
-def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int) -> dict[str, Any]:
+def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int, engine: str) -> dict[str, Any]:
     """Plan one update as a rank would. Must be called once per process: memory is the process's peak."""
-    shape = ModelShape.from_hf_config(MODELS[model])
+    shape = ModelShape.from_hf_config(read(MODELS / model / "config.json"))
+    layout = vllm_layout if engine == "TP" else expert_parallel_layout
     before = _peak()
     begin = time.perf_counter()
     begin_cpu = time.process_time()
     mesh = make_mesh(shape, ranks, t, p, ep)
-    groups = rollout_groups(mesh, t_g)
-    plan = make_plan(
-        training_layouts(shape, mesh), rollout_layouts(shape, groups, vllm_layout), BF16, BUCKET, NODE, share=True
-    )
-    part = plan.for_rank(ranks // 2)
+    constants = constant_tensors(shape)
+    source = split_layouts(training_layouts(shape, mesh, transformer_engine=True), constants)
+    target = split_layouts(rollout_layouts(shape, rollout_groups(mesh, t_g), layout), constants)
+    plans = [
+        make_plan(source[0], target[0], BF16, BUCKET, NODE),
+        make_plan(source[1], target[1], FLOAT32, BUCKET, NODE),
+    ]
+    parts = [plan.for_rank(ranks // 2) for plan in plans]
     seconds = time.perf_counter() - begin
     cpu = time.process_time() - begin_cpu
     memory = _peak() - before
-    bound = Bound(shape, mesh, t_g).received()
+    received = [sum(counts) for counts in zip(*(plan.received_bytes for plan in plans), strict=True)]
+    bound = Bound(shape, mesh, t_g, engine).received()
     return {
         "seconds": seconds,
         "cpu": cpu,
         "memory": memory,
-        "transfers": len(part.copies) + sum(len(sends) + len(receives) for sends, receives in part.buckets),
-        "received": sum(plan.received_bytes) / ranks / GB,
-        "most": max(plan.received_bytes) / GB,
+        "transfers": sum(
+            len(part.copies) + sum(len(sends) + len(receives) for sends, receives in part.buckets) for part in parts
+        ),
+        "received": sum(received) / ranks / GB,
+        "most": max(received) / GB,
         "bound": sum(bound) / ranks / GB,
-        "exact": list(plan.received_bytes) == bound,
-        "imbalance": plan.sender_imbalance,
+        "exact": received == bound,
+        "imbalance": plans[0].sender_imbalance,
     }
 
 
@@ -184,7 +214,7 @@ def _peak() -> float:
 COLUMNS = (
     "model",
     "ranks",
-    "t, p, e → t_g",
+    "t, p, e → engine",
     "received, GB: mean (max)",
     "lower bound, mean",
     "each rank receives its bound",
@@ -197,7 +227,7 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -206,26 +236,30 @@ def main() -> None:
         return
     print("| " + " | ".join(COLUMNS) + " |")
     print("|" + " ---: |" * len(COLUMNS))
-    for model in args.models:
-        for ranks in args.ranks:
-            for layout in LAYOUTS[model, ranks]:
-                one = json.dumps([model, ranks, *layout])
-                child = subprocess.run([sys.executable, __file__, "--one", one], check=True, stdout=subprocess.PIPE)
-                result = json.loads(child.stdout)
-                t, p, ep, t_g = layout
-                cells = (
-                    model,
-                    str(ranks),
-                    f"{t}, {p}, {ep} → {t_g}",
-                    f"{result['received']:.2f} ({result['most']:.2f})",
-                    f"{result['bound']:.2f}",
-                    "yes" if result["exact"] else "NO",
-                    f"{result['imbalance']:.3f}",
-                    str(result["transfers"]),
-                    f"{result['seconds']:.2f} ({result['cpu']:.2f})",
-                    f"{math.ceil(result['memory'])}",
-                )
-                print("| " + " | ".join(cells) + " |", flush=True)
+    plans = [
+        (model, ranks, *layout, engine)
+        for model in args.models
+        for ranks in args.ranks
+        for layout in LAYOUTS[model][ranks]
+        for engine in ENGINES
+    ]
+    for one in plans:
+        command = [sys.executable, __file__, "--one", json.dumps(one)]
+        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        model, ranks, t, p, ep, t_g, engine = one
+        cells = (
+            model,
+            str(ranks),
+            f"{t}, {p}, {ep} → {engine} {t_g}",
+            f"{result['received']:.2f} ({result['most']:.2f})",
+            f"{result['bound']:.2f}",
+            "yes" if result["exact"] else "NO",
+            f"{result['imbalance']:.3f}",
+            str(result["transfers"]),
+            f"{result['seconds']:.2f} ({result['cpu']:.2f})",
+            f"{math.ceil(result['memory'])}",
+        )
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ def rank_state(
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda)
     patterns = None if freeze is None else tuple(freeze)
     settings = some_settings(megatron, "dtype", "use_distributed_optimizer")
+    if not freeze:  # the experts of all ranks have the same sizes
+        place = replace(place, ep=0)
     return _cached_state(role, shape, settings, mesh, place, patterns, cuda, overlaps)
 
 

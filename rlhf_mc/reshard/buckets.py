@@ -4,67 +4,59 @@ in one bucket. plan.py chooses the moves.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from rlhf_mc.reshard.layout import even_range
+from rlhf_mc.reshard.layout import Box, Shard, even_range, volume
 from rlhf_mc.reshard.transfers import Transfer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Parts = tuple[int, int]
 """Number of ranges that a block is split into along its first dimension, and each of them along its second. Only blocks
 of stacked experts are split along the second, if one expert exceeds the bucket."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One Transfer for every tensor of a pattern. `src` and `dst` are indices of the pattern's source and target
-    shards."""
+class Move(NamedTuple):
+    """One Transfer for every tensor of a pattern: of a block, between two of the pattern's source and target shards,
+    whose indices are `src` and `dst`."""
 
     src_rank: int
     src: int
-    src_offset: tuple[int, ...]
     dst_rank: int
     dst: int
-    dst_offset: tuple[int, ...]
-    extent: tuple[int, ...]
-
-    def part(self, number: int, parts: Parts) -> Move | None:
-        """Return the number-th of the nearly equal ranges that `parts` splits the move into; None if it is empty."""
-        if parts == (1, 1):
-            return self
-        outer, inner = divmod(number, parts[1])
-        rest = self._range(0, outer, parts[0])
-        return rest._range(1, inner, parts[1]) if rest and parts[1] > 1 else rest
-
-    def _range(self, axis: int, number: int, parts: int) -> Move | None:
-        start, end = even_range(number, parts, self.extent[axis])
-        if start == end:
-            return None
-        left = len(self.extent) - axis
-        return replace(
-            self,
-            src_offset=_rows_down(self.src_offset, start, left),
-            dst_offset=_rows_down(self.dst_offset, start, left),
-            extent=(*self.extent[:axis], end - start, *self.extent[axis + 1 :]),
-        )
+    block: Box
 
 
-def _rows_down(offset: tuple[int, ...], rows: int, dims: int) -> tuple[int, ...]:
-    """Return the offset moved by `rows` along the first of its last `dims` dimensions."""
-    axis = len(offset) - dims
-    return (*offset[:axis], offset[axis] + rows, *offset[axis + 1 :])
+def _part(block: Box, number: int, parts: Parts) -> Box | None:
+    """Return the number-th of the nearly equal ranges that `parts` splits the block into; None if it is empty."""
+    sides = list(block)
+    for axis, (index, count) in enumerate(zip(divmod(number, parts[1]), parts, strict=True)):
+        if count > 1:
+            start, end = block[axis]
+            low, high = even_range(index, count, end - start)
+            if low == high:
+                return None
+            sides[axis] = start + low, start + high
+    return tuple(sides)
 
 
 @dataclass(frozen=True)
 class Pattern:
     """Tensors with the same placement on both sides, and the moves of each of them."""
 
-    src_locals: list[tuple[str, ...]]
-    """Local names: [tensor][source shard]."""
-    dst_locals: list[tuple[str, ...]]
-    """Local names: [tensor][target shard]."""
+    world: int
+    """Number of ranks."""
+    src: list[tuple[Shard, ...]]
+    """Source shards of each tensor."""
+    dst: list[tuple[Shard, ...]]
+    """Target shards of each tensor."""
     copies: list[Move]
     """Moves within a rank."""
     moves: list[Move]
@@ -72,37 +64,47 @@ class Pattern:
     forwarded: bool = False
     """The moves forward blocks that earlier buckets have delivered: from target to target, within a node."""
 
-    def transfer(self, move: Move, tensor: int) -> Transfer:
-        """Return the transfer that a move is for one tensor."""
+    def transfer(self, move: Move, tensor: int, number: int = 0, parts: Parts = (1, 1)) -> Transfer | None:
+        """Return the transfer that a part of a move is for one tensor; None if the part is empty."""
+        block = _part(move.block, number, parts)
+        if block is None:
+            return None
+        src = self.src[tensor][move.src]
+        dst = self.dst[tensor][move.dst]
         return Transfer(
             move.src_rank,
             move.dst_rank,
-            self.src_locals[tensor][move.src],
-            move.src_offset,
-            self.dst_locals[tensor][move.dst],
-            move.dst_offset,
-            move.extent,
+            src.local,
+            src.local_offset(block),
+            dst.local,
+            dst.local_offset(block),
+            tuple(end - start for start, end in block),
             forwarded=self.forwarded,
         )
 
+    @functools.cached_property
+    def _counts(self) -> dict[Box, np.ndarray]:
+        """A block's size, as a block at 0 -> number of such moves, as in _Loads."""
+        import numpy as np  # not for the planner's command line alone
+
+        sizes = {block: tuple((0, end - start) for start, end in block) for block in {m.block for m in self.moves}}
+        ranks: dict[Box, list[int]] = defaultdict(list)
+        for move in self.moves:
+            ranks[sizes[move.block]] += move.src_rank, self.world + move.dst_rank
+        return {size: np.bincount(numbers, minlength=2 * self.world) for size, numbers in ranks.items()}
+
+    def _loads(self, numel: Callable[[Box], int]) -> _Loads:
+        return functools.reduce(operator.add, (numel(size) * counts for size, counts in self._counts.items()))
+
     def loads(self, number: int, parts: Parts) -> _Loads:
         """Return the elements that each rank sends and receives for one part of one tensor."""
-        loads: _Loads = defaultdict(int)
-        numels: dict[tuple[int, ...], int] = {}
-        for move in self.moves:
-            if move.extent not in numels:
-                part = move.part(number, parts)
-                numels[move.extent] = math.prod(part.extent) if part else 0
-            if numel := numels[move.extent]:
-                loads[move.src_rank] += numel
-                loads[~move.dst_rank] += numel
-        return loads
+        return self._loads(lambda size: volume(part) if (part := _part(size, number, parts)) else 0)
 
     def num_parts(self, limit: int) -> Parts:
         """Return the split of each move such that one range of every move stays within the limit."""
         outer = self._num_ranges(0, limit)
-        stacks = len(self.moves[0].extent) == 3
-        is_by_expert = stacks and all(move.extent[0] <= outer for move in self.moves)
+        stacks = len(self.moves[0].block) == 3
+        is_by_expert = stacks and all(size[0][1] <= outer for size in self._counts)
         return outer, self._num_ranges(1, limit) if is_by_expert else 1
 
     def _num_ranges(self, axis: int, limit: int) -> int:
@@ -110,23 +112,18 @@ class Pattern:
         load = self._max_load(axis)
         if load <= limit:
             return 1
-        sizes = max(move.extent[axis] for move in self.moves)
+        sizes = max(size[axis][1] for size in self._counts)
         # A range has at most size / ranges, rounded up: at most one row more than the mean, of every move.
         available = limit - self._max_load(axis + 1)
         return min(sizes, -(-load // available)) if available > 0 else sizes
 
     def _max_load(self, axis: int) -> int:
         """Return the maximum over ranks of the elements sent or received, counting every extent from `axis` only."""
-        loads: _Loads = defaultdict(int)
-        for move in self.moves:
-            numel = math.prod(move.extent[axis:])
-            loads[move.src_rank] += numel
-            loads[~move.dst_rank] += numel
-        return max(loads.values())
+        return int(self._loads(lambda size: volume(size[axis:])).max())
 
 
-_Loads = dict[int, int]
-"""Elements sent, by rank, and received, by ~rank (-1 for rank 0, -2 for rank 1, ...)."""
+_Loads: TypeAlias = "np.ndarray"
+"""[2 x ranks] the elements that each rank sends, then those that each receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +155,15 @@ def fill_buckets(
     # Layers of equal depth in all pipeline stages are neighbours, so that all stages send in every bucket.
     parts.sort(key=lambda p: (patterns[p[1].pattern].forwarded, p[0], p[1].number, p[1].pattern, p[1].tensor))
     buckets: list[list[BucketPart]] = []
-    filled: _Loads = {}
+    filled: _Loads | int = 0
     forwarded = False
     for _, part in parts:
         load = loads[part.pattern, part.number]
         begins = patterns[part.pattern].forwarded != forwarded
         forwarded = patterns[part.pattern].forwarded
-        if not buckets or begins or any(filled.get(who, 0) + amount > limit for who, amount in load.items()):
+        if not buckets or begins or ((filled + load > limit) & (load > 0)).any():
             buckets.append([])
-            filled = {}
-        for who, amount in load.items():
-            filled[who] = filled.get(who, 0) + amount
+            filled = 0
+        filled = filled + load
         buckets[-1].append(part)
     return tuple(map(tuple, buckets))

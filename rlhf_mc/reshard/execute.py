@@ -44,8 +44,8 @@ def execute(
         assert target[name].data_ptr() == view.data_ptr(), f"{name} does not alias its source"
     with platform.named_range("local_copies"):
         for transfer in counted(plan.copies, len(plan.copies), "blocks"):
-            for there, here in zip(destination(transfer, target), source_blocks(transfer, source, target), strict=True):
-                there.copy_(here)
+            # One launch for a stack of experts.
+            torch._foreach_copy_(destination(transfer, target), source_blocks(transfer, source, target))
     if not plan.buckets:
         return
     assert transport is not None, f"rank {plan.rank}'s plan has messages to other ranks"
@@ -101,15 +101,19 @@ def pack(
 ) -> None:
     """Concatenate the blocks into a vector of exactly their size."""
     blocks = [block for transfer in transfers for block in source_blocks(transfer, source, target)]
-    for block, part in zip(blocks, flat.split([block.numel() for block in blocks]), strict=True):
-        part.view(block.shape).copy_(block)
+    torch._foreach_copy_(_parts(flat, blocks), blocks)
 
 
 def unpack(flat: torch.Tensor, transfers: Sequence[Transfer], target: Mapping[str, torch.Tensor]) -> None:
     """Write the blocks of a packed vector to their destinations."""
     blocks = [block for transfer in transfers for block in destination(transfer, target)]
-    for block, part in zip(blocks, flat.split([block.numel() for block in blocks]), strict=True):
-        block.copy_(part.view(block.shape))
+    torch._foreach_copy_(blocks, _parts(flat, blocks))
+
+
+def _parts(flat: torch.Tensor, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the views of a packed vector that are these blocks."""
+    parts = flat.split([block.numel() for block in blocks])
+    return [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
 
 
 def destination(transfer: Transfer, target: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -28,8 +28,12 @@ def volume(box: Box) -> int:
 
 def intersection(a: Box, b: Box) -> Box | None:
     """Return the block that two blocks of one tensor have in common; None if they are disjoint."""
-    common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
-    return common if all(start < end for start, end in common) else None
+    common = []
+    for (first, last), (start, end) in zip(a, b, strict=True):
+        if last <= start or end <= first:
+            return None
+        common.append((max(first, start), min(last, end)))
+    return tuple(common)
 
 
 def box_text(box: Box) -> str:
@@ -78,6 +82,10 @@ class Shard:
                 yield Shard(tensor, tuple(box), member(self.local, index), self.offset[1:])
             else:
                 yield Shard(tensor, tuple(box), self.local, (index, *self.offset[1:]))
+
+    def for_experts(self, start: int) -> Shard:
+        """Return the shard of as many experts, from this one."""
+        return replace(self, box=((start, start + self.box[0][1] - self.box[0][0]), *self.box[1:]))
 
     def local_offset(self, block: Box) -> tuple[int, ...]:
         """Return the local offset of a part of the shard's block."""
@@ -137,19 +145,6 @@ class Layout:
 
 
 EMPTY = Layout({}, ())
-
-
-def split_layouts(layouts: Sequence[Layout], tensors: Collection[str]) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts without the shards of these logical tensors, and with these alone. Ranks that share a Layout
-    share the results."""
-    known = {
-        id(layout): tuple(
-            replace(layout, stacked=tuple(p for p in layout.stacked if (p.tensor in tensors) == chosen))
-            for chosen in (False, True)
-        )
-        for layout in {id(layout): layout for layout in layouts}.values()
-    }
-    return [known[id(layout)][0] for layout in layouts], [known[id(layout)][1] for layout in layouts]
 
 
 RankLayout = Callable[[ModelShape, int, int], Layout]
@@ -243,8 +238,11 @@ def mcore_layout(
     tensor-parallel ranks.
     """
     check_mcore(shape, tp_size, ep_size=ep_size)
-    per_rank = shape.num_experts // ep_size
-    experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
+    experts = range(shape.num_experts // ep_size)
+    if ep_rank > 0:  # all shards but the experts' are the first rank's
+        one = mcore_layout(shape, tp_rank, tp_size, layers, first, last, transformer_engine, ep_size=ep_size)
+        start = ep_rank * len(experts)
+        return Layout(one.stacked_shapes, tuple(p.for_experts(start) if STACK in p.tensor else p for p in one.stacked))
     stages = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
     stages |= {"last_if_not_first"} if last and not first else set()
     vocab = padded_vocab_size(shape.vocab_size, tp_size)
@@ -263,6 +261,7 @@ Obstacle = tuple[str, str]
 """(the size that is not divisible, the logical tensor that cannot be split)."""
 
 
+@functools.cache
 def tensor_with(dim: str, shape: ModelShape) -> str:
     """Return the first logical tensor, of the first expert, that has this dimension."""
     params = model_params(shape)

@@ -4,7 +4,7 @@ topology/mesh.py the coordinates of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -56,3 +56,16 @@ def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]], layout: 
     """Return each rank's layout of the rollout engines over these groups, each in the order of its TP ranks."""
     by_rank = {rank: layout(shape, tp_rank, len(group)) for group in groups for tp_rank, rank in enumerate(group)}
     return [by_rank[rank] for rank in range(len(by_rank))]
+
+
+def split_layouts(layouts: Sequence[Layout], tensors: Collection[str]) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts without the shards of these logical tensors, and with these alone. Ranks that share a Layout
+    share the results."""
+    known = {
+        id(layout): tuple(
+            replace(layout, stacked=tuple(p for p in layout.stacked if (p.tensor in tensors) == chosen))
+            for chosen in (False, True)
+        )
+        for layout in {id(layout): layout for layout in layouts}.values()
+    }
+    return [known[id(layout)][0] for layout in layouts], [known[id(layout)][1] for layout in layouts]

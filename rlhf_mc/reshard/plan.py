@@ -54,15 +54,16 @@ class Plan:
         copies: list[Transfer] = []
         for pattern in self.patterns:
             local = [m for m in pattern.copies if m.dst_rank == rank]
-            for tensor in range(len(pattern.dst_locals) if local else 0):
-                copies += join_strided(pattern.transfer(m, tensor) for m in local)
+            for tensor in range(len(pattern.dst) if local else 0):
+                copies += join_strided(t for m in local if (t := pattern.transfer(m, tensor)))
         moves = [[m for m in p.moves if rank in (m.src_rank, m.dst_rank)] for p in self.patterns]
         buckets = []
         for bucket in self.buckets:
             transfers: list[Transfer] = []
             for part in bucket:
-                ranges = [r for move in moves[part.pattern] if (r := move.part(part.number, part.parts))]
-                transfers += join_strided(self.patterns[part.pattern].transfer(r, part.tensor) for r in ranges)
+                pattern = self.patterns[part.pattern]
+                blocks = (pattern.transfer(m, part.tensor, part.number, part.parts) for m in moves[part.pattern])
+                transfers += join_strided(t for t in blocks if t)
             sends = tuple(t for t in transfers if t.src_rank == rank)
             buckets.append((sends, tuple(t for t in transfers if t.dst_rank == rank)))
         return RankPlan(rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets))
@@ -101,12 +102,13 @@ def make_plan(
             patterns.append(pattern)
     buckets = fill_buckets(patterns, queue, max(1, bucket_bytes // itemsize))
     copied, sent, received, from_other_nodes = ([0] * len(source) for _ in range(4))
+    numel = functools.cache(volume)
     for pattern in patterns:
-        times = itemsize * len(pattern.dst_locals)
+        times = itemsize * len(pattern.dst)
         for move in pattern.copies:
-            copied[move.src_rank] += times * math.prod(move.extent)
+            copied[move.src_rank] += times * numel(move.block)
         for move in pattern.moves:
-            size = times * math.prod(move.extent)
+            size = times * numel(move.block)
             sent[move.src_rank] += size
             received[move.dst_rank] += size
             if move.src_rank // ranks_per_node != move.dst_rank // ranks_per_node:
@@ -142,27 +144,37 @@ def _alias(
 
 
 class _Side:
-    """The layouts of one side, indexed by tensor. A Layout object that several ranks share appears once."""
+    """The shards of one side, by tensor. A Layout object or a Shard object that several ranks share appears once."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         ranks: dict[int, list[int]] = defaultdict(list)
         for rank, layout in enumerate(layouts):
             ranks[id(layout)].append(rank)
-        self.ranks = list(ranks.values())
-        """Ranks of each distinct layout."""
-        self.shards: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
-        """Tensor -> (number of the distinct layout, shard)."""
+        self.world = len(layouts)
         self.position: dict[str, int] = {}
         """Tensor -> its smallest index in a layout."""
-        for number, (first, *_) in enumerate(self.ranks):
+        shards: dict[int, tuple[Shard, list[int]]] = {}  # with the first rank of each layout that has the shard
+        for first, *_ in ranks.values():
             for position, shard in enumerate(layouts[first].stacked):
-                self.shards[shard.tensor].append((number, shard))
-                if position <= self.position.get(shard.tensor, position):
-                    self.position[shard.tensor] = position
+                if known := shards.get(id(shard)):
+                    known[1].append(first)
+                    continue
+                shards[id(shard)] = shard, [first]
+                self.position[shard.tensor] = min(position, self.position.get(shard.tensor, position))
+        groups: dict[tuple[int, ...], int] = {}
+        self.ranks: list[list[int]] = []
+        """Ranks of each group, which have a shard in common."""
+        self.shards: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
+        """Tensor -> (number of the group, shard)."""
+        for shard, firsts in shards.values():
+            number = groups.setdefault(tuple(firsts), len(groups))
+            if number == len(self.ranks):
+                self.ranks.append([rank for first in firsts for rank in ranks[id(layouts[first])]])
+            self.shards[shard.tensor].append((number, shard))
 
 
 def _placement(shards: Iterable[tuple[int, Shard]]) -> tuple:
-    return tuple((number, shard.box, shard.offset) for number, shard in shards)
+    return tuple((number, shard.box) for number, shard in shards)
 
 
 class _SenderBalancer:
@@ -208,26 +220,9 @@ class _SenderBalancer:
         bounds = [start + (end - start) * n // parts for n in range(parts + 1)]
         return [(*block[:axis], bound, *block[axis + 1 :]) for bound in itertools.pairwise(bounds)]
 
-    def next_sender(self, senders: tuple[int, ...]) -> int:
-        """Return the next of the senders, round-robin."""
-        return next(self.turns.setdefault(senders, itertools.cycle(senders)))
-
-
-class _Block:
-    """A block, and its offsets in the source and target shards that contain it, by the shard's index."""
-
-    def __init__(self, block: Box, sources: Sequence[tuple[int, Shard]], targets: Sequence[tuple[int, Shard]]) -> None:
-        self.extent = tuple(end - start for start, end in block)
-        self.begin = functools.cache(lambda number: sources[number][1].local_offset(block))
-        self.end = functools.cache(lambda number: targets[number][1].local_offset(block))
-
-    def move(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
-        """Return the move from a source shard (rank, index) to a target shard."""
-        return Move(*sender, self.begin(sender[1]), *receiver, self.end(receiver[1]), self.extent)
-
-    def forward(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
-        """Return the move from a target shard (rank, index) to a target shard of another rank."""
-        return Move(*sender, self.end(sender[1]), *receiver, self.end(receiver[1]), self.extent)
+    def turn(self, senders: tuple[int, ...]) -> Iterator[int]:
+        """Return the senders, round-robin, from the next one."""
+        return self.turns.setdefault(senders, itertools.cycle(senders))
 
 
 def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _SenderBalancer) -> tuple[Pattern, Pattern]:
@@ -243,24 +238,23 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _Sender
     forwards: list[Move] = []
     for (box, block), wanted in _needs(tensors[0], holders, targets, dst.ranks).items():
         have = holders[box]
-        complete = _Block(block, sources, targets)
-        copies += [complete.move((rank, have[rank]), (rank, shard)) for rank, shard in wanted if rank in have]
+        copies += [Move(rank, have[rank], rank, shard, block) for rank, shard in wanted if rank in have]
         missing = [(rank, shard) for rank, shard in wanted if rank not in have]
         for senders, groups in balancer.nearest(have, missing).items():
+            turn = balancer.turn(senders)
             num_receivers = sum(map(len, groups))
-            slices: dict[int, list[_Block]] = {}
+            slices: dict[int, list[Box]] = {}
             for group in groups:
                 if len(group) not in slices:
-                    boxes = balancer.split(block, len(senders), num_receivers, len(group))
-                    slices[len(group)] = [_Block(box, sources, targets) for box in boxes]
+                    slices[len(group)] = balancer.split(block, len(senders), num_receivers, len(group))
                 for number, part in enumerate(slices[len(group)]):
                     first = group[number % len(group)]
-                    sender = balancer.next_sender(senders)
-                    moves.append(part.move((sender, have[sender]), first))
-                    forwards += [part.forward(first, other) for other in group if other != first]
-    dst_locals = _locals(tensors, dst)
-    from_sources = Pattern(_locals(tensors, src), dst_locals, copies, moves)
-    return from_sources, Pattern(dst_locals, dst_locals, [], forwards, forwarded=True)
+                    sender = next(turn)
+                    moves.append(Move(sender, have[sender], *first, part))
+                    forwards += [Move(*first, *other, part) for other in group if other != first]
+    at_dst = _shards(tensors, dst)
+    from_sources = Pattern(dst.world, _shards(tensors, src), at_dst, copies, moves)
+    return from_sources, Pattern(dst.world, at_dst, at_dst, [], forwards, forwarded=True)
 
 
 def _needs(
@@ -285,5 +279,5 @@ def _needs(
     return needs
 
 
-def _locals(tensors: list[str], side: _Side) -> list[tuple[str, ...]]:
-    return [tuple(shard.local for _, shard in side.shards.get(name, ())) for name in tensors]
+def _shards(tensors: list[str], side: _Side) -> list[tuple[Shard, ...]]:
+    return [tuple(shard for _, shard in side.shards.get(name, ())) for name in tensors]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import Layout, split_layouts
+from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.reshard.placement import split_layouts
 from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.reshard.shared_memory import host_transport
 from rlhf_mc.reshard.transport import PointToPoint, Transport

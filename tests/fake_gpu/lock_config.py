@@ -16,6 +16,14 @@ import lock_platform
 
 ROOT = Path(__file__).parents[2]
 MODELS = {
+    "grpo_deepseek_v3": "deepseek-v3",
+    "grpo_glm_4.5": "glm-4.5",
+    "grpo_glm_4.5_air": "glm-4.5-air",
+    "grpo_gpt_oss_120b": "gpt-oss-120b",
+    "grpo_kimi_k2": "kimi-k2",
+    "grpo_mixtral_8x22b": "mixtral-8x22b",
+    "grpo_qwen3_235b_a22b": "qwen3-235b-a22b",
+    "grpo_qwen3_8b_32k": "qwen3-8b",
     "ppo_70b": "llama-3-70b",
     "ppo_qwen2.5_0.5b": "qwen2.5-0.5b",
     "ppo_qwen2.5_32b": "qwen2.5-32b",

@@ -15,7 +15,7 @@ import torch
 from families import EXTRA, shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_ranks import PADDING, check_movement, empty, make_shape, numbered, padded_chunk
+from simulated_ranks import PADDING, check_movement, elements, empty, make_shape, numbered, padded_chunk
 
 from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
@@ -23,8 +23,10 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.reshard.layout import EMPTY, Layout, check_mcore, hf_layout, logical_shapes, mcore_layout
 from rlhf_mc.reshard.model_checks import check_layout, cp_comm_type
+from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.rollout.vllm_layout import check_vllm, local_tensors, parameter_shapes, vllm_layout
+from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 MIXTRAL = {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 """Parts of the names of mixtral's tensors -> of the other families'."""
@@ -333,6 +335,26 @@ def plan_of_experts(num_experts: int, bucket: int) -> Plan:
     shape = shape_of("qwen3_moe", num_experts=num_experts, num_key_value_heads=4, moe_intermediate_size=64)
     source = [unpipelined(shape, t, 2, ep_rank=e, ep_size=2) for e in range(2) for t in range(2)]
     return make_plan(source, [vllm_layout(shape, r, 4) for r in range(4)], 4, bucket, 2)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_plan_of_64_ranks_is_at_its_bound(family: str) -> None:
+    """Compare with the elements that each rank, and each node, needs and lacks."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    experts = {"n_routed_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 8}
+    shape = shape_of(family, num_hidden_layers=4, intermediate_size=8, **heads, **experts)
+    mesh = Mesh(64, tp=2, pp=2, ep=8)
+    source = training_layouts(shape, mesh)
+    target = rollout_layouts(shape, rollout_groups(mesh, 8), vllm_layout)
+    distinct = {id(layout): layout for layout in (*source, *target)}
+    held = {key: elements(fill(layout, shape)) for key, layout in distinct.items()}
+    plan = make_plan(source, target, 2, 1000)
+    lacks = [held[id(want)] - held[id(have)] for have, want in zip(source, target, strict=True)]
+    assert plan.received_bytes == tuple(2 * len(one) for one in lacks)
+    for node in range(0, 64, 8):
+        on_node = set().union(*(held[id(layout)] for layout in source[node : node + 8]))
+        lacking = set().union(*lacks[node : node + 8]) - on_node
+        assert sum(plan.received_from_other_nodes[node : node + 8]) == 2 * len(lacking) > 0
 
 
 def test_parameters_of_vllm_with_rows_of_gate_and_up_in_turn() -> None:

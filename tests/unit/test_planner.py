@@ -222,6 +222,7 @@ def test_roles_with_the_actors_path_follow_the_model() -> None:
         ("qwen2.5-32b", 32.764),
         ("qwen3-30b-a3b", 30.53),
         ("mixtral-8x22b", 140.63),
+        ("glm-4.5", 352.8),
         ("glm-4.5-air", 106.85),
         ("gpt-oss-120b", 116.83),
         ("gpt-oss-20b", 20.91),

@@ -35,6 +35,13 @@ CLUSTERS: list[tuple[str, int, str, float, float]] = [
     ("ppo_qwen2.5_32b", 16, "qwen2.5-32b", 13.8, 1142),
     ("ppo_qwen3_30b_a3b", 16, "qwen3-30b-a3b", 15.1, 1033),
     ("ppo_70b", 64, "llama-3-70b", 21.8, 676),
+    ("grpo_glm_4.5_air", 64, "glm-4.5-air", 29.0, 530),
+    ("grpo_mixtral_8x22b", 64, "mixtral-8x22b", 29.0, 609),
+    ("grpo_gpt_oss_120b", 64, "gpt-oss-120b", 27.5, 533),
+    ("grpo_qwen3_235b_a22b", 128, "qwen3-235b-a22b", 21.3, 537),
+    ("grpo_glm_4.5", 128, "glm-4.5", 17.0, 766),
+    ("grpo_deepseek_v3", 256, "deepseek-v3", 12.7, 758),
+    ("grpo_kimi_k2", 512, "kimi-k2", 12.7, 586),
 ]
 GB = 10**9
 MARGIN = 12 * GB
@@ -230,13 +237,15 @@ def test_memory_of_other_settings(change: str, gb: float) -> None:
         ("ppo_1node.sh", "ppo_qwen2.5_7b", 1),
         ("ppo_2nodes.sh", "ppo_qwen2.5_32b", 2),
         ("ppo_2nodes.sh", "ppo_qwen3_30b_a3b", 2),
+        *(("ppo_2nodes.sh", name, world // 8) for name, world, *_ in CLUSTERS if name.startswith("grpo")),
     ],
 )
 def test_slurm_signals_before_the_grace_period_ends(script: str, config: str, nodes: int) -> None:
     text = (REPO / "slurm" / script).read_text()
-    assert f"#SBATCH --nodes={nodes}\n" in text
+    comments = (REPO / "configs" / f"{config}.yaml").read_text()
+    assert f"#SBATCH --nodes={nodes}\n" in text or f"sbatch --nodes={nodes} slurm/{script}" in comments
     # The config is the script's default, or its comments have the command.
-    assert f"config=(configs/{config}.yaml)" in text or script in (REPO / "configs" / f"{config}.yaml").read_text()
+    assert f"config=(configs/{config}.yaml)" in text or script in comments
     found = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.MULTILINE)
     assert found is not None
     cfg = load_config(str(REPO / "configs" / f"{config}.yaml"))
