@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_mc.reshard.layout import even_range
+from rlhf_mc.reshard.ranges import even_range
 from rlhf_mc.reshard.transfers import Transfer
 
 Parts = tuple[int, int]
