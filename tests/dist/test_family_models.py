@@ -43,6 +43,8 @@ EXPERTS = {
         "topk_group": 1,
         "rope_scaling": None,
     },
+    # The first layer has a gated delta net.
+    "qwen3_next": {"family": "qwen3_next", "tied": False},
     # Layers of two kinds. With two stages, the first has no experts.
     "qwen3_moe_mixed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     # A token's experts have the weights of the softmax over all experts, not normalised over the chosen ones.
