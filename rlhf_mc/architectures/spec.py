@@ -192,11 +192,18 @@ class ModelShape(Traits):
         return queries + latent_kv + self.hidden_size * values
 
     def cached_per_token(self, tp: int) -> int:
-        """Return the elements that a rank of an engine of `tp` ranks caches for a token in a layer: keys and values, or
-        the latent vector and the rotated part of the keys."""
+        """Return the elements that a rank of an engine of `tp` ranks caches for a token in a layer with attention: keys
+        and values, or the latent vector and the rotated part of the keys."""
         if self.kv_lora_rank:
             return self.kv_lora_rank + self.rope_head_dim
         return 2 * max(self.num_kv_heads // tp, 1) * self.head_dim
+
+    def cached_per_sequence(self, tp: int, itemsize: int) -> float:
+        """Return the bytes that it caches for a sequence in all delta nets: float32 states, and the convolution's last
+        inputs, of itemsize bytes each."""
+        parts = (part for part in self.by_kind() if part.linear_layers)
+        inputs = (self.linear_kernel - 1) * self.dims()["linear_qkv"] * itemsize
+        return sum(part.num_layers * (4 * part.state_size + inputs) / tp for part in parts)
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -14,13 +14,10 @@ from torch.linalg import solve_triangular
 from torch.nn.functional import conv1d, pad, silu, softplus
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_mc.architectures.operations import DELTA_CHUNK
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.models.layers import PackedSequences, RMSNorm
 from rlhf_mc.patching import replaced
-
-CHUNK = 64
-"""Tokens whose states the rule computes at a time."""
-
 
 class PackedDeltaNet(GatedDeltaNet):
     """Megatron-Core's gated delta net, with its parameters and its checkpoints, on packed sequences. The original
@@ -65,7 +62,7 @@ class PackedDeltaNet(GatedDeltaNet):
             q, k, v = x.split((*2 * (self.qk_dim // self.tp_size,), self.v_dim // self.tp_size), dim=-1)
             q, k = (y.unflatten(-1, (-1, self.key_head_dim)) for y in (q, k))
             outputs.append(delta_rule(q, k, v.unflatten(-1, (-1, self.value_head_dim)), g, b).flatten(0, 1))
-        return torch.cat(outputs)
+        return torch.cat(outputs).to(qkv.dtype)
 
 
 def delta_rule(
@@ -81,7 +78,7 @@ def delta_rule(
     in float32. Within a chunk of tokens the corrections v - k^T state are the solution of a triangular system; between
     chunks only the state is handed on."""
     length = q.shape[1]
-    chunk = min(CHUNK, length)
+    chunk = min(DELTA_CHUNK, length)
     q, k = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q * q.shape[-1] ** -0.5, k))
 

@@ -123,6 +123,30 @@ def local_tensors(layout: Layout, parameters: Mapping[str, Any]) -> dict[str, An
     return tensors
 
 
+def check_parameters(
+    model_path: str, written: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise UserError unless the parameters that a weight update writes (name -> shape) are exactly vLLM's.
+
+    A parameter that nothing writes would stay zero, and vLLM would generate with it."""
+    wrong = [
+        *(f"vLLM alone has {name} {shape}" for name, shape in actual.items() if name not in written),
+        *(f"vLLM lacks {name} {shape}" for name, shape in written.items() if name not in actual),
+        *(
+            f"{name} has shape {actual[name]} in vLLM, {shape} in the weight update"
+            for name, shape in written.items()
+            if actual.get(name, shape) != shape
+        ),
+    ]
+    if not wrong:
+        return
+    more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+    raise UserError(
+        f"model.path {model_path}: vLLM's model is not the trainer's: {'; '.join(wrong[:3])}{more}; "
+        "a key of config.json means something else to vLLM than to the trainer"
+    )
+
+
 def check_vllm(shape: ModelShape, tp_size: int) -> None:
     """Raise UserError if vLLM cannot split this model over tp_size ranks."""
     if shape.value_head:

@@ -96,6 +96,7 @@ def on_cpu() -> tuple[Patch, ...]:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     rotate = RotaryEmbedding.forward_cpu
@@ -104,7 +105,13 @@ def on_cpu() -> tuple[Patch, ...]:
         is_part = query.dim() == 3  # [tokens, heads, rotated part of a head]
         return (module.forward_native if is_part else functools.partial(rotate, module))(positions, query, key)
 
+    def unpacked(convolve: Any) -> Any:
+        return lambda *args, **kwargs: convolve(*args, **kwargs | {"is_weight_packed": False})
+
+    convolutions = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
+    reason = "where the processor has AVX512-BF16 it takes the weight for repacked, which a weight update has written"
     return (
+        *(Patch(gdn_attention, name, unpacked(getattr(gdn_attention, name)), reason) for name in convolutions),
         Patch(
             utils,
             "dispatch_cpu_unquantized_gemm",

@@ -290,9 +290,11 @@ def test_layouts_of_latent_attention_without_a_latent_of_queries() -> None:
         assert_same(fill(vllm_layout(shape, t, 2), shape), expected_vllm(shape, t, 2))
 
 
-def test_plans_of_latent_attention_are_exact_and_minimal() -> None:
-    """Plan from TP 2 and EP 2 to rollout TP 2: what vLLM joins and replicates comes from two parameters."""
-    shape = shape_of("deepseek_v3")
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_plans_of_other_attentions_are_exact_and_minimal(family: str) -> None:
+    """Plan from TP 2 and EP 2 to rollout TP 2: what vLLM joins and replicates comes from two parameters, and what it
+    orders by heads from one."""
+    shape = shape_of(family)
     places = [(t, 2, e, 2) for e in range(2) for t in range(2)]
     source = [unpipelined(shape, t, 2, ep_rank=e, ep_size=2) for t, _, e, _ in places]
     target = [vllm_layout(shape, t, 2) for t, *_ in places]
@@ -489,6 +491,8 @@ def test_error_of_an_invalid_size_names_a_tensor(check: Any, tp: int, message: s
         check(shape_of("qwen3"), tp)
     with pytest.raises(UserError, match=r"num_attention_heads is 4.*q_b_proj\.weight \[20, 10\]\); .*work: 1, 2, 4"):
         check(shape_of("deepseek_v3"), tp)
+    with pytest.raises(UserError, match=r"linear_num_key_heads is 2, which 4 .*in_proj_qkvz.*; sizes that work: 1, 2"):
+        check(shape_of("qwen3_next"), 4)
 
 
 def test_expert_parallelism_of_a_dense_model_is_rejected() -> None:
@@ -530,6 +534,11 @@ def test_context_parallel_ranks_move_fewer_bytes(heads: int, kv_heads: int, tp: 
             EXTRA["gpt_oss"] | {"model_type": "gpt_oss"},
             {"context_parallel_size": 2},
             "context_parallel_size: 2; a gp",
+        ),
+        (
+            EXTRA["qwen3_next"] | {"model_type": "qwen3_next"},
+            {"context_parallel_size": 2},
+            "context_parallel_size: 2; a qwen3_next model has gated delta nets",
         ),
     ],
 )
