@@ -32,8 +32,8 @@ class Traits:
     qk_norm: bool = False
     """Each head's query and key are normalised (RMSNorm)."""
     attention_gate: bool = False
-    """The attention's output is multiplied by the sigmoid of gates. q_proj has for each head the rows of its query, then
-    those of its gate."""
+    """The attention's output is multiplied by the sigmoid of gates. q_proj has for each head the rows of its query,
+    then those of its gate."""
     sinks: bool = False
     """Each head has a sink: a trained logit beside those of the keys, whose probability goes to no value."""
     zero_centered_norms: bool = False

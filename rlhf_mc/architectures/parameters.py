@@ -29,7 +29,7 @@ layer, one parameter per expert."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeadRows:
     """Rows of a Hugging Face tensor: `size` rows of each of `heads` heads, which begin `stride` rows apart."""
 
     tensor: str
@@ -52,7 +52,7 @@ class Param:
     mcore_te: str | None = None
     """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer and has one module for
     the experts of a layer; None: as `mcore`."""
-    rows: tuple[Rows, ...] = ()
+    rows: tuple[HeadRows, ...] = ()
     """The rows that a rank has of its heads, in order; none: its part of each tensor in turn."""
     kind: LayerKind | None = None
     """The kind of layer that has it; None: it is outside the layers."""
@@ -70,7 +70,7 @@ def _norm(hf: str, mcore: str, fused_with: str | None = None, dim: str = "hidden
     return Param("layer", {f"{_HF}{hf}.weight": (dim,)}, f"{_MC}{mcore}.weight", te)
 
 
-def _linear(mcore: str, hf: Mapping[str, tuple[str, ...]], bias: bool, rows: Sequence[Rows] = ()) -> list[Param]:
+def _linear(mcore: str, hf: Mapping[str, tuple[str, ...]], bias: bool, rows: Sequence[HeadRows] = ()) -> list[Param]:
     """Return the weight and the bias of a linear layer. hf: its modules -> (output, input) dimension of each. rows: as
     in Param, of modules."""
     return [
@@ -95,12 +95,15 @@ def _delta_net(shape: ModelShape) -> list[Param]:
     starts = itertools.accumulate((0, d_k, d_k, group * d_v))
     stride = 2 * (d_k + group * d_v)
     in_proj = [
-        *(Rows(qkvz, at, size, stride, keys) for at, size in zip(starts, (d_k, d_k, *2 * (group * d_v,)), strict=True)),
-        *(Rows("linear_attn.in_proj_ba", at, group, 2 * group, keys) for at in (0, group)),
+        *(
+            HeadRows(qkvz, at, size, stride, keys)
+            for at, size in zip(starts, (d_k, d_k, *2 * (group * d_v,)), strict=True)
+        ),
+        *(HeadRows("linear_attn.in_proj_ba", at, group, 2 * group, keys) for at in (0, group)),
     ]
     conv1d = [
-        *(Rows("linear_attn.conv1d", at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
-        Rows("linear_attn.conv1d", 2 * keys * d_k, d_v, d_v, shape.linear_value_heads),
+        *(HeadRows("linear_attn.conv1d", at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
+        HeadRows("linear_attn.conv1d", 2 * keys * d_k, d_v, d_v, shape.linear_value_heads),
     ]
     projections = {qkvz: ("linear_qkvz", "hidden"), "linear_attn.in_proj_ba": ("linear_ba", "hidden")}
     return [
@@ -146,8 +149,8 @@ def _attention(shape: ModelShape) -> list[Param]:
     dim = shape.head_dim
     gates = 1 + shape.attention_gate
     rows = [
-        *(Rows("self_attn.q_proj", at * dim, dim, gates * dim, shape.num_heads) for at in range(gates)),
-        *(Rows(f"self_attn.{x}_proj", 0, dim, dim, shape.num_kv_heads) for x in "kv"),
+        *(HeadRows("self_attn.q_proj", at * dim, dim, gates * dim, shape.num_heads) for at in range(gates)),
+        *(HeadRows(f"self_attn.{x}_proj", 0, dim, dim, shape.num_kv_heads) for x in "kv"),
     ]
     heads = {
         "self_attn.q_proj": ("gated_q" if shape.attention_gate else "q", "hidden"),

@@ -19,10 +19,11 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.models.layers import PackedSequences, RMSNorm
 from rlhf_mc.patching import replaced
 
+
 class PackedDeltaNet(GatedDeltaNet):
     """Megatron-Core's gated delta net, with its parameters and its checkpoints, on packed sequences. The original
-    refuses them, and needs FLA's kernels. What it computes from the projections is stored by no pass, and computed again
-    in the backward pass: the rule's matrices are larger than all else in a layer."""
+    refuses them, and needs FLA's kernels. No pass stores what the rule computes from the projections: it is computed
+    again in the backward pass, since its matrices are larger than all else in a layer."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, *, pg_collection: Any, **_: Any) -> None:
         with replaced(gated_delta_net, "HAVE_FLA", True):
@@ -42,11 +43,9 @@ class PackedDeltaNet(GatedDeltaNet):
         qkv, gate, beta, alpha = projected[:, 0].split((self.conv_dim_local_tp, values, heads, heads), dim=-1)
         decay = -self.A_log.float().exp() * softplus(alpha.float() + self.dt_bias)
         runs = packed_seq_params.runs
-        out = checkpoint(
-            self._attend, qkv, decay, beta.sigmoid(), runs, use_reentrant=False, preserve_rng_state=False
-        )
+        out = checkpoint(self._attend, qkv, decay, beta.sigmoid(), runs, use_reentrant=False, preserve_rng_state=False)
         out = self._apply_gated_norm(out, gate.unflatten(-1, (heads, -1))).view(len(out), 1, values)
-        return self.out_proj(out)  # type: ignore[no-any-return]
+        return self.out_proj(out)
 
     def _attend(
         self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, runs: list[tuple[int, int]]
@@ -126,5 +125,6 @@ def use_delta_net(spec: Any) -> None:
     linear = spec.submodules.self_attention.submodules
     parts = GatedDeltaNetSubmodules(linear.linear_qkv, RMSNorm, linear.linear_proj)
     spec.submodules.self_attention = ModuleSpec(PackedDeltaNet, submodules=parts)
-    if spec.submodules.sharded_state_dict_keys_map:  # in checkpoints norms have the names of Transformer Engine's layers
-        spec.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    names = spec.submodules.sharded_state_dict_keys_map
+    if names:  # of local layers: in checkpoints norms have the names of Transformer Engine's
+        names["input_layernorm."] = "self_attention.in_proj.layer_norm_"

@@ -29,7 +29,7 @@ from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
 from rlhf_mc.models.context_parallel import rotate_in_context
-from rlhf_mc.models.experts import add_correction_biases, expert_settings, prepare_output_biases
+from rlhf_mc.models.expert_parts import add_correction_biases, expert_settings, prepare_output_biases
 from rlhf_mc.models.gated_delta_net import delta_net_settings, use_delta_net
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.latent_attention import LatentAttention, latent_settings, use_latents

@@ -238,10 +238,10 @@ def mcore_layout(
     """Return the layout of a Megatron-Core rank. layers: global numbers of its stage's layers; first, last: whether the
     stage is the first or the last; transformer_engine: whether the layers are Transformer Engine's.
 
-    Rows of q, k and v are interleaved: for each KV group the rows of its query heads (and those of their gates), its
-    key and its value. They are split evenly over the ranks. With more ranks than KV groups a rank has part of a group, and no row is replicated.
-    Of a layer's experts, the rank holds the ep_rank-th of ep_size equal ranges. Each expert is split over the
-    tensor-parallel ranks.
+    Rows of q, k and v are interleaved: for each KV group the rows of its query heads, and those of their gates, its key
+    and its value. They are split evenly over the ranks. With more ranks than KV groups a rank has part of a group, and
+    no row is replicated. Of a layer's experts, the rank holds the ep_rank-th of ep_size equal ranges. Each expert is
+    split over the tensor-parallel ranks.
     """
     check_mcore(shape, tp_size, ep_size=ep_size)
     per_rank = shape.num_experts // ep_size

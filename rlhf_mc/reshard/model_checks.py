@@ -95,7 +95,7 @@ def _check_fp8(shape: ModelShape, recipe: str, tp: int, section: str) -> None:
     multiple = FP8_MULTIPLES[recipe]
     one = shape.one_of_each_kind()
     for name, size in mcore_layout(one, 0, tp, range(one.num_layers), first=False, last=False).shapes.items():
-        if re.search(r"\.linear_|\.(in|out)_proj\.", name) and name.endswith("weight") and any(n % multiple for n in size):
+        if re.search(r"\.(linear_.*|in_proj|out_proj)\.weight", name) and any(n % multiple for n in size):
             raise UserError(
                 f"{section}.fp8: {recipe!r} needs dimensions that are multiples of {multiple}; "
                 f"{name} has {list(size)} on a tensor-parallel rank of {tp}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, Rows
+from rlhf_mc.architectures.parameters import SPLIT_DIMS, HeadRows, Param
 from rlhf_mc.architectures.spec import ModelShape
 
 Range = tuple[str, tuple[int, int]]
@@ -22,7 +22,7 @@ def even_ranges(param: Param, shape: ModelShape, index: int, count: int, padded_
     ]
 
 
-def interleaved_ranges(rows: Sequence[Rows], groups: int, index: int, count: int) -> list[Range]:
+def interleaved_ranges(rows: Sequence[HeadRows], groups: int, index: int, count: int) -> list[Range]:
     """Return the ranges in the index-th of `count` equal ranges of interleaved rows: for each of `groups` equal groups
     of heads, the rows of each part in turn."""
     pieces = [

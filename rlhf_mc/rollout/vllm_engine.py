@@ -305,10 +305,6 @@ def engine_settings(
     if platform.float32_products():
         # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no differently.
         overrides["head_dtype"] = "float32"
-    more: dict[str, Any] = {}
-    if shape.linear_layers:
-        # States in float32, as the trainer's. vLLM could continue from a cached prefix only where a block ends.
-        more = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False}
     return {
         "model": model_path,
         "config_format": "hf",  # not mistral's params.json, which the trainer does not read
@@ -322,7 +318,9 @@ def engine_settings(
         "max_num_seqs": cfg.max_num_seqs,
         "max_num_batched_tokens": max(cfg.max_num_batched_tokens, max_model_len),
         "disable_log_stats": True,
-        **more,
+        # Of delta nets: states in float32, as the trainer's, which a cached prefix would have only where a block ends.
+        "mamba_ssm_cache_dtype": "float32" if shape.linear_layers else "auto",
+        "enable_prefix_caching": False if shape.linear_layers else None,
     }
 
 

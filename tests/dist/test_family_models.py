@@ -248,8 +248,8 @@ LAYER_NAMES["qwen3_next"] = {
     *(f"{i}.self_attention.{n}" for i, names in enumerate((DELTA_NET_NAMES, ATTENTION_NAMES)) for n in names),
 }
 LAYER_NAMES["deepseek_v3"] = LAYER_NAMES["glm4_moe"] | {f"{i}.{name}" for i in range(2) for name in LATENT_NAMES}
-"""Names of a layer's tensors after its attention, and for latent attention and delta nets of all, in the Megatron checkpoints that
-Transformer Engine's layers write (docs/internals/gpu_readings.md)."""
+"""Names of a layer's tensors after its attention, and for latent attention and delta nets of all, in the Megatron
+checkpoints that Transformer Engine's layers write (docs/internals/gpu_readings.md)."""
 
 
 @pytest.mark.parametrize("family", LAYER_NAMES)

@@ -90,7 +90,8 @@ def latent_vllm(full: dict, shape: ModelShape, i: int, t: int, tp: int) -> dict[
 def delta_net(full: dict, shape: ModelShape, i: int, t: int, tp: int) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of a layer's delta net on a Megatron-Core rank and on a vLLM rank, by their names there."""
     hf = f"model.layers.{i}.linear_attn."
-    keys, values = (shape.linear_key_heads, shape.linear_value_heads)
+    keys = shape.linear_key_heads
+    values = shape.linear_value_heads
     sizes = (shape.linear_key_dim, shape.linear_key_dim, *2 * (values // keys * shape.linear_value_dim,))
     of_heads = full[hf + "in_proj_qkvz.weight"].unflatten(0, (keys, -1)).split(sizes, dim=1)
     of_heads += full[hf + "in_proj_ba.weight"].unflatten(0, (keys, -1)).chunk(2, dim=1)
@@ -194,7 +195,8 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
         out[name] = padded_chunk(full[name], rows, t, tp)
     for i in range(shape.num_layers):
         hf = f"model.layers.{i}."
-        out |= {n: x for n, x in full.items() if n.startswith(hf) and ("norm" in n or "mlp.gate." in n or "expert_gate" in n)}
+        same = ("norm", "mlp.gate.", "shared_expert_gate")
+        out |= {n: x for n, x in full.items() if n.startswith(hf) and any(part in n for part in same)}
         if i in shape.linear_layers:
             part = "linear_attn."
             out |= {hf + part + name: tensor for name, tensor in delta_net(full, shape, i, t, tp)[part].items()}
