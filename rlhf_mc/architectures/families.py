@@ -228,5 +228,8 @@ FAMILIES = {
 }
 
 
+_IMAGES = "vLLM has it as a part of a model of images and text, which needs torchvision, and it is not supported"
+REFUSED = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _IMAGES)
+"""Other values of model_type -> the reason why no family here computes them."""
 SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Other values of model_type -> the family that computes the same, as vLLM reads them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from rlhf_mc.architectures import delta_net, hf_config, latent, rope_config
-from rlhf_mc.architectures.families import FAMILIES, SAME_FAMILY, Activation, Family, Traits
+from rlhf_mc.architectures.families import FAMILIES, REFUSED, SAME_FAMILY, Activation, Family, Traits
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.config.errors import UserError
 
@@ -92,7 +92,8 @@ class ModelShape(Traits):
         family_name = need(config, "model_type")
         family_name = SAME_FAMILY.get(str(family_name), family_name)
         if not isinstance(family_name, str) or family_name not in FAMILIES:
-            raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
+            known = f"known are {', '.join(FAMILIES)}"
+            raise hf_config.refused("model_type", family_name, REFUSED.get(str(family_name), known))
         family = FAMILIES[family_name]
         config = {**family.defaults, **config, **family.fixed}
         if family.rope and not (config.get("rope_scaling") or config.get("rope_parameters")):

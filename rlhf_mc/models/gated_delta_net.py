@@ -39,13 +39,13 @@ class PackedDeltaNet(GatedDeltaNet):
         the tokens, and no bias."""
         projected, _none = self.in_proj(hidden_states)
         heads = self.num_v_heads_local_tp
-        values = heads * self.value_head_dim
-        qkv, gate, beta, alpha = projected[:, 0].split((self.conv_dim_local_tp, values, heads, heads), dim=-1)
+        sizes = (self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads)
+        qkv, gate, beta, alpha = projected[:, 0].split(sizes, dim=-1)
         decay = -self.A_log.float().exp() * softplus(alpha.float() + self.dt_bias)
-        runs = packed_seq_params.runs
-        out = checkpoint(self._attend, qkv, decay, beta.sigmoid(), runs, use_reentrant=False, preserve_rng_state=False)
-        out = self._apply_gated_norm(out, gate.unflatten(-1, (heads, -1))).view(len(out), 1, values)
-        return self.out_proj(out)
+        inputs = (qkv, decay, beta.sigmoid(), packed_seq_params.runs)
+        out = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+        out = self._apply_gated_norm(out, gate.unflatten(-1, (heads, -1)))
+        return self.out_proj(out.view(*projected.shape[:2], -1))
 
     def _attend(
         self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, runs: list[tuple[int, int]]

@@ -82,10 +82,8 @@ class _Sizes:
             # The projections, and of the gated norm its input, output, the gate's copy, its activation and the product.
             sizes = shape.dims()
             self.attention = (sizes["linear_qkvz"] + sizes["linear_ba"] + 5 * sizes["linear_values"]) / tp
-            keys = shape.linear_key_dim
-            values = shape.linear_value_dim
-            of_head = 10 * keys + 6 * values + 6 * DELTA_CHUNK + 2 * keys * values / DELTA_CHUNK
-            self.rule = _FLOAT32 * shape.linear_value_heads / tp * of_head
+            of_head = 10 * shape.linear_key_dim + 6 * shape.linear_value_dim + 6 * DELTA_CHUNK
+            self.rule = _FLOAT32 / tp * (shape.linear_value_heads * of_head + 2 * shape.state_size / DELTA_CHUNK)
         self.ffn = shape.active_ffn_size / tp
         """The product of gate and up, of the experts that a token has together."""
         self.shared_ffn = shape.shared_ffn_hidden_size / tp

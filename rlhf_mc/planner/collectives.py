@@ -298,8 +298,7 @@ class Passes:
         """Return True for a parameter of which each tensor-parallel rank has the gradient of a part of the tokens."""
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
-        norms = ("layernorm", "layer_norm", "out_norm")
-        parts = (*norms, "router", "gate_weight", "down_proj", "linear_proj.bias", "linear_fc2.bias")
+        parts = ("layernorm", "_norm", "router", "gate_weight", "down_proj", "linear_proj.bias", "linear_fc2.bias")
         return self._is_sequence_parallel and any(part in name for part in parts)
 
     def _states(self, work: PassTokens) -> float:

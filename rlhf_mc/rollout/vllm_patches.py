@@ -64,6 +64,7 @@ def _torchs_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+_CONVOLUTIONS = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
 EVERYWHERE = (
     Patch(
         ModelConfig,
@@ -108,10 +109,9 @@ def on_cpu() -> tuple[Patch, ...]:
     def unpacked(convolve: Any) -> Any:
         return lambda *args, **kwargs: convolve(*args, **kwargs | {"is_weight_packed": False})
 
-    convolutions = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
     reason = "where the processor has AVX512-BF16 it takes the weight for repacked, which a weight update has written"
     return (
-        *(Patch(gdn_attention, name, unpacked(getattr(gdn_attention, name)), reason) for name in convolutions),
+        *(Patch(gdn_attention, name, unpacked(getattr(gdn_attention, name)), reason) for name in _CONVOLUTIONS),
         Patch(
             utils,
             "dispatch_cpu_unquantized_gemm",

@@ -122,6 +122,7 @@ def test_shape_from_config() -> None:
     "changes, message",
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama, qwen2"),
+        ({"model_type": "qwen3_5_moe"}, "model_type is 'qwen3_5_moe'; vLLM has it as a part of a model of images"),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
