@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rlhf_mc.architectures.delta_net import DELTA_NET_DEFAULTS, check_gated_attention
 from rlhf_mc.architectures.gpt_oss_config import DEFAULT_ROPE, check_gpt_oss
 from rlhf_mc.architectures.hf_config import flag
 
@@ -30,12 +31,17 @@ class Traits:
     """The projections of the feed-forward network have biases; of a mixture of experts also the router."""
     qk_norm: bool = False
     """Each head's query and key are normalised (RMSNorm)."""
+    attention_gate: bool = False
+    """The attention's output is multiplied by the sigmoid of gates. q_proj has for each head the rows of its query,
+    then those of its gate."""
     sinks: bool = False
     """Each head has a sink: a trained logit beside those of the keys, whose probability goes to no value."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the square root of the hidden size."""
+    shared_expert_gate: bool = False
+    """The shared expert's output is multiplied by the sigmoid of a gate, one for each token."""
     sigmoid_router: bool = False
     """A token's experts have the largest sigmoids plus a correction bias, which is never trained; their weights are the
     sigmoids."""
@@ -51,6 +57,8 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
+    """The module in the block with the expert that every token has."""
     in_one_tensor: bool = False
     """Files have all experts of a layer in one tensor (architectures/packed_experts.py)."""
 
@@ -85,6 +93,8 @@ class Family:
     """Further checks of config.json, which raise UserError."""
     has_latents: bool = False
     """Attention is multi-head latent attention."""
+    has_delta_nets: bool = False
+    """Some layers have a gated delta net in place of attention."""
 
     def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return every trait of the model that a config.json describes, by name."""
@@ -188,6 +198,24 @@ FAMILIES = {
         fixed=_SPARSE_STEP,
         has_latents=True,
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        Traits(qk_norm=True, attention_gate=True, zero_centered_norms=True, shared_expert_gate=True),
+        is_moe=True,
+        expert_names=ExpertNames(shared="shared_expert"),
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 2,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 512,
+            **DELTA_NET_DEFAULTS,
+            **_NO_WINDOW,
+        },
+        fixed=_DENSE_FIRST,
+        rotary_fraction=0.25,
+        check=check_gated_attention,
+        has_delta_nets=True,
+    ),
     "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -200,5 +228,8 @@ FAMILIES = {
 }
 
 
+_IMAGES = "vLLM has it as a part of a model of images and text, which needs torchvision, and it is not supported"
+REFUSED = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _IMAGES)
+"""Other values of model_type -> the reason why no family here computes them."""
 SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Other values of model_type -> the family that computes the same, as vLLM reads them."""

@@ -22,6 +22,7 @@ SUPPORTED = frozenset(
         "attention_bias",
         "decoder_sparse_step",
         "first_k_dense_replace",
+        "full_attention_interval",
         "head_dim",
         "kv_lora_rank",
         "hidden_act",
@@ -29,6 +30,11 @@ SUPPORTED = frozenset(
         "hidden_size",
         "intermediate_size",
         "layer_types",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
         "max_position_embeddings",
         "mlp_bias",
         "mlp_only_layers",
@@ -70,9 +76,11 @@ LLAMA_LIKE = frozenset({"llama", "mistral"})
 GLM = frozenset({"glm4_moe"})
 WINDOWED = frozenset({"gpt_oss"})
 """Families in which every other layer has a sliding window."""
+HYBRID = frozenset({"qwen3_next"})
+"""Families in which some layers have a gated delta net; delta_net.py checks which."""
 LATENT = frozenset({"deepseek_v3"})
 """Families with multi-head latent attention, whose keys latent.py reads."""
-QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe"})
+QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe", "qwen3_next"})
 """Families whose sliding_window takes effect only if use_sliding_window is true."""
 
 
@@ -112,6 +120,9 @@ RESTRICTED: Mapping[str, Restriction] = {
     "moe_router_dtype": Restriction(("float32",), "routers compute in float32", LATENT),
     "scoring_func": Restriction(("sigmoid",), _NOAUX, LATENT),
     "topk_method": Restriction(("noaux_tc",), _NOAUX, LATENT),
+    "attn_output_gate": Restriction((True,), "attention has an output gate", HYBRID),
+    "layer_scale": Restriction((False,), "the outputs of layers are not scaled", HYBRID),
+    "output_gate_type": Restriction(("silu", "swish"), "transformers gates a delta net's output by silu", HYBRID),
     "qk_norm": Restriction((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
     "rotary_pct": ROTATED,
     "router_jitter_noise": Restriction((0,), "vLLM does not add it to the router's inputs"),
@@ -244,7 +255,7 @@ def _check_windows(config: Mapping[str, Any], family: str) -> None:
     types = config.get("layer_types")
     layers = size(config, "num_hidden_layers")
     full = isinstance(types, list) and len(types) == layers and all(kind == "full_attention" for kind in types)
-    if types is not None and not full:
+    if types is not None and not full and family not in HYBRID:
         raise refused("layer_types", types, f'{only_full}: {layers} times "full_attention"')
 
 

@@ -4,7 +4,8 @@ No torch here.
 
 Causal attention counts the pairs that the mask leaves: a sequence of n tokens has n (n + 1) / 2. Kernels that also
 compute masked pairs do up to twice that. With a sliding window it counts the pairs within, and sinks not at all. In a
-mixture of experts each token counts its own experts.
+mixture of experts each token counts its own experts. A gated delta net counts three products of each token with its
+states (arXiv 2412.06464, equation 10): what the key reads, what is written, what the query reads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ForwardFlops:
     feed_forward: float
     """Gate, up and down of the dense network or of the tokens' experts, and the router."""
     attention: float
-    """The scores, and the weighted sums of values."""
+    """The scores, and the weighted sums of values; reading and writing the states of delta nets."""
     output: float
     """The output layer or value head, at the positions where it is computed."""
 
@@ -56,13 +57,17 @@ def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: f
     such as the number of response tokens for log-probs, or the number of sequences for a reward model."""
     lens = list(seq_lens)
     tokens = sum(lens)
-    full = shape.num_layers - shape.num_windowed
-    rows = sum(part.num_layers * (3 * part.active_ffn_size + part.num_experts) for part in shape.by_kind())
+    full = shape.num_attending - shape.num_windowed
+    parts = shape.by_kind()
+    rows = sum(
+        part.num_layers * (3 * part.active_ffn_size + part.num_experts + part.shared_expert_gate) for part in parts
+    )
     return ForwardFlops(
-        projections=tokens * shape.num_layers * (2.0 * shape.attention_weights()),
+        projections=tokens * sum(part.num_layers * 2.0 * part.attention_weights() for part in parts),
         feed_forward=tokens * (2.0 * shape.hidden_size * rows),
         attention=(full * num_pairs(lens) + shape.num_windowed * num_pairs(lens, shape.sliding_window))
-        * (2.0 * shape.num_heads * (shape.head_dim + shape.value_dim)),
+        * (2.0 * shape.num_heads * (shape.head_dim + shape.value_dim))
+        + tokens * sum(part.num_layers * 6.0 * part.state_size for part in parts),
         output=num_positions * output_flops(shape),
     )
 
@@ -71,6 +76,10 @@ def training_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: 
     """Return the FLOPs of a forward and a backward pass. Nothing that is recomputed is counted: neither by
     recompute_granularity, nor the logits, which models/heads.py computes again in the backward pass."""
     return (1 + BACKWARD) * forward_flops(shape, seq_lens, num_positions).total
+
+
+DELTA_CHUNK = 64
+"""Tokens of a delta net whose products with the states are computed at a time."""
 
 
 CHUNK_LOGITS = 1 << 26

@@ -7,19 +7,36 @@ computes the shards of each rank. A rollout engine derives its own names from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.spec import LayerKind, ModelShape
 
-SPLIT_DIMS = frozenset({"q", "kv", "heads", "keys_values", "values", "ffn", "expert_ffn", "shared_ffn", "vocab"})
+SPLIT_DIMS = frozenset(
+    {
+        *("q", "gated_q", "kv", "heads", "keys_values", "values", "ffn", "expert_ffn", "shared_ffn", "vocab"),
+        *("linear_qkvz", "linear_qkv", "linear_ba", "linear_heads", "linear_values"),
+    }
+)
 """Dimensions that tensor parallelism splits. A tensor has at most one of them; a tensor with none is replicated."""
 
 StagePlacement = Literal["first", "layer", "expert", "last", "last_if_not_first"]
 """The pipeline stage that holds a parameter: the first, the last, or the stage of its layer; `expert`: the stage of its
 layer, one parameter per expert."""
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of a Hugging Face tensor: `size` rows of each of `heads` heads, which begin `stride` rows apart."""
+
+    tensor: str
+    start: int
+    size: int
+    stride: int
+    heads: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,8 @@ class Param:
     mcore_te: str | None = None
     """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer and has one module for
     the experts of a layer; None: as `mcore`."""
+    rows: tuple[HeadRows, ...] = ()
+    """The rows that a rank has of its heads, in order; none: its part of each tensor in turn."""
     kind: LayerKind | None = None
     """The kind of layer that has it; None: it is outside the layers."""
     is_constant: bool = False
@@ -51,12 +70,53 @@ def _norm(hf: str, mcore: str, fused_with: str | None = None, dim: str = "hidden
     return Param("layer", {f"{_HF}{hf}.weight": (dim,)}, f"{_MC}{mcore}.weight", te)
 
 
-def _linear(mcore: str, hf: Mapping[str, tuple[str, str]], bias: bool) -> list[Param]:
-    """Return the weight and the bias of a linear layer. hf: its modules -> (output, input) dimension of each."""
-    weight = Param("layer", {f"{_HF}{module}.weight": dims for module, dims in hf.items()}, f"{_MC}{mcore}.weight")
-    if not bias:
-        return [weight]
-    return [weight, Param("layer", {f"{_HF}{name}.bias": dims[:1] for name, dims in hf.items()}, f"{_MC}{mcore}.bias")]
+def _linear(mcore: str, hf: Mapping[str, tuple[str, ...]], bias: bool, rows: Sequence[HeadRows] = ()) -> list[Param]:
+    """Return the weight and the bias of a linear layer. hf: its modules -> (output, input) dimension of each. rows: as
+    in Param, of modules."""
+    return [
+        Param(
+            "layer",
+            {f"{_HF}{module}.{kind}": dims[:num_dims] for module, dims in hf.items()},
+            f"{_MC}{mcore}.{kind}",
+            rows=tuple(replace(part, tensor=f"{_HF}{part.tensor}.{kind}") for part in rows),
+        )
+        for kind, num_dims in (("weight", None), ("bias", 1))[: 1 + bias]
+    ]
+
+
+def _delta_net(shape: ModelShape) -> list[Param]:
+    """Return the rows of a gated delta net. The projections' tensors have, of each key head, its query, its key, and
+    the values and their gates of its value heads; and the two numbers of each of these."""
+    keys = shape.linear_key_heads
+    d_k = shape.linear_key_dim
+    d_v = shape.linear_value_dim
+    group = shape.linear_value_heads // keys
+    qkvz = "linear_attn.in_proj_qkvz"
+    starts = itertools.accumulate((0, d_k, d_k, group * d_v))
+    stride = 2 * (d_k + group * d_v)
+    in_proj = [
+        *(
+            HeadRows(qkvz, at, size, stride, keys)
+            for at, size in zip(starts, (d_k, d_k, *2 * (group * d_v,)), strict=True)
+        ),
+        *(HeadRows("linear_attn.in_proj_ba", at, group, 2 * group, keys) for at in (0, group)),
+    ]
+    conv1d = [
+        *(HeadRows("linear_attn.conv1d", at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
+        HeadRows("linear_attn.conv1d", 2 * keys * d_k, d_v, d_v, shape.linear_value_heads),
+    ]
+    projections = {qkvz: ("linear_qkvz", "hidden"), "linear_attn.in_proj_ba": ("linear_ba", "hidden")}
+    return [
+        _norm("input_layernorm", "input_layernorm", fused_with="self_attention.in_proj"),
+        *_linear("self_attention.in_proj", projections, False, in_proj),
+        *_linear("self_attention.conv1d", {"linear_attn.conv1d": ("linear_qkv", "one", "kernel")}, False, conv1d),
+        *(
+            Param("layer", {f"{_HF}linear_attn.{name}": ("linear_heads",)}, f"{_MC}self_attention.{name}")
+            for name in ("dt_bias", "A_log")
+        ),
+        _norm("linear_attn.norm", "self_attention.out_norm", dim="linear_head"),
+        *_linear("self_attention.out_proj", {"linear_attn.out_proj": ("hidden", "linear_values")}, bias=False),
+    ]
 
 
 def _latent_attention(shape: ModelShape) -> list[Param]:
@@ -86,14 +146,20 @@ def _attention(shape: ModelShape) -> list[Param]:
     if shape.kv_lora_rank:
         return _latent_attention(shape)
     qkv = "self_attention.linear_qkv"
+    dim = shape.head_dim
+    gates = 1 + shape.attention_gate
+    rows = [
+        *(HeadRows("self_attn.q_proj", at * dim, dim, gates * dim, shape.num_heads) for at in range(gates)),
+        *(HeadRows(f"self_attn.{x}_proj", 0, dim, dim, shape.num_kv_heads) for x in "kv"),
+    ]
     heads = {
-        "self_attn.q_proj": ("q", "hidden"),
+        "self_attn.q_proj": ("gated_q" if shape.attention_gate else "q", "hidden"),
         "self_attn.k_proj": ("kv", "hidden"),
         "self_attn.v_proj": ("kv", "hidden"),
     }
     params = [
         _norm("input_layernorm", "input_layernorm", fused_with=qkv),
-        *_linear(qkv, heads, shape.qkv_bias),
+        *_linear(qkv, heads, shape.qkv_bias, rows),
         *_linear("self_attention.linear_proj", {"self_attn.o_proj": ("hidden", "q")}, shape.o_bias),
     ]
     if shape.qk_norm:
@@ -132,10 +198,13 @@ def _experts(shape: ModelShape) -> list[Param]:
         bias = {f"{_HF}{names.block}.gate.e_score_correction_bias": ("experts",)}
         others.append(Param("layer", bias, _MC + "mlp.router.expert_bias", is_constant=True))
     if shape.shared_ffn_hidden_size:
-        shared = f"{names.block}.shared_experts."
+        shared = f"{names.block}.{names.shared}."
         gate_up_shared = {shared + name: ("shared_ffn", "hidden") for name in (names.gate, names.up)}
         others += _linear("mlp.shared_experts.linear_fc1", gate_up_shared, bias=False)
         others += _linear("mlp.shared_experts.linear_fc2", {shared + names.down: ("hidden", "shared_ffn")}, bias=False)
+    if shape.shared_expert_gate:
+        gate = {f"{_HF}{names.block}.shared_expert_gate.weight": ("one", "hidden")}
+        others.append(Param("layer", gate, _MC + "mlp.shared_experts.gate_weight"))
     return [
         _norm("post_attention_layernorm", "pre_mlp_layernorm"),  # the norm before a router is not fused
         *_linear("mlp.router", {f"{names.block}.{names.router}": ("experts", "hidden")}, shape.mlp_bias),
@@ -147,6 +216,8 @@ def _experts(shape: ModelShape) -> list[Param]:
 LAYERS: dict[LayerKind, Callable[[ModelShape], list[Param]]] = {
     "dense": lambda shape: _attention(shape) + _feed_forward(shape),
     "moe": lambda shape: _attention(shape) + _experts(shape),
+    "linear_dense": lambda shape: _delta_net(shape) + _feed_forward(shape),
+    "linear_moe": lambda shape: _delta_net(shape) + _experts(shape),
 }
 """The parameters of a layer, by its kind. ModelShape.layer_kinds has the kind of each layer of a model."""
 

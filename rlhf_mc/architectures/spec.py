@@ -7,19 +7,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from rlhf_mc.architectures import hf_config, latent, rope_config
-from rlhf_mc.architectures.families import FAMILIES, SAME_FAMILY, Activation, Family, Traits
+from rlhf_mc.architectures import delta_net, hf_config, latent, rope_config
+from rlhf_mc.architectures.families import FAMILIES, REFUSED, SAME_FAMILY, Activation, Family, Traits
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.config.errors import UserError
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this. Megatron's padding follows it, so that vocabulary shards agree."""
 
-LayerKind = Literal["dense", "moe"]
-"""Kinds of layers: attention and a feed-forward network, or attention and a mixture of experts. parameters.py has the
-parameters of each."""
+LayerKind = Literal["dense", "moe", "linear_dense", "linear_moe"]
+"""Kinds of layers: attention, or a gated delta net ("linear"), and a feed-forward network or a mixture of experts.
+parameters.py has the parameters of each."""
+_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,15 @@ class ModelShape(Traits):
     """Equal groups of experts."""
     groups_per_token: int = 1
     """Groups that a token's experts come from: those with the largest sums of their best scores."""
+    linear_layers: tuple[int, ...] = ()
+    """The layers with a gated delta net in place of attention."""
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    """Dimensions of a key and of a query of a delta net; its value has linear_value_dim."""
+    linear_value_dim: int = 0
+    linear_kernel: int = 0
+    """Tokens that the convolution before a delta net sees."""
     value_head: bool = False
     """A critic: `score.weight` [1, hidden] replaces the language-model head."""
 
@@ -82,7 +92,8 @@ class ModelShape(Traits):
         family_name = need(config, "model_type")
         family_name = SAME_FAMILY.get(str(family_name), family_name)
         if not isinstance(family_name, str) or family_name not in FAMILIES:
-            raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
+            known = f"known are {', '.join(FAMILIES)}"
+            raise hf_config.refused("model_type", family_name, REFUSED.get(str(family_name), known))
         family = FAMILIES[family_name]
         config = {**family.defaults, **config, **family.fixed}
         if family.rope and not (config.get("rope_scaling") or config.get("rope_parameters")):
@@ -108,6 +119,7 @@ class ModelShape(Traits):
                 if family.has_latents
                 else {"head_dim": hf_config.head_dim(config, family_name)}
             ),
+            **(delta_net.delta_net_sizes(config) if family.has_delta_nets else {}),
             vocab_size=size(config, "vocab_size"),
             tie_embeddings=flag(config, "tie_word_embeddings"),
             norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
@@ -127,7 +139,8 @@ class ModelShape(Traits):
 
         It is n + n^2 x (dimensions of all queries) / (weights of a layer that one token uses): a product with a weight
         takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension, and with a window of w < n tokens
-        2 w (2 n - w). The weights are the layers' mean."""
+        2 w (2 n - w). Dimensions and weights are the layers' mean. The states of a delta net count as 3 weights each
+        element (operations.py)."""
         seen = min(num_tokens, self.sliding_window or num_tokens)
         windowed = self.num_windowed / self.num_layers
         squares = (1 - windowed) * num_tokens**2 + windowed * seen * (2 * num_tokens - seen)
@@ -141,9 +154,22 @@ class ModelShape(Traits):
     @functools.cached_property
     def _attention_cost(self) -> float:
         """The mean of query and value dimensions, divided by the weights that one token uses."""
-        ffn = sum(part.num_layers * part.active_ffn_size for part in self.by_kind()) / self.num_layers
-        weights = self.attention_weights() + self.hidden_size * 3 * ffn
-        return self.num_heads * (self.head_dim + self.value_dim) / (2 * weights)
+        weights = sum(
+            part.num_layers
+            * (part.attention_weights() + 3 * part.state_size + 3 * self.hidden_size * part.active_ffn_size)
+            for part in self.by_kind()
+        )
+        return self.num_attending * self.num_heads * (self.head_dim + self.value_dim) / (2 * weights)
+
+    @property
+    def num_attending(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers - len(self.linear_layers)
+
+    @property
+    def state_size(self) -> int:
+        """Elements of the states of a sequence in a layer, of a model whose layers are of one kind: 0 in attention."""
+        return self.linear_value_heads * self.linear_key_dim * self.linear_value_dim if self.linear_layers else 0
 
     @property
     def value_dim(self) -> int:
@@ -151,10 +177,15 @@ class ModelShape(Traits):
         return self.v_head_dim or self.head_dim
 
     def attention_weights(self, tp: int = 1) -> float:
-        """Return the weights of the attention's projections in a layer that one of `tp` ranks of an engine holds."""
+        """Return the weights of the projections of attention, or of a delta net, in a layer that one of `tp` ranks of
+        an engine holds, of a model whose layers are of one kind."""
+        if self.linear_layers:
+            sizes = self.dims()
+            return self.hidden_size * (sizes["linear_qkvz"] + sizes["linear_ba"] + sizes["linear_values"]) / tp
         q = self.num_heads * self.head_dim / tp
         if not self.kv_lora_rank:
-            return self.hidden_size * (2 * q + 2 * max(self.num_kv_heads / tp, 1) * self.head_dim)
+            projected_q = (3 if self.attention_gate else 2) * q
+            return self.hidden_size * (projected_q + 2 * max(self.num_kv_heads / tp, 1) * self.head_dim)
         values = self.num_heads * self.value_dim / tp
         keys = q - self.num_heads * self.rope_head_dim / tp
         queries = self.q_lora_rank * (self.hidden_size + q) if self.q_lora_rank else self.hidden_size * q
@@ -162,22 +193,29 @@ class ModelShape(Traits):
         return queries + latent_kv + self.hidden_size * values
 
     def cached_per_token(self, tp: int) -> int:
-        """Return the elements that a rank of an engine of `tp` ranks caches for a token in a layer: keys and values, or
-        the latent vector and the rotated part of the keys."""
+        """Return the elements that a rank of an engine of `tp` ranks caches for a token in a layer with attention: keys
+        and values, or the latent vector and the rotated part of the keys."""
         if self.kv_lora_rank:
             return self.kv_lora_rank + self.rope_head_dim
         return 2 * max(self.num_kv_heads // tp, 1) * self.head_dim
+
+    def cached_per_sequence(self, tp: int, itemsize: int) -> float:
+        """Return the bytes that it caches for a sequence in all delta nets: float32 states, and the convolution's last
+        inputs, of itemsize bytes each."""
+        parts = (part for part in self.by_kind() if part.linear_layers)
+        inputs = (self.linear_kernel - 1) * self.dims()["linear_qkv"] * itemsize
+        return sum(part.num_layers * (4 * part.state_size + inputs) / tp for part in parts)
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         dense = self.dense_layers if self.has_experts else range(self.num_layers)
-        return tuple("dense" if layer in dense else "moe" for layer in range(self.num_layers))
+        return tuple(_KINDS[2 * (i in self.linear_layers) + (i not in dense)] for i in range(self.num_layers))
 
     @property
     def expert_layers(self) -> list[int]:
         """The layers that are mixtures of experts."""
-        return [layer for layer, kind in enumerate(self.layer_kinds) if kind == "moe"]
+        return [layer for layer, kind in enumerate(self.layer_kinds) if kind.endswith("moe")]
 
     @property
     def choice_bytes(self) -> int:
@@ -189,20 +227,25 @@ class ModelShape(Traits):
         """Return one shape per kind among these layers (None: all): a model of as many layers, all of this kind."""
         kinds = self.layer_kinds
         counts = Counter(kinds if layers is None else [kinds[layer] for layer in layers])
-        if len(set(kinds)) == 1:
-            return [replace(self, num_layers=count) for count in counts.values()]
         sizes = ("num_experts", "experts_per_token", "expert_ffn_hidden_size", "shared_ffn_hidden_size")
         experts: dict[str, Any] = dict.fromkeys(sizes, 0)
         return [
-            replace(self, num_layers=count, dense_layers=(), **(experts if kind == "dense" else {}))
+            replace(
+                self,
+                num_layers=count,
+                dense_layers=(),
+                linear_layers=tuple(range(count)) if kind.startswith("linear") else (),
+                **(experts if kind.endswith("dense") else {}),
+            )
             for kind, count in counts.items()
         ]
 
     def one_of_each_kind(self) -> ModelShape:
         """Return the model with one layer of each kind."""
         kinds = list(dict.fromkeys(self.layer_kinds))
-        dense = (kinds.index("dense"),) if self.dense_layers else ()
-        return replace(self, num_layers=len(kinds), dense_layers=dense)
+        dense = tuple(i for i, kind in enumerate(kinds) if kind.endswith("dense")) if self.has_experts else ()
+        linear = tuple(i for i, kind in enumerate(kinds) if kind.startswith("linear"))
+        return replace(self, num_layers=len(kinds), dense_layers=dense, linear_layers=linear)
 
     @property
     def has_experts(self) -> bool:
@@ -224,9 +267,12 @@ class ModelShape(Traits):
 
     def dims(self) -> dict[str, int]:
         """Return the sizes of the dimensions that parameters.py names."""
+        keys = self.linear_key_heads * self.linear_key_dim
+        values = self.linear_value_heads * self.linear_value_dim
         return {
             "hidden": self.hidden_size,
             "q": self.num_heads * self.head_dim,
+            "gated_q": 2 * self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
             "head": self.head_dim,
             "heads": self.num_heads,
@@ -239,6 +285,13 @@ class ModelShape(Traits):
             "experts": self.num_experts,
             "expert_ffn": self.expert_ffn_hidden_size,
             "shared_ffn": self.shared_ffn_hidden_size,
+            "linear_qkvz": 2 * (keys + values),
+            "linear_qkv": 2 * keys + values,
+            "linear_ba": 2 * self.linear_value_heads,
+            "linear_heads": self.linear_value_heads,
+            "linear_values": values,
+            "linear_head": self.linear_value_dim,
+            "kernel": self.linear_kernel,
             "vocab": self.vocab_size,
             "one": 1,
         }
@@ -260,7 +313,8 @@ def _moe_sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "num_experts": num_experts,
         "experts_per_token": per_token,
         "expert_ffn_hidden_size": ffn,
-        "shared_ffn_hidden_size": ffn * hf_config.count(config, "n_shared_experts"),
+        "shared_ffn_hidden_size": ffn * hf_config.count(config, "n_shared_experts")
+        or hf_config.count(config, "shared_expert_intermediate_size"),
         "routed_scaling": hf_config.positive(config, "routed_scaling_factor", 1.0),
         "norm_topk_prob": flag(config, "norm_topk_prob"),
         "dense_layers": _dense_layers(config),

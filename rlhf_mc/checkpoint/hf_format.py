@@ -145,11 +145,16 @@ class HFReader:
         return {name: self._slice(name) for name in names}
 
     def draft_tensors(self, num_layers: int) -> list[str]:
-        """Return the tensors of the layers of multi-token prediction, which follow the model's num_layers layers."""
+        """Return the tensors of the layers of multi-token prediction, which follow the model's num_layers layers or are
+        named "mtp"."""
         count = self.config.get("num_nextn_predict_layers", self.config.get("num_mtp_layers"))
         drafts = range(num_layers, num_layers + (count if isinstance(count, int) else 0))
         layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in self.names}
-        return sorted(name for name, layer in layers.items() if layer is not None and int(layer[1]) in drafts)
+        return sorted(
+            name
+            for name, layer in layers.items()
+            if name.startswith("mtp.") or (layer is not None and int(layer[1]) in drafts)
+        )
 
     def check(self, shape: ModelShape) -> None:
         """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a supported dtype,

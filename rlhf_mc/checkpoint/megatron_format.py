@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -154,7 +155,9 @@ def _check_same_model(
 ) -> None:
     """Raise UserError on every rank unless names and global shapes are the model's. dist_checkpointing's own message
     has many lines and does not mention excess tensors. Every rank must call it."""
-    tensors = {value.key: value for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
+    # A factory makes the tensors of linear_fc1, and of a delta net, whose parts have names of their own.
+    built = [value.build() if isinstance(value, ShardedTensorFactory) else value for value in state.values()]
+    tensors = {value.key: value for value in nested_values(built) if isinstance(value, ShardedTensor)}
     # A pipeline stage has only some of the names.
     wanted = set().union(*gather_objects(set(tensors)))
 
@@ -165,8 +168,6 @@ def _check_same_model(
             if not key.removeprefix("model.").startswith(skip_prefixes):
                 raise UserError(f"{directory}: tensor {key} is no part of the model; it is of another architecture")
         for key, value in tensors.items():
-            if isinstance(value, ShardedTensorFactory):
-                continue  # linear_fc1, whose size is checked by linear_fc2
             stored_shape = tuple(stored[key].global_shape)
             if stored_shape != tuple(value.global_shape) and not value.allow_shape_mismatch:
                 raise UserError(

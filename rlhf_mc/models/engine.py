@@ -23,9 +23,9 @@ from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import num_sharing_ranks
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.context_parallel import Context
+from rlhf_mc.models.expert_parts import CORRECTION_BIAS
 from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
 from rlhf_mc.models.gpt_model import (
-    CORRECTION_BIAS,
     DTYPES,
     PackedGPT,
     build_model,

@@ -18,7 +18,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers as mcore_layers
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -30,6 +29,8 @@ from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
 from rlhf_mc.models.context_parallel import rotate_in_context
+from rlhf_mc.models.expert_parts import add_correction_biases, expert_settings, prepare_output_biases
+from rlhf_mc.models.gated_delta_net import delta_net_settings, use_delta_net
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.latent_attention import LatentAttention, latent_settings, use_latents
 from rlhf_mc.models.megatron_patches import (
@@ -60,6 +61,7 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
     kind = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
     config = kind(
         **(latent_settings(shape) if shape.kv_lora_rank else {}),
+        **(delta_net_settings(shape) if shape.linear_layers else {}),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -72,6 +74,7 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         add_bias_linear=shape.o_bias,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        attention_output_gate=shape.attention_gate,
         softmax_type="learnable" if shape.sinks else "vanilla",
         window_size=(shape.sliding_window - 1, 0) if shape.sliding_window else None,
         window_attn_skip_freq=2,
@@ -101,7 +104,7 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         # Micro-batches are ragged: PlannedShapes knows the shape of each tensor that a stage receives.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses ragged lengths, even where there are no experts
-        **(_expert_settings(shape, megatron) if shape.has_experts else {}),
+        **(expert_settings(shape, megatron) if shape.has_experts else {}),
         # Weights are always read from a checkpoint.
         perform_initialization=False,
         use_cpu_initialization=not platform.use_cuda(),
@@ -131,37 +134,11 @@ def recompute_modules(shape: ModelShape, megatron: MegatronConfig) -> list[str]:
     if not uses_transformer_engine():
         return ["core_attn"]
     # Megatron-Core has no module for the activation of a dense layer alone.
-    modules = ["mlp"] if "dense" in shape.layer_kinds else []
+    modules = ["mlp"] if len(shape.expert_layers) < shape.num_layers else []
     if shape.has_experts:
         # A dense layer's norms are part of its linear layers; the one before a router is a module.
-        modules += ["layernorm", "moe_act"] if _expert_settings(shape, megatron)["moe_grouped_gemm"] else ["layernorm"]
+        modules += ["layernorm", "moe_act"] if expert_settings(shape, megatron)["moe_grouped_gemm"] else ["layernorm"]
     return modules
-
-
-def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
-    return {
-        "num_moe_experts": shape.num_experts,
-        # A list has names for each layer of its own in Megatron checkpoints, which equal layers do not need.
-        "moe_layer_freq": [int(kind == "moe") for kind in shape.layer_kinds] if shape.dense_layers else 1,
-        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
-        "moe_router_topk": shape.experts_per_token,
-        # Softmax over all experts (True), or over the chosen ones, whose weights then sum to 1.
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
-        "moe_router_topk_scaling_factor": None if shape.routed_scaling == 1.0 else shape.routed_scaling,
-        "moe_router_num_groups": shape.router_groups if shape.router_groups > 1 else None,
-        "moe_router_group_topk": shape.groups_per_token if shape.router_groups > 1 else None,
-        "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
-        "moe_router_dtype": "fp32",
-        # No auxiliary loss beside PPO's.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        # The experts of a rank in one call, and kernels for the order of tokens: Transformer Engine's.
-        "moe_grouped_gemm": uses_transformer_engine(),
-        "moe_permute_fusion": uses_transformer_engine(),
-        "expert_model_parallel_size": megatron.expert_model_parallel_size,
-        "expert_tensor_parallel_size": 1,
-    }
 
 
 class PackedGPT(GPTModel):
@@ -225,8 +202,9 @@ def _block_spec(
 
 def _layer_spec(kind: LayerKind, shape: ModelShape, config: TransformerConfig, qkv_format: str) -> Any:
     """Return the specification of a layer of this kind."""
+    has_experts = kind.endswith("moe")
     parts = {
-        "num_experts": shape.num_experts if kind == "moe" else None,
+        "num_experts": shape.num_experts if has_experts else None,
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "qk_layernorm": shape.qk_norm or shape.kv_lora_rank > 0,
         "multi_latent_attention": shape.kv_lora_rank > 0,
@@ -237,21 +215,24 @@ def _layer_spec(kind: LayerKind, shape: ModelShape, config: TransformerConfig, q
         if fused
         else get_gpt_layer_local_spec(normalization="RMSNorm", **parts)
     )
-    if config.num_query_groups < config.tensor_model_parallel_size:
+    is_linear = kind.startswith("linear")
+    if is_linear:
+        use_delta_net(spec)
+    elif config.num_query_groups < config.tensor_model_parallel_size:
         spec.submodules.self_attention.module = layers.ReplicatedKVAttention
     if shape.kv_lora_rank:
         use_latents(spec, _local_norm(shape), is_local=not fused)
-    if qkv_format == "packed":
+    if qkv_format == "packed" and not is_linear:
         spec.submodules.self_attention.submodules.core_attention = layers.PackedAttention
     if fused:
         return spec
-    if kind == "moe":
+    if has_experts:
         # In checkpoints this norm is named after the linear layer that Transformer Engine fuses it with. It fuses none
         # before a router.
         spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     norm = _local_norm(shape)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-    if shape.qk_norm:
+    if shape.qk_norm and not is_linear:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = norm
     return spec
@@ -265,38 +246,6 @@ def scale_embeddings(model: Any, hidden_size: int) -> None:
     """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in transformers."""
     factor = torch.tensor(hidden_size**0.5)  # stays on the CPU: a kernel takes it by value, and no copy is waited for
     model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
-
-
-CORRECTION_BIAS = "router.expert_bias"
-"""Ending of the names of the parameters that are never trained."""
-
-
-def add_correction_biases(model: PackedGPT) -> None:
-    """Give each router the bias by which it chooses experts: a frozen float32 parameter. Megatron-Core's own setting
-    (moe_router_enable_expert_bias) has a buffer, and changes it in each optimizer step."""
-    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
-        del router.expert_bias
-        bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
-        router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
-
-
-def prepare_output_biases(model: PackedGPT, tp_size: int) -> None:
-    """Let each tensor-parallel rank add its part of the bias of an expert's output. Megatron-Core sums the outputs of
-    the ranks, of which each would add the whole bias, and then the parts of the bias's gradient. It also adds the bias
-    to the output of a local layer in place, which autograd refuses if the ranks' outputs were summed before."""
-
-    def divide(module: Any, inputs: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        output, bias = out
-        if isinstance(bias, list):  # all experts in a module of Transformer Engine
-            return output, [one / tp_size for one in bias]
-        return output.clone(), bias / tp_size
-
-    for name, module in model.named_modules():
-        if ".experts." in name and name.endswith("linear_fc2"):
-            module.register_forward_hook(divide)
-            for kind, param in module.named_parameters():
-                if kind.startswith("bias"):
-                    param.sequence_parallel = tp_size > 1
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:

@@ -289,22 +289,28 @@ class ReplicatedKVAttention(SelfAttention):
     initialised here."""
 
     def get_query_key_value_tensors(
-        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return this rank's q [T, 1, heads / ranks, head_dim], and k and v [T, 1, 1, head_dim] of its KV head."""
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return this rank's q [T, 1, heads / ranks, head_dim], and k and v [T, 1, 1, head_dim] of its KV head, with
+        output_gate also the gates of its heads, as q."""
         rows, _ = self.linear_qkv(hidden_states)
         # A collective of all tensor-parallel ranks, each with its part of all tokens.
         rows = all_gather_last_dim_from_tensor_parallel_region(rows, group=self.tp_group)
         kv_head, part = divmod(self.tp_group.rank(), self.world_size // self.config.num_query_groups)
         group = rows.unflatten(-1, (self.config.num_query_groups, -1, self.key_hidden_size))[:, :, kv_head]
         size = self.config.num_attention_heads // self.world_size
-        query = group[:, :, part * size : (part + 1) * size]
+        heads = (group.shape[2] - 2) // (1 + output_gate)  # of the group; its gates follow its queries
+        query, *gate = (group[:, :, at : at + size] for at in range(part * size, group.shape[2] - 2, heads))
         key = group[:, :, -2:-1]
         value = group[:, :, -1:]
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
-        return query, key, value
+        return query, key, value, *gate
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from rlhf_mc.architectures.operations import CHUNK_LOGITS, GPU_CHUNKS
+from rlhf_mc.architectures.operations import CHUNK_LOGITS, DELTA_CHUNK, GPU_CHUNKS
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.planner.model_state import ITEMSIZES
@@ -36,12 +36,12 @@ def layer_bytes(shape: ModelShape, megatron: MegatronConfig, transformer_engine:
     all_of_it = sizes.transformer_engine() if transformer_engine else sizes.local()
     if megatron.recompute_granularity == "full":
         stored = sizes.states * sizes.itemsize
-        return LayerBytes(stored, all_of_it)
-    if megatron.recompute_granularity is None:
-        return LayerBytes(all_of_it, 0.0)
+        return LayerBytes(stored, all_of_it + sizes.rule)
+    if megatron.recompute_granularity is None or (shape.linear_layers and not transformer_engine):
+        return LayerBytes(all_of_it, sizes.rule)
     if transformer_engine:
         recomputed = sizes.selective_transformer_engine()
-        return LayerBytes(all_of_it - recomputed, recomputed)
+        return LayerBytes(all_of_it - recomputed, recomputed + sizes.rule)
     # On a CPU the attention: its log-sum-exp is not stored, its output by the projection alone.
     log_sum_exp = _FLOAT32 * sizes.heads
     padded = sizes.padded * sizes.itemsize
@@ -74,6 +74,16 @@ class _Sizes:
             self.attention = (2 * wider + 1) * self.queries + 3 * wider * self.keys
         if self.latents:  # no projections beside its inputs
             self.attention = 2 * self.queries + 2 * self.values + self.latents
+        if shape.attention_gate:  # the gate's copy, its sigmoid, and the output before it
+            self.attention += 3 * self.queries
+        self.rule = 0.0
+        """Bytes that a gated delta net computes again in its backward pass (models/gated_delta_net.py)."""
+        if shape.linear_layers:
+            # The projections, and of the gated norm its input, output, the gate's copy, its activation and the product.
+            sizes = shape.dims()
+            self.attention = (sizes["linear_qkvz"] + sizes["linear_ba"] + 5 * sizes["linear_values"]) / tp
+            of_head = 10 * shape.linear_key_dim + 6 * shape.linear_value_dim + 6 * DELTA_CHUNK
+            self.rule = _FLOAT32 / tp * (shape.linear_value_heads * of_head + 2 * shape.state_size / DELTA_CHUNK)
         self.ffn = shape.active_ffn_size / tp
         """The product of gate and up, of the experts that a token has together."""
         self.shared_ffn = shape.shared_ffn_hidden_size / tp
@@ -84,7 +94,7 @@ class _Sizes:
         self.num_experts = shape.num_experts
         self.routing = 24 * experts + 5 * shape.num_experts
         """Bytes of a router's indices, probabilities and masks."""
-        self.qk_norm = shape.qk_norm
+        self.qk_norm = shape.qk_norm and not shape.linear_layers
         self.silu = shape.activation == "silu"
         """The activation is SiLU."""
         self.clamped = shape.activation == "clamped_swiglu"

@@ -150,7 +150,7 @@ class Passes:
 
     def _layer(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
-        if self._shape.num_kv_heads < self._mesh.tp:
+        if not part.linear_layers and part.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("all_gather", self._qkv(work), work)
         yield from self._attention(work)
         yield from self._sharded_layers(work, _sharded_pairs(part))
@@ -159,7 +159,7 @@ class Passes:
             yield from self._experts(work, "all_gather", "reduce_scatter")
 
     def _layer_backward(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
-        if self._shape.num_kv_heads < self._mesh.tp:
+        if not part.linear_layers and part.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("reduce_scatter", self._qkv(work), work)
         yield from self._attention_backward(work)
         pairs = _sharded_pairs(part)
@@ -298,7 +298,7 @@ class Passes:
         """Return True for a parameter of which each tensor-parallel rank has the gradient of a part of the tokens."""
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
-        parts = ("layernorm", "layer_norm", "router", "down_proj", "linear_proj.bias", "linear_fc2.bias")
+        parts = ("layernorm", "_norm", "router", "gate_weight", "down_proj", "linear_proj.bias", "linear_fc2.bias")
         return self._is_sequence_parallel and any(part in name for part in parts)
 
     def _states(self, work: PassTokens) -> float:
@@ -307,7 +307,7 @@ class Passes:
 
     def _qkv(self, work: PassTokens) -> float:
         """Return the bytes of queries, keys and values, which all ranks need where they are more than KV heads."""
-        heads = self._shape.num_heads + 2 * self._shape.num_kv_heads
+        heads = (1 + self._shape.attention_gate) * self._shape.num_heads + 2 * self._shape.num_kv_heads
         return work.tokens / self._mesh.cp * heads * self._shape.head_dim * self._itemsize
 
     @property

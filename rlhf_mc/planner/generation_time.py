@@ -49,11 +49,14 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     flops = forward_flops(shape, [context], 1)
     # Latent attention decodes on the latent vectors, which are longer than keys and values.
     scores = (shape.cached_per_token(1) + shape.kv_lora_rank) / (shape.head_dim + shape.value_dim)
-    attention = 2 * flops.attention / (context + 1) * (scores if shape.kv_lora_rank else 1.0)
+    states = sum(part.num_layers * 6.0 * part.state_size for part in shape.by_kind())
+    attention = 2 * (flops.attention - context * states) / (context + 1) * (scores if shape.kv_lora_rank else 1.0)
+    attention += states
     one = ForwardFlops(flops.projections / context, flops.feed_forward / context, attention, flops.output)
     itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
-    kv_bytes = shape.num_layers * shape.cached_per_token(tp) * itemsize
-    read = decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, decoded) + decoded * context * kv_bytes
+    kv_bytes = context * shape.num_attending * shape.cached_per_token(tp) * itemsize
+    kv_bytes += 2 * shape.cached_per_sequence(tp, itemsize)  # read and written
+    read = decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, decoded) + decoded * kv_bytes
     memory = read / rates.memory
     products = decoded * rate.seconds(one) / tp
     seconds = {"prefill": prefill, "decode": steps * max(memory, products)}
@@ -77,7 +80,7 @@ def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsi
             used = part.num_experts / part.experts_per_token * (1 - missed**tokens)
         shared = part.shared_ffn_hidden_size
         ffn = (used * (part.active_ffn_size - shared) + shared) / tp
-        weights += part.num_layers * (shape.attention_weights(tp) + shape.hidden_size * 3 * ffn)
+        weights += part.num_layers * (part.attention_weights(tp) + shape.hidden_size * 3 * ffn)
     head = shape.vocab_size * shape.hidden_size / tp
     return weights * linear_itemsize + head * itemsize
 

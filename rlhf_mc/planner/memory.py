@@ -246,16 +246,16 @@ def _rollout(
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     tokens = max(settings.max_num_batched_tokens, longest)
     # Of one engine step: states and their residual, gate, up and product; logits and their float32 copy of each
-    # sequence.
+    # sequence. The states of delta nets are of all sequences.
     widest = max(part.active_ffn_size for part in shape.by_kind())
     states = tokens * (3 * shape.hidden_size + 3 * widest / tp) * itemsize
     logits = settings.max_num_seqs * shape.vocab_size * (itemsize + 4)
-    activations = states + logits
+    activations = states + logits + settings.max_num_seqs * shape.cached_per_sequence(tp, itemsize)
     kv_cache = settings.cpu_kvcache_space_gb << 30
     return Rollout(
         budget=settings.gpu_memory_utilization * device_bytes if cuda else weights + activations + kv_cache,
         weights=weights,
         staged=staged,
         activations=activations,
-        kv_bytes_per_token=shape.num_layers * shape.cached_per_token(tp) * itemsize,
+        kv_bytes_per_token=shape.num_attending * shape.cached_per_token(tp) * itemsize,
     )

@@ -36,7 +36,8 @@ _ORDER = {
         ("layers", "final_layernorm"),
         ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp"),
         ("linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"),
-        ("router", "experts", "linear_fc1", "linear_fc2"),
+        ("dt_bias", "A_log", "in_proj", "conv1d", "out_norm", "out_proj"),
+        ("router", "experts", "shared_experts", "gate_weight", "linear_fc1", "linear_fc2"),
         ("layer_norm_weight", "weight", "bias"),
     )
     for place, name in enumerate(names)
@@ -188,6 +189,6 @@ def _place(name: str) -> tuple[int, ...]:
     """Return the sort key of a parameter: the places of its modules, and the numbers in its name."""
     key: list[int] = []
     for part in name.split("."):
-        word, number = re.fullmatch(r"(\D*)(\d*)", part).groups()  # type: ignore[union-attr]
+        word, number = re.fullmatch(r"(.*?)(\d*)", part).groups()  # type: ignore[union-attr]
         key += [_ORDER.get(word, 0), int(number or 0)]
     return tuple(key)

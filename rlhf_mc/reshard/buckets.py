@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from rlhf_mc.reshard.layout import Box, Shard, even_range, volume
+from rlhf_mc.reshard.layout import Box, Shard, volume
+from rlhf_mc.reshard.ranges import even_range
 from rlhf_mc.reshard.transfers import Transfer
 
 if TYPE_CHECKING:

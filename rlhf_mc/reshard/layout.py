@@ -16,6 +16,7 @@ from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
 from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.ranges import Range, even_ranges, interleaved_ranges, is_qkv
 
 Box = tuple[tuple[int, int], ...]
 """[start, end) in each dimension."""
@@ -232,10 +233,10 @@ def mcore_layout(
     """Return the layout of a Megatron-Core rank. layers: global numbers of its stage's layers; first, last: whether the
     stage is the first or the last; transformer_engine: whether the layers are Transformer Engine's.
 
-    Rows of q, k and v are interleaved: for each KV group the rows of its query heads, its key and its value. They are
-    split evenly over the ranks. With more ranks than KV groups a rank has part of a group, and no row is replicated.
-    Of a layer's experts, the rank holds the ep_rank-th of ep_size equal ranges. Each expert is split over the
-    tensor-parallel ranks.
+    Rows of q, k and v are interleaved: for each KV group the rows of its query heads, and those of their gates, its key
+    and its value. They are split evenly over the ranks. With more ranks than KV groups a rank has part of a group, and
+    no row is replicated. Of a layer's experts, the rank holds the ep_rank-th of ep_size equal ranges. Each expert is
+    split over the tensor-parallel ranks.
     """
     check_mcore(shape, tp_size, ep_size=ep_size)
     experts = range(shape.num_experts // ep_size)
@@ -248,8 +249,9 @@ def mcore_layout(
     vocab = padded_vocab_size(shape.vocab_size, tp_size)
     params = []
     for param in (p for p in model_params(shape) if p.stage in stages):
-        if is_qkv(param):
-            ranges = _qkv_ranges(param, shape, tp_rank, tp_size)
+        if param.rows:
+            groups = shape.num_kv_heads if is_qkv(param) else tp_size
+            ranges = interleaved_ranges(param.rows, groups, tp_rank, tp_size)
         else:
             ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
         local = (param.mcore_te or param.mcore) if transformer_engine else param.mcore
@@ -277,7 +279,7 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
     tp_size ranks."""
 
     def obstacle(parts: int) -> Obstacle | None:
-        uneven = indivisible([heads_size(shape), *ffn_sizes(shape)], parts)
+        uneven = indivisible(split_sizes(shape), parts)
         return uneven or kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
 
     check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, obstacle)
@@ -310,27 +312,25 @@ def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
 
 
 def _uneven_rows(shape: ModelShape, tp_size: int) -> Obstacle | None:
-    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    rows = ((1 + shape.attention_gate) * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     what = "the number of rows of q, k and v together"
     return indivisible([(what, rows, tensor_with("q", shape))], tp_size)
 
 
-def heads_size(shape: ModelShape) -> tuple[str, int, str]:
-    """Return the size that the number of ranks must divide in any engine, as `indivisible` takes it."""
-    return "num_attention_heads", shape.num_heads, tensor_with("q", shape)
-
-
-def ffn_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
-    """Return the other sizes that the number of ranks must divide in any engine, as `indivisible` takes them: one for
-    each kind of layer."""
+def split_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
+    """Return the sizes that the number of ranks must divide in any engine, as `indivisible` takes them."""
     sizes = []
-    if "dense" in shape.layer_kinds:
+    if shape.num_attending:
+        sizes.append(("num_attention_heads", shape.num_heads, tensor_with("q", shape)))
+    if shape.linear_layers:
+        sizes.append(("linear_num_key_heads", shape.linear_key_heads, tensor_with("linear_qkvz", shape)))
+    if len(shape.expert_layers) < shape.num_layers:
         sizes.append(("intermediate_size", shape.ffn_hidden_size, tensor_with("ffn", shape)))
     if shape.has_experts:
         key = FAMILIES[shape.family].expert_ffn_key
         sizes.append((key, shape.expert_ffn_hidden_size, tensor_with("expert_ffn", shape)))
     if shape.shared_ffn_hidden_size:
-        what = f"n_shared_experts x {key}"
+        what = "shared_expert_intermediate_size" if shape.shared_expert_gate else f"n_shared_experts x {key}"
         sizes.append((what, shape.shared_ffn_hidden_size, tensor_with("shared_ffn", shape)))
     return sizes
 
@@ -339,11 +339,6 @@ def indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> Obstacle |
     """Return an obstacle for the first of (name, size, a tensor) whose size is no multiple of `parts`."""
     broken = ((what, size, tensor) for what, size, tensor in sizes if size % parts)
     return next(((f"{what} is {size}, which {parts} does not divide", tensor) for what, size, tensor in broken), None)
-
-
-def is_qkv(param: Param) -> bool:
-    """Return whether the parameter concatenates queries, keys and values."""
-    return any("kv" in dims for dims in param.hf.values())
 
 
 def _occurrences(shape: ModelShape, params: Sequence[Param], layers: range) -> Iterator[tuple[int, int]]:
@@ -359,43 +354,6 @@ def _occurrences(shape: ModelShape, params: Sequence[Param], layers: range) -> I
     places += [("last", None, layers.start), ("last_if_not_first", None, layers.start)]
     for stage, kind, layer in places:
         yield from ((index, layer) for index in by_place.get((stage, kind), ()))
-
-
-Range = tuple[str, tuple[int, int]]
-"""(a Hugging Face tensor of a parameter, the range of its split dimension that a rank holds)."""
-
-
-def even_ranges(param: Param, shape: ModelShape, index: int, count: int, padded_vocab: int = 0) -> list[Range]:
-    """Return the index-th of `count` equal ranges of each tensor of a parameter; the whole of a tensor that is not
-    split."""
-    sizes = shape.dims() | {"vocab": padded_vocab}
-    split = {name: next((d for d in dims if d in SPLIT_DIMS), None) for name, dims in param.hf.items()}
-    return [
-        (name, even_range(index, count, sizes[dim]) if dim else (0, sizes[param.hf[name][0]]))
-        for name, dim in split.items()
-    ]
-
-
-def _qkv_ranges(param: Param, shape: ModelShape, index: int, count: int) -> list[Range]:
-    """Return the ranges of q, k and v in the index-th of `count` equal ranges of their interleaved rows."""
-    sizes = {dim: size // shape.num_kv_heads for dim, size in shape.dims().items() if dim in ("q", "kv")}
-    rows = [(name, group, sizes[dims[0]]) for group in range(shape.num_kv_heads) for name, dims in param.hf.items()]
-    start, end = even_range(index, count, sum(size for _, _, size in rows))
-    ranges = []
-    at = 0
-    for name, group, size in rows:
-        low = max(start, at)
-        high = min(end, at + size)
-        if low < high:
-            first = group * size - at
-            ranges.append((name, (first + low, first + high)))
-        at += size
-    return ranges
-
-
-def even_range(index: int, count: int, size: int) -> tuple[int, int]:
-    """Return the index-th of `count` equal ranges of [0, size)."""
-    return size * index // count, size * (index + 1) // count
 
 
 @dataclass(frozen=True)

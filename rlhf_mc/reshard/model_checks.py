@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -48,6 +49,11 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
             f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a {shape.family} model has"
             " attention sinks and sliding windows, which only whole sequences support: set it to 1"
         )
+    if shape.linear_layers and megatron.context_parallel_size > 1:
+        raise UserError(
+            f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a {shape.family} model has gated"
+            " delta nets, whose states need whole sequences: set it to 1"
+        )
     if megatron.cp_comm_type == "a2a" and shape.kv_lora_rank:
         raise UserError(f"{role}.megatron.cp_comm_type is 'a2a'; multi-head latent attention has p2p alone")
     if megatron.cp_comm_type == "a2a" and not _divides_heads(shape, megatron):
@@ -89,7 +95,7 @@ def _check_fp8(shape: ModelShape, recipe: str, tp: int, section: str) -> None:
     multiple = FP8_MULTIPLES[recipe]
     one = shape.one_of_each_kind()
     for name, size in mcore_layout(one, 0, tp, range(one.num_layers), first=False, last=False).shapes.items():
-        if ".linear_" in name and name.endswith("weight") and any(n % multiple for n in size):
+        if re.search(r"\.(linear_.*|in_proj|out_proj)\.weight", name) and any(n % multiple for n in size):
             raise UserError(
                 f"{section}.fp8: {recipe!r} needs dimensions that are multiples of {multiple}; "
                 f"{name} has {list(size)} on a tensor-parallel rank of {tp}"

@@ -32,7 +32,8 @@ from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
-from rlhf_mc.rollout.vllm_layout import local_tensors, parameter_shapes, vllm_layout
+from rlhf_mc.rollout.vllm_layout import check_parameters, local_tensors, parameter_shapes, vllm_layout
+from rlhf_mc.rollout.vllm_limits import check_dtype
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 
@@ -80,6 +81,7 @@ class VLLMEngine:
 
         storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM allocates.
         return_experts: responses have the experts that vLLM has chosen (Generation.experts)."""
+        check_dtype(shape, dtype)
         self._group = next(list(g) for g in groups if rank in g)
         self.groups = groups
         self.max_running = cfg.max_num_seqs
@@ -101,27 +103,27 @@ class VLLMEngine:
             options.update(_gpu_options(cfg), enable_return_routed_experts=return_experts)
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
-            # Prefix caching computes a prompt for one of its requests, and only that one's routers are recorded.
-            options.update(enforce_eager=True, enable_prefix_caching=False if return_experts else None)
+            options.update(enforce_eager=True)
+            if return_experts:  # prefix caching computes a prompt once, and only one request's routers are recorded
+                options.update(enable_prefix_caching=False)
         if cfg.quantization is not None:
             options.update(quantization=METHOD)
         vllm_patches.patch()
         vllm_patches.use_storage(storage or {})
         with vllm_patches.tensor_parallel_groups(groups), vllm_patches.in_any_world(shape.family), _build_errors(cfg):
             self._llm = vllm.LLM(
-                **engine_settings(model_path, shape, cfg, max_model_len, dtype),
+                **engine_settings(model_path, shape, cfg, max_model_len, dtype) | options,
                 # A part of the name of vLLM's cache of compiled code, in which each global rank has a folder. The code
                 # contains what follows from the rank's place in its engine (its range of the vocabulary), and vLLM does
                 # not know that `groups` sets the place.
                 additional_config={"rank_in_engine": self._group.index(rank)},
                 seed=seed,
                 logprobs_mode="processed_logprobs",
-                **options,
             )
         if return_experts and not platform.use_cuda():
             self._experts = RoutedExperts(shape)
             bind_routed_experts_capturer(self._model, self._experts)
-        cached = shape.num_layers * shape.cached_per_token(len(self._group))
+        cached = shape.num_attending * shape.cached_per_token(len(self._group))
         kv_bytes = cached * getattr(torch, dtype).itemsize
         # The ranks of an engine end a period with the same step, so their costs are equal.
         read_bytes = max(gather_objects(self.weight_bytes)) + _OVERHEAD_BYTES[platform.use_cuda()]
@@ -316,6 +318,9 @@ def engine_settings(
         "max_num_seqs": cfg.max_num_seqs,
         "max_num_batched_tokens": max(cfg.max_num_batched_tokens, max_model_len),
         "disable_log_stats": True,
+        # Of delta nets: states in float32, as the trainer's, which a cached prefix would have only where a block ends.
+        "mamba_ssm_cache_dtype": "float32" if shape.linear_layers else "auto",
+        "enable_prefix_caching": False if shape.linear_layers else None,
     }
 
 
@@ -396,30 +401,6 @@ def _build_errors(cfg: RolloutConfig) -> Iterator[None]:
         if cfg.quantization is not None and str(error).startswith(("Failed to find a kernel", "FP8 PTPC")):
             raise UserError(f"rollout.quantization is 'fp8'; vLLM says: {first_line(error)}; set it to null") from error
         raise
-
-
-def check_parameters(
-    model_path: str, written: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise UserError unless the parameters that a weight update writes (name -> shape) are exactly vLLM's.
-
-    A parameter that nothing writes would stay zero, and vLLM would generate with it."""
-    wrong = [
-        *(f"vLLM alone has {name} {shape}" for name, shape in actual.items() if name not in written),
-        *(f"vLLM lacks {name} {shape}" for name, shape in written.items() if name not in actual),
-        *(
-            f"{name} has shape {actual[name]} in vLLM, {shape} in the weight update"
-            for name, shape in written.items()
-            if actual.get(name, shape) != shape
-        ),
-    ]
-    if not wrong:
-        return
-    more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-    raise UserError(
-        f"model.path {model_path}: vLLM's model is not the trainer's: {'; '.join(wrong[:3])}{more}; "
-        "a key of config.json means something else to vLLM than to the trainer"
-    )
 
 
 def _sampling_params(sampling: Sampling, request: Request, draws_itself: bool) -> vllm.SamplingParams:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_mc.architectures.families import FAMILIES
-from rlhf_mc.architectures.hf_config import GLM
 from rlhf_mc.architectures.parameters import Param, model_params
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
@@ -18,29 +17,29 @@ from rlhf_mc.reshard.layout import (
     Layout,
     Obstacle,
     check_split,
-    even_range,
-    even_ranges,
-    ffn_sizes,
-    heads_size,
     indivisible,
-    is_qkv,
     kv_obstacle,
     layout_of_layers,
     local_param,
+    split_sizes,
     tensor_with,
 )
+from rlhf_mc.reshard.ranges import even_range, even_ranges, interleaved_ranges, is_qkv
 
 _RENAMED = {
     ".self_attn.q_proj.": ".self_attn.qkv_proj.",
     ".self_attn.q_a_proj.": ".self_attn.fused_qkv_a_proj.",
     ".mlp.gate_proj.": ".mlp.gate_up_proj.",
     ".shared_experts.gate_proj.": ".shared_experts.gate_up_proj.",
+    ".shared_expert.gate_proj.": ".shared_expert.gate_up_proj.",
     **{f".experts.{{e}}.{gate}.": ".experts.routed_experts.w13_" for gate in ("gate_proj", "w1")},
     **{f".experts.{{e}}.{down}.": ".experts.routed_experts.w2_" for down in ("down_proj", "w2")},
 }
 """Part of the name of a parameter's first Hugging Face tensor -> vLLM's, which stacks a layer's experts in one tensor
 [experts, ...]. All other names are Hugging Face's."""
 _RENAMED_OF_FAMILY = {"gpt_oss": {".self_attn.": ".attn.", "model.embed_tokens.": "model.embedding."}}
+_FLOAT32 = {"glm4_moe": ".gate.", "qwen3_next": ".A_log"}
+"""Family -> part of the names of the parameters that vLLM has in float32, since it computes with them so."""
 _HALF = "@"
 """Before the number of a half at the end of a local name: it is every second row of the experts of vLLM's parameter,
 which has the rows of gate and up in turn."""
@@ -56,13 +55,17 @@ def vllm_name(param: Param, family: str) -> str:
     return name
 
 
-def _joined_latents(params: Sequence[Param]) -> Iterator[Param]:
-    """Yield the parameters, with the two projections to latent vectors as one: vLLM joins them, and replicates them."""
+def _regrouped(params: Sequence[Param]) -> Iterator[Param]:
+    """Yield the parameters, with the two projections to latent vectors as one: vLLM joins them, and replicates them.
+    The projections of a delta net are two, whose rows are those of the checkpoint."""
     queries: Param | None = None
     for param in params:
         name = next(iter(param.hf))
         if ".q_a_proj." in name:
             queries = param
+            continue
+        if ".in_proj_qkvz." in name:
+            yield from (replace(param, hf={tensor: dims}, rows=()) for tensor, dims in param.hf.items())
             continue
         if ".kv_a_proj_with_mqa." in name and queries is not None:
             param = replace(param, hf={**queries.hf, **param.hf})
@@ -78,10 +81,12 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
     kv = even_range(tp_rank * kv_shards // tp_size, kv_shards, shape.num_kv_heads * shape.head_dim)
     vocab = padded_vocab_size(shape.vocab_size, 1)
     params = []
-    for param in _joined_latents(model_params(shape)):
+    for param in _regrouped(model_params(shape)):
         if param.stage == "last_if_not_first":
             continue  # the tied embedding, which vLLM has once
         ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
+        if param.rows and not is_qkv(param):
+            ranges = interleaved_ranges(param.rows, tp_size, tp_rank, tp_size)
         if is_qkv(param):
             ranges = [(name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in ranges]
         name = vllm_name(param, shape.family)
@@ -96,10 +101,8 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
                 params[-1] = replace(params[-1], shards=())
     layout = layout_of_layers(shape, params, range(shape.num_layers))
     layout = replace(layout, zero=frozenset(layout.stacked_shapes.keys() - layout.by_local.keys()))
-    if shape.family not in GLM:
-        return layout
-    # vLLM computes these routers in float32, with weights of that type.
-    return replace(layout, float32=frozenset(name for name in layout.stacked_shapes if ".gate." in name))
+    wide = _FLOAT32.get(shape.family, "no parameter")
+    return replace(layout, float32=frozenset(name for name in layout.stacked_shapes if wide in name))
 
 
 def parameter_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -120,6 +123,30 @@ def local_tensors(layout: Layout, parameters: Mapping[str, Any]) -> dict[str, An
     return tensors
 
 
+def check_parameters(
+    model_path: str, written: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise UserError unless the parameters that a weight update writes (name -> shape) are exactly vLLM's.
+
+    A parameter that nothing writes would stay zero, and vLLM would generate with it."""
+    wrong = [
+        *(f"vLLM alone has {name} {shape}" for name, shape in actual.items() if name not in written),
+        *(f"vLLM lacks {name} {shape}" for name, shape in written.items() if name not in actual),
+        *(
+            f"{name} has shape {actual[name]} in vLLM, {shape} in the weight update"
+            for name, shape in written.items()
+            if actual.get(name, shape) != shape
+        ),
+    ]
+    if not wrong:
+        return
+    more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+    raise UserError(
+        f"model.path {model_path}: vLLM's model is not the trainer's: {'; '.join(wrong[:3])}{more}; "
+        "a key of config.json means something else to vLLM than to the trainer"
+    )
+
+
 def check_vllm(shape: ModelShape, tp_size: int) -> None:
     """Raise UserError if vLLM cannot split this model over tp_size ranks."""
     if shape.value_head:
@@ -135,4 +162,4 @@ def _obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     if shape.has_experts and tp_size > shape.num_experts:
         return f"num_experts is {shape.num_experts}, fewer than ranks", tensor_with("experts", shape)
     vocab = ("padded vocab_size", padded_vocab_size(shape.vocab_size, 1), "model.embed_tokens.weight")
-    return indivisible([heads_size(shape), *ffn_sizes(shape), vocab], tp_size)
+    return indivisible([*split_sizes(shape), vocab], tp_size)

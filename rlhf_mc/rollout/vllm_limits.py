@@ -14,11 +14,20 @@ FP8_CAPABILITY = (8, 9)
 LATENT_DIMS = 576
 """The only number of dimensions that vLLM's kernel of latent attention takes on a CPU (v1/attention/backends/mla)."""
 
+DELTA_DIMS = (64, 128)
+"""The dimensions of heads that vLLM's kernels of gated delta nets take on a CPU, in bfloat16."""
+
 
 def check_kernels(shape: ModelShape, cfg: RolloutConfig) -> None:
     """Raise UserError where vLLM has no kernel for the model's head dimension, or in fp8."""
     if cfg.quantization is not None:
         _check_fp8(shape)
+    dims = (shape.linear_key_dim, shape.linear_value_dim)
+    if shape.linear_layers and not platform.use_cuda() and (dims[0] != dims[1] or dims[0] not in DELTA_DIMS):
+        raise UserError(
+            f"model.path: linear_key_head_dim {dims[0]} and linear_value_head_dim {dims[1]}; vLLM's CPU gated delta"
+            " net takes 64 or 128 for both"
+        )
     if shape.kv_lora_rank:
         if not platform.use_cuda() and shape.cached_per_token(1) != LATENT_DIMS:
             raise UserError(
@@ -27,6 +36,12 @@ def check_kernels(shape: ModelShape, cfg: RolloutConfig) -> None:
             )
     elif not platform.use_cuda() and shape.head_dim % 32:
         raise UserError(f"model.path: head dimension {shape.head_dim}; vLLM's CPU attention takes multiples of 32")
+
+
+def check_dtype(shape: ModelShape, dtype: str) -> None:
+    """Raise UserError where vLLM has no kernel for the model in this type."""
+    if shape.linear_layers and not platform.use_cuda() and dtype != "bfloat16":
+        raise UserError(f"actor.megatron.dtype is {dtype!r}; vLLM's CPU gated delta net takes bfloat16")
 
 
 def _check_fp8(shape: ModelShape) -> None:

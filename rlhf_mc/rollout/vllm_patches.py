@@ -64,6 +64,7 @@ def _torchs_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+_CONVOLUTIONS = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
 EVERYWHERE = (
     Patch(
         ModelConfig,
@@ -96,6 +97,7 @@ def on_cpu() -> tuple[Patch, ...]:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     rotate = RotaryEmbedding.forward_cpu
@@ -104,7 +106,12 @@ def on_cpu() -> tuple[Patch, ...]:
         is_part = query.dim() == 3  # [tokens, heads, rotated part of a head]
         return (module.forward_native if is_part else functools.partial(rotate, module))(positions, query, key)
 
+    def unpacked(convolve: Any) -> Any:
+        return lambda *args, **kwargs: convolve(*args, **kwargs | {"is_weight_packed": False})
+
+    reason = "where the processor has AVX512-BF16 it takes the weight for repacked, which a weight update has written"
     return (
+        *(Patch(gdn_attention, name, unpacked(getattr(gdn_attention, name)), reason) for name in _CONVOLUTIONS),
         Patch(
             utils,
             "dispatch_cpu_unquantized_gemm",

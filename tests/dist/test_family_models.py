@@ -43,11 +43,15 @@ EXPERTS = {
         "topk_group": 1,
         "rope_scaling": None,
     },
+    # The first layer has a gated delta net.
+    "qwen3_next": {"family": "qwen3_next", "tied": False},
     # Layers of two kinds. With two stages, the first has no experts.
     "qwen3_moe_mixed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     # A token's experts have the weights of the softmax over all experts, not normalised over the chosen ones.
     "qwen3_moe_plain": {"family": "qwen3_moe", "tied": True, "norm_topk_prob": False},
 }
+WHOLE_SEQUENCES = ("gpt_oss", "qwen3_next")
+"""Families that context parallelism does not support."""
 PROMPT_LENS = (3, 9, 4, 4)
 RESPONSE_LENS = (6, 1, 11, 5)
 
@@ -95,7 +99,7 @@ def test_more_tp_ranks_than_kv_heads(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, sequence_parallel: bool
 ) -> None:
     """Split two KV heads over four ranks, with QK norms and zero-centred norms. Experts need sequence parallelism."""
-    names = ["qwen3", "gemma", *(["qwen3_moe", "glm4_moe", "gpt_oss"] if sequence_parallel else [])]
+    names = ["qwen3", "gemma", *(["qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"] if sequence_parallel else [])]
     directories = {name: workspaces[name] for name in names}
     check_against_transformers(pool(world), directories, family_batch, tp=4, pp=1, sequence_parallel=sequence_parallel)
 
@@ -107,7 +111,7 @@ def test_more_tp_ranks_than_kv_heads(
 def test_expert_parallel_layouts_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int, cp: int
 ) -> None:
-    directories = {n: workspaces[n] for n in EXPERTS if cp == 1 or n != "gpt_oss"}
+    directories = {n: workspaces[n] for n in EXPERTS if cp == 1 or n not in WHOLE_SEQUENCES}
     check_against_transformers(pool(world), directories, family_batch, tp=1, pp=pp, ep=ep, cp=cp)
 
 
@@ -115,7 +119,7 @@ def test_expert_parallel_layouts_match_transformers(
 def test_experts_with_tensor_parallelism_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, ep: int, cp: int
 ) -> None:
-    directories = {n: workspaces[n] for n in EXPERTS if cp == 1 or n != "gpt_oss"}
+    directories = {n: workspaces[n] for n in EXPERTS if cp == 1 or n not in WHOLE_SEQUENCES}
     layout = {"tp": tp, "pp": 1, "ep": ep, "cp": cp}
     check_against_transformers(pool(world), directories, family_batch, **layout, sequence_parallel=True)
 
@@ -175,6 +179,7 @@ def transformers_results(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple
         (2, "glm4_moe", 1, 2),
         (2, "gpt_oss", 2, 1),
         (2, "deepseek_v3", 1, 2),
+        (2, "qwen3_next", 2, 1),
     ],
 )
 def test_experts_load_with_another_expert_parallel_size(
@@ -225,9 +230,26 @@ LATENT_NAMES = {
     "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.linear_q_up_proj.weight",
 }
+MLP_NAMES = {
+    *LAYER_NAMES["qwen3_moe"],
+    *(f"mlp.shared_experts.{name}" for name in ("gate_weight", "linear_fc1.weight", "linear_fc2.weight")),
+}
+DELTA_NET_NAMES = {
+    *("A_log", "dt_bias", "in_proj.layer_norm_weight", "out_norm.weight", "out_proj.weight"),
+    *(f"in_proj.weight.{part}" for part in ("query", "key", "value", "z", "beta", "alpha")),
+    *(f"conv1d.weight.{part}" for part in ("query", "key", "value")),
+}
+ATTENTION_NAMES = {
+    *("linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_proj.weight"),
+    *("q_layernorm.weight", "k_layernorm.weight"),
+}
+LAYER_NAMES["qwen3_next"] = {
+    *(f"{i}.{name}" for i in range(2) for name in MLP_NAMES),
+    *(f"{i}.self_attention.{n}" for i, names in enumerate((DELTA_NET_NAMES, ATTENTION_NAMES)) for n in names),
+}
 LAYER_NAMES["deepseek_v3"] = LAYER_NAMES["glm4_moe"] | {f"{i}.{name}" for i in range(2) for name in LATENT_NAMES}
-"""Names of a layer's tensors after its attention, and for latent attention of all, in the Megatron checkpoints that
-Transformer Engine's layers write (docs/internals/gpu_readings.md)."""
+"""Names of a layer's tensors after its attention, and for latent attention and delta nets of all, in the Megatron
+checkpoints that Transformer Engine's layers write (docs/internals/gpu_readings.md)."""
 
 
 @pytest.mark.parametrize("family", LAYER_NAMES)
@@ -241,7 +263,7 @@ def test_megatron_checkpoints_are_those_of_transformer_engine(
     )
     assert different == []
     inside = {name.removeprefix("model.decoder.layers.") for name in names if ".layers." in name}
-    assert LAYER_NAMES[family] == {name for name in inside if "mlp" in name or family == "deepseek_v3"}
+    assert LAYER_NAMES[family] == {name for name in inside if "mlp" in name or family in ("deepseek_v3", "qwen3_next")}
 
 
 YARN = {"factor": 8.0, "original_max_position_embeddings": 16}
@@ -307,15 +329,17 @@ def test_decode_weights_of_latent_attention_follow_an_update(pool: Any, workspac
     assert found == [False, True, True]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_float32_parts_of_a_bfloat16_model(pool: Any, workspaces: dict[str, Path], family: str) -> None:
-    """Send a router's weights in bfloat16 to vLLM, to glm4_moe's in float32, and its correction bias in float32."""
+    """Send a router's weights in bfloat16 to vLLM, to glm4_moe's in float32, and its correction bias in float32; and
+    qwen3_next's A_log to vLLM's in float32."""
     directory = workspaces[family]
     types = [f"{role}.megatron.dtype=bfloat16" for role in ("actor", "critic", "ref")]
     config = write_config(directory)
     export_to = directory / "out_bfloat16"
     for result in cases.run_two_steps(pool(2), config, (1, 2, 2), export_to, [*types, "reshard.verify=always"]):
         assert result["different"] == []
+        assert all(metrics["training/rollout_logprobs_diff_mean"] < 0.03 for metrics in result["steps"])
     start, end = (cases.exported_weights(str(path)) for path in (directory / "model", export_to))
     for name, weight in end.items():
         if name.endswith("e_score_correction_bias"):

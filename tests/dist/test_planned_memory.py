@@ -33,6 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "latent": make_checkpoint(root / "latent", family="deepseek_v3", tied=False),
         "glm": make_checkpoint(root / "glm", family="glm4_moe", tied=False),
         "gpt_oss": make_checkpoint(root / "gpt_oss", family="gpt_oss", tied=False),
+        "delta_net": make_checkpoint(root / "delta_net", family="qwen3_next", tied=False),
         # Of two stages the first has no experts.
         "mixed": make_checkpoint(root / "mixed", family="qwen3_moe", tied=False, mlp_only_layers=[0, 1]),
     }
@@ -54,6 +55,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (4, "latent", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
         (4, "glm", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
         (4, "gpt_oss", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
+        (4, "delta_net", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
     ],
 )
 def test_model_state_is_exact(
@@ -101,6 +103,7 @@ def test_model_state_is_exact(
         (1, "mixed", {}, 1, {}),
         (1, "glm", {}, 1, {}),
         (1, "gpt_oss", {}, 1, {}),
+        (1, "delta_net", {}, 1, {}),
         (1, "latent", {}, 1, {}),
         (1, "latent", {}, 1, {"recompute_granularity": None}),
         (2, "mixed", {"pp": 2}, 4, {}),

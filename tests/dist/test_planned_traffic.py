@@ -32,6 +32,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "latent": make_checkpoint(root / "latent", family="deepseek_v3", tied=False),
         "glm": make_checkpoint(root / "glm", family="glm4_moe", tied=False),
         "gpt_oss": make_checkpoint(root / "gpt_oss", family="gpt_oss", tied=False),
+        "delta_net": make_checkpoint(root / "delta_net", family="qwen3_next", tied=False),
         "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False, mlp_only_layers=[1]),
     }
 
@@ -109,6 +110,7 @@ def test_collectives_are_exact(
         ("moe", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
         ("glm", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
         ("gpt_oss", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
+        ("delta_net", {"tp": 4}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),  # more ranks than KV heads
         ("latent", {"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
         ("latent", {"tp": 2, "cp": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED}),
     ],

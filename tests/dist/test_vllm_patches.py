@@ -4,6 +4,7 @@ test_layouts.py."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms.cpu import CpuPlatform
@@ -43,7 +45,9 @@ EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REPACK = f"{EXPERTS}.CPUUnquantizedExperts.process_weights_after_loading"
 SIZES = f"{EXPERTS}.CPUUnquantizedExperts._supports_grouped_gemm"
 ROTATION = "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu"
-TARGETS = {TIED, LINEAR, SHARED_MEMORY, REPACK, SIZES, ROTATION, f"{EXPERTS}.cpu_fused_moe"}
+DELTA_NETS = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+CONVOLUTIONS = {f"{DELTA_NETS}._causal_conv1d_fwd_cpu", f"{DELTA_NETS}._causal_conv1d_update_cpu"}
+TARGETS = CONVOLUTIONS | {TIED, LINEAR, SHARED_MEMORY, REPACK, SIZES, ROTATION, f"{EXPERTS}.cpu_fused_moe"}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +100,19 @@ def test_every_patch_has_a_test() -> None:
     for patch in vllm_patch_cases.PATCHES.values():
         assert hasattr(patch.owner, patch.name), f"{patch.target} is gone"
         assert patch.original is not patch.replacement, patch.target
+
+
+def test_convolutions_of_delta_nets_take_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call them as vLLM does where the processor has AVX512-BF16, which the kernels need."""
+    monkeypatch.setattr(gdn_attention, "is_conv_state_dim_first", lambda: False)
+    for target in CONVOLUTIONS:
+        patch = vllm_patch_cases.PATCHES[target]
+        kernel = mock.Mock()
+        monkeypatch.setattr(gdn_attention.ops, patch.name.removeprefix("_"), kernel)
+        names = inspect.signature(patch.original).parameters.keys() - {"is_weight_packed"}
+        for function, is_packed in ((patch.original, True), (patch.replacement, False)):
+            function(**dict.fromkeys(names), is_weight_packed=True)
+            assert kernel.call_args.kwargs["is_weight_packed"] == is_packed
 
 
 def test_new_sinks_reach_an_attention_that_has_copied_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
     },
+    "qwen3_next": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "head_dim": 16,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
 }
 
@@ -155,6 +167,9 @@ CASES: dict[str, Case] = {
         "glm4_moe", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(0, 4), megatron={**SEQUENCE, **DISTRIBUTED}
     ),
     "sinks, parallel": Case("gpt_oss", world=8, tp=2, ep=2, ranks=(0, 1), megatron={**SEQUENCE, **DISTRIBUTED}),
+    "delta nets, parallel": Case(
+        "qwen3_next", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(0, 4), megatron={**SEQUENCE, **DISTRIBUTED}
+    ),
     "latent attention, parallel": Case(
         "deepseek_v3", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(0, 4), megatron={**SEQUENCE, **DISTRIBUTED}
     ),
@@ -201,6 +216,7 @@ TE_RANKS: dict[str, tuple[int, ...]] = {
     "experts": (0,),
     "experts, parallel": (0, 4),
     "shared expert, parallel": (0,),
+    "delta nets, parallel": (0,),
     "latent attention, parallel": (0, 4),
     "latent attention, context parallel": (0,),
     "critic": (0,),

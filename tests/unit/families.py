@@ -56,6 +56,17 @@ EXTRA: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 2,
         "v_head_dim": 5,
     },
+    "qwen3_next": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 4,
+        "shared_expert_intermediate_size": 6,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": True},
 }

@@ -71,6 +71,14 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
         "norm_topk_prob": False,
         "sinks": False,
         "sliding_window": 0,
+        "attention_gate": False,
+        "shared_expert_gate": False,
+        "linear_layers": (),
+        "linear_key_heads": 0,
+        "linear_value_heads": 0,
+        "linear_key_dim": 0,
+        "linear_value_dim": 0,
+        "linear_kernel": 0,
         "value_head": False,
     }
     shape = ModelShape(**stored)
@@ -114,6 +122,7 @@ def test_shape_from_config() -> None:
     "changes, message",
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama, qwen2"),
+        ({"model_type": "qwen3_5_moe"}, "model_type is 'qwen3_5_moe'; vLLM has it as a part of a model of images"),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
@@ -189,6 +198,23 @@ def test_kinds_of_layers() -> None:
     assert [part.active_ffn_size for part in mixed.by_kind()] == [8, 8]
     last = shape_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[5]).one_of_each_kind()
     assert last.layer_kinds == ("moe", "dense")
+
+
+def test_kinds_and_costs_of_gated_delta_nets() -> None:
+    shape = shape_of("qwen3_next", num_hidden_layers=6, full_attention_interval=3, mlp_only_layers=[0, 2])
+    assert shape.layer_kinds == ("linear_dense", "linear_moe", "dense", "linear_moe", "linear_moe", "moe")
+    assert shape.one_of_each_kind().layer_kinds == ("linear_dense", "linear_moe", "dense", "moe")
+    types = ["linear_attention", "linear_attention", "full_attention"] * 2
+    assert shape == shape_of("qwen3_next", num_hidden_layers=6, layer_types=types, mlp_only_layers=[0, 2])
+    parts = shape.by_kind(range(1, 6))
+    assert [(part.num_layers, part.layer_kinds[0]) for part in parts] == [(3, "linear_moe"), (1, "dense"), (1, "moe")]
+    assert [part.state_size for part in parts] == [4 * 3 * 5, 0, 0]
+    projections = [6 * (2 * (2 * 3 + 4 * 5) + 2 * 4 + 4 * 5), *2 * [6 * (3 * 4 * 3 + 2 * 2 * 3)]]
+    assert [part.attention_weights() for part in parts] == projections
+    # Three products of each token with a state, as many whatever the length.
+    one, two = (forward_flops(parts[0], [n], 0).attention for n in (10.0, 20.0))
+    assert one == 3 * 10 * 6 * 60 and two == 2 * one
+    assert shape.cached_per_sequence(2, 2) == 4 * (4 * 60 + 2 * 3 * (2 * 6 + 20)) / 2
 
 
 def test_defaults_of_sliding_windows() -> None:

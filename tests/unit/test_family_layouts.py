@@ -31,11 +31,12 @@ from rlhf_mc.topology.mesh import Mesh, rollout_groups
 MIXTRAL = {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 """Parts of the names of mixtral's tensors -> of the other families'."""
 GPT_OSS = {".mlp.router.": ".mlp.gate."}
+QWEN3_NEXT = {".shared_expert.": ".shared_experts."}
 
 
 def checkpoint(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Return the tensors of the checkpoint, with mixtral's and gpt_oss' under the names of the other families."""
-    return {renamed(name, MIXTRAL | GPT_OSS): tensor for name, tensor in numbered(shape).items()}
+    """Return the tensors of the checkpoint, with names of some families as the other families have them."""
+    return {renamed(name, MIXTRAL | GPT_OSS | QWEN3_NEXT): tensor for name, tensor in numbered(shape).items()}
 
 
 def renamed(name: str, parts: dict[str, str]) -> str:
@@ -54,7 +55,7 @@ def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
     if shape.kv_lora_rank:
         for x in ("q", "kv") if shape.q_lora_rank else ("kv",):
             out[f"self_attention.{x}_layernorm.weight"] = full[f"{hf}self_attn.{x}_a_layernorm.weight"]
-    if shape.qk_norm:
+    if shape.qk_norm and i not in shape.linear_layers:
         out["self_attention.q_layernorm.weight"] = full[hf + "self_attn.q_norm.weight"]
         out["self_attention.k_layernorm.weight"] = full[hf + "self_attn.k_norm.weight"]
     return out
@@ -88,6 +89,29 @@ def latent_vllm(full: dict, shape: ModelShape, i: int, t: int, tp: int) -> dict[
     return out | {hf + "q_b_proj.weight": full[hf + "q_b_proj.weight"].chunk(tp)[t]}
 
 
+def delta_net(full: dict, shape: ModelShape, i: int, t: int, tp: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors of a layer's delta net on a Megatron-Core rank and on a vLLM rank, by their names there."""
+    hf = f"model.layers.{i}.linear_attn."
+    keys = shape.linear_key_heads
+    values = shape.linear_value_heads
+    sizes = (shape.linear_key_dim, shape.linear_key_dim, *2 * (values // keys * shape.linear_value_dim,))
+    of_heads = full[hf + "in_proj_qkvz.weight"].unflatten(0, (keys, -1)).split(sizes, dim=1)
+    of_heads += full[hf + "in_proj_ba.weight"].unflatten(0, (keys, -1)).chunk(2, dim=1)
+    conv = full[hf + "conv1d.weight"].split((keys * sizes[0], keys * sizes[0], values * shape.linear_value_dim))
+    same = {name: full[hf + name].chunk(tp)[t] for name in ("A_log", "dt_bias")}
+    same |= {
+        "conv1d.weight": torch.cat([part.chunk(tp)[t] for part in conv]),
+        "out_proj.weight": full[hf + "out_proj.weight"].chunk(tp, 1)[t],
+    }
+    norm = full[hf + "norm.weight"]
+    in_proj = torch.cat([part.chunk(tp)[t].flatten(0, 1) for part in of_heads])
+    projections = {f"in_proj_{x}.weight": full[f"{hf}in_proj_{x}.weight"].chunk(tp)[t] for x in ("qkvz", "ba")}
+    return {
+        "self_attention.": {**same, "in_proj.weight": in_proj, "out_norm.weight": norm},
+        "linear_attn.": {**same, **projections, "norm.weight": norm},
+    }
+
+
 def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) -> dict[str, torch.Tensor]:
     """Return the tensors of a Megatron-Core rank without pipeline parallelism. e of ep: its expert-parallel rank."""
     full = checkpoint(shape)
@@ -100,23 +124,33 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
         out |= {mc + name: norm for name, norm in norms(full, shape, i).items()}
         if shape.kv_lora_rank:
             out |= {mc + name: tensor for name, tensor in latent_mcore(full, shape, i, t, tp).items()}
-        for kind in (["weight"] + ["bias"] * shape.qkv_bias) * (not shape.kv_lora_rank):
+        if i in shape.linear_layers:
+            part = "self_attention."
+            out |= {mc + part + name: tensor for name, tensor in delta_net(full, shape, i, t, tp)[part].items()}
+        attends = not shape.kv_lora_rank and i not in shape.linear_layers
+        for kind in (["weight"] + ["bias"] * shape.qkv_bias) * attends:
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            if shape.attention_gate:
+                qkv = [*qkv[0].unflatten(0, (shape.num_heads, 2, -1)).unbind(1), *qkv[1:]]
+                qkv[:2] = (x.flatten(0, 1) for x in qkv[:2])
             grouped = torch.cat([x.unflatten(0, (shape.num_kv_heads, -1)) for x in qkv], dim=1)
             out[f"{mc}self_attention.linear_qkv.{kind}"] = grouped.flatten(0, 1).chunk(tp)[t]
-        if not shape.kv_lora_rank:
+        if attends:
             out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
         if shape.o_bias:
             out[mc + "self_attention.linear_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
         if shape.sinks:
             out[mc + "self_attention.core_attention.softmax_offset"] = full[hf + "self_attn.sinks"].chunk(tp)[t]
-        num_experts = shape.num_experts if shape.layer_kinds[i] == "moe" else 0
+        num_experts = shape.num_experts if i in shape.expert_layers else 0
         if num_experts:
             out[mc + "mlp.router.weight"] = full[hf + "mlp.gate.weight"]
         if num_experts and shape.mlp_bias:
             out[mc + "mlp.router.bias"] = full[hf + "mlp.gate.bias"]
         if num_experts and shape.sigmoid_router:
             out[mc + "mlp.router.expert_bias"] = full[hf + "mlp.gate.e_score_correction_bias"]
+        if num_experts and shape.shared_expert_gate:
+            out[mc + "mlp.shared_experts.gate_weight"] = full[hf + "mlp.shared_expert_gate.weight"]
+        if num_experts and shape.shared_ffn_hidden_size:
             gate, up, down = (full[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
             out[mc + "mlp.shared_experts.linear_fc1.weight"] = torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
             out[mc + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[t]
@@ -163,22 +197,28 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
         out[name] = padded_chunk(full[name], rows, t, tp)
     for i in range(shape.num_layers):
         hf = f"model.layers.{i}."
-        out |= {n: x for n, x in full.items() if n.startswith(hf) and ("norm" in n or "mlp.gate." in n)}
+        same = ("norm", "mlp.gate.", "shared_expert_gate")
+        out |= {n: x for n, x in full.items() if n.startswith(hf) and any(part in n for part in same)}
+        if i in shape.linear_layers:
+            part = "linear_attn."
+            out |= {hf + part + name: tensor for name, tensor in delta_net(full, shape, i, t, tp)[part].items()}
+        attends = not shape.kv_lora_rank and i not in shape.linear_layers
         if shape.kv_lora_rank:
             out |= latent_vllm(full, shape, i, t, tp)
-        for kind in (["weight"] + ["bias"] * shape.qkv_bias) * (not shape.kv_lora_rank):
+        for kind in (["weight"] + ["bias"] * shape.qkv_bias) * attends:
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"].chunk(tp)[t] for x in "qkv"]
             out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(qkv)
-        out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
+        if i not in shape.linear_layers:
+            out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
         if shape.o_bias:
             out[hf + "self_attn.o_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
         if shape.sinks:
             out[hf + "self_attn.sinks"] = full[hf + "self_attn.sinks"].chunk(tp)[t]
-        num_experts = shape.num_experts if shape.layer_kinds[i] == "moe" else 0
+        num_experts = shape.num_experts if i in shape.expert_layers else 0
         sources = [f"{hf}mlp.experts.{n}." for n in range(num_experts)] or [hf + "mlp."]
         gate_up = [torch.cat([full[s + f"{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]) for s in sources]
         down = [full[s + "down_proj.weight"].chunk(tp, 1)[t] for s in sources]
-        if num_experts and shape.sigmoid_router:
+        if num_experts and shape.shared_ffn_hidden_size:
             shared = hf + "mlp.shared_experts."
             halves = [full[f"{shared}{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]
             out[shared + "gate_up_proj.weight"] = torch.cat(halves)
@@ -192,6 +232,8 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
             out[hf + "mlp.gate_up_proj.weight"] = gate_up[0]
             out[hf + "mlp.down_proj.weight"] = down[0]
     out["model.norm.weight"] = full["model.norm.weight"]
+    if shape.family == "qwen3_next":
+        return {name.replace(".shared_experts.", ".shared_expert."): tensor for name, tensor in out.items()}
     if shape.family == "mixtral":
         return {name.replace("mlp.", "block_sparse_moe."): tensor for name, tensor in out.items()}
     if shape.family == "gpt_oss":
@@ -252,9 +294,11 @@ def test_layouts_of_latent_attention_without_a_latent_of_queries() -> None:
         assert_same(fill(vllm_layout(shape, t, 2), shape), expected_vllm(shape, t, 2))
 
 
-def test_plans_of_latent_attention_are_exact_and_minimal() -> None:
-    """Plan from TP 2 and EP 2 to rollout TP 2: what vLLM joins and replicates comes from two parameters."""
-    shape = shape_of("deepseek_v3")
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_plans_of_other_attentions_are_exact_and_minimal(family: str) -> None:
+    """Plan from TP 2 and EP 2 to rollout TP 2: what vLLM joins and replicates comes from two parameters, and what it
+    orders by heads from one."""
+    shape = shape_of(family)
     places = [(t, 2, e, 2) for e in range(2) for t in range(2)]
     source = [unpipelined(shape, t, 2, ep_rank=e, ep_size=2) for t, _, e, _ in places]
     target = [vllm_layout(shape, t, 2) for t, *_ in places]
@@ -471,6 +515,8 @@ def test_error_of_an_invalid_size_names_a_tensor(check: Any, tp: int, message: s
         check(shape_of("qwen3"), tp)
     with pytest.raises(UserError, match=r"num_attention_heads is 4.*q_b_proj\.weight \[20, 10\]\); .*work: 1, 2, 4"):
         check(shape_of("deepseek_v3"), tp)
+    with pytest.raises(UserError, match=r"linear_num_key_heads is 2, which 4 .*in_proj_qkvz.*; sizes that work: 1, 2"):
+        check(shape_of("qwen3_next"), 4)
 
 
 def test_expert_parallelism_of_a_dense_model_is_rejected() -> None:
@@ -512,6 +558,11 @@ def test_context_parallel_ranks_move_fewer_bytes(heads: int, kv_heads: int, tp: 
             EXTRA["gpt_oss"] | {"model_type": "gpt_oss"},
             {"context_parallel_size": 2},
             "context_parallel_size: 2; a gp",
+        ),
+        (
+            EXTRA["qwen3_next"] | {"model_type": "qwen3_next"},
+            {"context_parallel_size": 2},
+            "context_parallel_size: 2; a qwen3_next model has gated delta nets",
         ),
     ],
 )

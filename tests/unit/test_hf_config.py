@@ -39,6 +39,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**SMALL["deepseek_v3"], "num_key_value_heads": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_next": SMALL["qwen3_next"],
 }
 
 
@@ -140,6 +141,10 @@ def test_every_key_read_by_a_model_is_handled(family: str) -> None:
     of_transformers = keys_read(source_of("transformers", f"models/{family}/modeling_{family}.py"))
     file = {"deepseek_v3": "deepseek_v2"}.get(family, family)
     of_vllm = keys_read(source_of("vllm", f"model_executor/models/{file}.py"))
+    if family == "qwen3_next":
+        for file in ("base", "qwen_gdn_linear_attn"):
+            of_vllm |= keys_read(source_of("vllm", f"model_executor/layers/mamba/gdn/{file}.py"))
+        assert "linear_num_key_heads" in of_vllm
     if family == "mistral":
         of_vllm |= keys_read(source_of("vllm", "model_executor/models/llama.py"))
         of_vllm |= {"llama_4_scaling"}
@@ -212,7 +217,15 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
         assert (shape.rope_scaling or {}).items() <= theirs.rope_parameters.items()
     assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
     assert shape.rotary_fraction == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
-    assert shape.shared_ffn_hidden_size == getattr(theirs, "n_shared_experts", 0) * shape.expert_ffn_hidden_size
+    shared = getattr(theirs, "n_shared_experts", 0) * shape.expert_ffn_hidden_size
+    assert shape.shared_ffn_hidden_size == getattr(theirs, "shared_expert_intermediate_size", shared)
+    if family == "qwen3_next":
+        linear = [kind == "linear_attention" for kind in theirs.layer_types]
+        assert [i in shape.linear_layers for i in range(shape.num_layers)] == linear
+        heads = (shape.linear_key_heads, shape.linear_value_heads, shape.linear_key_dim, shape.linear_value_dim)
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        assert heads == tuple(getattr(theirs, f"linear_{name}") for name in names)
+        assert shape.linear_kernel == theirs.linear_conv_kernel_dim
     assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", family in ("mixtral", "gpt_oss"))
 
 
@@ -354,6 +367,14 @@ def test_unsupported_llama_configs_are_rejected(changes: dict[str, Any], message
         ("gpt_oss", {"rope_scaling": GPT_OSS_ROPE | {"beta_slow": None}}, "rope_scaling.beta_slow is missing"),
         ("gpt_oss", {"rope_scaling": GPT_OSS_ROPE | {"mscale": 2.0}}, "mscale is 2.0; vLLM's model does not read"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 weights are not read; .*dequantize"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias is true; transformers and vLLM add it"),
+        ("qwen3_next", {"qkv_bias": True}, "qkv_bias is true; transformers and vLLM add it"),
+        ("qwen3_next", {"tie_word_embeddings": True}, "tie_word_embeddings is true; vLLM's model has a head of its"),
+        ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types is .*expected 2 times 'linear_attention' or"),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 2}, "layer_types is .*expected 2 times"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3; expected a multiple of 2 key"),
+        ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0; expected a pos"),
+        ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window is true"),
         ("qwen3_moe", {"num_local_experts": 8}, "num_local_experts is 8; num_experts is 4, and they are"),
     ],
 )

@@ -46,9 +46,10 @@ def test_round_trip_is_bit_exact(tmp_path: Path, name: str, dtype_name: str) -> 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 50_000])
 def test_layers_of_multi_token_prediction_are_kept(tmp_path: Path, max_shard_bytes: int) -> None:
     """Copy the layers after the model's last one, in a type of their own, as far as config.json says that there are
-    any."""
+    any, and what is named "mtp"."""
     start = save_model(tmp_path / "start")
-    draft = {f"model.layers.3.{name}": torch.randn(100, 100).bfloat16() for name in ("eh_proj.weight", "x.weight")}
+    names = ("model.layers.3.eh_proj.weight", "model.layers.3.x.weight", "mtp.layers.0.x.weight")
+    draft = {name: torch.randn(100, 100).bfloat16() for name in names}
     save_file({**load_file(start / "model.safetensors"), **draft}, start / "model.safetensors", {"format": "pt"})
     config = json.loads((start / "config.json").read_text())
     shape = ModelShape.from_hf_config(config)

@@ -67,6 +67,16 @@ def test_latent_attention_of_all_ranks() -> None:
     assert found["actor"].num_local == 4 * (3 * of_experts + dense) + 4 + 8  # embedding; norm and output layer
 
 
+def test_gated_delta_nets_of_all_ranks() -> None:
+    """Build a delta net in each of the first three layers, and attention in the last."""
+    config = {**CONFIGS["qwen3-next-80b-a3b"], "num_hidden_layers": 4, "num_experts": 16}
+    found = check_training_layouts({"actor": (ModelShape.from_hf_config(config), MOE_LAYOUT)}, 8)
+    experts = 5 + 8 * 2  # norm, router, shared expert with its gate
+    delta_net = 7 + experts
+    attention = 5 + experts
+    assert found["actor"].num_local == 4 * (3 * delta_net + attention) + 4 + 8  # embedding; norm and output layer
+
+
 def test_names_of_transformer_engine_are_of_the_same_blocks() -> None:
     """Compare the two layouts, since the models above have Megatron-Core's local names alone."""
     mesh = training_mesh(MOE_LAYOUT, 8)

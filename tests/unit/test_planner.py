@@ -229,6 +229,7 @@ def test_roles_with_the_actors_path_follow_the_model() -> None:
         ("deepseek-v3", 671.03),
         ("kimi-k2", 1026.4),
         ("moonlight-16b-a3b", 15.96),
+        ("qwen3-next-80b-a3b", 79.67),
     ],
 )
 def test_published_models_have_their_published_size(name: str, billions: float) -> None:

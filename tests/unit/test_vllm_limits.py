@@ -13,7 +13,7 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.rollout.vllm_limits import check_kernels
+from rlhf_mc.rollout.vllm_limits import check_dtype, check_kernels
 
 SIZES: dict[str, Any] = {
     "vocab_size": 270,
@@ -29,6 +29,20 @@ EXPERTS: dict[str, Any] = {"head_dim": 64, "num_experts": 4, "num_experts_per_to
 def check(family: str = "qwen2", quantization: Any = "fp8", **sizes: Any) -> None:
     shape = ModelShape.from_hf_config(AutoConfig.for_model(family, **SIZES, **sizes).to_dict())
     check_kernels(shape, RolloutConfig(quantization=quantization))
+
+
+def test_delta_nets_without_a_kernel_on_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = EXPERTS | {"shared_expert_intermediate_size": 64, "tie_word_embeddings": False}
+    check("qwen3_next", None, **sizes)
+    with pytest.raises(UserError, match=r"^model.path: linear_key_head_dim 32 and linear_value_head_dim 128; vLLM's"):
+        check("qwen3_next", None, **sizes, linear_key_head_dim=32)
+    shape = ModelShape.from_hf_config(AutoConfig.for_model("qwen3_next", **SIZES, **sizes).to_dict())
+    check_dtype(shape, "bfloat16")
+    with pytest.raises(UserError, match=r"^actor.megatron.dtype is 'float32'; vLLM's CPU gated delta net takes bf"):
+        check_dtype(shape, "float32")
+    monkeypatch.setattr(platform, "use_cuda", lambda: True)
+    check_dtype(shape, "float32")
+    check("qwen3_next", None, **sizes, linear_key_head_dim=32)
 
 
 def test_experts_are_refused() -> None:

@@ -96,6 +96,19 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.7,
         },
     },
+    # vLLM's CPU kernel takes heads of 64 and 128 dimensions alone.
+    "qwen3_next": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "head_dim": 32,

@@ -1,0 +1,71 @@
+"""Mixtures of experts in Megatron-Core's models: its settings, and corrections of the models that it has built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
+
+
+def expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        # A list has names for each layer of its own in Megatron checkpoints, which equal layers do not need.
+        "moe_layer_freq": [int(kind.endswith("moe")) for kind in shape.layer_kinds] if shape.dense_layers else 1,
+        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
+        "moe_router_topk": shape.experts_per_token,
+        # Softmax over all experts (True), or over the chosen ones, whose weights then sum to 1.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
+        "moe_router_topk_scaling_factor": None if shape.routed_scaling == 1.0 else shape.routed_scaling,
+        "moe_router_num_groups": shape.router_groups if shape.router_groups > 1 else None,
+        "moe_router_group_topk": shape.groups_per_token if shape.router_groups > 1 else None,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": shape.shared_expert_gate,
+        "moe_router_dtype": "fp32",
+        # No auxiliary loss beside PPO's.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # The experts of a rank in one call, and kernels for the order of tokens: Transformer Engine's.
+        "moe_grouped_gemm": uses_transformer_engine(),
+        "moe_permute_fusion": uses_transformer_engine(),
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+CORRECTION_BIAS = "router.expert_bias"
+"""Ending of the names of the parameters that are never trained."""
+
+
+def add_correction_biases(model: torch.nn.Module) -> None:
+    """Give each router the bias by which it chooses experts: a frozen float32 parameter. Megatron-Core's own setting
+    (moe_router_enable_expert_bias) has a buffer, and changes it in each optimizer step."""
+    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        del router.expert_bias
+        bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
+        router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+
+
+def prepare_output_biases(model: torch.nn.Module, tp_size: int) -> None:
+    """Let each tensor-parallel rank add its part of the bias of an expert's output. Megatron-Core sums the outputs of
+    the ranks, of which each would add the whole bias, and then the parts of the bias's gradient. It also adds the bias
+    to the output of a local layer in place, which autograd refuses if the ranks' outputs were summed before."""
+
+    def divide(module: Any, inputs: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        output, bias = out
+        if isinstance(bias, list):  # all experts in a module of Transformer Engine
+            return output, [one / tp_size for one in bias]
+        return output.clone(), bias / tp_size
+
+    for name, module in model.named_modules():
+        if ".experts." in name and name.endswith("linear_fc2"):
+            module.register_forward_hook(divide)
+            for kind, param in module.named_parameters():
+                if kind.startswith("bias"):
+                    param.sequence_parallel = tp_size > 1
