@@ -20,6 +20,7 @@ MODELS = {
     "grpo_glm_4.5": "glm-4.5",
     "grpo_glm_4.5_air": "glm-4.5-air",
     "grpo_gpt_oss_120b": "gpt-oss-120b",
+    "grpo_qwen3_next_80b": "qwen3-next-80b-a3b",
     "grpo_kimi_k2": "kimi-k2",
     "grpo_mixtral_8x22b": "mixtral-8x22b",
     "grpo_qwen3_235b_a22b": "qwen3-235b-a22b",
