@@ -199,7 +199,8 @@ class Prompts:
 
 def _run(config_file: Path, *overrides: str, shift: int = 0) -> Any:
     cfg = load(config_file, "data.train_batch_size=4", "rollout.n=2", CORRECTION, *overrides)
-    return SimpleNamespace(config=cfg, train_prompts=Prompts(shift), group_pool=GroupPool(), journal=None)
+    run = {"train_prompts": Prompts(shift), "group_pool": GroupPool(), "journal": None, "environments": None}
+    return SimpleNamespace(config=cfg, **run)
 
 
 PARTIAL = "rollout.partial_rollout=true"
