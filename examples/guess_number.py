@@ -32,8 +32,9 @@ class Environment:
     def step(self, response: str) -> tuple[list[dict[str, str]], float, bool, dict[str, float]]:
         """Answer a guess."""
         self._left -= 1
-        is_number = response.strip().isdecimal()
-        guess = int(response) if is_number else 0
+        text = response.strip()
+        is_number = text.isdecimal()
+        guess = int(text) if is_number else 0
         if guess == self._secret:
             return [], 1.0, True, {"guesses_left": self._left}
         hint = "higher" if guess < self._secret else "lower"

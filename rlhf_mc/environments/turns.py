@@ -167,10 +167,11 @@ class Conversations:
         return Arrivals(requests, num_cached, ended)
 
     def abort(self) -> dict[int, Generation]:
-        """End all environments. Return the conversations that wait, by the request's number."""
+        """End all environments. Return the conversations that wait, as they were before the call: their last turn may
+        have ended with the response's last token, and has no reward yet."""
         for number in self._own:
             self._run.pool.end((self._call, number))
-        return self._waiting
+        return {number: self.requests[number].begun for number in self._waiting}
 
     def _limited(self, request: Request) -> Request:
         """Return the request of a turn."""

@@ -82,7 +82,8 @@ class Turns(Protocol):
         """Return what has arrived. is_idle: the engine has nothing else to do for a moment."""
 
     def abort(self) -> dict[int, Generation]:
-        """End all environments. Return the conversations that wait, by the request's number."""
+        """End all environments. Return the conversations that wait, as they were before the call, by the request's
+        number."""
 
 
 class RolloutEngine(Protocol):

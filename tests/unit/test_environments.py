@@ -114,6 +114,9 @@ def test_conversation_appends_observations_until_the_end(user_file: str) -> None
     marks = [log_prob == OBSERVED for log_prob in ended[0].log_probs]
     assert marks == [False, False, True, True, True] * 2 + [False, False] and ended[0].finished
     assert conversations.episodes[0] == Episode([(1, 1.0), (3, 1.0), (5, 1.0)], {"turn": 3.0}, {}, None, 0.0)
+    conversations = environments.begin(conversations.requests, conversations._prompts)
+    conversations.submit({1: Generation([3, 2], [-1.0, -1.0], True)})
+    assert conversations.abort() == {1: NOTHING}, "not as one that has ended"
     environments.close()
 
 

@@ -357,6 +357,10 @@ def test_metrics_of_older_weights() -> None:
             ),
             "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or",
         ),
+        (
+            (PARTIAL, CORRECTION, "rollout.environment.path=own.py"),
+            "rollout.partial_rollout is set and rollout.environment.path too",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(config_file: Path, overrides: tuple[str, ...], words: str) -> None:
