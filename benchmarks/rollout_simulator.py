@@ -199,6 +199,7 @@ class SimulatedEngines:
         expected_lens: Sequence[float] | None = None,
         enough: Callable[[Set[int]], bool] | None = None,
         on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
+        turns: None = None,
     ) -> Responses:
         """Run engine_loop.generate_responses on every engine. Return what it returns."""
         answers: dict[int, bool] = {}

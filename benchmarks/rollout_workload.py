@@ -218,6 +218,7 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
     return SimpleNamespace(
         config=config,
         rollout=engine,
+        environments=None,
         actor=SimpleNamespace(replay=None),
         train_prompts=Prompts(count),
         response_lengths=lengths,

@@ -79,6 +79,8 @@ def _joined(
             barrier()
     before_close()
     status.enter("close")
+    if run.environments is not None:
+        run.environments.close()
     run.rollout.close()  # before its process groups are destroyed: garbage collection would print a stack trace
     # No heartbeats from here on: the ranks end at different times.
     shut_down()

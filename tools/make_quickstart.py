@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +156,7 @@ def parquet_rows(questions: list[Question], split: str) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- tokenizer and model
 
 
-def train_tokenizer(questions: list[Question]) -> PreTrainedTokenizerFast:
+def train_tokenizer(questions: list[Question], words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with a token for each digit, a chat template and an end-of-sequence token.
 
     AutoTokenizer loads a qwen2 checkpoint's tokenizer with qwen2's class, which splits text by qwen2's pattern and adds
@@ -175,7 +176,7 @@ def train_tokenizer(questions: list[Question]) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS + [q.text + q.answer for q in questions], trainer)
+    tokenizer.train_from_iterator([*CORPUS, *(q.text + q.answer for q in questions), *words], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",

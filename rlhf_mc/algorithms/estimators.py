@@ -25,7 +25,8 @@ class EstimatorInputs:
     """All that an estimator may use, and statistics of it. An estimator must not change the tensors."""
 
     rewards: torch.Tensor
-    """[R] float32: token rewards: the score on a response's last token, less the KL penalty of each token."""
+    """[R] float32: token rewards: the score on a response's last token, or the rewards of an environment on the last
+    token of each turn, less the KL penalty of each token."""
     response_lens: torch.Tensor
     """[S] int64: tokens of each response, at least 1."""
     scores: torch.Tensor
@@ -89,9 +90,14 @@ EstimatorFunction = Callable[[EstimatorInputs], Estimate]
 
 
 def token_rewards(
-    scores: torch.Tensor, kl: torch.Tensor | None, kl_coef: float, response_lens: torch.Tensor
+    scores: torch.Tensor,
+    kl: torch.Tensor | None,
+    kl_coef: float,
+    response_lens: torch.Tensor,
+    turn_rewards: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return reward_t = -kl_coef * kl_t, plus the response's score on its last token: [R], in the dtype of the scores.
+    With turn_rewards [R] the part of the score that an earlier turn has earned is on that turn's last token.
 
     scores: [S]. kl: [R] in nats, or None for no KL term. Source: InstructGPT (arXiv 2203.02155), equation 2, per token
     as in Ziegler et al. (arXiv 1909.08593).
@@ -99,6 +105,9 @@ def token_rewards(
     ends = response_lens.cumsum(0)
     rewards = scores.new_zeros(int(ends[-1]))
     rewards[ends - 1] = scores
+    if turn_rewards is not None:
+        rewards[ends - 1] -= torch.segment_reduce(turn_rewards, "sum", lengths=response_lens)
+        rewards += turn_rewards
     return rewards if kl is None else rewards - kl_coef * kl
 
 

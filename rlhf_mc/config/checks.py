@@ -37,6 +37,7 @@ def check_config(cfg: Config, world_size: int | None) -> None:
         _layouts(cfg),
         _storage(cfg),
         _engine(cfg),
+        _environment(cfg),
         _batches(cfg),
         _processes(cfg, world_size) if world_size is not None else (),
         _token_budgets(cfg),
@@ -180,6 +181,23 @@ def _engine(cfg: Config) -> Iterator[str]:
         yield (
             f"rollout.name is {cfg.rollout.name} and rollout.custom_engine.path is {yaml_text(path)}; set both (custom,"
             " and a path) or neither"
+        )
+
+
+def _environment(cfg: Config) -> Iterator[str]:
+    one = cfg.rollout.environment
+    if one.path is None:
+        return
+    for key, is_set in (
+        ("rollout.partial_rollout", cfg.rollout.partial_rollout),
+        ("trainer.replay", cfg.trainer.replay),
+    ):
+        if is_set:
+            yield f"{key} is set and rollout.environment.path too; conversations with an environment are not continued"
+    if one.max_tokens_per_turn is not None and one.max_tokens_per_turn > cfg.data.max_response_length:
+        yield (
+            f"rollout.environment.max_tokens_per_turn is {one.max_tokens_per_turn}; it must be at most"
+            f" data.max_response_length, {cfg.data.max_response_length}"
         )
 
 

@@ -28,6 +28,7 @@ CUSTOM_FUNCTIONS = (
     "algorithm.custom_estimator.path",
     "actor.policy_loss.custom_loss.path",
     "rollout.custom_engine.path",
+    "rollout.environment.path",
 )
 INPUT_FILES = (
     "data.train_files",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAggMode, PolicyLossConfig
 from rlhf_mc.config.data_schema import DataConfig
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.model_schema import FrozenMegatronConfig, MegatronConfig, OptimConfig
 from rlhf_mc.config.numbers import (
@@ -217,6 +218,8 @@ class RolloutConfig:
     """Token budget of one micro-batch of the old-log-prob pass."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     """Sampling for validation."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """An environment, with which a response is a conversation of several turns, in training and validation."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ weights), so that computing on it needs no communication.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -43,19 +44,29 @@ class Prompt:
         return f"{self.file}, row {self.row}" if self.file else f"row {self.index}"
 
 
+OBSERVED = math.inf
+"""In place of the log-prob of a token that the model has not drawn: one of an observation. No drawn token has it."""
+
+
 @dataclass(frozen=True)
 class Generation:
-    """One response of a rollout engine."""
+    """One response of a rollout engine. With an environment it is a conversation: drawn tokens and observations."""
 
     token_ids: list[int]
-    """Sampled tokens, the end-of-sequence token included where one was sampled."""
+    """Sampled tokens, the end-of-sequence token included where one was sampled, and those of observations."""
     log_probs: list[float]
-    """The engine's log-prob of each sampled token at the sampling temperature."""
+    """The engine's log-prob of each sampled token at the sampling temperature; OBSERVED of the others."""
     finished: bool
-    """True: ended with an end token; False: truncated at max_response_length, or not ended yet."""
+    """True: ended with an end token, or by its environment; False: truncated at max_response_length, or not ended
+    yet."""
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
     """The experts chosen for each token of prompt and response but the last, in the layers that have experts: [tokens,
     layers, k] uint8, or uint16 of more than 256. On the ranks of the engine alone, and with router replay."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of tokens that the model has drawn."""
+        return len(self.log_probs) - self.log_probs.count(OBSERVED)
 
 
 NOTHING = Generation([], [], finished=False)
@@ -72,9 +83,19 @@ class Responses:
     tokens: np.ndarray
     """[R] int32: their tokens, end to end."""
     log_probs: np.ndarray
-    """[R] float32: the engine's log-prob of each token at the sampling temperature."""
+    """[R] float32: the engine's log-prob of each token at the sampling temperature; OBSERVED of observations."""
     finished: np.ndarray
     """[S] bool: as Generation has it."""
+
+    @functools.cached_property
+    def drawn(self) -> np.ndarray:
+        """[R] bool: tokens that the model has drawn."""
+        return self.log_probs != OBSERVED
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of tokens that the model has drawn."""
+        return int(self.drawn.sum())
 
     @staticmethod
     def of(generations: Sequence[Generation]) -> Responses:
@@ -108,7 +129,7 @@ class Responses:
         return Responses(self.lens[indices], self.tokens[at], self.log_probs[at], self.finished[indices])
 
 
-_PER_SEQUENCE = ("prompt_lens", "response_lens", "finished", "numbers", "scores", "greedy_scores")
+_PER_SEQUENCE = ("prompt_lens", "response_lens", "observation_lens", "finished", "numbers", "scores", "greedy_scores")
 """Fields of RaggedBatch with one entry per sequence."""
 
 
@@ -116,8 +137,8 @@ _PER_SEQUENCE = ("prompt_lens", "response_lens", "finished", "numbers", "scores"
 class RaggedBatch:
     """S sequences, each prompt + response, end to end in one vector of T tokens.
 
-    Per-token fields have one entry per *response* token, end to end: [R]. A field is None until the phase that
-    computes it has run.
+    Per-token fields have one entry per *drawn* response token, end to end: [R]. So no phase needs a mask: the tokens of
+    observations are in `tokens` alone. A field is None until the phase that computes it has run.
     """
 
     tokens: torch.Tensor
@@ -125,11 +146,15 @@ class RaggedBatch:
     prompt_lens: torch.Tensor
     """[S] int64."""
     response_lens: torch.Tensor
-    """[S] int64, each at least 1."""
+    """[S] int64: drawn tokens, each at least 1."""
     rollout_log_probs: torch.Tensor
     """[R] float32: the engine's log-probs."""
     finished: torch.Tensor
-    """[S] bool: the response ended with an end token."""
+    """[S] bool: the response ended with an end token, or by its environment."""
+    observation_lens: torch.Tensor | None = None
+    """[S] int64: tokens of observations in the response; None: 0."""
+    response_mask: torch.Tensor | None = None
+    """[T] bool: tokens that the model has drawn; None: all after the prompts."""
     numbers: torch.Tensor | None = None
     """[S] int64: of each response in the run. Router replay finds the experts that were chosen for it by its number."""
     token_ages: torch.Tensor | None = None
@@ -152,6 +177,9 @@ class RaggedBatch:
     """[R] float32."""
     returns: torch.Tensor | None = None
     """[R] float32: targets of the critic."""
+    turn_rewards: torch.Tensor | None = None
+    """[R] float32: the environment's reward of each turn before the last, on the turn's last token, 0 elsewhere; None:
+    all of the score is on the response's last token."""
 
     @property
     def num_sequences(self) -> int:
@@ -159,15 +187,25 @@ class RaggedBatch:
 
     @functools.cached_property
     def seq_lens(self) -> torch.Tensor:
-        """[S] int64: prompt + response."""
-        return self.prompt_lens + self.response_lens
+        """[S] int64: prompt + response, observations included."""
+        return self.prompt_lens + self.conversation_lens
+
+    @property
+    def conversation_lens(self) -> torch.Tensor:
+        """[S] int64: tokens of the response, observations included, at most data.max_response_length."""
+        return self.response_lens if self.observation_lens is None else self.response_lens + self.observation_lens
 
     def responses(self) -> list[list[int]]:
-        """Return the response tokens of each sequence."""
+        """Return the response tokens of each sequence, observations included."""
         tokens = self.tokens.tolist()
         ends = self.seq_lens.cumsum(0)
-        starts = (ends - self.response_lens).tolist()
+        starts = (ends - self.conversation_lens).tolist()
         return [tokens[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+
+    @property
+    def drawn_tokens(self) -> torch.Tensor:
+        """[R] int32: the tokens that the model has drawn."""
+        return self.tokens[_with_mask(self).response_mask]
 
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
         """Return a copy with these per-token [R] or per-sequence [S] fields. Their lengths are checked."""
@@ -180,8 +218,9 @@ class RaggedBatch:
         """Return the batch of these sequences, in this order."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         positions = torch.from_numpy(ragged_indices(self.response_lens.numpy(), rows.numpy()))
-        places = {"tokens": torch.from_numpy(ragged_indices(self.seq_lens.numpy(), rows.numpy()))}
-        places |= dict.fromkeys(_PER_SEQUENCE, rows)
+        places = dict.fromkeys(_PER_SEQUENCE, rows)
+        of_sequences = torch.from_numpy(ragged_indices(self.seq_lens.numpy(), rows.numpy()))
+        places |= {"tokens": of_sequences, "response_mask": of_sequences}
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return RaggedBatch(
             **{
@@ -192,10 +231,21 @@ class RaggedBatch:
 
 
 def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:
-    """Return the sequences of all batches, end to end. The batches have the same fields."""
+    """Return the sequences of all batches, end to end. The batches have the same fields, but for the mask."""
+    if any(batch.response_mask is not None for batch in batches):
+        batches = [_with_mask(batch) for batch in batches]
     columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(RaggedBatch)}
     joined = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
     return RaggedBatch(**joined)  # type: ignore[arg-type]
+
+
+def _with_mask(batch: RaggedBatch) -> RaggedBatch:
+    """Return the batch with response_mask and observation_lens."""
+    if batch.response_mask is not None:
+        return batch
+    lens = torch.stack([batch.prompt_lens, batch.response_lens], dim=1).flatten()
+    mask = torch.tensor([False, True]).repeat(batch.num_sequences).repeat_interleave(lens)
+    return replace(batch, response_mask=mask, observation_lens=torch.zeros_like(batch.response_lens))
 
 
 def ragged_indices(lens: np.ndarray, which: np.ndarray) -> np.ndarray:
@@ -215,10 +265,22 @@ def build_batch(prompts: Sequence[Prompt], responses: Responses) -> RaggedBatch:
     lens = np.concatenate([prompt_lens, responses.lens])
     tokens = np.concatenate([*(p.token_ids for p in prompts), responses.tokens])
     order = np.arange(2 * count).reshape(2, count).T.ravel()
-    return RaggedBatch(
-        tokens=torch.from_numpy(tokens[ragged_indices(lens, order)]),
+    places = ragged_indices(lens, order)
+    batch = RaggedBatch(
+        tokens=torch.from_numpy(tokens[places]),
         prompt_lens=torch.from_numpy(prompt_lens),
         response_lens=torch.from_numpy(responses.lens),
         rollout_log_probs=torch.from_numpy(responses.log_probs),
         finished=torch.from_numpy(responses.finished),
+    )
+    if responses.drawn.all():
+        return batch
+    num_drawn = np.bincount(np.repeat(np.arange(count), responses.lens)[responses.drawn], minlength=count)
+    mask = np.concatenate([np.zeros(prompt_lens.sum(), np.bool_), responses.drawn])[places]
+    return replace(
+        batch,
+        response_lens=torch.from_numpy(num_drawn),
+        rollout_log_probs=torch.from_numpy(responses.log_probs[responses.drawn]),
+        observation_lens=torch.from_numpy(responses.lens - num_drawn),
+        response_mask=torch.from_numpy(mask),
     )

@@ -232,8 +232,9 @@ def needed_columns(cfg: DataConfig, by_rule: bool = True) -> tuple[str, ...]:
 
 def scored_by_rule(cfg: Config, key: str) -> bool:
     """Return whether rules score the rows of the setting `key` (data.train_files, data.val_files): they need
-    data_source and reward_model. A function of the user's own, and in training a reward model, may do without."""
-    if cfg.custom_reward_function.path is not None:
+    data_source and reward_model. A function or an environment of the user's own, and in training a reward model, may do
+    without."""
+    if cfg.custom_reward_function.path is not None or cfg.rollout.environment.path is not None:
         return False
     return key != "data.train_files" or not reward_models(cfg)
 

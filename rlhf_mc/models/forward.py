@@ -32,12 +32,12 @@ class MicroBatch:
     packed: PackedSequences
     """The offsets of the sequences, padding included."""
     logit_positions: torch.Tensor
-    """[r] int64: for each response token the position before it, whose final state predicts it; for a sequence its last
+    """[r] int64: for each drawn token the position before it, whose final state predicts it; for a sequence its last
     token's."""
     targets: torch.Tensor
-    """[r] int64: the response tokens; for sequences their last tokens."""
+    """[r] int64: the drawn tokens; for sequences their last tokens."""
     response_index: torch.Tensor
-    """[R] int64: index of each response token in the per-token vectors of the whole batch, or of each sequence in it;
+    """[R] int64: index of each drawn token in the per-token vectors of the whole batch, or of each sequence in it;
     empty for a dummy."""
     own_results: torch.Tensor
     """[r] int64: indices in [R] of the results that this rank has; empty where it has all."""
@@ -122,7 +122,10 @@ def pack_micro_batch(
     else:
         response_lens = batch.response_lens.numpy()
         index = ragged_indices(response_lens, which)
-        position = _ranges(ends - response_lens[which], response_lens[which]) - 1
+        if batch.response_mask is None:
+            position = _ranges(ends - response_lens[which], response_lens[which]) - 1
+        else:
+            position = places[batch.response_mask.numpy()[source]] - 1
         targets = tokens[position + 1]
     packed = pack(seq_lens.tolist())
     packed.context = context

@@ -37,9 +37,12 @@ def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
     }
 
 
-def summarize_lengths(prefix: str, lengths: torch.Tensor, limit: int) -> dict[str, float]:
-    """Return `summarize` of lengths in tokens, and `prefix/clip_ratio`: the share of them that reached `limit`."""
-    clip_ratio = (lengths >= limit).double().mean().item()  # NaN if empty
+def summarize_lengths(
+    prefix: str, lengths: torch.Tensor, limit: int, limited: torch.Tensor | None = None
+) -> dict[str, float]:
+    """Return `summarize` of lengths in tokens, and `prefix/clip_ratio`: the share of them that reached `limit`.
+    limited: lengths with other tokens, of which it is the share; None: the lengths."""
+    clip_ratio = ((lengths if limited is None else limited) >= limit).double().mean().item()  # NaN if empty
     return {**summarize(prefix, lengths), f"{prefix}/clip_ratio": clip_ratio}
 
 

@@ -10,7 +10,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import Mixture, row_problem
-from rlhf_mc.rewards.results import DEFAULT, Failure, RewardRow, Score
+from rlhf_mc.rewards.results import DEFAULT, Episode, Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import Names
 from rlhf_mc.rewards.scoring import custom_score_name
 from rlhf_mc.rewards.worker import Worker
@@ -78,11 +78,15 @@ class RewardManager:
     """Scores responses by the user's function and the built-in rules. Ranks have managers of their own."""
 
     def __init__(
-        self, custom: CustomRewardFunctionConfig, reward: RewardConfig, models: Mapping[str, str] | None = None
+        self,
+        custom: CustomRewardFunctionConfig,
+        reward: RewardConfig,
+        models: Mapping[str, str] | None = None,
+        has_environment: bool = False,
     ) -> None:
-        """Raise UserError if reward.mixture or the user's file cannot be used. models: as Mixture has them; their parts
-        are not computed here."""
-        self.mixture = Mixture(custom, reward, models)
+        """Raise UserError if reward.mixture or the user's file cannot be used. models, has_environment: as Mixture has
+        them; the parts of models are not computed here."""
+        self.mixture = Mixture(custom, reward, models, has_environment)
         self._custom = custom
         self._reward = reward
         self._failures = 0
@@ -107,7 +111,7 @@ class RewardManager:
         default = self._reward.default_score
         unscored = 0
         for prompt in prompts:
-            row = self._row(prompt, "", training)
+            row = self._row(prompt, "", "", None, training)
             if (problem := row_problem(row)) is None:
                 continue
             if default is None:
@@ -130,17 +134,18 @@ class RewardManager:
         training: bool = True,
         texts: Sequence[str] | None = None,
         earlier: PendingScores | None = None,
+        episodes: Sequence[Episode | None] | None = None,
     ) -> PendingScores:
         """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
         responses. Errors are raised by PendingScores.result.
 
         training: by the weights of training, else of validation. Parts of reward models are not added here.
-        texts: the prompts as text, with `needs_prompts`. earlier: scores to come, behind which these are added."""
+        texts: the prompts as text, with `needs_prompts`. earlier: scores to come, behind which these are added.
+        episodes: what the environments of the responses gave."""
         pending = PendingScores(self._names) if earlier is None else earlier
         texts = [""] * len(prompts) if texts is None else texts
-        rows = [
-            self._row(p, response, training, text) for p, response, text in zip(prompts, responses, texts, strict=True)
-        ]
+        episodes = [None] * len(prompts) if episodes is None else episodes
+        rows = [self._row(*row, training) for row in zip(prompts, responses, texts, episodes, strict=True)]
         first = pending.num_rows
         pending.num_rows += len(rows)
         if any(not self.mixture.is_by_models(row.parts) for row in rows):
@@ -158,10 +163,10 @@ class RewardManager:
             worker.close()
         self._workers.clear()
 
-    def _row(self, prompt: Prompt, response: str, training: bool, text: str = "") -> RewardRow:
+    def _row(self, prompt: Prompt, response: str, text: str, episode: Episode | None, training: bool) -> RewardRow:
         weights = (self.mixture.training if training else self.mixture.validation)(prompt.data_source)
         return RewardRow(
-            prompt.where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights, text
+            prompt.where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights, text, episode
         )
 
     def _start_workers(self, count: int) -> list[Worker]:

@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES, WITHOUT_RULE, match_source
-from rlhf_mc.rewards.results import CUSTOM, DEFAULT, FUNCTIONS, OVERLONG, REMOTE, RewardRow
+from rlhf_mc.rewards.results import CUSTOM, DEFAULT, ENVIRONMENT, FUNCTIONS, OVERLONG, REMOTE, RewardRow
 
 RESERVED = (OVERLONG, DEFAULT, "num_failed", "num_truncated")
 """Names in the metrics of what is no part of a mixture."""
@@ -24,10 +24,15 @@ class Mixture:
     """The weights of the parts of each data source's score."""
 
     def __init__(
-        self, custom: CustomRewardFunctionConfig, reward: RewardConfig, models: Mapping[str, str] | None = None
+        self,
+        custom: CustomRewardFunctionConfig,
+        reward: RewardConfig,
+        models: Mapping[str, str] | None = None,
+        has_environment: bool = False,
     ) -> None:
         """Raise UserError for an unknown part, a weight that is no number, or a part that is set up and never used.
-        models: the parts of the run's reward models, each with the setting of the model's path."""
+        models: the parts of the run's reward models, each with the setting of the model's path. has_environment:
+        responses are conversations with an environment."""
         self._models = dict(models or {})
         for part, key in self._models.items():
             if part in (*FUNCTIONS, *RESERVED):
@@ -36,11 +41,14 @@ class Mixture:
             source: _checked_weights(source, parts, self._models) for source, parts in reward.mixture.items()
         }
         self._math_rule = reward.math_rule
-        self._has_custom = custom.path is not None
-        self._has_remote = reward.remote.url is not None
+        functions = {
+            CUSTOM: ("custom_reward_function.path", custom.path is not None),
+            REMOTE: ("reward.remote.url", reward.remote.url is not None),
+            ENVIRONMENT: ("rollout.environment.path", has_environment),
+        }
+        self._set = [part for part, (_, is_set) in functions.items() if is_set]
         available = {
-            CUSTOM: ("custom_reward_function.path", self._has_custom),
-            REMOTE: ("reward.remote.url", self._has_remote),
+            **functions,
             "reward_model": ("reward_model.model_path", False),
             **{part: (key, True) for part, key in self._models.items()},
         }
@@ -49,10 +57,10 @@ class Mixture:
                 f"{' and '.join(self._models.values())} are set and reward.mixture is empty; weigh"
                 f" {' and '.join(self._models)} in reward.mixture"
             )
-        if self._has_custom and self._has_remote and not self._weights:
+        if len(self._set) > 1 and not self._weights:
             raise UserError(
-                "custom_reward_function.path and reward.remote.url are both set and reward.mixture is empty; weigh both"
-                " in reward.mixture"
+                f"{' and '.join(functions[part][0] for part in self._set)} are both set and reward.mixture is empty;"
+                " weigh both in reward.mixture"
             )
         used = {part for parts in self._weights.values() for part in parts}
         for part, (key, is_set) in available.items():
@@ -98,10 +106,8 @@ class Mixture:
         return self._weights.get(data_source, self._weights.get(OTHERS))
 
     def _default(self, data_source: str) -> Mapping[str, float]:
-        if self._has_custom:
-            return {CUSTOM: 1.0}
-        if self._has_remote:
-            return {REMOTE: 1.0}
+        if self._set:
+            return {self._set[0]: 1.0}
         rule = match_source(RULE_OF_SOURCE, data_source)
         return {} if rule is None else {self._math_rule if rule == "math" else rule: 1.0}
 
@@ -110,7 +116,7 @@ def _checked_weights(source: str, parts: Any, models: Iterable[str]) -> Mapping[
     where = f"reward.mixture: {source!r}"
     if not isinstance(parts, dict) or not parts:
         raise UserError(f"{where} is {parts!r}; it must be a mapping {{part: weight}}")
-    known = dict.fromkeys((*RULES, CUSTOM, REMOTE, "reward_model", *models))
+    known = dict.fromkeys((*RULES, CUSTOM, REMOTE, ENVIRONMENT, "reward_model", *models))
     for part, weight in parts.items():
         if part not in known:
             raise UserError(f"{where} has the unknown part {part!r}; known: {', '.join(known)}")

@@ -21,10 +21,37 @@ REMOTE = "remote"
 """The part that the endpoint of reward.remote computes."""
 DEFAULT = "default_score"
 """The part of a row that could not be scored."""
+ENVIRONMENT = "environment"
+"""The part that the environment of a conversation gives: the sum of its rewards."""
 OVERLONG = "overlong"
 """The part of a score that is the penalty of a long response."""
-FUNCTIONS = frozenset({*RULES, CUSTOM, REMOTE})
-"""The parts that reward functions compute. Reward models compute all others of a mixture."""
+FUNCTIONS = frozenset({*RULES, CUSTOM, REMOTE, ENVIRONMENT})
+"""The parts that reward functions and environments compute. Reward models compute all others of a mixture."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The rewards and numbers that the environment of a conversation has given."""
+
+    rewards: Sequence[tuple[int, float]]
+    """Of each turn: the place of its last token among the drawn ones, and its reward."""
+    info: Mapping[str, float]
+    """The numbers of the last turns that had them."""
+    failed_calls: Mapping[FailureKind, int]
+    """Turns that the environment has not answered, by kind."""
+    failure: FailureKind | None
+    """Not None: the conversation has ended because the environment failed."""
+    default_score: float
+    """The score in this case."""
+
+    @property
+    def score(self) -> float:
+        """The sum of the rewards, or the default."""
+        return sum(reward for _, reward in self.rewards) if self.failure is None else self.default_score
+
+    def weighted(self, weight: float) -> Episode:
+        """Return the episode with its rewards times a weight."""
+        return replace(self, rewards=[(place, weight * reward) for place, reward in self.rewards])
 
 
 @dataclass(frozen=True)
@@ -41,6 +68,8 @@ class RewardRow:
     """Weights of the parts of the score by name (mixture.py). Those of reward models are added by the trainer."""
     prompt: str = ""
     """The prompt as text, for the remote endpoint alone."""
+    episode: Episode | None = None
+    """Of the row's environment, if the run has one."""
 
     @property
     def name(self) -> str:
@@ -71,7 +100,10 @@ class Score:
     """The answer that was found in the response, which maj@k counts ("" where there is none): by the rule, or "pred" of
     the user's function. None: neither names one."""
     failure: FailureKind | None = None
-    """Not None: the response could not be scored, and `score` is reward.default_score."""
+    """Not None: the response could not be scored, and `score` is reward.default_score; or its environment failed, and
+    the part `environment` is rollout.environment.default_score."""
+    episode: Episode | None = None
+    """Of the response's environment, its rewards times the part's weight; None: it has none, or was not scored."""
 
     @property
     def by_functions(self) -> float:
@@ -130,6 +162,7 @@ def reward_metrics(data_sources: Sequence[str], scores: Sequence[Score]) -> dict
     for source, score in zip(data_sources, scores, strict=True):
         by_source[source].append(score)
     metrics: dict[str, float] = {"reward/num_failed": sum(score.failure is not None for score in scores)}
+    metrics |= _turn_metrics([score.episode for score in scores if score.episode is not None])
     for source, group in sorted(by_source.items()):
         values = [score.score for score in group]
         metrics[f"critic/score/{source}/mean"] = sum(values) / len(values)
@@ -143,6 +176,17 @@ def reward_metrics(data_sources: Sequence[str], scores: Sequence[Score]) -> dict
         for kind, count in sorted(Counter(score.failure for score in group if score.failure).items()):
             metrics[f"reward/{source}/num_failed/{kind}"] = count
     return metrics
+
+
+def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the turns of the conversations, and the calls of their environments that failed, by kind."""
+    if not episodes:
+        return {}
+    nums = [len(episode.rewards) for episode in episodes]
+    metrics = {"num_turns/mean": sum(nums) / len(nums), "num_turns/max": max(nums), "num_turns/min": min(nums)}
+    failed = _sums(episode.failed_calls.items() for episode in episodes)
+    metrics["environment/failed_calls"] = sum(failed.values())
+    return metrics | {f"environment/failed_calls/{kind}": count for kind, count in sorted(failed.items())}
 
 
 def _sums(rows: Iterable[Iterable[tuple[str, float]]]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.mixture import row_problem
 from rlhf_mc.rewards.registry import RULES, RewardFunction
 from rlhf_mc.rewards.remote import RemoteReward
-from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, RewardRow, Score
+from rlhf_mc.rewards.results import CUSTOM, ENVIRONMENT, FUNCTIONS, REMOTE, Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import MAX_FLOAT32, checked, refuse
 
 Done = Callable[[int, Score | Failure], None]
@@ -26,6 +26,7 @@ Done = Callable[[int, Score | Failure], None]
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """Arguments of a function that takes all rows of a worker in one call, as of verl's batch reward manager."""
+_NO_SCORE = "no score after {} s (reward.timeout_seconds)"
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,16 @@ class Scorer:
         for part, weight in row.parts.items():
             if part not in FUNCTIONS:
                 continue  # a reward model's, which the trainer adds
+            named = None
             if part == CUSTOM:
                 returned = await self._call_custom(row, from_batch)
                 result = checked(returned)
                 named = returned.get("pred") if isinstance(returned, dict) else None
             elif part == REMOTE:
                 result = dict(_raised(from_remote))
-                named = None
+            elif part == ENVIRONMENT:
+                assert row.episode is not None
+                result = {**row.episode.info, "score": row.episode.score}
             else:
                 result = _apply_rule(part, row)
                 answer = RULES[part].answer
@@ -166,7 +170,10 @@ class Scorer:
         total = sum(parts.values())
         if not abs(total) <= MAX_FLOAT32:
             raise Failure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
-        return Score(total, parts, extra, pred)
+        if row.episode is None:
+            return Score(total, parts, extra, pred)
+        episode = row.episode.weighted(row.parts.get(ENVIRONMENT, 0.0))
+        return Score(total, parts, extra, pred, episode.failure, episode)
 
     async def _call_custom(self, row: RewardRow, from_batch: Any) -> Any:
         custom = self._custom
@@ -177,7 +184,7 @@ class Scorer:
             result = custom.function(**row.arguments(), **custom.kwargs)
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             raise Failure("raised", f"raised {describe_error(error)}") from error
-        return await self._await(result) if custom.is_async else result
+        return await awaited(result, self._limit, _NO_SCORE) if custom.is_async else result
 
     async def _call_batched(self, custom: CustomFunction, rows: Sequence[RewardRow]) -> dict[int, Any]:
         """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
@@ -189,7 +196,9 @@ class Scorer:
         try:
             arguments = dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True))
             results = custom.function(**arguments, **custom.kwargs)
-            results = score_list(await self._await(results) if custom.is_async else results, len(indices))
+            if custom.is_async:
+                results = await awaited(results, self._limit, _NO_SCORE)
+            results = score_list(results, len(indices))
         except Failure as failure:
             return dict.fromkeys(indices, failure)
         except BaseException as error:  # as in _call_custom
@@ -197,19 +206,21 @@ class Scorer:
             return dict.fromkeys(indices, Failure("raised", problem))
         return dict(zip(indices, results, strict=True))
 
-    async def _await(self, result: Awaitable[Any]) -> Any:
-        """Return what the user's coroutine returns within the time limit."""
-        limit = asyncio.timeout(self._limit)
-        try:
-            async with limit:
-                return await result
-        except BaseException as error:  # as in _call_custom
-            if limit.expired():
-                raise Failure("timeout", f"no score after {self._limit:g} s (reward.timeout_seconds)") from None
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # the program ends the scoring
-            raise Failure("raised", f"raised {describe_error(error)}") from error
+
+async def awaited(result: Awaitable[Any], limit: float, problem: str) -> Any:
+    """Return what a user's coroutine returns within `limit` seconds. Raise Failure if it raises, or takes longer:
+    `problem` with the limit in place of {}."""
+    timeout = asyncio.timeout(limit)
+    try:
+        async with timeout:
+            return await result
+    except BaseException as error:  # as in _call_custom
+        if timeout.expired():
+            raise Failure("timeout", problem.format(f"{limit:g}")) from None
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the program ends the scoring
+        raise Failure("raised", f"raised {describe_error(error)}") from error
 
 
 def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:

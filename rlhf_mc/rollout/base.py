@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -52,6 +52,38 @@ class Request:
     """The part of the response that was generated before, which the engine continues; without tokens for a new one."""
     max_tokens: int | None = None
     """Maximum length of this response, `begun` included; None: Sampling.max_tokens, which it does not exceed."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """The conversations that have come back from environments before a step of an engine: the same on all of its
+    ranks."""
+
+    requests: Sequence[Request] = ()
+    """Conversations that continue: `begun` ends with the observation."""
+    num_cached: int = 0
+    """Their tokens without the observations. The engine has computed them before."""
+    ended: Mapping[int, Generation] = field(default_factory=dict)
+    """Conversations that have ended, by the request's number."""
+
+
+class Turns(Protocol):
+    """The conversations of one call of an engine, of which each request is a turn. All ranks of the engine call each
+    method alike; none waits for an environment longer than a moment."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of conversations that wait for their environment."""
+
+    def submit(self, ended: Mapping[int, Generation]) -> None:
+        """Send turns that have ended to their environments."""
+
+    def arrived(self, is_idle: bool) -> Arrivals:
+        """Return what has arrived. is_idle: the engine has nothing else to do for a moment."""
+
+    def abort(self) -> dict[int, Generation]:
+        """End all environments. Return the conversations that wait, as they were before the call, by the request's
+        number."""
 
 
 class RolloutEngine(Protocol):

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.observability.phase_work import count
-from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
+from rlhf_mc.rollout.base import Arrivals, Request, RolloutEngine, Sampling, Turns
 from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, period_length
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_vectors
+
+NO_ARRIVALS = Arrivals()
 
 
 def generate_responses(
@@ -27,6 +29,7 @@ def generate_responses(
     expected_lens: Sequence[float] | None = None,
     enough: Callable[[Set[int]], bool] | None = None,
     on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
+    turns: Turns | None = None,
 ) -> Responses:
     """Return the response to each request, on every rank. Every rank must call it with the same arguments. Request i
     has number i. clock: a new one. expected_lens: see SharedQueue.
@@ -35,6 +38,9 @@ def generate_responses(
     then ends with the first period after which it is true, and other responses have the tokens that they have.
 
     on_ended: called after a step with the responses that have ended in it, by number, each on one rank of its engine.
+
+    turns: where responses are conversations with an environment. A request is then the first turn of one. Conversations
+    that come back begin before new ones.
 
     A response depends on its prompt, its seed and the weights, not on the engine that generates it. Raise UserError if
     the ranks of one engine have drawn different tokens."""
@@ -56,23 +62,36 @@ def generate_responses(
                 share = list(queue.deal(rooms, engine.max_running)[own])
                 clock.begin_period(period_length(sampling.max_tokens), step_seconds, own)
             ends_with_period = bool(queue.left) or enough is not None
-            while engine.num_unfinished or share:
-                num_prompt_tokens = _begin(engine, requests, share, sampling)
-                finished = engine.step()
-                num_drawn = engine.num_running + len(finished)
-                num_cached += num_prompt_tokens + num_drawn
-                clock.step(num_drawn, num_prompt_tokens, num_cached * engine.cached_token_cost)
-                work.advance(len(finished), tokens=num_drawn)
-                num_cached -= sum(len(requests[i].prompt) + len(one.token_ids) for i, one in finished.items())
-                responses |= finished
-                if on_ended is not None and finished:
-                    on_ended({number: one for number, one in finished.items() if number % len(ranks) == place})
-                if ends_with_period and (len(engine.groups) == 1 or clock.period_is_over):
+            while engine.num_unfinished or share or (turns is not None and turns.num_waiting):
+                is_idle = not engine.num_unfinished and not share
+                arrivals = NO_ARRIVALS if turns is None else turns.arrived(is_idle)
+                num_added = _begin(engine, requests, share, sampling, arrivals.requests)
+                num_drawn = 0
+                over = arrivals.ended
+                if engine.num_unfinished:
+                    finished = engine.step()
+                    num_drawn = engine.num_running + len(finished)
+                    num_cached += num_added + num_drawn
+                    clock.step(num_drawn, num_added - arrivals.num_cached, num_cached * engine.cached_token_cost)
+                    num_cached -= sum(len(requests[i].prompt) + len(one.token_ids) for i, one in finished.items())
+                    if turns is None:
+                        over = finished
+                    else:
+                        turns.submit(finished)
+                work.advance(len(over), tokens=num_drawn)
+                responses |= over
+                if on_ended is not None and over:
+                    on_ended({number: one for number, one in over.items() if number % len(ranks) == place})
+                # Other engines do not wait for one that waits for environments.
+                is_over = len(engine.groups) == 1 or clock.period_is_over or not (engine.num_unfinished or share)
+                if ends_with_period and is_over:
                     break
             if not ends_with_period:
                 break
     responses |= engine.abort()
-    num_tokens = sum(len(one.token_ids) - len(requests[number].begun.token_ids) for number, one in responses.items())
+    if turns is not None:
+        responses |= turns.abort()
+    num_tokens = sum(one.num_drawn - requests[number].begun.num_drawn for number, one in responses.items())
     count(tokens=num_tokens, responses=len(responses))
     if own == 0:
         responses |= {number: requests[number].begun for number in queue.left}
@@ -86,13 +105,19 @@ def _room(engine: RolloutEngine) -> int:
     return 0 if is_full else engine.max_running - engine.num_unfinished
 
 
-def _begin(engine: RolloutEngine, requests: Sequence[Request], share: list[int], sampling: Sampling) -> int:
-    """Move the requests for which the engine has room from its share to the engine. Return the tokens of their prompts
-    and begun responses."""
-    room = _room(engine) if share else 0
-    if not room:
+def _begin(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    share: list[int],
+    sampling: Sampling,
+    returning: Sequence[Request],
+) -> int:
+    """Add the returning requests to the engine, and move those for which it has room then from its share to it. Return
+    the tokens of their prompts and begun responses."""
+    room = max(0, _room(engine) - len(returning)) if share else 0
+    begun = [*returning, *(requests[number] for number in share[:room])]
+    if not begun:
         return 0
-    begun = [requests[number] for number in share[:room]]
     del share[:room]
     engine.add(begun, sampling)
     return sum(len(request.prompt) + len(request.begun.token_ids) for request in begun)

@@ -35,6 +35,7 @@ from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.environments.turns import Environments
 from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.machine.facts import available_memory
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -85,12 +86,19 @@ def build_run(cfg: Config) -> Run:
     check_free(Path(cfg.trainer.default_local_dir))
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
-    train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages=bool(conversations))
+    stops = stop_token_ids(cfg.model.path, tokenizer)
+    environment = cfg.rollout.environment
+    has_environment = environment.path is not None
+    with_messages = (bool(conversations) or has_environment, has_environment)
+    train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages)
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: load_estimator(cfg.algorithm))
     policy_loss = on_every_rank(lambda: load_policy_loss(cfg.actor))
     scorers = {score_part(role): f"{role}.model_path" for role in reward_models(cfg)}
-    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers))
+    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers, has_environment))
+    environments = None
+    if has_environment:
+        environments = on_every_rank(lambda: Environments(environment, cfg.data, tokenizer, stops))
     check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
     train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
@@ -128,6 +136,8 @@ def build_run(cfg: Config) -> Run:
         actor.replay = ExpertReplay(mode, actor.shape, actor.groups, actor.chunks)
     budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, actor, rank)
+    if environments is not None:
+        environments.connect(rollout.groups)
     if cfg.rollout.free_cache_engine:
         offload_schedule.add_rollout(rollout)
     set_timeout_of_all_groups(cfg.trainer.dist_timeout_seconds)
@@ -135,7 +145,7 @@ def build_run(cfg: Config) -> Run:
         config=cfg,
         groups=groups["actor"],
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(cfg.model.path, tokenizer),
+        stop_token_ids=stops,
         train_prompts=train_prompts,
         val_prompts=val_prompts,
         schedule=StepSchedule(cfg.trainer, total_steps, total_batches, bool(val_prompts)),
@@ -150,6 +160,7 @@ def build_run(cfg: Config) -> Run:
             for role, scorer in reward_models(cfg).items()
         ],
         rollout=rollout,
+        environments=environments,
         group_pool=GroupPool(),
         journal=journal,
         response_lengths=ResponseLengths(),
@@ -171,18 +182,19 @@ def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path", template)
 
 
-def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, with_messages: bool) -> tuple[Prompts, Prompts]:
-    """Return the training prompts, with their messages or without, and the validation prompts. Every rank must call
-    it."""
+def _prompts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, with_messages: tuple[bool, bool]
+) -> tuple[Prompts, Prompts]:
+    """Return the training and the validation prompts, each with their messages or without. Every rank must call it."""
     data = cfg.data
 
     def load(key: str, files: Sequence[str], most_rows: int, messages: bool) -> Prompts:
         return load_prompts(files, tokenizer, data, most_rows, key, scored_by_rule(cfg, key), messages)
 
-    train = load("data.train_files", data.train_files, data.train_max_samples, with_messages)
+    train = load("data.train_files", data.train_files, data.train_max_samples, with_messages[0])
     if not data.val_files:
         return train, Prompts([])
-    return train, load("data.val_files", data.val_files, data.val_max_samples, False)
+    return train, load("data.val_files", data.val_files, data.val_max_samples, with_messages[1])
 
 
 @dataclass(frozen=True)

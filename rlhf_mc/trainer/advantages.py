@@ -13,6 +13,7 @@ from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
 from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import AlgorithmConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.metrics import summarize
@@ -37,7 +38,10 @@ def advantages_and_returns(
         assert batch.ref_log_probs is not None
         kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
         sequence_kl = mean_sequence_kl(kl, batch.response_lens)
-    rewards = token_rewards(batch.scores, kl if algorithm.use_kl_in_reward else None, kl_coef, batch.response_lens)
+    # Equal scores of a group stay equal: they are not summed from parts.
+    turn_rewards = None if estimator_needs(algorithm).group else batch.turn_rewards
+    penalty = kl if algorithm.use_kl_in_reward else None
+    rewards = token_rewards(batch.scores, penalty, kl_coef, batch.response_lens, turn_rewards)
     inputs = EstimatorInputs(
         rewards=rewards,
         response_lens=batch.response_lens,

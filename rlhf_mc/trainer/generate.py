@@ -73,13 +73,19 @@ def generate(
     requests = [
         Request(i, prompt.token_ids, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
+    turns = None if run.environments is None else run.environments.begin(requests, prompts)
 
     def score(ended: Mapping[int, Generation]) -> None:
         if numbers:
             hold_experts(run, {numbers[number]: one for number, one in ended.items()})
+        if turns is not None:
+            stream.episodes |= {first + number: turns.episodes[number] for number in ended}
         stream.submit({first + number: one.token_ids for number, one in ended.items()}, others_follow=True)
 
-    return generate_responses(run.rollout, requests, sampling, new_clock(run), expected_lens, on_ended=score)
+    if turns is not None:
+        requests = turns.requests
+    clock = new_clock(run)
+    return generate_responses(run.rollout, requests, sampling, clock, expected_lens, on_ended=score, turns=turns)
 
 
 def hold_experts(run: Run, ended: Mapping[int, Generation]) -> None:
@@ -155,6 +161,10 @@ def continue_groups(
         Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], min(limit, lens[g][i]))
         for number, (g, i) in enumerate(rows)
     ]
+    turns = None
+    if run.environments is not None:
+        turns = run.environments.begin(requests, [groups[g].prompt for g, _ in rows])
+        requests = turns.requests
     expected = None
     if not run.config.rollout.partial_rollout:  # there the oldest begin first: a begun response waits for no new one
         expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
@@ -172,14 +182,14 @@ def continue_groups(
     def on_ended(ended: Mapping[int, Generation]) -> None:
         hold_experts(run, {groups[rows[i][0]].number(rows[i][1]): one for i, one in ended.items()})
         for number, one in ended.items():
-            scores.add(*rows[number], one.token_ids)
+            scores.add(*rows[number], one.token_ids, None if turns is None else turns.episodes[number])
         if enough is None:
             scores.submit(is_certain)
 
     with run.offload_schedule.phase(state.timer, "gen"):
         ends = None if enough is None else is_enough
-        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), expected, ends, on_ended)
-    state.num_generated += int(drawn.lens.sum()) - sum(len(request.begun.token_ids) for request in requests)
+        drawn = generate_responses(run.rollout, requests, parameters, new_clock(run), expected, ends, on_ended, turns)
+    state.num_generated += drawn.num_drawn - sum(request.begun.num_drawn for request in requests)
     responses = [list(group.responses) for group in groups]
     for (g, i), response in zip(rows, drawn.generations(), strict=True):
         responses[g][i] = response
@@ -218,11 +228,11 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         numbers = range(first, first + len(prompts))
         generations = generate(run, prompts, seeds, parameters, stream, 0, expected_lens, numbers)
         run.response_lengths.record(rows, generations.lens.tolist())
-        state.num_generated += int(generations.lens.sum())
+        state.num_generated += generations.num_drawn
         if estimator_needs(cfg.algorithm).greedy_baseline:
             greedy_seeds = seeds[:: cfg.rollout.n]
             greedy = generate(run, drawn, greedy_seeds, replace(parameters, temperature=0.0), stream, len(prompts))
             state.greedy = build_batch(drawn, greedy)
-            state.num_generated += int(greedy.lens.sum())
+            state.num_generated += greedy.num_drawn
     stream.submit({})  # those that waited for all
     return prompts, build_batch(prompts, generations).with_fields(numbers=torch.tensor(numbers)), stream

@@ -115,12 +115,12 @@ class LogProbCheck:
         )
 
     def _token(self, batch: RaggedBatch, index: int) -> str:
-        """Return a description of the index-th response token: its position, its text and both log-probs."""
+        """Return a description of the index-th drawn token: its position, its text and both log-probs."""
         assert batch.old_log_probs is not None
         ends = batch.response_lens.cumsum(0)
         row = int(torch.searchsorted(ends, index, right=True))
         position = index - int(ends[row] - batch.response_lens[row])
-        token = batch.responses()[row][position]
+        token = int(batch.drawn_tokens[index])
         sampled = float(batch.rollout_log_probs[index])
         scored = float(batch.old_log_probs[index])
         where = f"response {row}, position {position}, token {token} {self.token_text(token)!r}"

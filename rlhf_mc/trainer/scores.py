@@ -16,7 +16,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.results import Score, penalize_overlong, reward_metrics
+from rlhf_mc.rewards.results import Episode, Score, penalize_overlong, reward_metrics
 from rlhf_mc.run_files import TRAIN_GENERATIONS
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.topology.consensus import gather_results
@@ -49,6 +49,8 @@ class ScoreStream:
         self._numbers: list[int] = []
         self._held: dict[int, Sequence[int]] = {}
         """Responses that wait for others, to be scored together."""
+        self.episodes: dict[int, Episode] = {}
+        """Of the responses that are then submitted, if they have environments."""
         self._pending = rewards.submit([], [], training)
 
     def submit(self, responses: Mapping[int, Sequence[int]], others_follow: bool = False) -> None:
@@ -69,7 +71,8 @@ class ScoreStream:
             prompt_texts = decode([prompt.token_ids for prompt in prompts], skip_special_tokens=True)
         self._held.clear()
         self._numbers += numbers
-        self._rewards.submit(prompts, texts, self._training, prompt_texts, self._pending)
+        episodes = [self.episodes.pop(number, None) for number in numbers]
+        self._rewards.submit(prompts, texts, self._training, prompt_texts, self._pending, episodes)
 
     def select(self, numbers: Sequence[int]) -> None:
         """Number these responses 0, 1, ... in this order. No other response has been or may be submitted."""
@@ -77,6 +80,7 @@ class ScoreStream:
         self._prompts = [self._prompts[number] for number in numbers]
         self._numbers = [new[number] for number in self._numbers]
         self._held = {new[number]: tokens for number, tokens in self._held.items()}
+        self.episodes = {new[number]: self.episodes[number] for number in self.episodes.keys() & new.keys()}
 
     def collect(self) -> list[Score]:
         """Return the scores of all responses on every rank. Raise UserError on all ranks if a response on any cannot be
@@ -110,9 +114,12 @@ class GroupScores:
         self._n = n
         self._waiting: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
 
-    def add(self, group: int, response: int, token_ids: Sequence[int]) -> None:
-        """Add a response that has ended."""
-        self._waiting[group][group * self._n + response] = token_ids
+    def add(self, group: int, response: int, token_ids: Sequence[int], episode: Episode | None = None) -> None:
+        """Add a response that has ended. episode: what its environment gave."""
+        number = group * self._n + response
+        self._waiting[group][number] = token_ids
+        if episode is not None:
+            self._stream.episodes[number] = episode
 
     def submit(self, is_taken: np.ndarray) -> None:
         """Submit the responses to this rank's workers that wait, of groups that are taken: [groups] bool."""
@@ -165,12 +172,26 @@ def await_rewards(
         ]
     buffer = run.config.reward.overlong_buffer
     if buffer.len > 0:
-        lens = batch.response_lens.tolist() + ([] if state.greedy is None else state.greedy.response_lens.tolist())
+        lens = batch.conversation_lens.tolist()
+        lens += [] if state.greedy is None else state.greedy.conversation_lens.tolist()
         scores = penalize_overlong(scores, lens, run.config.data.max_response_length, buffer)
     numbers = torch.tensor([score.score for score in scores], dtype=torch.float32)
     if greedy_prompts:
         batch = batch.with_fields(greedy_scores=numbers[len(prompts) :].repeat_interleave(n))
-    return batch.with_fields(scores=numbers[: len(prompts)]), scores[: len(prompts)]
+    scores = scores[: len(prompts)]
+    if run.environments is not None:
+        batch = batch.with_fields(turn_rewards=turn_rewards(scores, batch.response_lens))
+    return batch.with_fields(scores=numbers[: len(prompts)]), scores
+
+
+def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.Tensor:
+    """Return the environment's reward of each turn before the last, on the turn's last token: [R] float32. scores: of
+    each response."""
+    rewards = torch.zeros(int(response_lens.sum()))
+    for score, start in zip(scores, (response_lens.cumsum(0) - response_lens).tolist(), strict=True):
+        for place, reward in () if score.episode is None else score.episode.rewards[:-1]:
+            rewards[start + place] += reward
+    return rewards
 
 
 def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:

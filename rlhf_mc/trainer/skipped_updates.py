@@ -78,12 +78,12 @@ def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
     sequences = [
         {
             "token_ids": tokens.tolist(),
-            "prompt_length": len(tokens) - response_length,
+            "prompt_length": prompt_length,
             "reward": None if mini.scores is None else float(mini.scores[i]),
             "advantages": None if advantage is None else advantage.tolist(),
         }
-        for i, (tokens, response_length, advantage) in enumerate(
-            zip(mini.tokens.split(seq_lens), response_lens, advantages, strict=True)
+        for i, (tokens, prompt_length, advantage) in enumerate(
+            zip(mini.tokens.split(seq_lens), mini.prompt_lens.tolist(), advantages, strict=True)
         )
     ]
     updates = json_files.read(path) if path.exists() else []

@@ -34,7 +34,8 @@ from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     """Add the metrics of the step as a whole: lengths, balance, throughput, memory. Every rank must call it."""
     data = run.config.data
-    state.metrics |= summarize_lengths("response_length", batch.response_lens, data.max_response_length)
+    lens = batch.conversation_lens
+    state.metrics |= summarize_lengths("response_length", batch.response_lens, data.max_response_length, lens)
     state.metrics |= summarize_lengths("prompt_length", batch.prompt_lens, data.max_prompt_length)
     if not run.config.algorithm.rollout_correction.bypass_mode:
         state.metrics.update(difference_metrics(batch))
@@ -78,7 +79,8 @@ def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit
         rows.setdefault(source, []).append(i)
     metrics: dict[str, float] = {}
     for source, indices in sorted(rows.items()):
-        metrics |= summarize_lengths(f"response_length/{source}", batch.response_lens[indices], limit)
+        lens = batch.conversation_lens[indices]
+        metrics |= summarize_lengths(f"response_length/{source}", batch.response_lens[indices], limit, lens)
     return metrics
 
 

@@ -16,18 +16,23 @@ import torch
 import torch.distributed as dist
 import vllm
 from cases import built_run
+from gpu_parts.engines import TEMPERATURE
 from safetensors.torch import load_file
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.config.data_schema import DataConfig
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
 from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.environments.turns import Environments
 from rlhf_mc.patching import replaced
 from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
@@ -269,6 +274,46 @@ def scored_meanwhile(checkpoint: str, prompts: Sequence[Sequence[int]], director
             return [score.score for score in stream.collect()], was_there[-1]
     finally:
         rewards.close()
+
+
+def conversations(
+    checkpoint: str, layouts: Sequence[Sequence[Sequence[int]]], prompts: Sequence[Sequence[int]], path: str
+) -> list[tuple[list[Generation], dict[int, Episode], int]]:
+    """Let the engines of each layout, with few places, have a conversation for each prompt with the environment of this
+    file. Return the responses, the episodes of which this rank has the environment, and the tokens that its engine has
+    computed."""
+    limit = 60
+    results = []
+    rows = [Prompt(i, np.array(prompt, np.int32), "mine", i) for i, prompt in enumerate(prompts)]
+    requests = [Request(row.index, row.token_ids, 1000 + row.index, NOTHING) for row in rows]
+    schedule = Scheduler.schedule
+    num_computed = 0
+
+    def counted(scheduler: Scheduler, *args: Any) -> Any:
+        nonlocal num_computed
+        output = schedule(scheduler, *args)
+        num_computed += output.total_num_scheduled_tokens
+        return output
+
+    data = DataConfig(train_files=[], max_response_length=limit)
+    environments = Environments(
+        EnvironmentConfig(path, max_tokens_per_turn=6), data, load_tokenizer(checkpoint), (1, 2, 3)
+    )
+    try:
+        for groups in layouts:
+            environments.connect(groups)
+            num_computed = 0
+            with (
+                replaced(Scheduler, "schedule", counted),
+                built_engine(checkpoint, len(groups[0]), 256, groups=groups, max_num_seqs=4) as engine,
+            ):
+                turns = environments.begin(requests, rows)
+                sampling = Sampling(TEMPERATURE, limit, (1, 2, 3))
+                responses = generate_responses(engine, turns.requests, sampling, VirtualClock(), turns=turns)
+            results.append((responses.generations(), turns.episodes, num_computed))
+    finally:
+        environments.close()
+    return results
 
 
 def preempted(checkpoint: str, groups: Sequence[Sequence[int]], kv_cache_bytes: int) -> tuple[list[list[int]], int]:

@@ -6,10 +6,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rollout_cases
 import torch
+from gpu_parts.reference import Reference
 from tiny import make_checkpoint
+
+from rlhf_mc.data.batch import Prompt, Responses, build_batch
 
 GROUPS = {2: [[0], [1]], 4: [[1, 0], [2, 3]]}
 
@@ -136,3 +140,55 @@ def test_requests_that_vllm_preempts(pool: Any, tmp_path: Path, world: int) -> N
     )
     assert [count for _, count in roomy] == [0] * world and max(count for _, count in tight) > 0
     assert all(responses == roomy[0][0] for responses, _ in (*roomy, *tight))
+
+
+ENVIRONMENT = """
+import asyncio
+
+class Environment:
+    def __init__(self):
+        self.turn = 0
+
+    def reset(self, row):
+        self.number = row["ground_truth"]
+
+    async def step(self, response, token_ids):
+        self.turn += 1
+        await asyncio.sleep(0.02 * (self.number % 3))
+        return [10 + token_ids[0] % 7, 8, 9], self.number + self.turn, self.turn > self.number % 4, {}
+"""
+
+
+def test_conversations_do_not_depend_on_the_engines(pool: Any, tmp_path: Path) -> None:
+    """Check too that a conversation has the log-probs of one pass over its tokens, and that a turn computes its new
+    tokens alone, and those of its last block, of 128 tokens, in the prefix cache."""
+    checkpoint = str(make_checkpoint(tmp_path / "model", max_position_embeddings=256))
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    rng = random.Random(6)
+    prompts = [[rng.randrange(4, 260) for _ in range(rng.randrange(130, 150))] for _ in range(10)]
+    arguments = {"checkpoint": checkpoint, "prompts": prompts, "path": str(tmp_path / "environment.py")}
+    (((wanted, episodes, num_computed),),) = pool(1).run(rollout_cases.conversations, layouts=[[[0]]], **arguments)
+    layouts = [[[1, 0]], [[0], [1]]]
+    ranks = pool(2).run(rollout_cases.conversations, layouts=layouts, **arguments)
+    for layout in range(len(layouts)):
+        assert ranks[0][layout][1] | ranks[1][layout][1] == episodes
+        assert len(ranks[0][layout][1]) + len(ranks[1][layout][1]) == len(prompts)
+        for responses in (rank[layout][0] for rank in ranks):
+            assert [one.token_ids for one in responses] == [one.token_ids for one in wanted]
+            for one, other in zip(responses, wanted, strict=True):
+                torch.testing.assert_close(
+                    torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0
+                )
+    rows = [Prompt(i, np.array(prompt, np.int32), "", None) for i, prompt in enumerate(prompts)]
+    batch = build_batch(rows, Responses.of(wanted))
+    with torch.no_grad():
+        log_probs, _ = Reference(checkpoint).log_probs(batch)
+    torch.testing.assert_close(batch.rollout_log_probs, log_probs, atol=1e-5, rtol=0)
+    expected = 0
+    for number, (prompt, one) in enumerate(zip(prompts, wanted, strict=True)):
+        places = [place for place, _ in episodes[number].rewards]
+        assert len(places) == 1 + number % 4 and places[-1] == one.num_drawn - 1
+        lens = [len(prompt) + place + 1 + 3 * turn for turn, place in enumerate(places)]  # at the end of each turn
+        # Every token but the last is computed, in each turn anew if it is not of the cached block.
+        expected += sum(length - 1 - (128 if turn else 0) for turn, length in enumerate(lens))
+    assert num_computed == expected

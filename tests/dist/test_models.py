@@ -4,12 +4,14 @@ losses, for any split of the batch and the model. Whole PPO steps: test_layouts.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import model_cases
+import numpy as np
 import pytest
 import torch
 from gpu_parts.engines import Job, token_batch
@@ -17,7 +19,8 @@ from gpu_parts.reference import Reference
 from tiny import make_checkpoint
 
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.data.batch import OBSERVED as OBSERVED_TOKEN
+from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, Responses, build_batch
 
 pytestmark = pytest.mark.dist
 
@@ -41,6 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 PROMPT_LENS = (3, 9, 5, 4, 4, 14, 2)
 RESPONSE_LENS = (6, 1, 11, 5, 5, 16, 8)
+OBSERVED = {2: (2, 3, 4, 7), 5: (0, 8, 9), 6: (7,)}
+"""Places of observations in the responses, by sequence: within one, at its beginning and at its end."""
 ALL = tuple(range(len(PROMPT_LENS)))
 BIG = 10_000
 SMALL = 32
@@ -55,17 +60,30 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def batch(checkpoints: dict[str, str]) -> RaggedBatch:
-    """Return a batch of random tokens, with inputs of the losses such that only some tokens are clipped."""
-    return with_loss_inputs(checkpoints["qwen2_tied"], PROMPT_LENS, RESPONSE_LENS)
+    """Return a batch of random tokens, some of them observations, with inputs of the losses such that only some tokens
+    are clipped."""
+    return with_loss_inputs(checkpoints["qwen2_tied"], PROMPT_LENS, RESPONSE_LENS, observed=OBSERVED)
 
 
 def with_loss_inputs(
-    checkpoint: str, prompt_lens: Sequence[int], response_lens: Sequence[int], seed: int = 5
+    checkpoint: str,
+    prompt_lens: Sequence[int],
+    response_lens: Sequence[int],
+    seed: int = 5,
+    observed: Mapping[int, Sequence[int]] | None = None,
 ) -> RaggedBatch:
+    """observed: places of observations in responses, by sequence."""
     draw = torch.Generator().manual_seed(6)
     vocab = json.loads((Path(checkpoint) / "config.json").read_text())["vocab_size"]
     empty = token_batch(vocab, prompt_lens, response_lens, seed)
-    responses = sum(response_lens)
+    if observed is not None:
+        prompts = [Prompt(0, np.zeros(length, np.int32), "", None) for length in prompt_lens]
+        marks = [
+            Generation([0] * n, [OBSERVED_TOKEN if i in observed.get(row, ()) else 0.0 for i in range(n)], True)
+            for row, n in enumerate(response_lens)
+        ]
+        empty = replace(build_batch(prompts, Responses.of(marks)), tokens=empty.tokens)
+    responses = int(empty.response_lens.sum())
     log_probs = transformers_model(checkpoint).log_probs(empty)[0].detach()
 
     def noise(scale: float) -> torch.Tensor:

@@ -121,6 +121,24 @@ def test_custom_reward(quickstart_overrides: list[str], tmp_path: Path) -> None:
         assert row["critic/score/mean"] <= 0.7 * tens + 0.3 + 1e-6
 
 
+# ---------------------------------------------------------------- an environment
+
+
+def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
+    """Check games of the quickstart's model, which knows numbers of two digits and no game."""
+    arguments = [*quickstart_overrides, *SHORT, *SMALL, f"trainer.default_local_dir={tmp_path}"]
+    output = run_example("guess_number.py", [*arguments, "trainer.test_freq=2"], world=2)
+    assert step_lines(output) == ["step 1", "step 2"]
+    rows = metrics(tmp_path)
+    for row in rows:
+        assert 1 < row["num_turns/mean"] < row["num_turns/max"] == 4
+        assert row["environment/failed_calls"] == 0
+        assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(4 - row["num_turns/mean"])
+        assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+    assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
+
+
 # ---------------------------------------------------------------- an advantage estimator
 
 

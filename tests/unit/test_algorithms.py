@@ -172,6 +172,8 @@ def test_token_rewards_by_hand() -> None:
     kl = torch.tensor([0.1, 0.2, 0.3, 0.0, 0.4])
     assert token_rewards(scores, None, 0.5, lens).tolist() == [0, 1, 0, 0, -2]
     torch.testing.assert_close(token_rewards(scores, kl, 0.5, lens), torch.tensor([-0.05, 0.9, -0.15, 0.0, -2.2]))
+    turn_rewards = torch.tensor([0.25, 0.0, -3.0, 0.0, 0.0])
+    assert token_rewards(scores, None, 0.5, lens, turn_rewards).tolist() == [0.25, 0.75, -3, 0, 1]
 
 
 def test_gae_by_hand() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mc.data.batch import (
+    OBSERVED,
     Generation,
     Prompt,
     RaggedBatch,
@@ -66,6 +67,27 @@ def test_concatenate_undoes_select() -> None:
         mine = getattr(whole, field.name)
         theirs = getattr(batch, field.name)
         assert (mine is None and theirs is None) or torch.equal(mine, theirs), field.name
+
+
+def test_observations_are_in_the_tokens_alone() -> None:
+    """Check a conversation, without and with others that have no observation."""
+    prompts = [Prompt(i, np.array(ids, np.int32), "source", None) for i, ids in enumerate(PROMPTS)]
+    conversation = Generation([14, 15, 16, 17, 18], [-0.5, OBSERVED, OBSERVED, -0.25, OBSERVED], True)
+    plain = [Generation(ids, log_probs, True) for ids, log_probs in zip(RESPONSES[1:], LOG_PROBS[1:], strict=True)]
+    batch = build_batch(prompts, Responses.of([conversation, *plain]))
+    assert batch.response_lens.tolist() == [2, 3, 2] and batch.seq_lens.tolist() == [8, 4, 4]
+    assert batch.rollout_log_probs.tolist() == [-0.5, -0.25, *LOG_PROBS[1], *LOG_PROBS[2]]
+    assert batch.drawn_tokens.tolist() == [14, 17, 22, 23, 24, 33, 34]
+    assert batch.responses() == [conversation.token_ids, *RESPONSES[1:]]
+    parts = [build_batch(prompts[:1], Responses.of([conversation])), build_batch(prompts[1:], Responses.of(plain))]
+    assert parts[1].response_mask is None
+    for same in (concatenate(parts), batch.select([2, 0, 1]).select([1, 2, 0])):
+        for field in fields(RaggedBatch):
+            mine = getattr(same, field.name)
+            theirs = getattr(batch, field.name)
+            assert (mine is None and theirs is None) or torch.equal(mine, theirs), field.name
+    again = Responses.of([conversation, *plain]).select(np.array([0]))
+    assert again.generations() == [conversation] and again.num_drawn == conversation.num_drawn == 2
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0], [1], [1, 1, 0], []])

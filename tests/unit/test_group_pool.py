@@ -173,8 +173,8 @@ class Prompts:
 
 def _run(config_file: Path, *overrides: str, shift: int = 0) -> Any:
     cfg = load(config_file, "data.train_batch_size=4", "rollout.n=2", CORRECTION, *overrides)
-    actor = SimpleNamespace(replay=None)
-    return SimpleNamespace(config=cfg, train_prompts=Prompts(shift), group_pool=GroupPool(), journal=None, actor=actor)
+    run = {"train_prompts": Prompts(shift), "group_pool": GroupPool(), "journal": None, "environments": None}
+    return SimpleNamespace(config=cfg, actor=SimpleNamespace(replay=None), **run)
 
 
 PARTIAL = "rollout.partial_rollout=true"
@@ -328,6 +328,10 @@ def test_metrics_of_older_weights() -> None:
                 "rollout.n=2",
             ),
             "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or",
+        ),
+        (
+            (PARTIAL, CORRECTION, "rollout.environment.path=own.py"),
+            "rollout.partial_rollout is set and rollout.environment.path too",
         ),
     ],
 )

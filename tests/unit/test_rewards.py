@@ -20,10 +20,9 @@ from runs import is_running, kill, wait_until
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.rewards import worker
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.registry import RULE_OF_SOURCE
-from rlhf_mc.runtime import work
+from rlhf_mc.runtime import work, worker_process
 
 
 @pytest.fixture(autouse=True)
@@ -394,7 +393,7 @@ def test_row_that_a_worker_cannot_score_is_a_one_line_error(
 
 
 def test_endless_import_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "IMPORT_SECONDS", 0.1)
+    monkeypatch.setattr(worker_process, "IMPORT_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"reward\.py: not imported after 0\.3 s \(reward\.timeout_seconds\)"):
         custom(tmp_path, "import time\ntime.sleep(1000)\n", reward=RewardConfig(1, 0.3))
 
@@ -403,7 +402,7 @@ def test_worker_ignores_signals_to_the_process_group(in_workers: Callable[..., R
     manager = in_workers("import time\ndef compute_score(**row): time.sleep(0.3); return 1.0\n")
     pending = manager.submit([make_prompt()], [""])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        os.killpg(manager._workers[0]._process.pid, number)
+        os.killpg(manager._workers[0]._process._process.pid, number)
     assert [row.score for row in pending.result()] == [1.0]
 
 
@@ -439,7 +438,7 @@ from rlhf_mc.rewards.results import RewardRow, Score
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 worker = Worker(CustomRewardFunctionConfig(path=sys.argv[1]), RewardConfig(timeout_seconds=float(sys.argv[3])))
 worker.load()
-print(worker._process.pid, flush=True)
+print(worker._process._process.pid, flush=True)
 worker.score([RewardRow('', '', sys.argv[2], '', {}, {'custom': 1.0})], lambda row, failure: Score(0.0))
 print("scored", flush=True)
 if sys.argv[4] == "closes":

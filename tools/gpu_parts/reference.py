@@ -31,14 +31,22 @@ class Reference:
         self.score = torch.nn.Parameter(head.to(device, dtype))
 
     def _states(self, batch: RaggedBatch) -> list[torch.Tensor]:
-        """Return for each sequence the final hidden states [response, hidden] at its response's logit positions."""
-        sequences = batch.tokens.to(self.device).split(batch.seq_lens.tolist())
-        parts = zip(sequences, batch.prompt_lens.tolist(), strict=True)
-        return [self.model.model(seq[None]).last_hidden_state[0, prompt - 1 : -1] for seq, prompt in parts]
+        """Return for each sequence the final hidden states [drawn, hidden] before each token that was drawn."""
+        return [self.model.model(seq[None]).last_hidden_state[0, :-1][mask[1:]] for seq, mask in self._sequences(batch)]
+
+    def _sequences(self, batch: RaggedBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tokens of each sequence, and which of them were drawn: both [tokens]."""
+        lens = batch.seq_lens.tolist()
+        mask = batch.response_mask
+        if mask is None:
+            after = [torch.arange(n) >= prompt for n, prompt in zip(lens, batch.prompt_lens.tolist(), strict=True)]
+            mask = torch.cat(after)
+        tokens = batch.tokens.to(self.device).split(lens)
+        return list(zip(tokens, mask.to(self.device).split(lens), strict=True))
 
     def log_probs(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (log-probs [R], entropies [R]) in float32, on the host."""
-        targets = torch.tensor([t for response in batch.responses() for t in response], device=self.device)
+        targets = torch.cat([tokens[mask] for tokens, mask in self._sequences(batch)]).long()
         logits = self.model.lm_head(torch.cat(self._states(batch))).float() / TEMPERATURE
         all_log_probs = logits.log_softmax(-1)
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)

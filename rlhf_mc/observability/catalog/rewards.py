@@ -143,7 +143,7 @@ REWARDS = Section(
         ),
         Metric(
             "reward_extra/<data_source>/<name>",
-            "a further number that a reward function returned, such as `acc`",
+            "a further number that a reward function or an environment returned, such as `acc`",
             "of the number",
             "mean over the data source's responses that have it",
         ),
@@ -155,8 +155,28 @@ REWARDS = Section(
             "near 1: an estimator that compares a prompt's responses has nothing to learn from",
         ),
         Metric(
+            "num_turns/{mean,max,min}",
+            "turns of a conversation, with `rollout.environment`",
+            "turns",
+            "over responses",
+            "at `max_turns`: conversations do not come to an end",
+        ),
+        Metric(
+            "environment/failed_calls",
+            "turns that an environment has not answered, with `rollout.environment`",
+            "count",
+            "sum over responses",
+            "above 0: the warnings say why",
+        ),
+        Metric(
+            "environment/failed_calls/{raised,timeout,exited,invalid}",
+            "the same by kind; only where there are any",
+            "count",
+            "sum over responses",
+        ),
+        Metric(
             "reward/num_failed",
-            "responses that could not be scored and have `reward.default_score`",
+            "responses that could not be scored and have `reward.default_score`, or whose environment has failed",
             "count",
             "sum over responses",
             "above 0: the warnings name file and row",

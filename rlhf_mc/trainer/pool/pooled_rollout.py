@@ -107,7 +107,7 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
             parameters = Sampling(0.0, cfg.data.max_response_length, run.stop_token_ids)
             greedy = generate(run, drawn, [group.seeds[0] for group in taken], parameters, stream, len(prompts))
             state.greedy = build_batch(drawn, greedy)
-            state.num_generated += int(greedy.lens.sum())
+            state.num_generated += greedy.num_drawn
     stream.submit({})  # those that waited for all
     return prompts, batch, stream
 

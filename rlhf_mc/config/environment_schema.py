@@ -1,0 +1,41 @@
+"""The settings of an environment, with which a response is a conversation of several turns. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from rlhf_mc.config.numbers import Count, Number, PositiveSeconds, Range, Tokens
+
+
+@dataclass
+class EnvironmentConfig:
+    """A user-defined environment, which answers each turn of a response with an observation."""
+
+    path: str | None = None
+    """Python file that defines the environment (docs/environments.md); null: none, each response is one turn."""
+    name: str = "Environment"
+    """Name of its class. Each conversation has an object."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class's constructor."""
+    max_turns: Count = 16
+    """Turns of a conversation, which ends with the last one."""
+    max_tokens_per_turn: Tokens | None = None
+    """Largest number of tokens that the model draws in a turn; null: as data.max_response_length allows, which bounds
+    the tokens of a conversation, observations included."""
+    max_observation_length: Annotated[int, Range(1, 100_000_000)] = 8192
+    """Largest length of an observation, in characters; in tokens where the environment returns tokens. A longer one is
+    truncated."""
+    truncate: Literal["left", "right", "middle"] = "middle"
+    """Part of a longer observation that is left out."""
+    timeout_seconds: PositiveSeconds = 60.0
+    """Time limit of the environment's answer to a turn."""
+    num_workers: Annotated[int, Range(1, 1_024)] = 1
+    """Worker processes per rank, each with many conversations at a time. One that an environment ends or blocks is
+    replaced, and its conversations end."""
+    default_observation: str | None = None
+    """Observation where the environment raises, exceeds timeout_seconds or returns something else than it should.
+    {error} is replaced by the reason. null: the conversation ends with default_score. So does one whose worker process
+    has ended."""
+    default_score: Number = 0.0
+    """Score by the environment of a conversation that ends because the environment failed."""

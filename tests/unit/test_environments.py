@@ -1,0 +1,265 @@
+"""Environments in real worker processes: conversations through turns.py without an engine, and the faults of a user's
+environment."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_mc.algorithms.estimators import ADVANTAGE_ESTIMATORS, STD_EPS, whiten
+from rlhf_mc.config.algorithm_schema import AlgorithmConfig
+from rlhf_mc.config.data_schema import DataConfig
+from rlhf_mc.config.environment_schema import EnvironmentConfig
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt, Responses, build_batch
+from rlhf_mc.environments import turns
+from rlhf_mc.environments.protocol import truncated
+from rlhf_mc.environments.turns import Conversations, Environments
+from rlhf_mc.rewards.results import Episode, Score
+from rlhf_mc.rollout.base import Request
+from rlhf_mc.trainer.advantages import advantages_and_returns
+from rlhf_mc.trainer.scores import turn_rewards
+
+USER_FILE = """
+import asyncio, os, signal, time
+
+class Environment:
+    def __init__(self, kind="echo"):
+        self.kind = kind
+        self.turn = 0
+
+    def reset(self, row):
+        self.number = row["ground_truth"]
+
+    async def step(self, response, token_ids):
+        self.turn += 1
+        kind = self.kind if self.number == 1 and self.turn == 2 else "echo"
+        if kind == "raises":
+            raise SystemExit("no more")
+        if kind == "hangs":
+            await asyncio.sleep(60)
+        if kind == "blocks":
+            time.sleep(60)
+        if kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "wrong":
+            return 7.5, 0.0, False, {}
+        if kind == "megabyte":
+            return "m" * 2**20, 0.0, False, {}
+        return [*token_ids, 9], 1.0, self.turn == 3, {"turn": self.turn}
+"""
+
+
+class Letters:
+    """A tokenizer whose tokens are the letters' code points."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, tokens))
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+@pytest.fixture
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(turns, "dist", SimpleNamespace(get_rank=lambda: 0))
+    path = tmp_path / "environment.py"
+    path.write_text(USER_FILE)
+    return str(path)
+
+
+def begun(cfg: EnvironmentConfig, limit: int = 60) -> tuple[Environments, Conversations]:
+    """Return two conversations, whose prompts have the ground truths 0 and 1."""
+    environments = Environments(cfg, DataConfig(train_files=[], max_response_length=limit), Letters(), (2,))  # type: ignore[arg-type]
+    environments.connect([[0]])
+    prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i) for i in range(2)]
+    requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
+    return environments, environments.begin(requests, prompts)
+
+
+def played(conversations: Conversations, num_tokens: int = 2, seconds: float = 30.0) -> dict[int, Generation]:
+    """Play to the end: the model draws tokens 3, 3, ... and the end token 2 in each turn."""
+    ended: dict[int, Generation] = {}
+    running = list(conversations.requests)
+    deadline = time.monotonic() + seconds
+    while len(ended) < len(conversations.requests):
+        assert time.monotonic() < deadline, "a conversation waits"
+        finished = {}
+        for request in running:
+            room = (request.max_tokens or 0) - len(request.begun.token_ids)
+            drawn = ([3] * (num_tokens - 1) + [2])[:room]
+            tokens = [*request.begun.token_ids, *drawn]
+            log_probs = [*request.begun.log_probs, *[-1.0] * len(drawn)]
+            finished[request.number] = Generation(tokens, log_probs, finished=drawn[-1] == 2)
+        if finished:
+            conversations.submit(finished)
+        arrivals = conversations.arrived(is_idle=True)
+        ended |= arrivals.ended
+        running = list(arrivals.requests)
+    assert conversations.num_waiting == 0
+    return ended
+
+
+def test_conversation_appends_observations_until_the_end(user_file: str) -> None:
+    environments, conversations = begun(EnvironmentConfig(user_file, num_workers=2))
+    ended = played(conversations)
+    # The environment answers a turn with its own tokens and a 9, and ends with the third turn.
+    assert ended[0].token_ids == ended[1].token_ids == [3, 2, 3, 2, 9] * 2 + [3, 2]
+    marks = [log_prob == OBSERVED for log_prob in ended[0].log_probs]
+    assert marks == [False, False, True, True, True] * 2 + [False, False] and ended[0].finished
+    assert conversations.episodes[0] == Episode([(1, 1.0), (3, 1.0), (5, 1.0)], {"turn": 3.0}, {}, None, 0.0)
+    conversations = environments.begin(conversations.requests, conversations._prompts)
+    conversations.submit({1: Generation([3, 2], [-1.0, -1.0], True)})
+    assert conversations.abort() == {1: NOTHING}, "not as one that has ended"
+    environments.close()
+
+
+@pytest.mark.parametrize(
+    ("cfg", "limit", "tokens", "finished"),
+    [
+        ({"max_turns": 2}, 60, [3, 2, 3, 2, 9, 3, 2], True),
+        ({"max_tokens_per_turn": 1, "max_turns": 2}, 60, [3, 3, 9, 3], True),
+        ({"max_observation_length": 2, "truncate": "left", "max_turns": 2}, 60, [3, 2, 2, 9, 3, 2], True),
+        ({}, 7, [3, 2, 3, 2, 9, 3, 2], True),  # the end token is the last that fits
+        ({}, 6, [3, 2, 3, 2, 9, 3], False),
+        ({}, 4, [3, 2, 3, 2], False),  # a cut observation
+    ],
+)
+def test_limits_of_a_conversation(
+    user_file: str, cfg: dict[str, Any], limit: int, tokens: list[int], finished: bool
+) -> None:
+    environments, conversations = begun(EnvironmentConfig(user_file, **cfg), limit)
+    ended = played(conversations)
+    assert ended[0].token_ids == tokens and ended[0].finished == finished
+    environments.close()
+
+
+FAULTS: dict[str, tuple[str, str]] = {
+    "raises": ("raised", "raised SystemExit: no more"),
+    "hangs": ("timeout", "no answer after 0.5 s"),
+    "wrong": ("invalid", "observation of float"),
+}
+
+
+@pytest.mark.parametrize("kind", [*FAULTS, "dies", "blocks", "megabyte"])
+def test_a_fault_of_an_environment_ends_its_conversation_alone(
+    user_file: str, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Check with a default observation, and without one, where the conversation has the default score."""
+    cfg = EnvironmentConfig(user_file, kwargs={"kind": kind}, timeout_seconds=0.5, num_workers=2, default_score=-2.0)
+    environments, conversations = begun(cfg)
+    ended = played(conversations)
+    assert len(ended[0].token_ids) == 12  # the other conversation, of another worker
+    episode = conversations.episodes[1]
+    if kind == "megabyte":
+        assert len(ended[1].token_ids) == 60 and not ended[1].finished and episode.failure is None
+    else:
+        wanted, message = FAULTS.get(kind, ("exited", "SIGKILL") if kind == "dies" else ("timeout", "is blocked"))
+        assert (episode.failure, episode.score, episode.failed_calls) == (wanted, -2.0, {wanted: 1})
+        assert ended[1].token_ids == [3, 2, 3, 2, 9, 3, 2] and ended[1].finished
+        assert message in capfd.readouterr().err
+    cfg.default_observation = "!{error}"
+    cfg.max_observation_length = 9
+    conversations = environments.begin(
+        conversations.requests, conversations._prompts
+    )  # a worker that ended is replaced
+    ended = played(conversations)
+    if kind in FAULTS:
+        assert ended[1].token_ids[7] == ord("!") and conversations.episodes[1].failure is None
+        assert conversations.episodes[1].failed_calls == {FAULTS[kind][0]: 1}
+        assert conversations.episodes[1].score == 2.0  # of the first and the last turn
+    environments.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Other: pass", "has no function 'Environment' (rollout.environment.name)"),
+        ("class Environment:\n    def __init__(self): raise ValueError(3)", "building an object raised ValueError: 3"),
+        ("class Environment:\n    def reset(self, row): pass", "has no method step"),
+        ("import os; os._exit(3)", "importing it ended the worker process, with exit code 3"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_one_line(user_file: str, text: str, message: str) -> None:
+    Path(user_file).write_text(text)
+    with pytest.raises(UserError) as caught:
+        begun(EnvironmentConfig(user_file))
+    assert message in str(caught.value)
+
+
+def test_truncated_leaves_out_the_part_that_is_asked_for() -> None:
+    cfg = EnvironmentConfig(max_observation_length=4)
+    texts = {}
+    for side in ("left", "right", "middle"):
+        cfg.truncate = side  # type: ignore[assignment]
+        texts[side] = truncated("abcdefg", cfg)
+    cut = "...(truncated)..."
+    assert texts == {"left": f"{cut}defg", "right": f"abcd{cut}", "middle": f"ab{cut}fg"}
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_advantages_of_conversations_equal_a_slow_masked_version(estimator: str) -> None:
+    """Compare with loops over all tokens of a response and its mask: the value that follows a drawn token is the next
+    drawn one's, and a group is compared by its scores."""
+    draw = np.random.default_rng(4)
+    masks = [[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 1], [1, 1, 1], [1, 0, 1]]
+    conversations = [
+        Generation([9] * len(mask), [-1.0 if drawn else OBSERVED for drawn in mask], True) for mask in masks
+    ]
+    prompts = [Prompt(0, np.array([5, 6], np.int32), "", None)] * 4
+    episodes = [
+        Episode([(1, 0.5), (3, 1.0)], {}, {}, None, 0.0),
+        Episode([(0, -1.0), (1, 0.0), (2, 2.0)], {}, {}, None, 0.0),
+        Episode([(2, 1.0)], {}, {}, None, 0.0),
+        Episode([(0, 0.0), (1, 0.0)], {}, {}, "timeout", -2.0),
+    ]
+    scores = [Score(episode.score, episode=episode) for episode in episodes]
+    batch = build_batch(prompts, Responses.of(conversations))
+    num_drawn = int(batch.response_lens.sum())
+    fields = {name: torch.from_numpy(draw.normal(size=num_drawn)).float() for name in ("values", "old_log_probs")}
+    batch = batch.with_fields(
+        **fields,
+        ref_log_probs=fields["old_log_probs"] + 0.1,
+        scores=torch.tensor([score.score for score in scores]),
+        turn_rewards=turn_rewards(scores, batch.response_lens),
+    )
+    cfg = AlgorithmConfig(adv_estimator=estimator, use_kl_in_reward=True, gamma=0.9, lam=0.8)  # type: ignore[arg-type]
+    found, _, _ = advantages_and_returns(batch, cfg, 0.5, 2, ADVANTAGE_ESTIMATORS[estimator])
+    kl_penalty = 0.5 * -0.1  # k1, on each drawn token
+    advantages = []
+    values = iter(fields["values"].tolist())
+    for mask, episode in zip(masks, episodes, strict=True):
+        places = [t for t, drawn in enumerate(mask) if drawn]
+        value = {t: next(values) for t in places}
+        reward = dict.fromkeys(places, -kl_penalty)
+        given = episode.rewards if episode.failure is None else [(len(places) - 1, episode.default_score)]
+        for place, one in given:
+            reward[places[place]] += one
+        if estimator == "grpo":
+            advantages += [sum(reward.values())] * len(places)
+            continue
+        following = 0.0
+        next_value = 0.0
+        of_response = []
+        for t in reversed(range(len(mask))):
+            if mask[t]:
+                following = reward[t] + 0.9 * next_value - value[t] + 0.9 * 0.8 * following
+                next_value = value[t]
+                of_response.append(following)
+        advantages += reversed(of_response)
+    wanted = torch.tensor(advantages, dtype=torch.float64)
+    if estimator == "grpo":
+        first = np.cumsum([0, *batch.response_lens.tolist()])[:4]
+        sums = wanted[first].view(2, 2)
+        scaled = (sums - sums.mean(1, keepdim=True)) / (sums.std(1, keepdim=True) + STD_EPS)
+        wanted = scaled.flatten().repeat_interleave(batch.response_lens)
+    else:
+        wanted = whiten(wanted)
+    assert found.advantages is not None
+    torch.testing.assert_close(found.advantages.double(), wanted, atol=1e-5, rtol=0)
