@@ -107,15 +107,16 @@ LAYOUT_KEYS = (
 
 def layout_rows() -> list[tuple[list[str], list[str]]]:
     """Return the planner's arguments and the cells of each row of the page of layouts. A row of a config as it is has
-    the arguments of the search above it."""
+    the arguments of the search above it, or a model of its own."""
     table = []
     arguments: list[str] = []
     for name, nodes, *cells in rows(section("layouts", "The planner's answers")):
+        is_shipped = name.endswith(("as it is", AS_SHIPPED))
         if name != AS_SHIPPED:
-            config, model = name.split(", ")
+            config, model = name.removesuffix(", as it is").split(", ")
             size = ["--gpus-per-node", "1"] if nodes == "1 GPU" else ["--nodes", nodes]
             arguments = [str(ROOT / "configs" / f"{config.strip('`')}.yaml"), "--model", model, *size]
-        table.append((arguments if name == AS_SHIPPED else [*arguments, "--search", "--top", "1"], cells))
+        table.append((arguments if is_shipped else [*arguments, "--search", "--top", "1"], cells))
     return table
 
 
