@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
-from rlhf_mc.config.roles import token_budgets, tokens_on_rank
+from rlhf_mc.config.roles import router_replay, token_budgets, tokens_on_rank
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
@@ -163,6 +163,15 @@ class _Model:
         sizes = vars(self.state)
         return {f"{self.role} {part}": sizes[part] for part in offloads if part in needed or not offloads[part]}
 
+    def replayed_experts(self, cfg: Config, sequences: int) -> float:
+        """Return the bytes of the experts that are replayed in a pass over as many sequences, all of maximum length."""
+        if self.role != "actor" or router_replay(cfg, self._shape.has_experts) == "off":
+            return 0.0
+        chunks = self.mesh.chunk_layers(self._shape.num_layers, self.stage)
+        layers = {i for chunk in chunks for i in chunk} & set(self._shape.expert_layers)
+        tokens = sequences * (cfg.data.max_prompt_length + cfg.data.max_response_length)
+        return float(tokens * len(layers) * self._shape.choice_bytes)
+
     def forward(self, work: Pass) -> float:
         """Return the bytes of activations of a pass without gradients."""
         return forward_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda)
@@ -207,13 +216,15 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
         if role not in models:
             continue
         model = models[role]
+        prompts = cfg.data.train_batch_size
         if phase in ("update_actor", "update_critic"):
-            mini_batch = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
+            prompts = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
-            size = model.update(_pass(cfg, budget, model.mesh, mini_batch), role == "actor" and entropy)
+            size = model.update(_pass(cfg, budget, model.mesh, prompts), role == "actor" and entropy)
         else:
-            size = model.forward(_pass(cfg, budget, model.mesh, cfg.data.train_batch_size))
-        peaks[phase] = {"activations": size}
+            size = model.forward(_pass(cfg, budget, model.mesh, prompts))
+        sequences = math.ceil(prompts * cfg.rollout.n / model.mesh.replicas)
+        peaks[phase] = {"activations": size, "replayed experts": model.replayed_experts(cfg, sequences)}
     return peaks
 
 

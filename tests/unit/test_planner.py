@@ -45,6 +45,17 @@ def test_70b_fits_as_its_config_says(capsys: pytest.CaptureFixture[str]) -> None
     assert set(first["phases"]["gen"]) == {"vLLM", "reserved"}
 
 
+def test_replayed_experts_take_a_byte_for_each_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Check 128 of 512 prompts in an update, on 8 replicas of a stage of 24 layers with 8 experts a token."""
+    config = [str(REPO / "configs/ppo_qwen3_30b_a3b.yaml"), "--model", "qwen3-30b-a3b", "--nodes", "2", "--json"]
+    for mode, rows in (("rollout", 1), ("off", 0)):
+        assert main([*config, f"algorithm.router_replay={mode}"]) == 0
+        phases = json.loads(capsys.readouterr().out)["ranks"][0]["phases"]
+        for phase, sequences in {"old_log_prob": 64, "update_actor": 16}.items():
+            assert phases[phase].get("replayed experts", 0) == rows * sequences * 3072 * 24 * 8
+        assert not {"replayed experts"} & {*phases["ref"], *phases["update_critic"]}
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem", "advice"),
     [
