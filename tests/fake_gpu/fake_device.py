@@ -106,6 +106,10 @@ class FakeCuda(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._to_copy.default and (target := kwargs.get("device")) and target.type != args[0].device.type:
             return self._moved(args[0], target, kwargs)
+        if func is aten._foreach_copy_.default and {x.device.type for x in leaves} == {"cpu", "cuda"}:
+            for target, source in zip(*args, strict=True):  # torch copies them one by one too (ForeachBinaryOpList.cu)
+                self._note_copy(target, source, False)
+            return None
         if func is aten.copy_.default and args[0].device.type != args[1].device.type:
             self._note_copy(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
             return args[0]

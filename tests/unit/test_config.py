@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -224,4 +225,5 @@ def test_every_shipped_config_loads(path: Path) -> None:
     cfg = load_config(str(path), [])
     layout = cfg.actor.megatron
     world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    check_config(cfg, world * layout.expert_model_parallel_size * cfg.rollout.tensor_model_parallel_size)
+    world *= layout.expert_model_parallel_size
+    check_config(cfg, math.lcm(world, cfg.rollout.tensor_model_parallel_size))

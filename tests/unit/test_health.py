@@ -260,12 +260,6 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["health.responses.kl_explosion=stop"],
-            "override 'health.responses.kl_explosion=stop': unknown key 'health.responses.kl_explosion'; list the rule "
-            "in health.disable, health.note, health.warn, health.stop or health.roll_back; for fixed_kl_coef give "
-            "health.kl_coef",
-        ),
         (["health.stop=[throughput_falling]"], "health.stop: found the list ['throughput_falling'], expected a list, "),
         (["health.warn=[truncate]"], "expected a list, each entry one of not_finite, kl_explosion"),
         (
@@ -282,7 +276,7 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
         (["health.rollback_lr_factor=1"], "health.rollback_lr_factor is 1.0; it must be below 1"),
         (["health.window=1"], "health.window is 1; it must be at least 2"),
         (["health.ppo_kl_max=0.6"], "health.ppo_kl_max is 0.6, above health.ppo_kl_explosion, which is 0.5"),
-        (["health.ppo_kl_min=0.05"], "unknown key 'health.ppo_kl_min'; it is a third of health.ppo_kl_max"),
+        (["health.ppo_kl_min=0.05"], "unknown key 'health.ppo_kl_min'; the nearest known key is 'health.ppo_kl_max'"),
     ],
 )
 def test_mistakes_in_the_settings_are_one_line(settings: list[str], message: str, tmp_path: Path) -> None:

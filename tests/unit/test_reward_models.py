@@ -90,7 +90,7 @@ def test_config_can_be_printed_and_overridden(tmp_path: Path) -> None:
         ("reward_models: {a: {model_path: m, forward_micro_batch_size_per_gpu: 1}}",
          "unknown key 'reward_models.a.forward_micro_batch_size_per_gpu'; use ..._max_token_len_per_gpu"),
         ("reward_models: {a: {megatron: {grad_offload: true}}}", "unknown key 'reward_models.a.megatron.grad_offload';"
-         " it does nothing for a model that is never trained: leave it out"),
+         " the nearest known key is 'reward_models.NAME.megatron.param_offload'"),
         ("reward_models: {a: {megatron: {tensor_model_parallel_size: 3}}}",
          "reward_models.a.megatron.tensor_model_parallel_size 3 x reward_models.a.megatron.pipeline_model_parallel_size"
          " 1 = 3 does not divide the 2 processes"),

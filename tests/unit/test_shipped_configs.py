@@ -261,7 +261,13 @@ def test_grpo_config_fits_two_processes() -> None:
 
 def test_all_configs_are_tested() -> None:
     shipped = {path.stem for path in (REPO / "configs").glob("*.yaml")}
-    tested = {"quickstart", "quickstart_grpo", "grpo_qwen3_8b_32k", *(name for name, *_ in CLUSTERS)}
+    tested = {
+        "quickstart",
+        "quickstart_grpo",
+        "quickstart_turns",
+        "grpo_qwen3_8b_32k",
+        *(name for name, *_ in CLUSTERS),
+    }
     assert shipped == tested, "add the new config above"
 
 
