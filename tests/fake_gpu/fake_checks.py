@@ -142,6 +142,8 @@ def cuda_types() -> dict[str, frozenset[str]]:
 
 WITHOUT_ENTRY = {
     "_fused_adamw": "torch.optim.AdamW(fused=True) of float32: FusedAdamWKernel.cu",
+    "convolution": "conv1d, of which OpInfo has the name of torch.nn.functional: cuDNN",
+    "convolution_backward": "the same",
 }
 """Operators that OpInfo does not have -> the reason for which CUDA has them."""
 
