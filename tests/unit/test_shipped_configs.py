@@ -38,7 +38,7 @@ CLUSTERS: list[tuple[str, int, str, float, float]] = [
     ("grpo_glm_4.5_air", 64, "glm-4.5-air", 29.0, 530),
     ("grpo_mixtral_8x22b", 64, "mixtral-8x22b", 29.0, 609),
     ("grpo_gpt_oss_120b", 64, "gpt-oss-120b", 27.5, 533),
-    ("grpo_qwen3_next_80b", 32, "qwen3-next-80b-a3b", 27.6, 670),
+    ("grpo_qwen3_next_80b", 32, "qwen3-next-80b-a3b", 27.5, 670),
     ("grpo_qwen3_235b_a22b", 128, "qwen3-235b-a22b", 21.3, 537),
     ("grpo_glm_4.5", 128, "glm-4.5", 17.0, 766),
     ("grpo_deepseek_v3", 256, "deepseek-v3", 12.7, 758),
