@@ -170,11 +170,11 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]]) -> None:
+def check_metrics(path: Path, run_id: str, logged: Sequence[Sequence[int]]) -> None:
     """Raise UserError unless metrics.jsonl has exactly the rows that a checkpoint recorded as logged, all of one run.
 
-    logged: the first and last step of each consecutive range, ascending. Rows before the first range are not compared:
-    an earlier version of the program did not record which rows it had written."""
+    logged: the first and last step of each consecutive range, ascending. Rows before the first range are not
+    compared."""
     wanted = [step for first, last in logged for step in range(first, last + 1)]
     if not wanted:
         return

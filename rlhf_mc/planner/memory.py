@@ -17,7 +17,13 @@ from rlhf_mc.config.roles import router_replay, token_budgets, tokens_on_rank
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
-from rlhf_mc.planner.rank_layouts import model_coordinate, own_rollout_weights, rank_state, rollout_tp_ranks
+from rlhf_mc.planner.rank_layouts import (
+    choice_bytes_of_stage,
+    model_coordinate,
+    own_rollout_weights,
+    rank_state,
+    rollout_tp_ranks,
+)
 from rlhf_mc.planner.reserved import reserved_bytes
 from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.topology.mesh import Mesh, training_mesh
@@ -167,10 +173,8 @@ class _Model:
         """Return the bytes of the experts that are replayed in a pass over as many sequences, all of maximum length."""
         if self.role != "actor" or router_replay(cfg, self._shape.has_experts) == "off":
             return 0.0
-        chunks = self.mesh.chunk_layers(self._shape.num_layers, self.stage)
-        layers = {i for chunk in chunks for i in chunk} & set(self._shape.expert_layers)
         tokens = sequences * (cfg.data.max_prompt_length + cfg.data.max_response_length)
-        return float(tokens * len(layers) * self._shape.choice_bytes)
+        return float(tokens * choice_bytes_of_stage(self._shape, self.mesh, self.stage))
 
     def forward(self, work: Pass) -> float:
         """Return the bytes of activations of a pass without gradients."""

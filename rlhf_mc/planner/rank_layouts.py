@@ -35,6 +35,12 @@ def model_coordinate(mesh: Mesh, rank: int) -> Coordinate:
     return replace(mesh.coordinate(rank), dp=0, cp=0)
 
 
+def choice_bytes_of_stage(shape: ModelShape, mesh: Mesh, stage: int) -> int:
+    """Return the bytes of a token's chosen experts in the layers of a pipeline stage."""
+    layers = {layer for chunk in mesh.chunk_layers(shape.num_layers, stage) for layer in chunk}
+    return shape.choice_bytes * len(layers & set(shape.expert_layers))
+
+
 @functools.lru_cache(maxsize=1024)
 def layout_at(shape: ModelShape, mesh: Mesh, place: Coordinate, cuda: bool) -> Layout:
     """Return the layout of a Megatron-Core model on the ranks of a place. cuda: with Transformer Engine."""

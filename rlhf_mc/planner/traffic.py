@@ -18,7 +18,7 @@ from rlhf_mc.data.balance import DUMMY_TOKENS
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
-from rlhf_mc.planner.rank_layouts import planned_layouts
+from rlhf_mc.planner.rank_layouts import choice_bytes_of_stage, planned_layouts
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts
@@ -145,8 +145,7 @@ def _pass_collectives(
         passes = Passes(shape, megatron, mesh, rank, cuda=True)
         once = passes.update(work.tokens, layout, overlaps) if work.is_update else passes.forward(work.tokens)
         if replay == "rollout" or (replay == "recompute" and work.is_update):
-            layers = [i for chunk in mesh.chunk_layers(shape.num_layers, mesh.coordinate(rank).pp) for i in chunk]
-            choices = shape.choice_bytes * len(set(layers) & set(shape.expert_layers))
+            choices = choice_bytes_of_stage(shape, mesh, mesh.coordinate(rank).pp)
             everyone = tuple(range(mesh.world))
             once.append(Collective("router replay", "all_to_all", everyone, work.tokens.tokens * choices, 1))
         yield [one.times(work.passes) for one in once]

@@ -13,6 +13,7 @@ import torch
 from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
+from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
@@ -73,7 +74,7 @@ def generate(
     requests = [
         Request(i, prompt.token_ids, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
-    turns = None if run.environments is None else run.environments.begin(requests, prompts)
+    turns, requests = begin_turns(run, requests, prompts)
 
     def score(ended: Mapping[int, Generation]) -> None:
         if numbers:
@@ -82,10 +83,19 @@ def generate(
             stream.episodes |= {first + number: turns.episodes[number] for number in ended}
         stream.submit({first + number: one.token_ids for number, one in ended.items()}, others_follow=True)
 
-    if turns is not None:
-        requests = turns.requests
     clock = new_clock(run)
     return generate_responses(run.rollout, requests, sampling, clock, expected_lens, on_ended=score, turns=turns)
+
+
+def begin_turns(
+    run: Run, requests: list[Request], prompts: Sequence[Prompt]
+) -> tuple[Conversations | None, list[Request]]:
+    """Return the conversations of a call of the engines, and the request of each one's first turn; without environments
+    None, and the requests. prompts: of each request."""
+    if run.environments is None:
+        return None, requests
+    turns = run.environments.begin(requests, prompts)
+    return turns, turns.requests
 
 
 def hold_experts(run: Run, ended: Mapping[int, Generation]) -> None:
@@ -161,10 +171,7 @@ def continue_groups(
         Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], min(limit, lens[g][i]))
         for number, (g, i) in enumerate(rows)
     ]
-    turns = None
-    if run.environments is not None:
-        turns = run.environments.begin(requests, [groups[g].prompt for g, _ in rows])
-        requests = turns.requests
+    turns, requests = begin_turns(run, requests, [groups[g].prompt for g, _ in rows])
     expected = None
     if not run.config.rollout.partial_rollout:  # there the oldest begin first: a begun response waits for no new one
         expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])

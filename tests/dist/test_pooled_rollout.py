@@ -197,8 +197,7 @@ def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: li
         for step, other in zip(part["steps"], whole["steps"][3:], strict=True):
             assert _decisions(step) == _decisions(other)
             assert step["metrics"]["actor/loss"] == other["metrics"]["actor/loss"]
-        for (key, *_, mine), (same_key, *_, theirs) in zip(part["last"], whole["last"], strict=True):
-            assert key == same_key and np.array_equal(mine, theirs), key
+        _assert_same_weights(part, whole)
 
 
 def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
@@ -222,8 +221,7 @@ def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
         assert [step["metrics"]["actor/loss"] for step in part["steps"]] == [
             step["metrics"]["actor/loss"] for step in other["steps"][2:]
         ]
-        for (key, *_, mine), (same_key, *_, theirs) in zip(part["last"], other["last"], strict=True):
-            assert key == same_key and np.array_equal(mine, theirs), key
+        _assert_same_weights(part, other)
     oldest = [step["metrics"]["training/off_policy/trajectory_staleness/max"] for step in whole[0]["steps"]]
     assert max(oldest) > 0, "no response has ended in an earlier step"
 
@@ -368,3 +366,9 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_that_end(train: Any, co
         assert _decisions(step) == _decisions(other)
     for step, other in zip(replayed["steps"], first["steps"], strict=True):
         assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
+
+
+def _assert_same_weights(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Compare the last weights of two runs on one rank, bit for bit."""
+    for (key, *_, mine), (same_key, *_, theirs) in zip(one["last"], other["last"], strict=True):
+        assert key == same_key and np.array_equal(mine, theirs), key
