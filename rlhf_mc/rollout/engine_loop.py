@@ -50,6 +50,7 @@ def generate_responses(
     queue = SharedQueue(len(requests), expected_lens)
     responses: dict[int, Generation] = {}
     share: list[int] = []
+    promised = 0  # requests of the share that have left the queue, and are to begin at once
     num_cached = 0  # tokens in the engine's KV cache
     with working(total=-(-len(requests) // len(engine.groups)), unit="responses") as work:
         while True:
@@ -60,12 +61,14 @@ def generate_responses(
                 if enough is not None and enough(ended):
                     break
                 share = list(queue.deal(rooms, engine.max_running)[own])
+                promised = rooms[own]
                 clock.begin_period(period_length(sampling.max_tokens), step_seconds, own)
             ends_with_period = bool(queue.left) or enough is not None
             while engine.num_unfinished or share or (turns is not None and turns.num_waiting):
                 is_idle = not engine.num_unfinished and not share
                 arrivals = NO_ARRIVALS if turns is None else turns.arrived(is_idle)
-                num_added = _begin(engine, requests, share, sampling, arrivals.requests)
+                num_added = _begin(engine, requests, share, sampling, arrivals.requests, promised)
+                promised = 0
                 num_drawn = 0
                 over = arrivals.ended
                 if engine.num_unfinished:
@@ -111,10 +114,11 @@ def _begin(
     share: list[int],
     sampling: Sampling,
     returning: Sequence[Request],
+    promised: int,
 ) -> int:
-    """Add the returning requests to the engine, and move those for which it has room then from its share to it. Return
-    the tokens of their prompts and begun responses."""
-    room = max(0, _room(engine) - len(returning)) if share else 0
+    """Add the returning requests to the engine, and move those for which it has room then from its share to it, and at
+    least the first `promised`. Return the tokens of their prompts and begun responses."""
+    room = max(promised, _room(engine) - len(returning)) if share else 0
     begun = [*returning, *(requests[number] for number in share[:room])]
     if not begun:
         return 0
