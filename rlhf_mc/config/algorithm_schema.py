@@ -217,5 +217,5 @@ class AlgorithmConfig:
     router_replay: RouterReplayMode | None = None
     """The experts that the actor's passes use. rollout: those that the rollout engine has chosen for each token (R3,
     arXiv 2510.11370), so that both compute the same function. recompute: those that the pass of the old log-probs has
-    chosen (R2), in the updates. off: each pass chooses. null: rollout for a model with experts, off for others. The
-    weights of the experts are the trainer's own (docs/algorithms.md)."""
+    chosen (R2), in the updates. off: each pass chooses. null: rollout for a model with experts, recompute for one with
+    linear attention too, off for others. The weights of the experts are the trainer's own (docs/algorithms.md)."""

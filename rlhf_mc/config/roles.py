@@ -50,14 +50,22 @@ def uses_reference(cfg: Config) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
 
 
-def router_replay(cfg: Config, has_experts: bool) -> RouterReplayMode:
-    """Return the run's router replay. has_experts: of the actor. Raise UserError if the run cannot have it."""
+def router_replay(cfg: Config, has_experts: bool, has_linear_attention: bool) -> RouterReplayMode:
+    """Return the run's router replay. The last two are of the actor; vLLM returns experts only with prefix caching,
+    which linear attention excludes. Raise UserError if the run cannot have the replay that is set."""
     mode = cfg.algorithm.router_replay
+    if mode is None and has_experts and has_linear_attention:
+        return "off" if cfg.algorithm.rollout_correction.bypass_mode else "recompute"
     if mode is None:
         return "rollout" if has_experts else "off"
     if mode != "off" and not has_experts:
         raise UserError(
             f"algorithm.router_replay is {mode}; the model of model.path has no experts: set it to off or null"
+        )
+    if mode == "rollout" and has_linear_attention:
+        raise UserError(
+            "algorithm.router_replay is rollout; vLLM returns no experts of a model with linear attention: set it to"
+            " recompute, off or null"
         )
     return mode
 

@@ -6,11 +6,14 @@ With fp8, parameters stay in bfloat16, so weight update, optimizer and checkpoin
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
 import itertools
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,9 +47,7 @@ def import_transformer_engine() -> bool:
         return False
     try:
         if platform.use_cuda():
-            # Loads cuDNN from torch's package. Transformer Engine prefers an older one of the system: on a machine with
-            # both, it attended with cuDNN 9.14 beside torch's 9.19.
-            torch.backends.cudnn.version()
+            _load_cudnn_of_torch()
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         if isinstance(error, ImportError) and not platform.use_cuda():
@@ -58,6 +59,15 @@ def import_transformer_engine() -> bool:
             " Megatron-Core's local layers then take its place"
         ) from error
     return True
+
+
+def _load_cudnn_of_torch() -> None:
+    """Load all libraries of the cuDNN that torch is installed with. Transformer Engine names them without a path, and
+    would get the system's: on a machine with both it attended with cuDNN 9.14, whose gradients of heads of more than
+    128 dimensions are wrong."""
+    with contextlib.suppress(OSError):  # another package has loaded the system's
+        for library in sorted((Path(torch.__file__).parents[1] / "nvidia/cudnn/lib").glob("libcudnn*.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 @functools.cache

@@ -171,7 +171,10 @@ class _Model:
 
     def replayed_experts(self, cfg: Config, sequences: int) -> float:
         """Return the bytes of the experts that are replayed in a pass over as many sequences, all of maximum length."""
-        if self.role != "actor" or router_replay(cfg, self._shape.has_experts) == "off":
+        if (
+            self.role != "actor"
+            or router_replay(cfg, self._shape.has_experts, bool(self._shape.linear_layers)) == "off"
+        ):
             return 0.0
         tokens = sequences * (cfg.data.max_prompt_length + cfg.data.max_response_length)
         return float(tokens * choice_bytes_of_stage(self._shape, self.mesh, self.stage))

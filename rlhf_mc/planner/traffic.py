@@ -139,7 +139,7 @@ def _pass_collectives(
     """Yield by rank the collectives of a phase of passes over one model."""
     megatron = layouts(cfg)[work.role]
     mesh = work.mesh
-    replay = router_replay(cfg, shape.has_experts) if work.role == "actor" else "off"
+    replay = router_replay(cfg, shape.has_experts, bool(shape.linear_layers)) if work.role == "actor" else "off"
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda=True)
     for rank, layout in enumerate(rank_layouts):
         passes = Passes(shape, megatron, mesh, rank, cuda=True)

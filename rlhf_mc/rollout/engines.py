@@ -55,7 +55,7 @@ class VLLM:
             dtype=cfg.actor.megatron.dtype,
             seed=cfg.trainer.seed,
             storage=storage,
-            return_experts=router_replay(cfg, shape.has_experts) == "rollout",
+            return_experts=router_replay(cfg, shape.has_experts, bool(shape.linear_layers)) == "rollout",
         )
         return engine
 

@@ -340,6 +340,8 @@ def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
         "sleep_mode_offload_cudagraph": _offloads_graphs(cfg),
         # The only backend that does not repack the weights of experts: a weight update writes them in place.
         "moe_backend": "triton",
+        # FlashInfer's kernel of linear attention is compiled by nvcc in the first run, on every node.
+        "gdn_prefill_backend": "triton",
     }
     if torch.are_deterministic_algorithms_enabled():
         # FlashInfer's all-reduce, alone (runtime/determinism.py) or fused with a norm, adds in no fixed order.

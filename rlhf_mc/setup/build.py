@@ -132,7 +132,7 @@ def build_run(cfg: Config) -> Run:
                     models[role].recover_memory()
             offload_schedule.add(role, models[role])
     actor = models["actor"]
-    if (mode := router_replay(cfg, actor.shape.has_experts)) != "off":
+    if (mode := router_replay(cfg, actor.shape.has_experts, bool(actor.shape.linear_layers))) != "off":
         actor.replay = ExpertReplay(mode, actor.shape, actor.groups, actor.chunks)
     budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, actor, rank)

@@ -68,7 +68,7 @@ def _check_models(cfg: Config) -> None:
             check_layout(shape, megatron, role)
     _, actor = roles["actor"]
     check_length(actor, cfg.data)
-    router_replay(cfg, actor.has_experts)
+    router_replay(cfg, actor.has_experts, bool(actor.linear_layers))
     if cfg.rollout.name == "custom":
         return  # its file may import torch
     with _in_section("rollout", "model.path"):

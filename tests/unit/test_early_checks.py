@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,11 @@ def test_a_dense_model_replays_no_experts(directory: Path, value: str) -> None:
 def test_experts_are_replayed_by_default(directory: Path) -> None:
     _edit(directory, **EXPERTS)
     cfg = load_config(str(directory / "config.yaml"))
-    assert router_replay(cfg, has_experts=True) == "rollout"
-    assert router_replay(cfg, has_experts=False) == "off"
+    assert router_replay(cfg, has_experts=True, has_linear_attention=False) == "rollout"
+    assert router_replay(cfg, has_experts=False, has_linear_attention=False) == "off"
+    assert router_replay(cfg, has_experts=True, has_linear_attention=True) == "recompute"
+    with pytest.raises(UserError, match="vLLM returns no experts of a model with linear attention"):
+        router_replay(replace(cfg, algorithm=replace(cfg.algorithm, router_replay="rollout")), True, True)
     bypass = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.router_replay=recompute"]
     assert "algorithm.router_replay is recompute, which replays the choices of the pass that" in error_of(
         directory, *bypass

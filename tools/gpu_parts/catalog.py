@@ -95,6 +95,7 @@ PARTS = (
     Part("sleep", "rollout_parts", "vLLM's sleep: memory released, the same tokens afterwards", ("cuda", *VLLM)),
     Part("sleep_graphs", "rollout_parts", "the same, with the memory of CUDA graphs on the host", ("cuda", *VLLM)),
     Part("aliased_weights", "rollout_parts", "weights that vLLM and the trainer share, under CUDA graphs", VLLM),
+    Part("experts", "rollout_parts", "models with experts: vLLM's choices are replayed", VLLM, seconds=900),
     Part("step_speed", "rollout_parts", "tokens per second by phase of a PPO step of a 0.5B model", VLLM, seconds=600),
 )
 

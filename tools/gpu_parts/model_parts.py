@@ -172,7 +172,7 @@ def _by_megatron(
     log_probs = score_tokens(engine, batch, head, job.budget) if role == "actor" else torch.zeros(0)
     engine.make_trainable(OptimConfig(), total_steps=1)
     engine.backward(batch, my_micro_batches(engine, batch, job.budget), objective(engine, batch, job.mode))
-    grads = {name: param.main_grad for name, param in engine.named_parameters().items()}
+    grads = {name: param.main_grad for name, param in engine.named_parameters().items() if param.requires_grad}
     attention = "transformer_engine" if engine.chunks[0].qkv_format == "thd" else "torch"
     return Computed(log_probs, logical_tensors(engine, grads), attention)
 

@@ -202,6 +202,10 @@ def run_in_this_process(part: Part, path: Path, sizes: Any) -> None:
         from rlhf_mc.runtime.cuda_environment import forbid_tf32
 
         forbid_tf32(("float32",))  # before torch is imported
+    if not part.hides:
+        from rlhf_mc.models.transformer_engine import import_transformer_engine
+
+        import_transformer_engine()  # before Megatron-Core, as a run does
     from gpu_parts.report import Report
 
     report = Report(path)

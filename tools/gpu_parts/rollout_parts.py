@@ -103,7 +103,7 @@ def sleep_graphs(report: Report, sizes: Sizes) -> None:
 
 def _sleep(report: Report, sizes: Sizes, offload_cuda_graphs: bool) -> None:
     rollout = {"free_cache_engine": True, "offload_cuda_graphs": offload_cuda_graphs}
-    with _built_run(sizes, "tiny", {"rollout": rollout}) as run:
+    with _built_run(sizes.runs["tiny"], {"rollout": rollout}) as run:
         first_state = step_state.begin_step(1, RankStatus())
         generate.update_weights(run, first_state.timer)
         first = generate.generate_batch(run, first_state)[1]
@@ -134,7 +134,7 @@ def _used_memory() -> int:
 def aliased_weights(report: Report, sizes: Sizes) -> None:
     """Take PPO steps with weights that vLLM and the trainer share, in bfloat16 and, on a GPU, under CUDA graphs. After
     an update that moves the log-probs, vLLM's must follow the trainer's."""
-    with _built_run(sizes, "tiny", {"reshard": {"verify": "always"}}) as run:
+    with _built_run(sizes.runs["tiny"], {"reshard": {"verify": "always"}}) as run:
         bound = DEFAULT_BOUND["bfloat16"]
         spans = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in run.actor.params.values()]
         pointers = [param.data_ptr() for param in run.rollout.params.values()]
@@ -159,10 +159,30 @@ def aliased_weights(report: Report, sizes: Sizes) -> None:
     )
 
 
+def experts(report: Report, sizes: Sizes) -> None:
+    """Take GRPO steps of models with experts, which replay the experts that vLLM has chosen. vLLM's log-probs must
+    follow the trainer's after an update, the weights that vLLM derives from others included."""
+    texts = []
+    for family, keys in sizes.experts.items():
+        size = {"family": family, "model": keys, "prompts": 16, "response": 64}
+        settings = {"algorithm": {"adv_estimator": "grpo"}, "reshard": {"verify": "always"}}
+        with report.case(family), _built_run(size, settings) as run:
+            for step in (1, 2):
+                metrics = _step(run, step)[0].metrics
+                difference = metrics["training/rollout_logprobs_diff_mean"]
+                report.check(
+                    difference < DEFAULT_BOUND["bfloat16"], f"step {step}: log-probs differ by {difference:.3f}"
+                )
+            choices = metrics["training/expert_choices_diff"]
+            report.record(**{f"{family}_logprob_difference_mean": difference, f"{family}_choices_diff": choices})
+            texts.append(f"{family} {difference:.1e} ({choices:.1%} of choices)")
+    report.summarize(f"log-probs of vLLM and the trainer differ by {', '.join(texts)}")
+
+
 def step_speed(report: Report, sizes: Sizes) -> None:
     """Measure a PPO step of a 0.5B model: tokens per second and share of the peak FLOP/s of each phase, and the weight
     update against one copy on the device."""
-    with _built_run(sizes, "half_billion", {"reshard": {"share_weights": False}}) as run:
+    with _built_run(sizes.runs["half_billion"], {"reshard": {"share_weights": False}}) as run:
         for step in (1, 2):  # the first includes compilation and first allocations
             state, batch = _step(run, step)
             difference = state.metrics["training/rollout_logprobs_diff_mean"]
@@ -199,15 +219,14 @@ def _step(run: Run, step: int) -> tuple[StepState, RaggedBatch]:
 
 
 def _make_inputs(directory: Path, size: dict[str, Any]) -> None:
-    make_checkpoint(directory / "model", "qwen2", tied=True, **size["model"])
+    make_checkpoint(directory / "model", size.get("family", "qwen2"), **size["model"])
     make_prompts(directory / "train.parquet", 4 * size["prompts"], seed=1)
     (directory / "reward.py").write_text(REWARD)
 
 
 @contextlib.contextmanager
-def _built_run(sizes: Sizes, name: str, sections: dict[str, dict[str, Any]]) -> Iterator[Run]:
+def _built_run(size: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Iterator[Run]:
     """Build a whole run in bfloat16 over random weights, with these settings beside its own, and close it."""
-    size = sizes.runs[name]
     with shared_directory() as directory:
         on_rank_0(lambda: _make_inputs(directory, size))
         tree: dict[str, Any] = {

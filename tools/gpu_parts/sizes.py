@@ -42,6 +42,24 @@ QWEN3_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 """The shapes of Qwen3-30B-A3B, with 4 of its 48 layers."""
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+"""Positions of models whose config.json has max_position_embeddings 2048."""
+DEEPSEEK: dict[str, Any] = {
+    "tied": False,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 16,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+QWEN3_NEXT: dict[str, Any] = {
+    "tied": False,
+    "num_kv_heads": 2,
+    "head_dim": 256,
+    "num_experts": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Keys of config.json of two families, whose heads have the dimensions of the published models."""
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -76,6 +94,14 @@ class Sizes(NamedTuple):
         "qwen3": {"num_kv_heads": 4, "head_dim": 128},
         "gemma": {"num_kv_heads": 1, "head_dim": 256},
         "qwen3_moe": {"num_kv_heads": 4, "head_dim": 128, "num_experts": 16, "moe_intermediate_size": 512},
+        "mixtral": {"num_kv_heads": 4, "tied": False, "num_local_experts": 8},
+        "glm4_moe": {"num_kv_heads": 4, "tied": False, "head_dim": 128, "n_routed_experts": 16},
+        "gpt_oss": {"num_kv_heads": 4, "tied": False, "head_dim": 64, "num_local_experts": 16, "sliding_window": 128}
+        | {
+            "rope_parameters": {**YARN, "rope_theta": 150_000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        },
+        "deepseek_v3": {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+        "qwen3_next": QWEN3_NEXT,
     }
     """Model family -> further keys."""
     prompt_lens: tuple[int, ...] = (31, 190, 57, 44, 44, 300, 2)
@@ -109,7 +135,13 @@ class Sizes(NamedTuple):
     """Share of the rate of a matrix product below which the speed of training is a failure."""
     most_share: float = 1.0
     """Share of the rate of a matrix product above which the work has not been done or waited for."""
-    offloaded: dict[str, Any] = {**QWEN2, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20}
+    offloaded: dict[str, Any] = {
+        **QWEN2,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+    }
     """config.json of the model that is offloaded: 1.3 B parameters, 24 GB with gradients and optimizer."""
     updated: dict[str, dict[str, Any]] = {"qwen3_8b": QWEN3_8B, "qwen3_30b_a3b_4_layers": QWEN3_MOE}
     """Name -> config.json of the models whose weights are updated."""
@@ -133,12 +165,20 @@ class Sizes(NamedTuple):
         },
     }
     """Whole runs: keys of config.json, prompts of a step, tokens of a response."""
+    experts: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"head_dim": 128, "num_experts": 16, "moe_intermediate_size": 256},
+        "gpt_oss": {"tied": False, "head_dim": 64, "num_local_experts": 16},
+        "deepseek_v3": {**DEEPSEEK, "num_attention_heads": 16},
+        "qwen3_next": QWEN3_NEXT,
+    }
+    """Model family -> keys of config.json of the models whose routers' choices are replayed."""
 
 
 SMALL = Sizes(
     checksum_elements=(1, 100_003),
     model={"num_hidden_layers": 2},
     families={"qwen2": {}, "llama": {"tied": False}, "qwen3": {}, "gemma": {"num_kv_heads": 1}, "qwen3_moe": {}},
+    experts={"qwen3_moe": {}},
     prompt_lens=(3, 9, 5, 4, 4, 14, 2),
     response_lens=(6, 1, 11, 5, 5, 16, 8),
     head_tokens=48,
