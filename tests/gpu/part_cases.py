@@ -178,6 +178,11 @@ def _without_last_copy(original: Any) -> Any:
     return for_rank
 
 
+def _next_experts(original: Any) -> Any:
+    """Return a RoutedExperts.take whose choices are other experts than vLLM's."""
+    return lambda record, *args: (original(record, *args) + 1) % 4
+
+
 _HEADS = "rlhf_mc.models.heads"
 _ENGINE = "rlhf_mc.models.engine:ModelEngine"
 _SYNC = "rlhf_mc.reshard.weight_sync:WeightSync"
@@ -254,6 +259,13 @@ FAULTS = {
     ),
     "a read in each micro-batch": Fault(
         "synchronisations", _HEADS, "log_probs", _with_read, "score: the host waits 1 times per micro-batch"
+    ),
+    "experts that the engine has not chosen": Fault(
+        "experts",
+        "rlhf_mc.rollout.routed_experts:RoutedExperts",
+        "take",
+        _next_experts,
+        "qwen3_moe: UserError: step 1: the log-probs of vLLM",
     ),
     "a step that does nothing": Fault(
         "throughput", _ENGINE, "train_step", _nothing, "its work has not been done or waited for"

@@ -167,12 +167,9 @@ def experts(report: Report, sizes: Sizes) -> None:
         size = {"family": family, "model": keys, "prompts": 16, "response": 64}
         settings = {"algorithm": {"adv_estimator": "grpo"}, "reshard": {"verify": "always"}}
         with report.case(family), _built_run(size, settings) as run:
-            for step in (1, 2):
-                metrics = _step(run, step)[0].metrics
-                difference = metrics["training/rollout_logprobs_diff_mean"]
-                report.check(
-                    difference < DEFAULT_BOUND["bfloat16"], f"step {step}: log-probs differ by {difference:.3f}"
-                )
+            _step(run, 1)
+            metrics = _step(run, 2)[0].metrics  # a step raises UserError where the log-probs differ by too much
+            difference = metrics["training/rollout_logprobs_diff_mean"]
             choices = metrics["training/expert_choices_diff"]
             report.record(**{f"{family}_logprob_difference_mean": difference, f"{family}_choices_diff": choices})
             texts.append(f"{family} {difference:.1e} ({choices:.1%} of choices)")
