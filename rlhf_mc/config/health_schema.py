@@ -36,6 +36,8 @@ Rule = Literal[
     "replicas_unbalanced",
     "memory_near_limit",
     "groups_dropped",
+    "calls_failing",
+    "turns_falling",
 ]
 RESPONSES = ("disable", "note", "warn", "stop", "roll_back")
 """Lists of rules in HealthConfig."""

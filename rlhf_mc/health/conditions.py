@@ -21,8 +21,9 @@ ENTROPY = "actor/entropy"
 PPO_KL = "actor/ppo_kl"
 REF_KL = ("actor/reward_kl_penalty", "actor/controlled_kl", "actor/kl_loss")
 THROUGHPUT = "perf/throughput"
+TURNS = "num_turns/mean"
 GRAD_NORMS = ("actor/grad_norm", "critic/grad_norm")
-_REMEMBERED = (SCORE, ENTROPY, THROUGHPUT, *GRAD_NORMS)
+_REMEMBERED = (SCORE, ENTROPY, THROUGHPUT, TURNS, *GRAD_NORMS)
 """Metrics whose earlier values rules read."""
 _FEWEST = 5
 """Earlier steps that a median needs, or health.window if that is smaller."""
@@ -55,6 +56,10 @@ THROUGHPUT_LEFT = 0.5
 """Share of its median that the throughput should keep."""
 IDLE_SHARE_MAX = 0.1
 """Share of the replicas' time that may be spent waiting for the slowest one."""
+FAILED_CALLS_MAX = 0.1
+"""Share of the calls of environments and tools that may fail."""
+TURNS_LEFT = 0.5
+"""Share of its median that the number of turns should keep."""
 MEMORY_MAX = 0.95
 """Share of the memory that may be used: of the device, or on a CPU of the machine."""
 

@@ -186,6 +186,7 @@ def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     metrics = {"num_turns/mean": sum(nums) / len(nums), "num_turns/max": max(nums), "num_turns/min": min(nums)}
     failed = _sums(episode.failed_calls.items() for episode in episodes)
     metrics["environment/failed_calls"] = sum(failed.values())
+    metrics["environment/failed_calls_ratio"] = sum(failed.values()) / max(1, sum(nums))
     return metrics | {f"environment/failed_calls/{kind}": count for kind, count in sorted(failed.items())}
 
 

@@ -169,6 +169,13 @@ REWARDS = Section(
             "above 0: the warnings say why",
         ),
         Metric(
+            "environment/failed_calls_ratio",
+            "the same for each turn",
+            "share",
+            "over turns",
+            "above 0.1: the health rule `calls_failing`",
+        ),
+        Metric(
             "environment/failed_calls/{raised,timeout,exited,invalid}",
             "the same by kind; only where there are any",
             "count",

@@ -1,0 +1,197 @@
+"""Conversations with tools against the same tokens without: idle engine, cost of a turn, memory of one that waits.
+
+    export OMP_NUM_THREADS=1
+    python benchmarks/environments.py                     # 1,000 conversations of 4 turns of 16 tokens
+    python benchmarks/environments.py --places 128        # of which an engine runs 128 at once
+
+One process, vLLM on a CPU, and a model of 0.7M parameters. Rounds of three kinds alternate, and medians are compared:
+
+    no tools      one response of as many tokens as a conversation draws
+    tools, 0 s    a tool that answers at once: what is added is the cost of turns
+    tools         a tool that takes 50 ms to 5 s, log-uniformly
+
+No batch ends before its slowest conversation: the bound of the time is that conversation's tools and engine steps.
+Memory is that of Python's objects on the rank (tracemalloc) and of the worker process (RSS), while all conversations
+wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from workload import SIZES, Lengths, make_workload
+
+from rlhf_mc.config.load import load_config
+from rlhf_mc.data.batch import NOTHING
+from rlhf_mc.environments.turns import Conversations
+from rlhf_mc.patching import replaced
+from rlhf_mc.rollout.base import Request, Sampling
+from rlhf_mc.rollout.engine_loop import generate_responses
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.session import session
+from rlhf_mc.trainer import generate, step_state
+from rlhf_mc.trainer.run import Run
+
+TURNS = 4
+TURN_TOKENS = 16
+OBSERVATION = "3+4"
+"""Four tokens or fewer."""
+SECONDS = (0.05, 5.0)
+WAIT = 1e5
+ENVIRONMENT = """
+import asyncio, json, math, random
+
+class Environment:
+    def __init__(self, control):
+        self.control = control
+        self.turns = 0
+        self.random = random.Random()
+
+    async def reset(self, row):
+        pass
+
+    async def step(self, response):
+        low, high = json.load(open(self.control))
+        self.turns += 1
+        await asyncio.sleep(math.exp(self.random.uniform(math.log(low), math.log(high))) if high else 0)
+        return %r, 0.0, self.turns == %d, {}
+"""
+
+
+class Timed:
+    """What one call of the engines took: seconds without work, turns, bytes of a waiting conversation."""
+
+    def __init__(self) -> None:
+        self.idle = 0.0
+        self.turns = 0
+        self.rank_bytes = 0.0
+        self.worker_bytes = 0.0
+
+
+def generated(run: Run, control: Path, seconds: tuple[float, float] | None) -> tuple[float, int]:
+    """Generate a batch with tools that take these seconds; None: without tools. Return (seconds, drawn tokens)."""
+    state = step_state.begin_step(1, RankStatus())
+    prompts = run.train_prompts.at(range(run.config.data.train_batch_size))
+    limit = run.config.data.max_response_length
+    if seconds is None:
+        run = replace(run, environments=None)
+        limit = TURNS * TURN_TOKENS
+    else:
+        control.write_text(json.dumps(seconds))
+    generate.update_weights(run, state.timer)
+    start = time.perf_counter()
+    requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
+    turns, requests = generate.begin_turns(run, requests, prompts)
+    responses = generate_responses(
+        run.rollout, requests, Sampling(1.0, limit, ()), generate.new_clock(run), turns=turns
+    )
+    took = time.perf_counter() - start
+    return took, responses.num_drawn
+
+
+def watch(timed: Timed, baseline: Callable[[], tuple[float, float]], is_memory: bool) -> Any:
+    """Return a Conversations.arrived that measures; with is_memory it ends the call once all conversations wait."""
+    before = baseline()
+
+    original = Conversations.arrived
+
+    def arrived(self: Conversations, is_idle: bool) -> Any:
+        start = time.perf_counter()
+        out = original(self, is_idle)
+        timed.idle += (time.perf_counter() - start) * is_idle
+        timed.turns += len(out.requests) + len(out.ended)
+        if is_memory and is_idle and self.num_waiting:
+            time.sleep(2)  # the last turns reach the worker
+            after = baseline()
+            timed.rank_bytes = (after[0] - before[0]) / self.num_waiting
+            timed.worker_bytes = (after[1] - before[1]) / self.num_waiting
+            raise StopIteration
+        return out
+
+    return replaced(Conversations, "arrived", arrived)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=1000)
+    parser.add_argument("--places", type=int, default=1000, help="rollout.max_num_seqs")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        control = directory / "control.json"
+        control.write_text("[0, 0]")
+        (directory / "tool.py").write_text(ENVIRONMENT % (OBSERVATION, TURNS))
+        config = make_workload(
+            directory,
+            SIZES["0.7M"],
+            Lengths(TURNS * (TURN_TOKENS + 8), 0.0),
+            args.conversations,
+            rollout={
+                "max_num_seqs": args.places,
+                "environment": {
+                    "path": str(directory / "tool.py"),
+                    "kwargs": {"control": str(control)},
+                    "max_tokens_per_turn": TURN_TOKENS,
+                    "timeout_seconds": 2 * WAIT,
+                },
+            },
+            custom_reward_function={"path": None},
+            trainer={"logger": [], "default_local_dir": str(directory / "run")},
+        )
+        cfg = load_config(str(config), [])
+        with session(cfg, RankStatus(), StopRequests(cfg.trainer)) as run:
+            _measure(run, control, args.rounds)
+    return 0
+
+
+def _measure(run: Run, control: Path, rounds: int) -> None:
+    kinds: dict[str, tuple[float, float] | None] = {"no tools": None, "tools, 0 s": (0, 0), "tools": SECONDS}
+    took: dict[str, list[float]] = {kind: [] for kind in kinds}
+    idle: dict[str, list[float]] = {kind: [] for kind in kinds}
+    turns = 0
+    for number in range(rounds + 1):  # the first one warms up
+        for kind, seconds in kinds.items():
+            timed = Timed()
+            with watch(timed, lambda: (0.0, 0.0), False):
+                whole, drawn = generated(run, control, seconds)
+            share = timed.idle / whole
+            print(f"round {number}, {kind}: {whole:.2f} s, {drawn} tokens drawn, idle {share:.1%}", flush=True)
+            turns = timed.turns or turns
+            if number:
+                took[kind].append(whole)
+                idle[kind].append(share)
+    plain, instant, slow = (statistics.median(took[kind]) for kind in kinds)
+    of = "of the time without tools"
+    print(f"overhead of a turn: {(instant - plain) / turns * 1e3:.2f} ms ({turns} turns, {instant / plain:.2f} {of})")
+    share = statistics.median(idle["tools"])
+    print(f"tools of {SECONDS[0]} to {SECONDS[1]} s: {slow / plain:.2f} {of}, idle {share:.1%}")
+    timed = Timed()
+
+    def memory() -> tuple[float, float]:
+        workers = sum(process.memory_info().rss for process in psutil.Process().children(recursive=True))
+        return float(tracemalloc.get_traced_memory()[0]), float(workers)
+
+    tracemalloc.start()
+    try:
+        with watch(timed, memory, True):
+            generated(run, control, (WAIT, WAIT))
+    except StopIteration:
+        rank, worker = (each / 1e3 for each in (timed.rank_bytes, timed.worker_bytes))
+        print(f"a waiting conversation: {rank:.1f} kB on the rank, {worker:.1f} kB in its worker")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
