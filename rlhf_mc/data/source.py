@@ -20,6 +20,8 @@ from rlhf_mc.config.schema import Config, DataConfig, reward_models
 REFERENCE = "reward_model"
 """Column of the reference answer: {"ground_truth": ...}."""
 EXTRA = "extra_info"
+AGENT = "agent_name"
+"""Column of the agent: whether a row's conversation has tools."""
 
 
 class Rows(Protocol):
