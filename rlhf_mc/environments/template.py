@@ -78,11 +78,13 @@ class ObservationTokenizer:
             return self._rendered([*prompt, {"role": "assistant", "content": turn}, *observation], True)
 
         def rendered(arguments: Any) -> list[int]:
-            functions = [{"name": one.get("name", "tool"), "arguments": arguments} for one in calls]
-            numbers = [one.get("tool_call_id", "call00000") for one in calls]
             tool_calls = [
-                {"type": "function", "id": number, "function": function}
-                for number, function in zip(numbers, functions, strict=True)
+                {
+                    "type": "function",
+                    "id": one.get("tool_call_id", "call00000"),
+                    "function": {"name": one.get("name", "tool"), "arguments": arguments},
+                }
+                for one in calls
             ]
             message = {"role": "assistant", "content": turn, "tool_calls": tool_calls}
             return self._rendered([*prompt, message, *observation], True)

@@ -105,7 +105,8 @@ class ToolEnvironment:
         except _InvalidCallError as error:
             self._info["invalid_calls"] += 1
             text = f"Error: {error}"
-        except Failure as failure:
+        except Exception as error:  # of the user's own classes among them
+            failure = error if isinstance(error, Failure) else Failure("invalid", f"returned {describe_error(error)}")
             failures.append(Failure(failure.kind, f"the tool {call.name!r} {failure.problem}"))
             text = f"Error: {failure.problem}"
         return truncated(text, self._cfg)
@@ -135,11 +136,10 @@ class ToolEnvironment:
         async with self._lock:
             if name not in self._instances:
                 kwargs = self._row_arguments(name, "create_kwargs")
-                created = await tool.create(**kwargs, **_if_taken(tool.create, "create_kwargs", kwargs))
+                created = await tool.create(create_kwargs=kwargs, **kwargs)  # verl passes one or the other, by version
                 self._instances[name] = created[0] if isinstance(created, tuple) else created
         kwargs = self._row_arguments(name, "execute_kwargs")
-        agent_data = _if_taken(tool.execute, "agent_data", self._agent_data)
-        return await tool.execute(self._instances[name], parameters, **kwargs, **agent_data)
+        return await tool.execute(self._instances[name], parameters, agent_data=self._agent_data, **kwargs)
 
     async def _calc_reward(self, name: str, failures: list[Failure]) -> None:
         """Add the reward that a tool gives the conversation to the numbers."""
@@ -158,13 +158,6 @@ class ToolEnvironment:
         return self._kwargs.get(name, {}).get(key, {})
 
 
-def _if_taken(function: Callable[..., Any], name: str, value: Any) -> dict[str, Any]:
-    """Return an argument of newer versions of verl, if the function takes it."""
-    parameters = inspect.signature(function).parameters.values()
-    is_taken = any(one.name == name or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-    return {name: value} if is_taken else {}
-
-
 def _results(result: Any) -> tuple[str, float, dict[str, float]]:
     """Return the text, the reward and the numbers that a tool returned. Raise Failure for others than there may be."""
     values = result if isinstance(result, tuple) else (result,)
@@ -175,11 +168,8 @@ def _results(result: Any) -> tuple[str, float, dict[str, float]]:
     if getattr(answer, "image", None) or getattr(answer, "video", None):
         raise Failure("invalid", "returned an image or a video; only texts are supported")
     answer = getattr(answer, "text", answer)
-    try:
-        if not isinstance(answer, str):
-            answer = "" if answer is None else json.dumps(answer, ensure_ascii=False, default=str)
-    except Exception as error:  # the user's own class
-        raise Failure("raised", f"raised {describe_error(error)}") from error
+    if not isinstance(answer, str):
+        answer = "" if answer is None else json.dumps(answer, ensure_ascii=False, default=str)
     return answer, numbers.pop("score"), numbers
 
 

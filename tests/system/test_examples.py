@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from gsm8k import gsm8k_lines
+from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -59,7 +60,9 @@ def step_lines(output: list[str]) -> list[str]:
 def test_every_example_has_a_test() -> None:
     tests = Path(__file__).read_text()
     names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    assert {name for name in names if f'run_example("{name}"' not in tests} == set()
+    assert {
+        name for name in names if f'run_example("{name}"' not in tests and f'tool_file("{name}"' not in tests
+    } == set()
     assert {name for name in names if f"examples/{name}" not in (ROOT / "docs/python_api.md").read_text()} == set()
 
 
@@ -166,8 +169,8 @@ def test_custom_estimator(quickstart_overrides: list[str], tmp_path: Path) -> No
 # ---------------------------------------------------------------- GRPO on GSM8K
 
 
-def test_grpo_gsm8k(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", max_position_embeddings=1024)
+def run_gsm8k(tmp_path: Path, model: Path, further: list[str]) -> None:
+    """Run grpo_gsm8k.py with further settings."""
     (tmp_path / "gsm8k_train.jsonl").write_text("\n".join(gsm8k_lines(16)), encoding="utf-8")
     (tmp_path / "gsm8k_test.jsonl").write_text("\n".join(gsm8k_lines(4)), encoding="utf-8")
     prepare = ["--dataset", "gsm8k", "--input", str(tmp_path), "--output", str(tmp_path / "data")]
@@ -176,15 +179,20 @@ def test_grpo_gsm8k(tmp_path: Path) -> None:
     settings = [
         "data.train_batch_size=4",
         "data.max_prompt_length=1000",  # its tokenizer has a token for each character
-        "data.max_response_length=8",
         "actor.ppo_mini_batch_size=2",
         "actor.megatron.dtype=float32",
         "trainer.total_training_steps=2",
         "trainer.test_freq=1",
         f"trainer.default_local_dir={tmp_path / 'run'}",
+        *further,
     ]
     output = run_example("grpo_gsm8k.py", ["--model", str(model), "--data", str(tmp_path / "data"), *settings])
     assert step_lines(output) == ["step 1", "step 2"]
+
+
+def test_grpo_gsm8k(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", max_position_embeddings=1024)
+    run_gsm8k(tmp_path, model, ["data.max_response_length=8"])
     before, *rows = metrics(tmp_path / "run")
     assert before["val-core/openai/gsm8k/acc/mean@1"] == 0.0  # random weights
     for row in rows:
@@ -192,6 +200,74 @@ def test_grpo_gsm8k(tmp_path: Path) -> None:
         assert row["prompt_length/mean"] > 100 and row["actor/skipped"] == 0.0
         assert "critic/vf_loss" not in row
     assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+# ---------------------------------------------------------------- tools
+
+
+def tool_file(name: str) -> str:
+    """Return the setting of examples/NAME as the file of tools."""
+    return f"rollout.environment.function_tool_path={EXAMPLES / name}"
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer"),
+    [
+        ("3 * (4 + 5)", "27"),
+        ("-1,200 / 8", "-150"),
+        ("2**0.5", "1.4142135623731"),
+        ("9**9**9", "an exponent is at most 100"),
+        ("__import__('os')", "is no arithmetic"),
+        ("1e30 * 10", "too large"),
+    ],
+)
+def test_calculator(expression: str, answer: str) -> None:
+    try:
+        assert load_example("calculator.py").calculate(expression) == answer
+    except ValueError as error:
+        assert answer in str(error)
+
+
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|bot|>{{ m.content }}{{ m.tool_calls or '' }}<|end|>"
+    "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+TURNS = [
+    "data.max_prompt_length=1800",
+    "data.max_response_length=200",
+    "rollout.environment.max_turns=3",
+    "rollout.environment.max_parallel_calls=2",
+    "rollout.environment.max_tokens_per_turn=2",
+]
+CALLS = [
+    f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+    for expression in ("6 * 7", "1 / 0")
+]
+
+
+def test_calculator_on_gsm8k(tmp_path: Path) -> None:
+    """Check a model whose vocabulary has whole calls as tokens, which it draws most of the time."""
+    model = make_checkpoint(tmp_path / "model", tied=False, max_position_embeddings=2048, vocab_size=272)
+    tokenizer = AutoTokenizer.from_pretrained(model, chat_template=TOOL_TEMPLATE)
+    tokenizer.add_tokens(CALLS)
+    tokenizer.save_pretrained(model)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] *= 0.1
+    weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(CALLS)] *= 100.0
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    run_gsm8k(tmp_path, model, [tool_file("calculator.py"), *TURNS])
+    rows = metrics(tmp_path / "run")[1:]
+    for row in rows:
+        assert row["num_turns/mean"] > 1 and row["num_turns/max"] == 3
+        assert row["reward_extra/openai/gsm8k/tool_calls"] > row["reward_extra/openai/gsm8k/invalid_calls"] == 0.0
+        assert row["reward/openai/gsm8k/environment"] == 0.0 and "reward/openai/gsm8k/gsm8k_strict" in row
+        assert row["prompt_length/mean"] > 400  # with the tool's schema
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+    assert sum(row["environment/failed_calls"] for row in rows) > 0
+    texts = "".join(path.read_text() for path in (tmp_path / "run" / "train_generations").iterdir())
+    for answer in ("</tool_call>42", "Error: raised ZeroDivisionError: division by zero (calculator.py"):
+        assert answer in texts
 
 
 # ---------------------------------------------------------------- a reward model
