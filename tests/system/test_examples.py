@@ -6,11 +6,13 @@ import importlib.util
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 
 import forked
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -20,7 +22,11 @@ from tiny import make_checkpoint
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_mc.algorithms.estimators import EstimatorInputs
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.environments.environment_worker import Turn
+from rlhf_mc.environments.pool import EnvironmentPool
+from rlhf_mc.environments.protocol import StepResult, ToolCall
 from rlhf_mc.rewards.scoring import load_reward_function
 
 pytestmark = pytest.mark.system
@@ -60,9 +66,8 @@ def step_lines(output: list[str]) -> list[str]:
 def test_every_example_has_a_test() -> None:
     tests = Path(__file__).read_text()
     names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    assert {
-        name for name in names if f'run_example("{name}"' not in tests and f'tool_file("{name}"' not in tests
-    } == set()
+    uses = ('run_example("{}.py"', 'tool_file("{}.py"', "tool_file('{}.py'", "class_name: examples.{}.")
+    assert {name for name in names if not any(use.format(name.removesuffix(".py")) in tests for use in uses)} == set()
     assert {name for name in names if f"examples/{name}" not in (ROOT / "docs/python_api.md").read_text()} == set()
 
 
@@ -206,8 +211,8 @@ def test_grpo_gsm8k(tmp_path: Path) -> None:
 
 
 def tool_file(name: str) -> str:
-    """Return the setting of examples/NAME as the file of tools."""
-    return f"rollout.environment.function_tool_path={EXAMPLES / name}"
+    """Return the path of examples/NAME, a file of functions."""
+    return str(EXAMPLES / name)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +261,7 @@ def test_calculator_on_gsm8k(tmp_path: Path) -> None:
     weights["lm_head.weight"] *= 0.1
     weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(CALLS)] *= 100.0
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    run_gsm8k(tmp_path, model, [tool_file("calculator.py"), *TURNS])
+    run_gsm8k(tmp_path, model, [f"rollout.environment.function_tool_path={tool_file('calculator.py')}", *TURNS])
     rows = metrics(tmp_path / "run")[1:]
     for row in rows:
         assert row["num_turns/mean"] > 1 and row["num_turns/max"] == 3
@@ -268,6 +273,75 @@ def test_calculator_on_gsm8k(tmp_path: Path) -> None:
     texts = "".join(path.read_text() for path in (tmp_path / "run" / "train_generations").iterdir())
     for answer in ("</tool_call>42", "Error: raised ZeroDivisionError: division by zero (calculator.py"):
         assert answer in texts
+
+
+TOOL_CONFIG = """
+tools:
+  - class_name: examples.search_tool.Search
+    config: {{path: {directory}/passages.parquet, column: text, num_results: 1}}
+  - class_name: examples.mcp_tool.MCPTool
+    config: {{command: {python}, args: [{directory}/server.py], tool: weather}}
+"""
+SERVER = """
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("weather")
+
+@server.tool()
+def weather(city: str) -> str:
+    "Say what the weather is."
+    if city != "Oslo":
+        raise ValueError(f"no city {city}")
+    return f"rain in {city}"
+
+server.run()
+"""
+PROGRAMS = {
+    "print(6 * 7)": "42\n",
+    "import os; print(os.listdir('/tmp'), open('/usr/new', 'w'))": "Read-only file system",
+    "import socket; socket.create_connection(('1.1.1.1', 80))": "Network is unreachable",
+    "x = bytearray(2 << 30)": "MemoryError",
+    "while True: print('x' * 1000)": "xxx...(truncated)...xxx",
+    # A remount by the system call: the process has no capabilities.
+    "import ctypes; print(ctypes.CDLL(None).mount(b'none', b'/usr', None, 0x1020, None))": "-1\n",
+}
+
+
+def test_tools_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the interpreter, the search and an MCP server, with the tools of both kinds of files."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    texts = ["The Nile is a river in Africa.", "A river, a river, and a bridge.", "Oslo is the capital of Norway."]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "passages.parquet")
+    (tmp_path / "server.py").write_text(SERVER)
+    config = tmp_path / "tools.yaml"
+    config.write_text(TOOL_CONFIG.format(directory=tmp_path, python=sys.executable))
+    cfg = EnvironmentConfig(
+        function_tool_path=tool_file("python_tool.py"),
+        tool_config_path=str(config),
+        timeout_seconds=60.0,
+        max_parallel_calls=20,
+        max_observation_length=2000,
+    )
+    others = {
+        ("search", "query", "a river in Africa"): "(1) The Nile is",
+        ("search", "query", "nothing like that"): "nothing was found",
+        ("weather", "city", "Oslo"): "rain in Oslo",
+        ("weather", "city", "Rome"): "Error: raised RuntimeError: Error executing tool weather",
+    }
+    wanted = {("python", "code", program): answer for program, answer in PROGRAMS.items()} | others
+    calls = [ToolCall(name, json.dumps({key: value}), "1") for name, key, value in wanted]
+    row = {"prompt": [], "extra_info": {}, "agent_name": None}
+    pool = EnvironmentPool(cfg)
+    try:
+        assert [one["function"]["name"] for one in pool.tool_schemas] == ["python", "search", "weather"]
+        pool.submit(Turn((0, 0), row, "", [], calls))
+        (answer,) = pool.take(60.0).values()
+    finally:
+        pool.close()
+    assert isinstance(answer, StepResult)
+    for message, part in zip(answer.observation, wanted.values(), strict=True):
+        assert isinstance(message, dict) and part in message["content"]
+    assert sorted(one.kind for one in answer.failures) == ["raised"]
 
 
 # ---------------------------------------------------------------- a reward model
