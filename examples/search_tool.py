@@ -5,8 +5,8 @@ tools:
     config: {path: passages.parquet, column: text, num_results: 3}
 
 as rollout.environment.tool_config_path. The index is in the memory of each worker process, some 120 bytes for each word
-of each passage: a search over millions of them is a call of a server. The package rank_bm25 has no index, and scores all
-passages for each query.
+of each passage: a search over millions of them is a call of a server. The package rank_bm25 has no index, and scores
+all passages for each query.
 """
 
 import math

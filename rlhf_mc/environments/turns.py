@@ -252,7 +252,9 @@ def _parser(
     try:
         from rlhf_mc.rollout.vllm_tools import ToolCallParser
     except ImportError as error:
-        raise UserError(f"rollout.environment.format {cfg.format}: vLLM, whose parser it is, is missing") from error
+        raise UserError(
+            f"rollout.environment.format {cfg.format}: vLLM's parsers cannot be imported ({error})"
+        ) from error
     return ToolCallParser(cfg.format, tokenizer, stop_token_ids, tools)
 
 
