@@ -71,7 +71,7 @@ class Environment:
 
 
 class Timed:
-    """What one call of the engines took: seconds without work, turns, bytes of a waiting conversation."""
+    """Seconds without work and turns of one call of the engines, and bytes of a waiting conversation."""
 
     def __init__(self) -> None:
         self.idle = 0.0

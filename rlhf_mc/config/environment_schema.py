@@ -7,6 +7,10 @@ from typing import Annotated, Any, Literal
 
 from rlhf_mc.config.numbers import Count, Number, PositiveSeconds, Range, Tokens
 
+TOOL_AGENT = "tool_agent"
+SINGLE_TURN_AGENT = "single_turn_agent"
+"""The values of a row's `agent_name`: with tools, and without."""
+
 
 @dataclass
 class EnvironmentConfig:
@@ -18,18 +22,28 @@ class EnvironmentConfig:
     """Name of its class. Each conversation has an object."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class's constructor."""
+    function_tool_path: str | None = None
+    """Python file whose functions are tools that the model may call, in place of an environment of your own
+    (docs/environments.md, "Tools")."""
+    tool_config_path: str | None = None
+    """YAML file of tools in verl's format: class_name, config and tool_schema of each. Both files may be given."""
+    format: str = "hermes"
+    """Format of tool calls in turns of the model: gpt-oss, or a name of vLLM's tool parsers, such as hermes, glm45,
+    llama3_json, qwen3_coder, deepseek_v3 and kimi_k2."""
+    max_parallel_calls: Count = 1
+    """Tool calls of a turn that are run, at the same time; further ones are left out."""
     max_turns: Count = 16
     """Turns of a conversation, which ends with the last one."""
     max_tokens_per_turn: Tokens | None = None
     """Largest number of tokens that the model draws in a turn; null: as data.max_response_length allows, which bounds
     the tokens of a conversation, observations included."""
     max_observation_length: Annotated[int, Range(1, 100_000_000)] = 8192
-    """Largest length of an observation, in characters; in tokens where the environment returns tokens. A longer one is
-    truncated."""
+    """Largest length of an observation, and of each tool's, in characters; in tokens where the environment returns
+    tokens. A longer one is truncated."""
     truncate: Literal["left", "right", "middle"] = "middle"
     """Part of a longer observation that is left out."""
     timeout_seconds: PositiveSeconds = 60.0
-    """Time limit of the environment's answer to a turn."""
+    """Time limit of the environment's answer to a turn, and of each tool call."""
     num_workers: Annotated[int, Range(1, 1_024)] = 1
     """Worker processes per rank, each with many conversations at a time. One that an environment ends or blocks is
     replaced, and its conversations end."""
@@ -39,3 +53,13 @@ class EnvironmentConfig:
     has ended."""
     default_score: Number = 0.0
     """Score by the environment of a conversation that ends because the environment failed."""
+
+    @property
+    def has_tools(self) -> bool:
+        """The model may call tools."""
+        return self.function_tool_path is not None or self.tool_config_path is not None
+
+    @property
+    def is_set(self) -> bool:
+        """A response is a conversation."""
+        return self.path is not None or self.has_tools

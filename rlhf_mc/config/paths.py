@@ -29,6 +29,8 @@ CUSTOM_FUNCTIONS = (
     "actor.policy_loss.custom_loss.path",
     "rollout.custom_engine.path",
     "rollout.environment.path",
+    "rollout.environment.function_tool_path",
+    "rollout.environment.tool_config_path",
 )
 INPUT_FILES = (
     "data.train_files",

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
@@ -23,10 +24,19 @@ MOST_ERROR_CHARACTERS = 1000
 def load_attribute(section: str, path: str, name: str, hint: str = "") -> Any:
     """Return what the Python file `path`, the setting {section}.path, defines as `name`. Raise UserError if the file is
     missing, if importing it raises, or, with the hint, if it does not define the name."""
-    where = f"{section}.path {path}"
+    attribute = getattr(load_file(f"{section}.path", path), name, None)
+    if attribute is None:
+        raise UserError(f"{section}.path {path}: has no function {name!r}{hint}")
+    return attribute
+
+
+def load_file(setting: str, path: str) -> ModuleType:
+    """Return the module of a Python file. Raise UserError if the file is missing, or if importing it raises."""
+    where = f"{setting} {path}"
     if not os.path.isfile(path):
         raise UserError(f"{where}: no such file")
-    module_name = f"rlhf_mc_{section.replace('.', '_')}_{os.path.splitext(os.path.basename(path))[0]}"
+    section = setting.rpartition(".")[0].replace(".", "_")
+    module_name = f"rlhf_mc_{section}_{os.path.splitext(os.path.basename(path))[0]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{where}: not a Python file (its name must end in .py)")
@@ -36,10 +46,7 @@ def load_attribute(section: str, path: str, name: str, hint: str = "") -> Any:
         spec.loader.exec_module(module)
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
-    attribute = getattr(module, name, None)
-    if attribute is None:
-        raise UserError(f"{where}: has no function {name!r}{hint}")
-    return attribute
+    return module
 
 
 def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:

@@ -37,6 +37,8 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] = ()
     """The prompt as chat messages, before the template; empty where load_prompts does not keep
     them."""
+    agent_name: str | None = None
+    """The row's column of this name, with tools."""
 
     @property
     def where(self) -> str:

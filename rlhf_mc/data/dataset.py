@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.source import EXTRA, REFERENCE, Rows
+from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, Rows
 from rlhf_mc.data.tokenise import chat_messages
 
 NO_SOURCE = "unknown"
@@ -115,4 +115,5 @@ class Prompts(Sequence[Prompt]):
             file=file.name,
             row=row_number,
             messages=messages,
+            agent_name=row.get(AGENT),
         )

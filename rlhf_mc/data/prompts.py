@@ -19,7 +19,7 @@ from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data import cache
 from rlhf_mc.data.cache import Counts, Tokens
 from rlhf_mc.data.dataset import FilePrompts, Prompts
-from rlhf_mc.data.source import EXTRA, REFERENCE, ColumnError, Rows, digest, open_rows
+from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, ColumnError, Rows, digest, open_rows
 from rlhf_mc.data.tokenise import RowTokenizer, TooLongError
 from rlhf_mc.runtime.console import global_rank
 from rlhf_mc.runtime.work import counted
@@ -71,7 +71,7 @@ def load_prompts(
         total.num_rows += tokens.counts.num_rows
         total.num_bad += tokens.counts.num_bad
         messages_key = cfg.prompt_key if with_messages else None
-        source = rows.keep((cfg.reward_fn_key, REFERENCE, EXTRA, *([messages_key] if messages_key else [])))
+        source = rows.keep((cfg.reward_fn_key, REFERENCE, EXTRA, *([messages_key, AGENT] if messages_key else [])))
         arrays = (tokens.tokens, tokens.lens, tokens.rows)
         prompts.append(FilePrompts(*arrays, source, cfg.reward_fn_key, where, messages_key))
     _check_any(f"{key} {', '.join(files)}", sum(len(file.lens) for file in prompts), total, cfg)

@@ -20,6 +20,8 @@ from rlhf_mc.config.schema import Config, DataConfig, reward_models
 REFERENCE = "reward_model"
 """Column of the reference answer: {"ground_truth": ...}."""
 EXTRA = "extra_info"
+AGENT = "agent_name"
+"""Column of the agent: whether a row's conversation has tools."""
 
 
 class Rows(Protocol):
@@ -261,7 +263,7 @@ def open_rows(path: str, cfg: DataConfig, by_rule: bool) -> Rows:
             lines.append(line)
         return JsonlRows(pa.array(lines, pa.large_binary()), numbers)
     with _parquet_file(path, required) as file:
-        others = [name for name in (*needed_columns(cfg), EXTRA) if name not in required]
+        others = [name for name in (*needed_columns(cfg), EXTRA, AGENT) if name not in required]
         optional = [name for name in others if name in file.schema_arrow.names]
         return ParquetRows(file.read(columns=[*required, *optional]))
 

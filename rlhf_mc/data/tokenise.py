@@ -6,9 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc.config.environment_schema import SINGLE_TURN_AGENT, TOOL_AGENT
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.data.source import EXTRA, REFERENCE
+from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE
 from rlhf_mc.data.tokenizer import render
 
 _RESERVED = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
@@ -36,7 +37,7 @@ class RowTokenizer:
         """Return the tokens of the row's prompt, and whether they were truncated. Raise TooLongError if it has too
         many, and UserError if a column is not as expected. `where` begins the message: file and row."""
         self._check_columns(row, where)
-        text, add_special_tokens = self._text(row.get(self._cfg.prompt_key), where)
+        text, add_special_tokens = self._text(row, where)
         cfg = self._cfg
         limit = cfg.max_prompt_length
         cuts = cfg.truncation != "error"
@@ -67,8 +68,9 @@ class RowTokenizer:
         if not isinstance(extra_info, dict):
             raise UserError(f"{where}: column {EXTRA!r} is not a struct but {type(extra_info).__name__}")
 
-    def _text(self, prompt: Any, where: str) -> tuple[str, bool]:
+    def _text(self, row: dict[str, Any], where: str) -> tuple[str, bool]:
         """Return the text, and whether the tokenizer has to add special tokens: the text of a template has them."""
+        prompt = row.get(self._cfg.prompt_key)
         if isinstance(prompt, str) and prompt.strip() and self._tokenizer.chat_template is None:
             return prompt, True
         messages = chat_messages(prompt, where, self._cfg.prompt_key)
@@ -77,7 +79,14 @@ class RowTokenizer:
                 f"{where}: the prompt is chat messages, but the tokenizer of {self._tokenizer.name_or_path} has no chat"
                 " template; give plain strings, a tokenizer with a template, or data.chat_template_path"
             )
-        return render(self._tokenizer, messages, self._cfg.apply_chat_template_kwargs, where), False
+        arguments = dict(self._cfg.apply_chat_template_kwargs)
+        if "tools" in arguments and row.get(AGENT) not in (None, TOOL_AGENT):
+            if row[AGENT] != SINGLE_TURN_AGENT:
+                raise UserError(
+                    f"{where}: column {AGENT!r} is {_shown(row[AGENT])}; known: {TOOL_AGENT}, {SINGLE_TURN_AGENT}"
+                )
+            del arguments["tools"]
+        return render(self._tokenizer, messages, arguments, where), False
 
     def _encode(self, text: str, add_special_tokens: bool, where: str) -> list[int]:
         try:

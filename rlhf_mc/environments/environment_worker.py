@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.environments.protocol import Environment, StepResult, checked_answer, load_environment
+from rlhf_mc.environments.protocol import Environment, StepResult, ToolCall, checked_answer, load_environment
 from rlhf_mc.rewards.results import Failure
 from rlhf_mc.rewards.scoring import awaited
 from rlhf_mc.runtime.worker_process import guarded_connection
@@ -36,6 +36,8 @@ class Turn(NamedTuple):
     response: str | None
     """The text of the turn; None: the conversation has ended."""
     token_ids: list[int]
+    tool_calls: Sequence[ToolCall] = ()
+    """In the text."""
 
 
 class EnvironmentsOfWorker:
@@ -43,16 +45,29 @@ class EnvironmentsOfWorker:
 
     def __init__(self, cfg: EnvironmentConfig) -> None:
         self._cfg = cfg
-        self._class = load_environment(cfg)
-        self._takes_tokens = "token_ids" in inspect.signature(self._class.step).parameters  # type: ignore[attr-defined]
-        self._threads = ThreadPoolExecutor(_MOST_THREADS)
+        self.tool_schemas: list[dict[str, Any]] = []
+        """Of the tools that the model may call."""
+        self._class: type
+        self._kwargs = cfg.kwargs
+        if cfg.has_tools:
+            from rlhf_mc.environments.tools import ToolEnvironment, load_tools  # pydantic and transformers
+
+            tools, self.tool_schemas = load_tools(cfg)
+            self._class = ToolEnvironment
+            self._kwargs = {"tools": tools, "cfg": cfg}
+        else:
+            self._class = load_environment(cfg)
+        self._further = {"token_ids", "tool_calls"}.intersection(inspect.signature(self._class.step).parameters)  # type: ignore[attr-defined]
+        """Arguments of `step` beside the text."""
+        self._limit = None if cfg.has_tools else cfg.timeout_seconds  # each call of a tool has the limit
+        self.threads = ThreadPoolExecutor(_MOST_THREADS)
         self._environments: dict[Key, Environment] = {}
 
     async def answer(self, turn: Turn) -> StepResult | Failure:
         """Return the environment's answer to a turn, or why there is none."""
         setting = "rollout.environment.timeout_seconds"
         try:
-            result = await awaited(self._step(turn), self._cfg.timeout_seconds, f"no answer after {{}} s ({setting})")
+            result = await awaited(self._step(turn), self._limit, f"no answer after {{}} s ({setting})")
             return checked_answer(result, self._cfg)
         except Failure as failure:
             return failure
@@ -70,21 +85,22 @@ class EnvironmentsOfWorker:
 
     async def _step(self, turn: Turn) -> Any:
         if turn.row is not None:
-            environment = self._class(**self._cfg.kwargs)
+            environment = self._class(**self._kwargs)
             self._environments[turn.key] = environment
             await self._call(environment.reset, turn.row)
-        tokens = {"token_ids": turn.token_ids} if self._takes_tokens else {}
-        return await self._call(self._environments[turn.key].step, turn.response, **tokens)
+        further = {name: getattr(turn, name) for name in self._further}
+        return await self._call(self._environments[turn.key].step, turn.response, **further)
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: method(*args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(None, lambda: method(*args, **kwargs))
 
 
 async def _serve(connection: Connection, send: Callable[[object], None], conversations: EnvironmentsOfWorker) -> None:
     """Answer the turns that the rank sends, until it ends."""
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(conversations.threads)
     has_ended = loop.create_future()
     tasks: set[asyncio.Task[None]] = set()
     of_turns: dict[Key, asyncio.Task[None]] = {}
@@ -122,5 +138,5 @@ def main(descriptor: int, parent: int) -> None:
     except UserError as error:
         send(UserError(str(error)))
         return
-    send(None)
+    send(conversations.tool_schemas)
     asyncio.run(_serve(connection, send, conversations))

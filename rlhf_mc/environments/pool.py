@@ -30,8 +30,8 @@ class _Worker:
         self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg)
         self.deadlines: dict[Key, float] = {}
         """Of the turns that it has not answered, by conversation, the earliest first."""
-        self.loaded: Future[None] = Future()
-        """Raises UserError if the user's file cannot be used."""
+        self.loaded: Future[list[dict[str, Any]]] = Future()
+        """The schemas of tools. Raises UserError if the user's file cannot be used."""
         self._cfg = cfg
         self._messages = messages
         self.turns: SimpleQueue[Turn] = SimpleQueue()
@@ -46,8 +46,8 @@ class _Worker:
 
     def _read(self) -> None:
         try:
-            self.process.loaded(where(self._cfg), self._cfg.timeout_seconds, "rollout.environment.timeout_seconds")
-            self.loaded.set_result(None)
+            setting = "rollout.environment.timeout_seconds"
+            self.loaded.set_result(self.process.loaded(where(self._cfg), self._cfg.timeout_seconds, setting))
             while True:
                 if self.process.wait_for_message(_MESSAGE_SECONDS):
                     self._messages.put((self, self.process.receive()))
@@ -71,7 +71,8 @@ class EnvironmentPool:
         self._lost: dict[Key, Failure] = {}
         """Conversations whose worker has ended before their turn."""
         self._num_begun = 0
-        self._worker(0).loaded.result()
+        self.tool_schemas = self._worker(0).loaded.result()
+        """Of the tools that the model may call, as the chat template gets them."""
 
     def submit(self, turn: Turn) -> None:
         """Send a turn to the conversation's environment."""

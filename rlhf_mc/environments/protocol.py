@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
@@ -22,11 +22,22 @@ Observation = str | list[int] | list[dict[str, str]]
 """Text, tokens, or chat messages, which the chat template renders."""
 
 
+class ToolCall(NamedTuple):
+    """A call of a tool in a turn of the model."""
+
+    name: str
+    """Empty: the turn has a call that cannot be read."""
+    arguments: str
+    """JSON."""
+    number: str
+    """Names the call in the chat template."""
+
+
 class Environment(Protocol):
     """The environment of one conversation. Methods may be async; one that is not runs in a thread."""
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Begin. row: `prompt` (chat messages), `data_source`, `ground_truth` and `extra_info` of the dataset."""
+        """Begin. row: `prompt` (chat messages), `data_source`, `ground_truth`, `extra_info` and `agent_name`."""
 
     def step(self, response: str) -> tuple[Observation | None, float, bool, Mapping[str, float]]:
         """Answer a turn of the model. Return the observation, the turn's reward, whether the conversation has ended,
@@ -44,10 +55,14 @@ class StepResult:
     reward: float
     done: bool
     info: Mapping[str, float]
+    failures: Sequence[Failure] = ()
+    """Of tools: the observation says so."""
 
 
 def where(cfg: EnvironmentConfig) -> str:
-    """Return the name of the user's class, for messages."""
+    """Return the name of the user's class or tools, for messages."""
+    if cfg.has_tools:
+        return f"{SECTION}, tools of {' and '.join(filter(None, (cfg.function_tool_path, cfg.tool_config_path)))}"
     return f"{SECTION} {cfg.name} of {cfg.path}"
 
 
@@ -68,6 +83,8 @@ def load_environment(cfg: EnvironmentConfig) -> type:
 
 def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:
     """Return what `step` has returned. Raise Failure if it is something else than it should be."""
+    if isinstance(result, StepResult):  # of tools
+        return result
     if not isinstance(result, tuple) or len(result) != 4:
         raise Failure("invalid", f"step returned {type(result).__name__}, not (observation, reward, done, info)")
     observation, reward, done, info = result
@@ -93,7 +110,10 @@ def _observation(value: Any, cfg: EnvironmentConfig) -> Observation:
 
 
 def truncated(value: Sliceable, cfg: EnvironmentConfig) -> Sliceable:
-    """Return the value without what exceeds max_observation_length. A text has a mark there."""
+    """Return the value without what exceeds max_observation_length. A text has a mark there, and marks in place of what
+    is not Unicode."""
+    if isinstance(value, str):
+        value = value.encode("utf-8", "replace").decode("utf-8")
     excess = len(value) - cfg.max_observation_length
     if excess <= 0:
         return value

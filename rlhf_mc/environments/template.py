@@ -15,8 +15,8 @@ from rlhf_mc.environments.protocol import Observation
 from rlhf_mc.rewards.results import Failure
 from rlhf_mc.runtime.console import print_line
 
-_BEFORE = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
-"""Messages before an observation; the difference that the template makes does not depend on them."""
+_QUESTION = {"role": "user", "content": "."}
+"""The prompt of the rendered conversation; the tokens of an observation do not depend on it."""
 
 
 class ObservationTokenizer:
@@ -39,13 +39,18 @@ class ObservationTokenizer:
         messages = [one for one in observation if isinstance(one, dict)]
         if len(messages) < len(observation) or not messages:
             return [token for token in observation if isinstance(token, int)]
-        before = self._rendered(_BEFORE, False)
-        after = self._rendered([*_BEFORE, *messages], True)
-        # What the template adds after the end token of a response (a line break) belongs to the observation.
-        end = max((i for i, token in enumerate(before) if token in self._stop), default=len(before))
-        if after[: end + 1] != before[: end + 1]:
+        after = self._after([_QUESTION], ".", messages)
+        # The response ends with the first end token after the generation prompt, of which the template may render a
+        # part alone. What it adds after the end token (a line break) belongs to the observation.
+        prompt = self._rendered([_QUESTION], True)
+        start = next((i for i, pair in enumerate(zip(prompt, after, strict=False)) if pair[0] != pair[1]), len(prompt))
+        end = next((i for i in range(start, len(after)) if after[i] in self._stop), None)
+        if end is not None:
+            return after[end + (turn[-1] in self._stop) :]
+        before = self._rendered([_QUESTION, {"role": "assistant", "content": "."}], False)
+        if after[: len(before)] != before:
             raise Failure("invalid", "the chat template renders a response differently once an observation follows")
-        return after[end + (turn[-1] in self._stop) if end < len(before) else end :]
+        return after[len(before) :]
 
     def check(
         self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Observation, tokens: Sequence[int]
@@ -55,13 +60,39 @@ class ObservationTokenizer:
         if self._is_checked or not prompt or not isinstance(observation, list) or isinstance(observation[0], int):
             return
         self._is_checked = True
-        whole = self._rendered([*prompt, {"role": "assistant", "content": turn}, *observation], True)
+        whole = self._after(prompt, turn, [one for one in observation if isinstance(one, dict)])
         if whole[-len(tokens) :] != list(tokens):
             texts = [self._tokenizer.decode(part) for part in (tokens, whole[-len(tokens) :])]
             print_line(
                 f"warning: rollout.environment: the chat template adds an observation as {texts[0]!r}, and a rendering"
                 f" of the whole conversation ends with {texts[1]!r}; the model is trained on the former"
             )
+
+    def _after(
+        self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Sequence[Mapping[str, str]]
+    ) -> list[int]:
+        """Return the tokens of a conversation that ends with an observation. Where that is answers of tools, the turn
+        has their calls; some templates take their arguments as a text alone, some as a mapping."""
+        calls = [one for one in observation if one["role"] == "tool"]
+        if not calls:
+            return self._rendered([*prompt, {"role": "assistant", "content": turn}, *observation], True)
+
+        def rendered(arguments: Any) -> list[int]:
+            tool_calls = [
+                {
+                    "type": "function",
+                    "id": one.get("tool_call_id", "call00000"),
+                    "function": {"name": one.get("name", "tool"), "arguments": arguments},
+                }
+                for one in calls
+            ]
+            message = {"role": "assistant", "content": turn, "tool_calls": tool_calls}
+            return self._rendered([*prompt, message, *observation], True)
+
+        try:
+            return rendered({})
+        except Failure:
+            return rendered("{}")
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         try:

@@ -9,21 +9,26 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import OBSERVED, Generation, Prompt
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.pool import EnvironmentPool
-from rlhf_mc.environments.protocol import StepResult, truncated, where
+from rlhf_mc.environments.protocol import StepResult, ToolCall, truncated, where
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.rewards.results import Episode, Failure, FailureKind
 from rlhf_mc.rollout.base import Arrivals, Request
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects
+
+if TYPE_CHECKING:
+    from rlhf_mc.rollout.vllm_tools import ToolCallParser
 
 _IDLE_SECONDS = 0.01
 """Longest time that an engine with nothing else to do waits for an answer, before it looks after other ranks."""
@@ -45,8 +50,12 @@ class Environments:
         self.cfg = cfg
         self.max_response_length = data.max_response_length
         self.tokenizer = tokenizer
-        self.observations = ObservationTokenizer(tokenizer, stop_token_ids, data.apply_chat_template_kwargs)
         self.pool = EnvironmentPool(cfg)
+        tools = self.pool.tool_schemas
+        self.template_arguments = data.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
+        """Of the chat template, for prompts and observations."""
+        self.observations = ObservationTokenizer(tokenizer, stop_token_ids, self.template_arguments)
+        self.parser = _parser(cfg, tokenizer, stop_token_ids, tools) if tools else None
         self._calls = itertools.count()
         self._num_failed = 0
         self._group: dist.ProcessGroup | None = None
@@ -74,11 +83,10 @@ class Environments:
             return replies
         return {number: reply for part in gather_objects(replies, self._group) for number, reply in part.items()}
 
-    def report(self, prompt: Prompt, failure: Failure, ends: bool) -> None:
-        """Warn that an environment has failed."""
+    def report(self, prompt: Prompt, failure: Failure, what: str) -> None:
+        """Warn that an environment has failed. what: becomes of the conversation."""
         self._num_failed += 1
         if self._num_failed <= _MOST_REPORTED or self._num_failed % 100 == 0:
-            what = f"scores {self.cfg.default_score:g}" if ends else "continues with default_observation"
             print_line(
                 f"warning: {where(self.cfg)}: {prompt.where}: {failure.problem}; the conversation {what}"
                 f" ({self._num_failed} such calls so far on this rank)"
@@ -142,7 +150,10 @@ class Conversations:
             turn = one.token_ids[self._own[number].start :]
             text = self._run.tokenizer.decode(turn, skip_special_tokens=True)
             row = _row(self._prompts[number]) if is_first else None
-            self._run.pool.submit(Turn((self._call, number), row, text, turn))
+            has_room = len(one.token_ids) < self._run.max_response_length
+            calls = self._run.parser.calls(turn) if self._run.parser is not None and has_room else ()
+            tool_calls = [ToolCall(*call) for call in calls]
+            self._run.pool.submit(Turn((self._call, number), row, text, turn, tool_calls))
 
     def arrived(self, is_idle: bool) -> Arrivals:
         """Return what has arrived. is_idle: the engine has nothing else to do for a moment."""
@@ -192,13 +203,18 @@ class Conversations:
             try:
                 tokens = self._tokens(number, answer)
                 own.info |= answer.info
+                own.failed_calls.update(one.kind for one in answer.failures)
+                for one in answer.failures:
+                    self._run.report(self._prompts[number], one, "continues with it")
             except Failure as problem:
                 answer = problem
         if isinstance(answer, Failure):
             own.failed_calls[answer.kind] += 1
             if cfg.default_observation is None or not self._run.pool.has((self._call, number)):
                 failure = answer
-            self._run.report(self._prompts[number], answer, failure is not None)
+            ends = failure is not None
+            what = f"scores {cfg.default_score:g}" if ends else "continues with default_observation"
+            self._run.report(self._prompts[number], answer, what)
             text = truncated((cfg.default_observation or "").replace("{error}", answer.problem), cfg)
             answer = StepResult(text, 0.0, failure is not None, {})
             tokens = self._tokens(number, answer)
@@ -229,6 +245,19 @@ class Conversations:
         return tokens
 
 
+def _parser(
+    cfg: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], tools: Sequence[Any]
+) -> ToolCallParser:
+    """Return the parser of tool calls. Raise UserError if vLLM is not installed or has none of this format."""
+    try:
+        from rlhf_mc.rollout.vllm_tools import ToolCallParser
+    except ImportError as error:
+        raise UserError(
+            f"rollout.environment.format {cfg.format}: vLLM's parsers cannot be imported ({error})"
+        ) from error
+    return ToolCallParser(cfg.format, tokenizer, stop_token_ids, tools)
+
+
 def _row(prompt: Prompt) -> dict[str, object]:
     """Return the row of the dataset, as an environment gets it."""
     return {
@@ -236,6 +265,7 @@ def _row(prompt: Prompt) -> dict[str, object]:
         "data_source": prompt.data_source,
         "ground_truth": prompt.ground_truth,
         "extra_info": dict(prompt.extra_info),
+        "agent_name": prompt.agent_name,
     }
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
@@ -82,11 +83,11 @@ class RewardManager:
         custom: CustomRewardFunctionConfig,
         reward: RewardConfig,
         models: Mapping[str, str] | None = None,
-        has_environment: bool = False,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
-        """Raise UserError if reward.mixture or the user's file cannot be used. models, has_environment: as Mixture has
+        """Raise UserError if reward.mixture or the user's file cannot be used. models, environment: as Mixture has
         them; the parts of models are not computed here."""
-        self.mixture = Mixture(custom, reward, models, has_environment)
+        self.mixture = Mixture(custom, reward, models, environment)
         self._custom = custom
         self._reward = reward
         self._failures = 0

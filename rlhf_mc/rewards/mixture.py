@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES, WITHOUT_RULE, match_source
@@ -28,11 +29,12 @@ class Mixture:
         custom: CustomRewardFunctionConfig,
         reward: RewardConfig,
         models: Mapping[str, str] | None = None,
-        has_environment: bool = False,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         """Raise UserError for an unknown part, a weight that is no number, or a part that is set up and never used.
-        models: the parts of the run's reward models, each with the setting of the model's path. has_environment:
-        responses are conversations with an environment."""
+        models: the parts of the run's reward models, each with the setting of the model's path. environment:
+        the rewards of one of the user's own replace the default, those of tools are added to it."""
+        environment = environment or EnvironmentConfig()
         self._models = dict(models or {})
         for part, key in self._models.items():
             if part in (*FUNCTIONS, *RESERVED):
@@ -44,9 +46,10 @@ class Mixture:
         functions = {
             CUSTOM: ("custom_reward_function.path", custom.path is not None),
             REMOTE: ("reward.remote.url", reward.remote.url is not None),
-            ENVIRONMENT: ("rollout.environment.path", has_environment),
+            ENVIRONMENT: ("rollout.environment", environment.is_set),
         }
-        self._set = [part for part, (_, is_set) in functions.items() if is_set]
+        self._tools = {ENVIRONMENT: 1.0} if environment.has_tools else {}
+        self._set = [part for part, (_, is_set) in functions.items() if is_set and part not in self._tools]
         available = {
             **functions,
             "reward_model": ("reward_model.model_path", False),
@@ -71,7 +74,7 @@ class Mixture:
         for part, (key, is_set) in available.items():
             # Where all parts are reward models, validation is by the default.
             validates = part not in self._models and any(map(self.is_by_models, self._weights.values()))
-            if self._weights and is_set and part not in used and not validates:
+            if self._weights and is_set and part not in {*used, *self._tools} and not validates:
                 raise UserError(
                     f"{key} is set and no data source of reward.mixture has the part {part!r}; it would never be used"
                 )
@@ -85,7 +88,7 @@ class Mixture:
         """Return the weights of the parts of a training score; empty if nothing scores the data source."""
         listed = self._listed(data_source)
         if listed is None and self._models and not self._weights:
-            return dict.fromkeys(self._models, 1.0)
+            return dict.fromkeys(self._models, 1.0) | self._tools
         return self._default(data_source) if listed is None else listed
 
     def validation(self, data_source: str) -> Mapping[str, float]:
@@ -107,9 +110,9 @@ class Mixture:
 
     def _default(self, data_source: str) -> Mapping[str, float]:
         if self._set:
-            return {self._set[0]: 1.0}
+            return {self._set[0]: 1.0} | self._tools
         rule = match_source(RULE_OF_SOURCE, data_source)
-        return {} if rule is None else {self._math_rule if rule == "math" else rule: 1.0}
+        return {} if rule is None else {self._math_rule if rule == "math" else rule: 1.0} | self._tools
 
 
 def _checked_weights(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, float]:

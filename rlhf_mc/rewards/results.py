@@ -38,7 +38,7 @@ class Episode:
     info: Mapping[str, float]
     """The numbers of the last turns that had them."""
     failed_calls: Mapping[FailureKind, int]
-    """Turns that the environment has not answered, by kind."""
+    """Turns that the environment has not answered, and calls of tools that failed, by kind."""
     failure: FailureKind | None
     """Not None: the conversation has ended because the environment failed."""
     default_score: float

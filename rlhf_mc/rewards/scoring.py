@@ -207,9 +207,9 @@ class Scorer:
         return dict(zip(indices, results, strict=True))
 
 
-async def awaited(result: Awaitable[Any], limit: float, problem: str) -> Any:
-    """Return what a user's coroutine returns within `limit` seconds. Raise Failure if it raises, or takes longer:
-    `problem` with the limit in place of {}."""
+async def awaited(result: Awaitable[Any], limit: float | None, problem: str) -> Any:
+    """Return what a user's coroutine returns within `limit` seconds (None: in any time). Raise Failure if it raises, or
+    takes longer: `problem` with the limit in place of {}."""
     timeout = asyncio.timeout(limit)
     try:
         async with timeout:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -87,18 +87,17 @@ def build_run(cfg: Config) -> Run:
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
     stops = stop_token_ids(cfg.model.path, tokenizer)
-    environment = cfg.rollout.environment
-    has_environment = environment.path is not None
-    with_messages = (bool(conversations) or has_environment, has_environment)
-    train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages)
+    environments = None
+    if cfg.rollout.environment.is_set:
+        environments = on_every_rank(lambda: Environments(cfg.rollout.environment, cfg.data, tokenizer, stops))
+    train_prompts, val_prompts = _prompts(cfg, tokenizer, bool(conversations), environments)
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: load_estimator(cfg.algorithm))
     policy_loss = on_every_rank(lambda: load_policy_loss(cfg.actor))
     scorers = {score_part(role): f"{role}.model_path" for role in reward_models(cfg)}
-    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers, has_environment))
-    environments = None
-    if has_environment:
-        environments = on_every_rank(lambda: Environments(environment, cfg.data, tokenizer, stops))
+    rewards = on_every_rank(
+        lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers, cfg.rollout.environment)
+    )
     check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
     train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
@@ -183,18 +182,22 @@ def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
 
 
 def _prompts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, with_messages: tuple[bool, bool]
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, train_messages: bool, environments: Environments | None
 ) -> tuple[Prompts, Prompts]:
-    """Return the training and the validation prompts, each with their messages or without. Every rank must call it."""
+    """Return the training and the validation prompts. train_messages: the former keep their messages; with environments
+    both do. Every rank must call it."""
     data = cfg.data
+    messages = environments is not None
+    if environments is not None:
+        data = replace(data, apply_chat_template_kwargs=environments.template_arguments)
 
     def load(key: str, files: Sequence[str], most_rows: int, messages: bool) -> Prompts:
         return load_prompts(files, tokenizer, data, most_rows, key, scored_by_rule(cfg, key), messages)
 
-    train = load("data.train_files", data.train_files, data.train_max_samples, with_messages[0])
+    train = load("data.train_files", data.train_files, data.train_max_samples, train_messages or messages)
     if not data.val_files:
         return train, Prompts([])
-    return train, load("data.val_files", data.val_files, data.val_max_samples, with_messages[1])
+    return train, load("data.val_files", data.val_files, data.val_max_samples, messages)
 
 
 @dataclass(frozen=True)

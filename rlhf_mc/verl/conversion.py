@@ -17,6 +17,7 @@ from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
+from rlhf_mc.verl.conversation import MULTI_TURN, TOOL_PATHS, turn_defaults
 from rlhf_mc.verl.correction import rejection_lower_bound
 from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, find_rule, number
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints
@@ -32,7 +33,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     "reward_model.sandbox_fusion.": ("reward_model.sandbox_fusion.url",),
     "reward_model.reward_manager.module.": ("reward_model.reward_manager.module.path",),
     "reward_model.": ("reward_model.enable",),
-    "rollout.multi_turn.": ("rollout.multi_turn.enable",),
+    MULTI_TURN: (f"{MULTI_TURN}enable", *TOOL_PATHS),
     **{
         f"{model}.{section}": tuple(f"{model}.{name}" for name in _LORA)
         for model in ("model", "critic.model")
@@ -245,6 +246,7 @@ def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[Line]:
         yield Line("default", f"verl's {loss} has no other; ours: token-mean", "actor.loss_agg_mode", OF_SEQUENCES)
     roles = _roles(verl)
     yield from layout_defaults(verl, settings, roles)
+    yield from turn_defaults(verl, settings)
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
         if is_used and key not in settings and source in settings and settings[source] != our_default(key):

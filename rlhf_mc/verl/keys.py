@@ -130,7 +130,7 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
             "additional_config.enable_cpu_binding,swap_space,block_size,enable_*,disable_*,mm_*,max_num_*}"
         ),
         "the log-probs of vLLM and of the trainer are always compared": "rollout.calculate_log_probs",
-        "there are no agent loops, and no server to distribute over": "rollout.agent.num_workers",
+        "each rank has the environments of its conversations": "rollout.agent.num_workers",
         "torchrun or srun says how many processes there are": (
             "trainer.nnodes trainer.n_gpus_per_node reward_model.nnodes reward_model.n_gpus_per_node"
         ),
@@ -248,10 +248,6 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "the decay is half a cosine": ("*.optim.num_cycles", (0.5, None)),
         "the first step of a warm-up has lr / lr_warmup_steps": ("*.optim.zero_indexed_step", (True, False, None)),
         "the optimizer is torch's or Apex's AdamW": ("*.optim.optimizer_impl", ("torch.optim", None)),
-        "each prompt has rollout.n responses of one turn": (
-            "rollout.agent.default_agent_loop",
-            ("single_turn_agent", None),
-        ),
         "gradients are reduced in float32": ("*.grad_reduce_in_fp32", (True,)),
         "gradients and the state of Adam are float32": (
             "*.optim.main_grads_dtype *.optim.exp_avg_dtype *.optim.exp_avg_sq_dtype",
@@ -278,14 +274,13 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "write the template to a file: data.chat_template_path": "*.custom_chat_template",
         "config.json is used as it is: edit it in a copy of model.path": "*.override_config*",
         "rows are read from data.train_files": (
-            "data.custom_cls* data.sampler* data.datagen* data.tool_config_path *.external_lib"
-            " trainer.v1.sampler.custom_sampler*"
+            "data.custom_cls* data.sampler* data.datagen* *.external_lib trainer.v1.sampler.custom_sampler*"
         ),
         "this correction is not known here": "algorithm.rollout_correction*",
         "prompts are not reweighted": "algorithm.use_pf_ppo algorithm.pf_ppo*",
         "this policy loss is not known here": "actor.policy_loss*",
         "arguments of vLLM are settings of rollout": "rollout.engine_kwargs*",
-        "there are no turns and no tools: a response is generated at once": "rollout.multi_turn* rollout.agent*",
+        "turns and tools are settings of rollout.environment": "rollout.multi_turn* rollout.agent*",
         "vLLM generates every response to its end": (
             "rollout.ignore_eos rollout.skip_rollout rollout.over_sample_rate rollout.mtp*"
         ),
@@ -356,6 +351,8 @@ CONVERTED_HINTS = {
     "critic.shuffle": "the critic's mini-batches are shuffled as the actor's: use actor.shuffle",
     "*ulysses_sequence_parallel_size": "use megatron.context_parallel_size",
     "data.image_key data.video_key data.audio_key": "prompts have text alone: leave it out",
+    "rollout.multi_turn.* rollout.agent.* data.tool_config_path data.function_tool_path": "turns and tools are settings"
+    " of rollout.environment",
 }
 """Hints for settings that verl/values.py converts, by patterns."""
 

@@ -6,20 +6,27 @@ import importlib.util
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 
 import forked
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from gsm8k import gsm8k_lines
+from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_mc.algorithms.estimators import EstimatorInputs
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.environments.environment_worker import Turn
+from rlhf_mc.environments.pool import EnvironmentPool
+from rlhf_mc.environments.protocol import StepResult, ToolCall
 from rlhf_mc.rewards.scoring import load_reward_function
 
 pytestmark = pytest.mark.system
@@ -59,7 +66,8 @@ def step_lines(output: list[str]) -> list[str]:
 def test_every_example_has_a_test() -> None:
     tests = Path(__file__).read_text()
     names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    assert {name for name in names if f'run_example("{name}"' not in tests} == set()
+    uses = ('run_example("{}.py"', 'tool_file("{}.py"', "tool_file('{}.py'", "class_name: examples.{}.")
+    assert {name for name in names if not any(use.format(name.removesuffix(".py")) in tests for use in uses)} == set()
     assert {name for name in names if f"examples/{name}" not in (ROOT / "docs/python_api.md").read_text()} == set()
 
 
@@ -166,8 +174,8 @@ def test_custom_estimator(quickstart_overrides: list[str], tmp_path: Path) -> No
 # ---------------------------------------------------------------- GRPO on GSM8K
 
 
-def test_grpo_gsm8k(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", max_position_embeddings=1024)
+def run_gsm8k(tmp_path: Path, model: Path, further: list[str]) -> None:
+    """Run grpo_gsm8k.py with further settings."""
     (tmp_path / "gsm8k_train.jsonl").write_text("\n".join(gsm8k_lines(16)), encoding="utf-8")
     (tmp_path / "gsm8k_test.jsonl").write_text("\n".join(gsm8k_lines(4)), encoding="utf-8")
     prepare = ["--dataset", "gsm8k", "--input", str(tmp_path), "--output", str(tmp_path / "data")]
@@ -176,15 +184,20 @@ def test_grpo_gsm8k(tmp_path: Path) -> None:
     settings = [
         "data.train_batch_size=4",
         "data.max_prompt_length=1000",  # its tokenizer has a token for each character
-        "data.max_response_length=8",
         "actor.ppo_mini_batch_size=2",
         "actor.megatron.dtype=float32",
         "trainer.total_training_steps=2",
         "trainer.test_freq=1",
         f"trainer.default_local_dir={tmp_path / 'run'}",
+        *further,
     ]
     output = run_example("grpo_gsm8k.py", ["--model", str(model), "--data", str(tmp_path / "data"), *settings])
     assert step_lines(output) == ["step 1", "step 2"]
+
+
+def test_grpo_gsm8k(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", max_position_embeddings=1024)
+    run_gsm8k(tmp_path, model, ["data.max_response_length=8"])
     before, *rows = metrics(tmp_path / "run")
     assert before["val-core/openai/gsm8k/acc/mean@1"] == 0.0  # random weights
     for row in rows:
@@ -192,6 +205,143 @@ def test_grpo_gsm8k(tmp_path: Path) -> None:
         assert row["prompt_length/mean"] > 100 and row["actor/skipped"] == 0.0
         assert "critic/vf_loss" not in row
     assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+# ---------------------------------------------------------------- tools
+
+
+def tool_file(name: str) -> str:
+    """Return the path of examples/NAME, a file of functions."""
+    return str(EXAMPLES / name)
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer"),
+    [
+        ("3 * (4 + 5)", "27"),
+        ("-1,200 / 8", "-150"),
+        ("2**0.5", "1.4142135623731"),
+        ("9**9**9", "an exponent is at most 100"),
+        ("__import__('os')", "is no arithmetic"),
+        ("1e30 * 10", "too large"),
+    ],
+)
+def test_calculator(expression: str, answer: str) -> None:
+    try:
+        assert load_example("calculator.py").calculate(expression) == answer
+    except ValueError as error:
+        assert answer in str(error)
+
+
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|bot|>{{ m.content }}{{ m.tool_calls or '' }}<|end|>"
+    "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+TURNS = [
+    "data.max_prompt_length=1800",
+    "data.max_response_length=200",
+    "rollout.environment.max_turns=3",
+    "rollout.environment.max_parallel_calls=2",
+    "rollout.environment.max_tokens_per_turn=2",
+]
+CALLS = [
+    f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+    for expression in ("6 * 7", "1 / 0")
+]
+
+
+def test_calculator_on_gsm8k(tmp_path: Path) -> None:
+    """Check a model whose vocabulary has whole calls as tokens, which it draws most of the time."""
+    model = make_checkpoint(tmp_path / "model", tied=False, max_position_embeddings=2048, vocab_size=272)
+    tokenizer = AutoTokenizer.from_pretrained(model, chat_template=TOOL_TEMPLATE)
+    tokenizer.add_tokens(CALLS)
+    tokenizer.save_pretrained(model)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] *= 0.1
+    weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(CALLS)] *= 100.0
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    run_gsm8k(tmp_path, model, [f"rollout.environment.function_tool_path={tool_file('calculator.py')}", *TURNS])
+    rows = metrics(tmp_path / "run")[1:]
+    for row in rows:
+        assert row["num_turns/mean"] > 1 and row["num_turns/max"] == 3
+        assert row["reward_extra/openai/gsm8k/tool_calls"] > row["reward_extra/openai/gsm8k/invalid_calls"] == 0.0
+        assert row["reward/openai/gsm8k/environment"] == 0.0 and "reward/openai/gsm8k/gsm8k_strict" in row
+        assert row["prompt_length/mean"] > 400  # with the tool's schema
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+    assert sum(row["environment/failed_calls"] for row in rows) > 0
+    texts = "".join(path.read_text() for path in (tmp_path / "run" / "train_generations").iterdir())
+    for answer in ("</tool_call>42", "Error: raised ZeroDivisionError: division by zero (calculator.py"):
+        assert answer in texts
+
+
+TOOL_CONFIG = """
+tools:
+  - class_name: examples.search_tool.Search
+    config: {{path: {directory}/passages.parquet, column: text, num_results: 1}}
+  - class_name: examples.mcp_tool.MCPTool
+    config: {{command: {python}, args: [{directory}/server.py], tool: weather}}
+"""
+SERVER = """
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("weather")
+
+@server.tool()
+def weather(city: str) -> str:
+    "Say what the weather is."
+    if city != "Oslo":
+        raise ValueError(f"no city {city}")
+    return f"rain in {city}"
+
+server.run()
+"""
+PROGRAMS = {
+    "print(6 * 7)": "42\n",
+    "import os; print(os.listdir('/tmp'), open('/usr/new', 'w'))": "Read-only file system",
+    "import socket; socket.create_connection(('1.1.1.1', 80))": "Network is unreachable",
+    "x = bytearray(2 << 30)": "MemoryError",
+    "while True: print('x' * 1000)": "xxx...(truncated)...xxx",
+    # A remount by the system call: the process has no capabilities.
+    "import ctypes; print(ctypes.CDLL(None).mount(b'none', b'/usr', None, 0x1020, None))": "-1\n",
+}
+
+
+def test_tools_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the interpreter, the search and an MCP server, with the tools of both kinds of files."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    texts = ["The Nile is a river in Africa.", "A river, a river, and a bridge.", "Oslo is the capital of Norway."]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "passages.parquet")
+    (tmp_path / "server.py").write_text(SERVER)
+    config = tmp_path / "tools.yaml"
+    config.write_text(TOOL_CONFIG.format(directory=tmp_path, python=sys.executable))
+    cfg = EnvironmentConfig(
+        function_tool_path=tool_file("python_tool.py"),
+        tool_config_path=str(config),
+        timeout_seconds=60.0,
+        max_parallel_calls=20,
+        max_observation_length=2000,
+    )
+    others = {
+        ("search", "query", "a river in Africa"): "(1) The Nile is",
+        ("search", "query", "nothing like that"): "nothing was found",
+        ("weather", "city", "Oslo"): "rain in Oslo",
+        ("weather", "city", "Rome"): "Error: raised RuntimeError: Error executing tool weather",
+    }
+    wanted = {("python", "code", program): answer for program, answer in PROGRAMS.items()} | others
+    calls = [ToolCall(name, json.dumps({key: value}), "1") for name, key, value in wanted]
+    row = {"prompt": [], "extra_info": {}, "agent_name": None}
+    pool = EnvironmentPool(cfg)
+    try:
+        assert [one["function"]["name"] for one in pool.tool_schemas] == ["python", "search", "weather"]
+        pool.submit(Turn((0, 0), row, "", [], calls))
+        (answer,) = pool.take(60.0).values()
+    finally:
+        pool.close()
+    assert isinstance(answer, StepResult)
+    for message, part in zip(answer.observation, wanted.values(), strict=True):
+        assert isinstance(message, dict) and part in message["content"]
+    assert sorted(one.kind for one in answer.failures) == ["raised"]
 
 
 # ---------------------------------------------------------------- a reward model

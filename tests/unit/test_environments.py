@@ -3,7 +3,10 @@ environment."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +68,20 @@ class Letters:
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
 
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool, tools: list[dict[str, Any]]
+    ) -> str:
+        """Render as models with tools do: a response that is followed by another message has no thoughts."""
+        text = json.dumps(tools)
+        for i, one in enumerate(messages):
+            if one["role"] == "tool" and not any("tool_calls" in before for before in messages[:i]):
+                raise ValueError("an answer without its call")
+            for call in one.get("tool_calls", ()):
+                text += call["function"]["arguments"] + call["id"]  # a text alone
+            thoughts = "hm" if one["role"] == "assistant" and one is messages[-1] else ""
+            text += f"<{one['role']}>{thoughts}{one['content']}\2\n"
+        return text + "<assistant>" * add_generation_prompt
+
 
 @pytest.fixture
 def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -74,18 +91,20 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def begun(cfg: EnvironmentConfig, limit: int = 60) -> tuple[Environments, Conversations]:
-    """Return two conversations, whose prompts have the ground truths 0 and 1."""
+def begun(cfg: EnvironmentConfig, limit: int = 60, **fields: Any) -> tuple[Environments, Conversations]:
+    """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields."""
     environments = Environments(cfg, DataConfig(train_files=[], max_response_length=limit), Letters(), (2,))  # type: ignore[arg-type]
     environments.connect([[0]])
-    prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i) for i in range(2)]
+    prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i, **fields) for i in range(2)]
     requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
     return environments, environments.begin(requests, prompts)
 
 
-def played(conversations: Conversations, num_tokens: int = 2, seconds: float = 30.0) -> dict[int, Generation]:
-    """Play to the end: the model draws tokens 3, 3, ... and the end token 2 in each turn."""
+def played(conversations: Conversations, turns: Sequence[str] = ("\3",) * 100) -> dict[int, Generation]:
+    """Play to the end: the model draws these turns, each with the end token 2."""
     ended: dict[int, Generation] = {}
+    texts = [iter(turns) for _ in conversations.requests]
+    seconds = 30.0
     running = list(conversations.requests)
     deadline = time.monotonic() + seconds
     while len(ended) < len(conversations.requests):
@@ -93,7 +112,7 @@ def played(conversations: Conversations, num_tokens: int = 2, seconds: float = 3
         finished = {}
         for request in running:
             room = (request.max_tokens or 0) - len(request.begun.token_ids)
-            drawn = ([3] * (num_tokens - 1) + [2])[:room]
+            drawn = [*map(ord, next(texts[request.number])), 2][:room]
             tokens = [*request.begun.token_ids, *drawn]
             log_probs = [*request.begun.log_probs, *[-1.0] * len(drawn)]
             finished[request.number] = Generation(tokens, log_probs, finished=drawn[-1] == 2)
@@ -193,6 +212,140 @@ def test_an_environment_that_cannot_be_used_is_one_line(user_file: str, text: st
     assert message in str(caught.value)
 
 
+FUNCTIONS = """
+import time
+
+async def add(a: int, b: int = 1) -> dict:
+    '''Add numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    '''
+    return {"sum": a + b}
+
+def fault(kind: str):
+    '''Have a fault.
+
+    Args:
+        kind: Which one.
+    '''
+    if kind == "raises":
+        raise SystemExit("no more")
+    if kind == "hangs":
+        time.sleep(2)
+    return "m" * 2**20 if kind == "megabyte" else ("four", 1.0, {}, 4)
+
+def _helper(): ...
+"""
+CLASSES = """
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+class Counter(BaseTool):
+    counts = {}
+
+    async def create(self, instance_id=None, **kwargs):
+        instance_id, answer = await super().create(instance_id, **kwargs)
+        self.counts[instance_id] = kwargs["create_kwargs"]["start"]
+        return instance_id, answer
+
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.counts[instance_id] += self.config["step"]
+        assert kwargs["agent_data"].messages == []
+        return ToolResponse(text=f"count {self.counts[instance_id]}"), -0.25, {"counted": self.counts[instance_id]}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return self.counts[instance_id] * kwargs["factor"]
+
+    async def release(self, instance_id, **kwargs):
+        print("released at", self.counts.pop(instance_id), flush=True)
+"""
+CONFIG = """
+tools:
+  - class_name: own_classes.Counter
+    config: {step: 10, type: native}
+    tool_schema:
+      type: function
+      function:
+        name: count
+        description: Count.
+        parameters: {type: object, properties: {}, required: []}
+"""
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture
+def tools(user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConfig:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text in (("functions.py", FUNCTIONS), ("own_classes.py", CLASSES), ("tools.yaml", CONFIG)):
+        (tmp_path / name).write_text(text)
+    return EnvironmentConfig(
+        function_tool_path=str(tmp_path / "functions.py"),
+        tool_config_path=str(tmp_path / "tools.yaml"),
+        max_parallel_calls=2,
+        timeout_seconds=0.5,
+        max_observation_length=100,
+    )
+
+
+def observations(one: Generation) -> list[str]:
+    """Return the texts of a conversation's observations."""
+    marked = "".join(chr(t) if p == OBSERVED else "|" for t, p in zip(one.token_ids, one.log_probs, strict=True))
+    return [text for text in marked.split("|") if text]
+
+
+def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    """Check a function, and a class of verl's with a row's arguments, which has an instance for each conversation."""
+    kwargs = {"count": {"create_kwargs": {"start": 5}, "calc_reward_kwargs": {"factor": 2}}, "add": None}
+    environments, conversations = begun(tools, 5000, extra_info={"tools_kwargs": kwargs})
+    schemas = environments.template_arguments["tools"]
+    assert [one["function"]["name"] for one in schemas] == ["add", "fault", "count"]
+    assert schemas[0]["function"]["parameters"]["required"] == ["a"]
+    three = call("add", a=1) + call("count") + call("count")  # one more than may run
+    ended = played(conversations, [three, call("count"), "16"])
+    for number in (0, 1):
+        assert observations(ended[number]) == [
+            '\n<tool>{"sum": 2}\2\n<tool>count 15\2\n<assistant>',
+            "\n<tool>count 25\2\n<assistant>",
+        ]
+        episode = conversations.episodes[number]
+        assert [reward for _, reward in episode.rewards] == [-0.25, -0.25, 0.0]
+        assert episode.info == {"tool_calls": 3, "invalid_calls": 0, "counted": 25, "calc_reward/count": 50}
+    single = replace(conversations._prompts[1], agent_name="single_turn_agent")
+    conversations = environments.begin(conversations.requests, [single, single])
+    assert not observations(played(conversations, [three])[0])
+    environments.close()
+    assert capfd.readouterr().out.count("released at 25") == 2
+
+
+def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) -> None:
+    environments, conversations = begun(tools, 20_000)
+    wanted = {
+        call("fault", kind="raises"): "Error: raised SystemExit: no more",
+        call("fault", kind="hangs"): "Error: gave no answer after 0.5 s",
+        call("fault", kind="four"): "Error: returned 4 values",
+        call("fault", kind="megabyte"): "m" * 50 + "...(truncated)..." + "m" * 50,
+        call("nothing"): "Error: there is no tool 'nothing'; the tools are add, fault, count",
+        call("add", c=1): "Error: add: missing a required argument: 'a'",
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "Error: the arguments are not a JSON object",
+        "<tool_call>{": "Error: the tool call cannot be read",
+        call("count"): "Error: raised KeyError: 'start'",  # the rows have no arguments for it
+    }
+    ended = played(conversations, [*wanted, "the end"])
+    for found, text in zip(observations(ended[0]), wanted.values(), strict=True):
+        assert found.startswith(f"\n<tool>{text}") and len(found) < 200
+    episode = conversations.episodes[0]
+    assert episode.failed_calls == {"raised": 2, "timeout": 1, "invalid": 1} and episode.failure is None
+    assert episode.info == {"tool_calls": 9, "invalid_calls": 4}
+    environments.close()
+
+
 def test_truncated_leaves_out_the_part_that_is_asked_for() -> None:
     cfg = EnvironmentConfig(max_observation_length=4)
     texts = {}
@@ -201,6 +354,7 @@ def test_truncated_leaves_out_the_part_that_is_asked_for() -> None:
         texts[side] = truncated("abcdefg", cfg)
     cut = "...(truncated)..."
     assert texts == {"left": f"{cut}defg", "right": f"abcd{cut}", "middle": f"ab{cut}fg"}
+    assert truncated("a\ud800", cfg) == "a?"  # no tokenizer takes it
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])

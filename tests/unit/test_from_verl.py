@@ -311,7 +311,12 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space", 4, ("not needed", None, None)),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample", True, ("implied", None, None)),
         ("actor_rollout_ref.rollout.val_kwargs.top_p", 0.7, ("not needed", None, None)),
-        ("actor_rollout_ref.rollout.multi_turn.enable", True, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.multi_turn.enable", True, ("not needed", None, None)),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop", "tool_agent", ("implied", None, None)),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop", "mine", ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", "a.yaml", ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.agent.custom_async_server.path", "a.py", ("not supported", None, None)),
+        ("data.tool_config_path", "t.yaml", ("not supported", None, None)),
         ("actor_rollout_ref.rollout.multi_turn.format", "hermes", ("not needed", None, None)),
         ("critic.enable", None, ("implied", None, None)),
         ("critic.enable", False, ("not supported", None, None)),
@@ -377,6 +382,30 @@ def test_settings_that_depend_on_others() -> None:
     assert line_of("data.image_key", "images", **whole, model__path="Qwen3-VL-8B")[0] == "not supported"
     contents = "actor_rollout_ref.actor.checkpoint.save_contents"
     assert line_of(contents, ["hf_model"], trainer__save_freq=5) == ("renamed", "trainer.export_freq", 5)
+
+
+def test_tools_become_an_environment() -> None:
+    """Check settings of multi_turn in a run with tools, where they count whatever multi_turn.enable is."""
+    given: dict[str, Any] = {"rollout__multi_turn__tool_config_path": "t.yaml"}
+    for name, value, ours, wanted in (
+        ("tool_config_path", "t.yaml", "tool_config_path", "t.yaml"),
+        ("function_tool_path", "f.py", "function_tool_path", "f.py"),
+        ("format", "gpt-oss", "format", "gpt-oss"),
+        ("max_parallel_calls", 3, "max_parallel_calls", 3),
+        ("max_assistant_turns", 5, "max_turns", 5),
+        ("max_user_turns", 5, "max_turns", 6),
+        ("max_tool_response_length", 100, "max_observation_length", 100),
+        ("tool_response_truncate_side", "left", "truncate", "right"),  # verl's names the part that is kept
+    ):
+        key = f"actor_rollout_ref.rollout.multi_turn.{name}"
+        assert line_of(key, value, **given) == ("renamed", f"rollout.environment.{ours}", wanted)
+    both = {**given, "rollout__multi_turn__max_assistant_turns": 5}
+    assert line_of("actor_rollout_ref.rollout.multi_turn.max_user_turns", 2, **both)[2] == 3
+    interaction = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+    assert line_of(interaction, "i.yaml", **given)[0] == "not supported"
+    assert line_of("data.tool_config_path", "t.yaml", **given)[0] == "implied"
+    run = converted({"rollout.multi_turn.function_tool_path": "f.py"})
+    assert run.settings["rollout.environment.max_observation_length"] == 256  # verl's default
 
 
 def test_micro_batches_are_by_the_switch_of_their_pass() -> None:

@@ -331,7 +331,7 @@ def test_metrics_of_older_weights() -> None:
         ),
         (
             (PARTIAL, CORRECTION, "rollout.environment.path=own.py"),
-            "rollout.partial_rollout is set and rollout.environment.path too",
+            "rollout.partial_rollout is set and rollout.environment too",
         ),
     ],
 )

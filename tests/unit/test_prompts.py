@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] == 'system' %}{{ raise_exception('no system messages here') }}{% endif %}"
     "<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}{% if shout %}!{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if shout %}!{% endif %}{% if tools %}{{ tools }}{% endif %}"
 )
 SPECIAL = ["<bos>", "<end>", "<user>", "<assistant>", "<unk>"]
 
@@ -123,6 +123,17 @@ def test_template_arguments(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) 
     (prompt,) = load_prompts([path], tokenizer, data_config(apply_chat_template_kwargs={"shout": True}), -1)
     assert rendered(prompt, tokenizer) == "<user>2+2=<end><assistant>!"
     assert "'tokenize'" in error_of([path], tokenizer, apply_chat_template_kwargs={"tokenize": True})
+
+
+def test_prompts_of_rows_with_tools_have_them(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{**make_row(), "agent_name": name} for name in (None, "tool_agent", "single_turn_agent", "mine")]
+    settings = {"apply_chat_template_kwargs": {"tools": [{"T": 1}]}}
+    path = write_table(tmp_path / "a.parquet", rows[:3])
+    read = load_prompts([path], tokenizer, data_config(**settings), -1, with_messages=True)
+    assert [rendered(prompt, tokenizer)[-1] for prompt in read] == ["]", "]", ">"]
+    assert [prompt.agent_name for prompt in read] == [None, "tool_agent", "single_turn_agent"]
+    bad = write_table(tmp_path / "b.parquet", rows)
+    assert "row 3: column 'agent_name' is 'mine'; known: tool_agent" in error_of([bad], tokenizer, **settings)
 
 
 def test_plain_string_is_a_user_message_with_a_template(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, OverlongBufferConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
@@ -183,6 +184,18 @@ def test_several_reward_models_are_weighed_in_the_mixture() -> None:
     assert both.training("a") == mixture["a"] and both.validation("a") == {"math": 1.0}
     assert both.training("b") == {"helpful": 1.0} and both.validation("openai/gsm8k") == {"gsm8k_strict": 1.0}
     assert Mixture(custom, RewardConfig(), {"helpful": "h"}).training("a") == {"helpful": 1.0}
+
+
+def test_rewards_of_tools_are_added_to_the_default() -> None:
+    """Check the rewards of an environment of the user's own too, which are the default."""
+    tools = EnvironmentConfig(function_tool_path="t.py")
+    custom = CustomRewardFunctionConfig()
+    rule = {"gsm8k_strict": 1.0}
+    assert Mixture(custom, RewardConfig(), environment=tools).training("openai/gsm8k") == rule | {"environment": 1.0}
+    left_out = Mixture(custom, RewardConfig(mixture={"*": rule}), environment=tools)
+    assert left_out.training("openai/gsm8k") == left_out.validation("openai/gsm8k") == rule
+    own = Mixture(custom, RewardConfig(), environment=EnvironmentConfig("e.py"))
+    assert own.training("openai/gsm8k") == {"environment": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ REWARDS = Section(
         ),
         Metric(
             "environment/failed_calls",
-            "turns that an environment has not answered, with `rollout.environment`",
+            "turns that an environment has not answered, and calls of tools that failed, with `rollout.environment`",
             "count",
             "sum over responses",
             "above 0: the warnings say why",

@@ -1,0 +1,77 @@
+"""Conversions of verl's settings of turns, tools and agent loops to those of rollout.environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlhf_mc.verl.keys import OFF, Line, Settings, renamed
+
+MULTI_TURN = "rollout.multi_turn."
+TOOL_PATHS = (f"{MULTI_TURN}tool_config_path", f"{MULTI_TURN}function_tool_path")
+_OURS = "rollout.environment."
+_SIDES = {"left": "right", "right": "left", "middle": "middle"}
+"""The part that verl keeps, and the part that is left out here."""
+_TURNS = ("max_user_turns", "max_assistant_turns", "max_turns")
+"""The first one counts observations, after the last of which the model has another turn."""
+_ENVIRONMENT = "write it as an environment: rollout.environment.path (docs/environments.md)"
+
+
+def has_tools(verl: Settings) -> bool:
+    """Return whether verl's run has tools."""
+    return any(verl.get(path) not in OFF for path in TOOL_PATHS)
+
+
+def multi_turn(key: str, value: Any, verl: Settings) -> Line | None:
+    """Return the line of a setting of multi_turn."""
+    name = key.removeprefix(MULTI_TURN)
+    if name == "enable":
+        return Line("not needed", "a run with tools has turns")
+    if value in OFF:
+        return Line("implied", "nothing is given")
+    if name == "interaction_config_path":
+        return Line("not supported", _ENVIRONMENT)
+    if name in ("use_inference_chat_template", "tokenization_sanity_check_mode"):
+        return Line("not needed", "what the model has drawn is never rendered again")
+    if not has_tools(verl):
+        return Line("not needed", "without tools a response has one turn")
+    if name in _TURNS:
+        bounds = [verl.get(MULTI_TURN + bound) for bound in _TURNS]
+        turns = [bound + (i == 0) for i, bound in enumerate(bounds) if type(bound) is int and bound]
+        return renamed(f"{_OURS}max_turns", min(turns, default=value), "turns of the model")
+    if name == "tool_response_truncate_side":
+        return renamed(f"{_OURS}truncate", _SIDES.get(value, value), "the part that is left out, in verl kept")
+    if name == "max_tool_response_length":
+        return renamed(f"{_OURS}max_observation_length", value)
+    if key in TOOL_PATHS:
+        return renamed(_OURS + name, value, "rewards of tools are added to the score; verl leaves that to its function")
+    return renamed(_OURS + name, value) if name in ("format", "max_parallel_calls") else None
+
+
+def agent(key: str, value: Any, verl: Settings) -> Line | None:
+    """Return the line of a setting of agent."""
+    name = key.removeprefix("rollout.agent.")
+    if name == "default_agent_loop" and value in ("tool_agent", "single_turn_agent"):
+        return Line("implied", "with tools all rows have them but those with the agent_name single_turn_agent")
+    if name in ("default_agent_loop", "agent_loop_config_path") and value not in OFF:
+        return Line("not supported", _ENVIRONMENT)
+    return None
+
+
+def tools_of_data(key: str, value: Any, verl: Settings) -> Line:
+    """Return the line of the tools in verl's prompts, whose default is those of the rollout."""
+    if value in OFF or value == verl.get(MULTI_TURN + key.removeprefix("data.")):
+        return Line("implied", "prompts have the tools of the rollout")
+    return Line("not supported", f"prompts have the tools of {MULTI_TURN}{key.removeprefix('data.')}, which are others")
+
+
+def turn_defaults(verl: Settings, given: Settings) -> Iterator[Line]:
+    """Yield verl's defaults of settings of tools that were not given."""
+    if not has_tools(verl):
+        return
+    for name, value, text in (
+        ("max_turns", 1_000_000, "verl has no bound; ours: 16"),
+        ("max_observation_length", 256, "ours: 8192"),
+    ):
+        if _OURS + name not in given:
+            yield Line("default", text, _OURS + name, value)
