@@ -133,4 +133,5 @@ def write_samples(root: Path, step: int) -> None:
     folder = root / "train_generations"
     folder.mkdir(exist_ok=True)
     row = {"input": "Name a prime.", "output": f"{step} </script><b>", "gts": "7", "score": 0.5, "step": step}
+    row["turns"] = [("response", row["output"]), ("observation", "right"), ("response", "end")]
     write_lines(folder / f"{step}.jsonl", [row])

@@ -193,12 +193,17 @@ def _kept(steps: Mapping[int, Sequence[Sample]], most: int) -> dict[int, list[di
 
 
 def _sample(sample: Sample) -> dict[str, Any]:
-    texts = {"prompt": sample.prompt, "response": sample.response, "truth": sample.ground_truth}
-    cut = {
-        name: text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} … ({len(text)} characters)"
-        for name, text in texts.items()
-    }
-    return {**cut, "score": short(sample.score)}
+    left = MAX_CHARACTERS
+    turns = []
+    for kind, text in sample.turns:
+        turns.append((kind, _cut(text, left)))
+        left = max(0, left - len(text))
+    texts = {"prompt": sample.prompt, "truth": sample.ground_truth}
+    return {**{name: _cut(text) for name, text in texts.items()}, "turns": turns, "score": short(sample.score)}
+
+
+def _cut(text: str, most: int = MAX_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text)} characters)"
 
 
 def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:

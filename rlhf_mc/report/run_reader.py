@@ -28,6 +28,7 @@ _MAX_STEP = 2**53
 _TIMES = ("seconds", "waiting")
 """Of each rank, in a phase of phases.json."""
 _MARKS = ("[prompt] ", "\n[response] ", "\n[ground truth] ", "\n[score] ", "\n")
+_TURN = re.compile(r"\n\[(response|observation)\] ")
 _START_TYPES = {"command": list, "config": dict} | dict.fromkeys(("git", "hosts", "versions", "changed", "end"), dict)
 
 
@@ -36,7 +37,8 @@ class Sample:
     """One kept generation."""
 
     prompt: str
-    response: str
+    turns: Sequence[tuple[str, str]]
+    """Kind ("response", or "observation" of an environment) and text. A response of one turn has one."""
     ground_truth: str
     score: float | None
 
@@ -253,16 +255,27 @@ def _text_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
                 problems.append(f"{name} is cut after {len(samples)} generations")
                 return samples
             parts.append(text[start:at])
-        samples.append(Sample(parts[0], parts[1], parts[2], _float(parts[3])))
+        first, *marked = _TURN.split(parts[1])
+        turns = [("response", first), *zip(marked[::2], marked[1::2], strict=True)]
+        if any(kind != ("response", "observation")[i % 2] for i, (kind, _) in enumerate(turns)):
+            turns = [("response", parts[1])]  # the marks are of the response itself
+        samples.append(Sample(parts[0], turns, parts[2], _float(parts[3])))
     return samples
 
 
 def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     """Return the samples of a file that samples.write_samples has written."""
     return [
-        Sample(str(row.get("input", "")), str(row.get("output", "")), str(row.get("gts", "")), number(row.get("score")))
+        Sample(str(row.get("input", "")), _turns(row), str(row.get("gts", "")), number(row.get("score")))
         for row in _rows(path, problems, name=name)
     ]
+
+
+def _turns(row: Row) -> list[tuple[str, str]]:
+    try:
+        return [(str(kind), str(text)) for kind, text in row["turns"]]
+    except (KeyError, TypeError, ValueError):
+        return [("response", str(row.get("output", "")))]
 
 
 def _phases(folder: Path, problems: list[str]) -> dict[int, Row]:

@@ -43,6 +43,8 @@ class Episode:
     """Not None: the conversation has ended because the environment failed."""
     default_score: float
     """The score in this case."""
+    observations: Sequence[tuple[int, int]] = ()
+    """Of each, the places in the response of its first token and of the one after its last."""
 
     @property
     def score(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from rlhf_mc import json_files
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.sinks import best_effort
-from rlhf_mc.rewards.results import Score
+from rlhf_mc.rewards.results import Episode, Score
 from rlhf_mc.run_files import HISTOGRAMS_FILE
 
 
@@ -34,7 +35,8 @@ def write_samples(
 ) -> None:
     """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names them; data_source,
     length in tokens, parts (each part's contribution to the score), extra (further numbers of the reward functions)
-    and failure (why there is no score, or null). Only one rank calls it.
+    and failure (why there is no score, or null); of a conversation turns, as `turns_of` has them. Only one rank calls
+    it.
 
     A file of the same step, from before a resume, is replaced."""
     inputs = tokenizer.batch_decode([list(prompt.token_ids) for prompt in prompts], skip_special_tokens=True)
@@ -56,8 +58,22 @@ def write_samples(
                 "extra": dict(score.extra),
                 "failure": score.failure,
             }
+            if score.episode is not None:
+                row["turns"] = turns_of(tokenizer, response, score.episode)
             file.write(json_files.readable_text(row) + "\n")
     unfinished.replace(path)
+
+
+RESPONSE = "response"
+OBSERVATION = "observation"
+
+
+def turns_of(tokenizer: PreTrainedTokenizerBase, response: Sequence[int], episode: Episode) -> list[tuple[str, str]]:
+    """Return the parts of a conversation as pairs: RESPONSE or OBSERVATION, and the text."""
+    places = [0, *itertools.chain.from_iterable(episode.observations), len(response)]
+    kinds = itertools.cycle((RESPONSE, OBSERVATION))
+    parts = [(kind, response[start:end]) for kind, (start, end) in zip(kinds, itertools.pairwise(places), strict=False)]
+    return [(kind, tokenizer.decode(part, skip_special_tokens=False)) for kind, part in parts if part]
 
 
 MAX_BINS = 64

@@ -59,8 +59,9 @@ def test_whole_run_is_read(root: Path) -> None:
     assert list(run.validation) == list(run.training) == [0, 8, 16, 24, 32, 40]
     sample = run.validation[8][1]
     assert sample.prompt == "<|user|>What is 4 + 4?\nAnswer briefly.<|assistant|>"
-    assert (sample.response, sample.ground_truth, sample.score) == ("At step 8: 8\n\nDone.", "8", 0.0)
-    assert run.training[8][0].response == "8 </script><b>"
+    answer = [("response", "At step 8: 8\n\nDone.")]
+    assert (sample.turns, sample.ground_truth, sample.score) == (answer, "8", 0.0)
+    assert run.training[8][0].turns == [("response", "8 </script><b>"), ("observation", "right"), ("response", "end")]
     assert run.config["actor"]["optim"]["lr"] == 1e-6 and list(run.phases) == [3]
 
 
@@ -111,7 +112,7 @@ def test_line_separators_within_a_text_cut_no_line(tmp_path: Path) -> None:
     row = json.dumps({"input": "a\u2028b", "output": "c\u0085d\x1ee", "gts": "", "score": 1}, ensure_ascii=False)
     (folder / "4.jsonl").write_text(f"{row}\n{row[:20]}\n{row}")
     run = read_run(tmp_path)
-    assert [(sample.prompt, sample.response) for sample in run.training[4]] == [("a\u2028b", "c\u0085d\x1ee")] * 2
+    assert [(sample.prompt, sample.turns[0][1]) for sample in run.training[4]] == [("a\u2028b", "c\u0085d\x1ee")] * 2
     assert "train_generations/4.jsonl: 1 of 3 lines cannot be read and are left out: line 2" in run.problems
     assert list(read_rows(folder / "4.jsonl")) == []
     whole = json.dumps({"step": 1, "text": "a\u2028b"}, ensure_ascii=False) + "\n"
@@ -161,7 +162,7 @@ def test_generations_are_read_in_one_pass(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert time.process_time() - start < 1
     sample = run.validation[1][1]
-    assert (sample.prompt, sample.response, sample.ground_truth, sample.score) == ("a", "b\n[response] c", "1", 0.5)
+    assert (sample.prompt, sample.turns[0][1], sample.ground_truth, sample.score) == ("a", "b\n[response] c", "1", 0.5)
     assert len(run.validation[1]) == 2 and "generations/step_1.txt is cut after 2 generations" in run.problems
 
 

@@ -327,7 +327,7 @@ function showSamples(columns) {
     const cells = columns.map((column) => {
       const found = column.samples.filter((sample) => sample.prompt === prompt);
       const texts = found.length ? found.flatMap((sample) => [
-        element("div", { class: "generation" }, sample.response || "(empty)"),
+        ...sample.turns.map(([kind, text]) => element("div", { class: `generation ${kind}`, title: kind }, text || "(empty)")),
         element("div", { class: "label" }, `score ${shown(sample.score)}`),
       ]) : [element("div", { class: "label" }, "not kept at this step")];
       return element("div", {}, element("div", { class: "label" }, column.name), ...texts);
