@@ -24,7 +24,7 @@ from rlhf_mc.run_files import GENERATIONS
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.generate import VALIDATION, generate, repeat_prompts, sampling_seeds, update_weights
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.samples import keep_samples, turns_of
+from rlhf_mc.trainer.samples import keep_samples, split_turns
 from rlhf_mc.trainer.scores import ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
@@ -88,7 +88,7 @@ def _as_text(prompt: Prompt, token_ids: list[int], score: Score, tokenizer: PreT
     text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
     response = f"[response] {tokenizer.decode(token_ids, skip_special_tokens=False)}"
     if score.episode is not None:
-        response = "\n".join(f"[{kind}] {part}" for kind, part in turns_of(tokenizer, token_ids, score.episode))
+        response = "\n".join(f"[{kind}] {part}" for kind, part in split_turns(tokenizer, token_ids, score.episode))
     return f"[prompt] {text}\n{response}\n[ground truth] {prompt.ground_truth}\n[score] {score.score}\n"
 
 

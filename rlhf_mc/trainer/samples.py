@@ -35,7 +35,7 @@ def write_samples(
 ) -> None:
     """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names them; data_source,
     length in tokens, parts (each part's contribution to the score), extra (further numbers of the reward functions)
-    and failure (why there is no score, or null); of a conversation turns, as `turns_of` has them. Only one rank calls
+    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has them. Only one rank calls
     it.
 
     A file of the same step, from before a resume, is replaced."""
@@ -59,7 +59,7 @@ def write_samples(
                 "failure": score.failure,
             }
             if score.episode is not None:
-                row["turns"] = turns_of(tokenizer, response, score.episode)
+                row["turns"] = split_turns(tokenizer, response, score.episode)
             file.write(json_files.readable_text(row) + "\n")
     unfinished.replace(path)
 
@@ -68,7 +68,7 @@ RESPONSE = "response"
 OBSERVATION = "observation"
 
 
-def turns_of(tokenizer: PreTrainedTokenizerBase, response: Sequence[int], episode: Episode) -> list[tuple[str, str]]:
+def split_turns(tokenizer: PreTrainedTokenizerBase, response: Sequence[int], episode: Episode) -> list[tuple[str, str]]:
     """Return the parts of a conversation as pairs: RESPONSE or OBSERVATION, and the text."""
     places = [0, *itertools.chain.from_iterable(episode.observations), len(response)]
     kinds = itertools.cycle((RESPONSE, OBSERVATION))

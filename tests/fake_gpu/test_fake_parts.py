@@ -22,6 +22,7 @@ NOT_EXECUTED = {
     "sleep": "vLLM",
     "sleep_graphs": "vLLM",
     "aliased_weights": "vLLM",
+    "experts": "vLLM",
     "step_speed": "vLLM",
 }
 """Part -> the reason for which no fake device runs it."""
