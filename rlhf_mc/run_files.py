@@ -20,6 +20,8 @@ HISTOGRAMS_FILE = "histograms.jsonl"
 HEALTH_FILE = "health.jsonl"
 JOURNAL_FILE = "rollouts.jsonl"
 """The groups of each step, with rollout.tail_batching or partial_rollout."""
+OBSERVATIONS = "observations"
+"""The answers of environments, by step and rank: step_<n>_<rank>.jsonl."""
 ADJUSTMENTS_FILE = "adjustments.jsonl"
 RUN_FILE = "run.json"
 """Names the run to which a directory belongs: an export (with the step), or trainer.default_local_dir."""
@@ -82,6 +84,12 @@ def keep_up_to(path: Path, step: int) -> None:
     """Drop the rows of later steps, and a truncated row. The file is replaced atomically."""
     kept = [line for line, row in read_rows(path) if row["step"] <= step]
     durable.replace(path, "".join(kept).encode())
+
+
+def observation_files(root: Path) -> list[tuple[int, Path]]:
+    """Return the files in OBSERVATIONS, each with its step, in the order of the steps."""
+    names = ((path.stem.split("_")[1], path) for path in (root / OBSERVATIONS).glob("step_*_*.jsonl"))
+    return sorted((int(step), path) for step, path in names if step.isdecimal())
 
 
 def _object(line: str) -> Row | None:

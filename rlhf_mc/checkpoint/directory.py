@@ -27,7 +27,7 @@ from rlhf_mc.config.errors import UserError, error_reason, is_shortage
 from rlhf_mc.runtime.work import working
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 """Version of the checkpoint format."""
 _NAME = re.compile(r"global_step_(\d+)")
 QUARANTINED = ".quarantined"

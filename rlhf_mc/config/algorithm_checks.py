@@ -143,10 +143,10 @@ def _in_flight(cfg: Config) -> Iterator[str]:
             f" {rollout.max_off_policy_threshold} x {cfg.data.train_batch_size} = {most}: later steps train on the"
             " others too late"
         )
-    if cfg.trainer.replay is not None and not modes:
+    if cfg.trainer.replay is not None and not modes and not rollout.environment.is_set:
         yield (
-            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or rollout.partial_rollout: true"
-            " (other runs draw the same tokens in any layout)"
+            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or partial_rollout: true, or an"
+            " environment (other runs draw the same tokens in any layout)"
         )
     if rollout.tail_batching and cfg.algorithm.filter_groups.enable:
         yield (

@@ -192,12 +192,6 @@ def _environment(cfg: Config) -> Iterator[str]:
         yield "rollout.environment.path and tools (function_tool_path, tool_config_path) are both set; give one of them"
     if one.has_tools and "tools" in cfg.data.apply_chat_template_kwargs:
         yield "data.apply_chat_template_kwargs has 'tools', and rollout.environment has tools too; remove the former"
-    for key, is_set in (
-        ("rollout.partial_rollout", cfg.rollout.partial_rollout),
-        ("trainer.replay", cfg.trainer.replay),
-    ):
-        if is_set:
-            yield f"{key} is set and rollout.environment too; conversations with an environment are not continued"
     if one.max_tokens_per_turn is not None and one.max_tokens_per_turn > cfg.data.max_response_length:
         yield (
             f"rollout.environment.max_tokens_per_turn is {one.max_tokens_per_turn}; it must be at most"

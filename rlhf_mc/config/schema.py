@@ -256,9 +256,9 @@ class TrainerConfig:
     """resume_path: a training checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
     its own checkpoints, the same command resumes from the newest of those."""
     replay: str | None = None
-    """Directory of a run with rollout.tail_batching or partial_rollout, whose decisions this run takes, from its
-    rollouts.jsonl: the groups of each step, and the token at which each response was cut. So a run in another layout
-    draws the same tokens."""
+    """Directory of a run with rollout.tail_batching, partial_rollout or environment, whose decisions this run takes:
+    from its rollouts.jsonl the groups of each step, and the token at which each response was cut; from its
+    observations/ the answers of environments. So a run in another layout draws the same tokens."""
     resume_changed_inputs: Literal["refuse", "allow"] = "refuse"
     """Behaviour on resume if data, model or tokenizer files have changed since the checkpoint, by size and content
     hash. refuse: an error that lists them. allow: a warning. A changed custom_reward_function is always a warning."""

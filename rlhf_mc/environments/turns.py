@@ -5,20 +5,24 @@ continues one of rollout.partial_rollout: tokens depend on seed and position, no
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import zlib
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.batch import OBSERVED, Generation, Prompt
-from rlhf_mc.environments.environment_worker import Turn
+from rlhf_mc.data.batch import Generation, Prompt
+from rlhf_mc.environments.conversation_state import ConversationState, places_by_turn, with_observation, with_reply
+from rlhf_mc.environments.environment_worker import Key, Turn
+from rlhf_mc.environments.journal import END, ObservationJournal, Place, Reply
 from rlhf_mc.environments.pool import EnvironmentPool
 from rlhf_mc.environments.protocol import StepResult, ToolCall, truncated, where
 from rlhf_mc.environments.template import ObservationTokenizer
@@ -34,6 +38,8 @@ _IDLE_SECONDS = 0.01
 """Longest time that an engine with nothing else to do waits for an answer, before it looks after other ranks."""
 _MOST_REPORTED = 5
 """Failed calls that each rank reports; after them it reports every hundredth."""
+_KEPT = -1
+"""In place of the call in the key of a conversation that several calls may continue."""
 
 
 class Environments:
@@ -45,9 +51,11 @@ class Environments:
         data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
+        journal: ObservationJournal,
     ) -> None:
         """Raise UserError if the user's file cannot be used."""
         self.cfg = cfg
+        self.journal = journal
         self.max_response_length = data.max_response_length
         self.tokenizer = tokenizer
         self.pool = EnvironmentPool(cfg)
@@ -56,40 +64,103 @@ class Environments:
         """Of the chat template, for prompts and observations."""
         self.observations = ObservationTokenizer(tokenizer, stop_token_ids, self.template_arguments)
         self.parser = _parser(cfg, tokenizer, stop_token_ids, tools) if tools else None
-        self._calls = itertools.count()
-        self._num_failed = 0
+        self.sent: dict[Key, int] = {}
+        """Of each conversation whose environment this rank has, the turns that it has got."""
+        self._pending: set[Key] = set()
+        """Those whose environment has not answered the last one, or whose answer no conversation has got."""
+        self._answers: dict[Key, StepResult | Failure] = {}
+        """Answers that no conversation has got."""
+        self.engine = 0
+        """The engine of this rank."""
+        self._num_calls = itertools.count()
+        self._calls_of_step = itertools.count()
+        self._num_reported = 0
         self._group: dist.ProcessGroup | None = None
         self._ranks: Sequence[int] = ()
 
     def connect(self, engines: Sequence[Sequence[int]]) -> None:
         """Make a process group of the ranks of each engine that has several. Every rank must call it."""
-        for ranks in engines:
+        for number, ranks in enumerate(engines):
             group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
             if dist.get_rank() in ranks:
+                self.engine = number
                 self._ranks = ranks
                 self._group = group
 
-    def begin(self, requests: Sequence[Request], prompts: Sequence[Prompt]) -> Conversations:
-        """Return the conversations of a call of the engines. prompts: of each request."""
-        return Conversations(self, next(self._calls), requests, prompts)
+    def begin_step(self, step: int) -> None:
+        """Begin a step, in which the journal names the calls of the engines by their order."""
+        self.journal.begin_step(step)
+        self._calls_of_step = itertools.count()
 
-    def is_mine(self, number: int) -> bool:
+    def begin(
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[Prompt],
+        names: Sequence[int] | None = None,
+        kept: Mapping[int, ConversationState] | None = None,
+    ) -> Conversations:
+        """Return the conversations of a call of the engines. prompts: of each request. names: the numbers of the
+        conversations in the run; None: they have none. kept: where a later call may continue them, the states of those
+        that earlier calls have begun, by the request's number; None: they end with the call. Every rank must call
+        it."""
+        self.journal.load()
+        names = range(len(requests)) if names is None else names
+        call = next(self._num_calls) if kept is None else _KEPT
+        if kept is not None:
+            self.end_kept(set(names))
+        return Conversations(self, next(self._calls_of_step), [(call, name) for name in names], requests, prompts, kept)
+
+    def end_kept(self, but: Set[int] = frozenset()) -> None:
+        """End the environments that earlier calls have kept, but those of the conversations of these names."""
+        for call, name in list(self.sent):
+            if call == _KEPT and name not in but:
+                self.end((call, name))
+
+    def is_mine(self, key: Key) -> bool:
         """Return whether this rank has the environment of its engine's conversation."""
-        return self._ranks[number % len(self._ranks)] == dist.get_rank()
+        return self._ranks[key[1] % len(self._ranks)] == dist.get_rank()
 
-    def on_all_ranks(self, replies: dict[int, _Reply]) -> dict[int, _Reply]:
+    def send(self, key: Key, prompt: Prompt, turns: Sequence[list[int]], has_room: bool) -> None:
+        """Send the first of a conversation's turns that the environment has not got, unless it is to answer another one
+        before. has_room: the response may continue after the last turn."""
+        sent = self.sent.get(key, 0)
+        if key in self._pending or sent == len(turns):
+            return
+        self.sent[key] = sent + 1
+        self._pending.add(key)
+        text = self.tokenizer.decode(turns[sent], skip_special_tokens=True)
+        parser = self.parser if has_room or sent + 1 < len(turns) else None
+        calls = [] if parser is None else [ToolCall(*call) for call in parser.calls(turns[sent])]
+        self.pool.submit(Turn(key, None if sent else _row(prompt), text, turns[sent], calls))
+
+    def take(self, keys: Set[Key], seconds: float) -> dict[Key, StepResult | Failure]:
+        """Return the answers that have come for these conversations. Without any, wait for at most `seconds`."""
+        arrived = self.pool.take(0.0 if keys & self._answers.keys() else seconds)
+        self._answers |= {key: answer for key, answer in arrived.items() if key in self._pending}
+        taken = {key: self._answers.pop(key) for key in keys & self._answers.keys()}
+        self._pending -= taken.keys()
+        return taken
+
+    def end(self, key: Key) -> None:
+        """Close the environment of a conversation, if this rank has it."""
+        if self.sent.pop(key, None) is not None:
+            self._pending.discard(key)
+            self._answers.pop(key, None)
+            self.pool.end(key)
+
+    def on_all_ranks(self, replies: dict[int, Reply]) -> dict[int, Reply]:
         """Return the replies of all ranks of the engine, by the request's number."""
         if self._group is None:
             return replies
         return {number: reply for part in gather_objects(replies, self._group) for number, reply in part.items()}
 
-    def report(self, prompt: Prompt, failure: Failure, what: str) -> None:
-        """Warn that an environment has failed. what: becomes of the conversation."""
-        self._num_failed += 1
-        if self._num_failed <= _MOST_REPORTED or self._num_failed % 100 == 0:
+    def report(self, prompt: Prompt, problem: str, what: str) -> None:
+        """Warn of an environment's answer. what: becomes of the conversation."""
+        self._num_reported += 1
+        if self._num_reported <= _MOST_REPORTED or self._num_reported % 100 == 0:
             print_line(
-                f"warning: {where(self.cfg)}: {prompt.where}: {failure.problem}; the conversation {what}"
-                f" ({self._num_failed} such calls so far on this rank)"
+                f"warning: {where(self.cfg)}: {prompt.where}: {problem}; the conversation {what}"
+                f" ({self._num_reported} such calls so far on this rank)"
             )
 
     def close(self) -> None:
@@ -97,149 +168,250 @@ class Environments:
         self.pool.close()
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """The observation for a conversation."""
-
-    token_ids: Sequence[int]
-    ends: bool
-    """The conversation has ended."""
-
-
-@dataclass
-class _Conversation:
-    """A conversation whose environment this rank has."""
-
-    start: int
-    """Tokens of the response before the present turn."""
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    info: dict[str, float] = field(default_factory=dict)
-    failed_calls: Counter[FailureKind] = field(default_factory=Counter)
-
-
 class Conversations:
     """The conversations of one call of the engines: rollout/base.py has the interface, Turns."""
 
     def __init__(
-        self, environments: Environments, call: int, requests: Sequence[Request], prompts: Sequence[Prompt]
+        self,
+        environments: Environments,
+        call: int,
+        keys: Sequence[Key],
+        requests: Sequence[Request],
+        prompts: Sequence[Prompt],
+        kept: Mapping[int, ConversationState] | None,
     ) -> None:
+        """call: of the step. keys: of each conversation. Other arguments as of Environments.begin."""
         self._run = environments
         self._call = call
+        self._keys = keys
         self._prompts = prompts
         self._whole = requests
+        self._keeps = kept is not None
+        self._kept = {} if kept is None else kept
+        self.homes: Mapping[int, int] = {number: state.engine for number, state in self._kept.items()}
+        new = Episode([], {}, {}, None, environments.cfg.default_score)
+        self.episodes = [self._kept[i].episode if i in self._kept else new for i in range(len(requests))]
+        """Of each conversation up to its last answer; of those that other engines have, before the call."""
         self.requests = [self._limited(request) for request in requests]
         """The first turn of each conversation."""
-        self.episodes: dict[int, Episode] = {}
-        """Of the conversations that have ended, whose environment this rank has."""
-        self._waiting: dict[int, Generation] = {}
-        self._own: dict[int, _Conversation] = {}
+        self.waiting: dict[int, Generation] = {}
+        """The conversations of this rank's engine that wait for their environment."""
+        self._places: dict[int, tuple[Place, int]] = {}
+        """Their turns, and the digests of their tokens, as the journal has them."""
+        self._recorded: dict[int, Reply] = {}
+        """The answers of the journal to these."""
+        self._unrecorded: set[int] = set()
+        """Those without one. They are sent once the journal has no later answer in this call: until then it knows when
+        they have been answered, or that they have not."""
+        self._other: set[int] = set()
+        """Conversations that the journal does not have, or with other tokens."""
+        self._cut: dict[int, Generation] = {}
+        """Conversations that wait or draw until the end of a replayed step, as in the run that is replayed."""
+        self._begun: set[int] = set()
+        self._cached: set[int] = set()
+        """Those of this engine that have begun, and whose tokens it has computed in this call."""
+        self._ended: set[int] = set()
+        self._iteration = 0
+        """Calls of `arrived`: the time of the journal, which does not depend on seconds."""
+        recorded = environments.journal.of_call(call)
+        self._last_recorded = max((reply.at for reply in recorded.values()), default=0)
+        self._num_untaken = sum(place[1] != END for place in recorded) if dist.get_rank() == 0 else 0
+        self._problem: str | None = None
 
     @property
     def num_waiting(self) -> int:
         """Number of conversations that wait for their environment."""
-        return len(self._waiting)
+        return len(self.waiting.keys() - self._cut.keys())
+
+    def start(self, requests: Sequence[Request]) -> list[Request]:
+        """Begin conversations, or continue those of earlier calls. Return those in which the model draws."""
+        self._begun.update(request.number for request in requests)
+        waiting = [one for one in requests if one.number in self._kept and self._kept[one.number].waits]
+        for request in waiting:
+            self._wait(request.number, request.begun)
+        return [request for request in requests if request.number not in self.waiting]
 
     def submit(self, ended: Mapping[int, Generation]) -> None:
         """Send turns that have ended to their environments."""
-        self._waiting |= ended
-        for number, one in ended.items():
-            if not self._run.is_mine(number):
-                continue
-            is_first = number not in self._own
-            self._own.setdefault(number, _Conversation(len(self.requests[number].begun.token_ids)))
-            turn = one.token_ids[self._own[number].start :]
-            text = self._run.tokenizer.decode(turn, skip_special_tokens=True)
-            row = _row(self._prompts[number]) if is_first else None
-            has_room = len(one.token_ids) < self._run.max_response_length
-            calls = self._run.parser.calls(turn) if self._run.parser is not None and has_room else ()
-            tool_calls = [ToolCall(*call) for call in calls]
-            self._run.pool.submit(Turn((self._call, number), row, text, turn, tool_calls))
+        self._cached |= ended.keys()
+        for number, turn in ended.items():
+            if turn.finished or len(turn.token_ids) == self._turn_limit(number, turn):
+                self._wait(number, turn)
+            else:
+                self._cut[number] = turn
 
     def arrived(self, is_idle: bool) -> Arrivals:
         """Return what has arrived. is_idle: the engine has nothing else to do for a moment."""
-        if not self._waiting:
-            return Arrivals()
-        replies = {}
-        for (call, number), answer in self._run.pool.take(_IDLE_SECONDS if is_idle else 0.0).items():
-            if call == self._call and number in self._waiting:  # not of a call that has ended
-                replies[number] = self._reply(number, answer)
+        self._iteration += 1
+        replies = {number: reply for number, reply in self._recorded.items() if reply.at <= self._iteration}
+        if self._iteration > self._last_recorded:
+            for number in self._unrecorded:
+                self._send(number)
+            self._unrecorded.clear()
+        if unanswered := self.waiting.keys() - self._recorded.keys() - self._unrecorded - self._cut.keys():
+            replies |= self._run.on_all_ranks(self._answers(unanswered, is_idle))
         requests = []
         ended = {}
         num_cached = 0
-        for number, reply in sorted(self._run.on_all_ranks(replies).items()):
-            turn = self._waiting.pop(number)
-            begun = _observed(turn, reply.token_ids)
+        for number, reply in sorted(replies.items()):
+            turn = self.waiting.pop(number)
+            self._recorded.pop(number, None)
+            self.episodes[number] = with_reply(self.episodes[number], turn, reply)
+            begun = with_observation(turn, reply.token_ids)
             if reply.ends:
                 has_room = turn.finished or len(turn.token_ids) < self._run.max_response_length
                 ended[number] = replace(begun, finished=has_room and not reply.token_ids)
+                self._run.end(self._keys[number])
                 continue
-            requests.append(self._limited(replace(self._whole[number], begun=begun)))
-            num_cached += len(self.requests[number].prompt) + len(turn.token_ids)
+            request = self._limited(replace(self._whole[number], begun=begun))
+            if request.max_tokens == len(begun.token_ids):
+                self._cut[number] = begun
+                continue
+            requests.append(request)
+            num_cached += (number in self._cached) * (len(request.prompt) + len(turn.token_ids))
+        self._ended |= ended.keys()
         return Arrivals(requests, num_cached, ended)
 
     def abort(self) -> dict[int, Generation]:
-        """End all environments. Return the conversations that wait, as they were before the call: their last turn may
-        have ended with the response's last token, and has no reward yet."""
-        for number in self._own:
-            self._run.pool.end((self._call, number))
-        return {number: self.requests[number].begun for number in self._waiting}
+        """End the environments, unless a later call continues the conversations. Return those that wait."""
+        for number in () if self._keeps else self._begun:
+            self._run.end(self._keys[number])
+        return {**self.waiting, **self._cut}
+
+    def finish(self) -> None:
+        """Record the end of the call. Raise UserError, on all ranks, if the conversations are not those of the run that
+        is replayed. Every rank must call it."""
+        if not self._run.journal.is_replay:
+            self._run.journal.record({((self._call, END, self._run.engine), 0): Reply(self._iteration)})
+            return
+        problems, nums_untaken = zip(*gather_objects((self._problem, self._num_untaken)), strict=True)
+        problem = next(filter(None, problems), None)
+        if problem is None and (num := sum(nums_untaken)) > 0:
+            problem = f"the journal has {num} observations for conversations that do not wait for them"
+        if problem is not None:
+            raise UserError(f"trainer.replay: {problem}: are model, data, settings and versions those of that run?")
+
+    def states(self) -> dict[int, ConversationState]:
+        """Return the state of each conversation that the call has begun, by the request's number. Every rank must call
+        it after the call."""
+        own = {
+            n: ConversationState(self._run.engine, n in self.waiting, n in self._ended, self.episodes[n])
+            for n in self._begun
+        }
+        return {number: state for part in gather_objects(own) for number, state in part.items()}
+
+    def _turn_limit(self, number: int, response: Generation) -> int:
+        """Return the largest length of the response in its present turn."""
+        most = self._run.max_response_length
+        if (per_turn := self._run.cfg.max_tokens_per_turn) is None:
+            return most
+        present = places_by_turn(response, self.episodes[number])[-1]
+        return min(most, (present[0] if present else len(response.token_ids)) + per_turn)
 
     def _limited(self, request: Request) -> Request:
         """Return the request of a turn."""
-        limit = self._run.max_response_length if request.max_tokens is None else request.max_tokens
-        per_turn = self._run.cfg.max_tokens_per_turn
-        if per_turn is not None:
-            limit = min(limit, len(request.begun.token_ids) + per_turn)
-        return replace(request, max_tokens=limit)
+        limit = self._turn_limit(request.number, request.begun)
+        return replace(request, max_tokens=limit if request.max_tokens is None else min(limit, request.max_tokens))
 
-    def _reply(self, number: int, answer: StepResult | Failure) -> _Reply:
-        """Record an environment's answer. Return the observation, and whether the conversation has ended."""
-        own = self._own[number]
+    def _wait(self, number: int, turn: Generation) -> None:
+        """Let a conversation wait for its environment, or for the journal's answer."""
+        self.waiting[number] = turn
+        journal = self._run.journal
+        place = (self._call, self._keys[number][1], len(self.episodes[number].rewards))
+        tokens = np.concatenate([self._whole[number].prompt, np.array(turn.token_ids, np.int32)])
+        digest = zlib.crc32(tokens.tobytes())
+        self._places[number] = place, digest
+        replies = journal.at(place)
+        if digest in replies:
+            self._recorded[number] = replies[digest]
+            self._num_untaken -= self._run.is_mine(self._keys[number])
+        elif journal.is_replay and replies:
+            where = f"{self._prompts[number].where}, turn {place[2] + 1}"
+            self._problem = f"step {journal.step}, {where}: the runs have drawn other tokens"
+            self._recorded[number] = Reply(0)
+        elif journal.is_replay and self._whole[number].max_tokens is not None:
+            self._cut[number] = turn
+        elif replies or number in self._other or self._iteration > self._last_recorded:
+            self._other.add(number)
+            self._send(number)
+        else:
+            self._unrecorded.add(number)
+
+    def _turns(self, number: int) -> list[list[int]]:
+        """Return the tokens that the model has drawn in each turn of a conversation that waits."""
+        tokens = self.waiting[number].token_ids
+        return [[tokens[i] for i in places] for places in places_by_turn(self.waiting[number], self.episodes[number])]
+
+    def _send(self, number: int) -> None:
+        """Send the next turn of a conversation to its environment, if this rank has it."""
+        if self._run.is_mine(self._keys[number]):
+            has_room = len(self.waiting[number].token_ids) < self._run.max_response_length
+            self._run.send(self._keys[number], self._prompts[number], self._turns(number), has_room)
+
+    def _answers(self, unanswered: Set[int], is_idle: bool) -> dict[int, Reply]:
+        """Return, and record, the answers of this rank's environments to the conversations `unanswered`."""
+        seconds = _IDLE_SECONDS if is_idle and self._iteration > self._last_recorded else 0.0
+        numbers = {self._keys[number]: number for number in unanswered if self._run.is_mine(self._keys[number])}
+        replies = {}
+        for key, answer in self._run.take(numbers.keys(), seconds).items():
+            number = numbers[key]
+            turns = self._turns(number)
+            if (sent := self._run.sent[key]) < len(turns):  # the environment is rebuilt
+                self._compare(number, sent - 1, turns[sent - 1], answer)
+                self._send(number)
+            else:
+                replies[number] = self._reply(number, turns[-1], answer)
+        self._run.journal.record({self._places[number]: reply for number, reply in replies.items()})
+        return replies
+
+    def _reply(self, number: int, turn: Sequence[int], answer: StepResult | Failure) -> Reply:
+        """Return an environment's answer to a turn as a reply, with the default observation for a failure."""
         cfg = self._run.cfg
-        turn = self._waiting[number]
-        failure: Failure | None = None
+        failed: list[FailureKind] = []
+        is_fatal = False
         tokens: list[int] = []
         if not isinstance(answer, Failure):
             try:
-                tokens = self._tokens(number, answer)
-                own.info |= answer.info
-                own.failed_calls.update(one.kind for one in answer.failures)
+                tokens = self._tokens(number, turn, answer)
+                failed += [one.kind for one in answer.failures]
                 for one in answer.failures:
-                    self._run.report(self._prompts[number], one, "continues with it")
+                    self._run.report(self._prompts[number], one.problem, "continues with it")
             except Failure as problem:
                 answer = problem
         if isinstance(answer, Failure):
-            own.failed_calls[answer.kind] += 1
-            if cfg.default_observation is None or not self._run.pool.has((self._call, number)):
-                failure = answer
-            ends = failure is not None
-            what = f"scores {cfg.default_score:g}" if ends else "continues with default_observation"
-            self._run.report(self._prompts[number], answer, what)
+            failed.append(answer.kind)
+            is_fatal = cfg.default_observation is None or not self._run.pool.has(self._keys[number])
+            what = f"scores {cfg.default_score:g}" if is_fatal else "continues with default_observation"
+            self._run.report(self._prompts[number], answer.problem, what)
             text = truncated((cfg.default_observation or "").replace("{error}", answer.problem), cfg)
-            answer = StepResult(text, 0.0, failure is not None, {})
-            tokens = self._tokens(number, answer)
-        own.rewards.append((turn.num_drawn - 1, answer.reward))
-        room = self._run.max_response_length - len(turn.token_ids)
-        is_last = answer.done or len(own.rewards) >= cfg.max_turns
+            answer = StepResult(text, 0.0, is_fatal, {})
+            tokens = self._tokens(number, turn, answer)
+        room = self._run.max_response_length - len(self.waiting[number].token_ids)
+        is_last = answer.done or len(self.episodes[number].rewards) + 1 >= cfg.max_turns
         # An observation that does not fit is cut: the response is then truncated, as one of a single turn is.
         tokens = [] if is_last else tokens[:room]
-        own.start = len(turn.token_ids) + len(tokens)
         ends = is_last or len(tokens) == room
-        if ends:
-            rewards = own.rewards if failure is None else [(place, 0.0) for place, _ in own.rewards]
-            kind = None if failure is None else failure.kind
-            self.episodes[number] = Episode(rewards, own.info, own.failed_calls, kind, cfg.default_score)
-            self._run.pool.end((self._call, number))
-            del self._own[number]
-        return _Reply(tokens, ends)
+        return Reply(self._iteration, tokens, answer.reward, {**answer.info}, ends, failed, is_fatal)
 
-    def _tokens(self, number: int, answer: StepResult) -> list[int]:
+    def _compare(self, number: int, index: int, turn: Sequence[int], answer: StepResult | Failure) -> None:
+        """Warn if a rebuilt environment answers an earlier turn otherwise than before."""
+        episode = self.episodes[number]
+        places = places_by_turn(self.waiting[number], episode)
+        wanted = self.waiting[number].token_ids[places[index][-1] + 1 : places[index + 1][0]]
+        is_same = bool(episode.failed_calls)
+        if not isinstance(answer, Failure):
+            with contextlib.suppress(Failure):
+                is_same = self._tokens(number, turn, answer) == wanted and answer.reward == episode.rewards[index][1]
+        if not is_same:
+            problem = f"begun again after a resume, it answers turn {index + 1} otherwise than before"
+            self._run.report(self._prompts[number], problem, "continues with the earlier answer")
+
+    def _tokens(self, number: int, turn: Sequence[int], answer: StepResult) -> list[int]:
         """Return the tokens of an observation; none after the last turn."""
         if answer.done:
             return []
-        turn = self._waiting[number].token_ids[self._own[number].start :]
         tokens = self._run.observations.tokens(answer.observation, turn)
-        if not self._own[number].rewards:
+        if not self.episodes[number].rewards:
             text = self._run.tokenizer.decode(turn, skip_special_tokens=True)
             self._run.observations.check(self._prompts[number].messages, text, answer.observation, tokens)
         return tokens
@@ -267,13 +439,3 @@ def _row(prompt: Prompt) -> dict[str, object]:
         "extra_info": dict(prompt.extra_info),
         "agent_name": prompt.agent_name,
     }
-
-
-def _observed(turn: Generation, tokens: Sequence[int]) -> Generation:
-    """Return the response with an observation appended."""
-    return replace(
-        turn,
-        token_ids=[*turn.token_ids, *tokens],
-        log_probs=[*turn.log_probs, *[OBSERVED] * len(tokens)],
-        finished=False,
-    )

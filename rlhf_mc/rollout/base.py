@@ -62,7 +62,7 @@ class Arrivals:
     requests: Sequence[Request] = ()
     """Conversations that continue: `begun` ends with the observation."""
     num_cached: int = 0
-    """Their tokens without the observations. The engine has computed them before."""
+    """Their tokens without the observations, as far as the engine has computed them in this call."""
     ended: Mapping[int, Generation] = field(default_factory=dict)
     """Conversations that have ended, by the request's number."""
 
@@ -71,9 +71,16 @@ class Turns(Protocol):
     """The conversations of one call of an engine, of which each request is a turn. All ranks of the engine call each
     method alike; none waits for an environment longer than a moment."""
 
+    homes: Mapping[int, int]
+    """The engine that has had a conversation in an earlier call, by the request's number. The same on every rank."""
+
     @property
     def num_waiting(self) -> int:
         """Number of conversations that wait for their environment."""
+
+    def start(self, requests: Sequence[Request]) -> list[Request]:
+        """Begin conversations, or continue those of an earlier call. Return those in which the model draws; others wait
+        for their environment."""
 
     def submit(self, ended: Mapping[int, Generation]) -> None:
         """Send turns that have ended to their environments."""
@@ -82,8 +89,8 @@ class Turns(Protocol):
         """Return what has arrived. is_idle: the engine has nothing else to do for a moment."""
 
     def abort(self) -> dict[int, Generation]:
-        """End all environments. Return the conversations that wait, as they were before the call, by the request's
-        number."""
+        """End the environments, unless a later call continues the conversations. Return those that wait, by the
+        request's number."""
 
 
 class RolloutEngine(Protocol):

@@ -47,7 +47,7 @@ def generate_responses(
     own = next(number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks)
     ranks = engine.groups[own]
     place = ranks.index(dist.get_rank())
-    queue = SharedQueue(len(requests), expected_lens)
+    queue = SharedQueue(len(requests), expected_lens, None if turns is None else turns.homes)
     responses: dict[int, Generation] = {}
     share: list[int] = []
     promised = 0  # requests of the share that have left the queue, and are to begin at once
@@ -67,7 +67,7 @@ def generate_responses(
             while engine.num_unfinished or share or (turns is not None and turns.num_waiting):
                 is_idle = not engine.num_unfinished and not share
                 arrivals = NO_ARRIVALS if turns is None else turns.arrived(is_idle)
-                num_added = _begin(engine, requests, share, sampling, arrivals.requests, promised)
+                num_added = _begin(engine, requests, share, sampling, arrivals.requests, promised, turns)
                 promised = 0
                 num_drawn = 0
                 over = arrivals.ended
@@ -115,14 +115,16 @@ def _begin(
     sampling: Sampling,
     returning: Sequence[Request],
     promised: int,
+    turns: Turns | None,
 ) -> int:
     """Add the returning requests to the engine, and move those for which it has room then from its share to it, and at
     least the first `promised`. Return the tokens of their prompts and begun responses."""
     room = max(promised, _room(engine) - len(returning)) if share else 0
-    begun = [*returning, *(requests[number] for number in share[:room])]
+    new = [requests[number] for number in share[:room]]
+    del share[:room]
+    begun = [*returning, *(new if turns is None else turns.start(new))]
     if not begun:
         return 0
-    del share[:room]
     engine.add(begun, sampling)
     return sum(len(request.prompt) + len(request.begun.token_ids) for request in begun)
 

@@ -36,6 +36,7 @@ _OUTPUTS = (
     run_files.HISTOGRAMS_FILE,
     run_files.HEALTH_FILE,
     run_files.JOURNAL_FILE,
+    run_files.OBSERVATIONS,
     TENSORBOARD_DIR,
     TRACKERS_FILE,
     WANDB_DIR,
@@ -168,6 +169,13 @@ def drop_later(root: Path, step: int) -> list[str]:
             quarantined = directory.quarantine(path)
             lines.append(f"{path} is of step {exported}, later than {step}; quarantined as {quarantined.name}")
     return lines
+
+
+def drop_observations(root: Path, first: int, last: float) -> None:
+    """Remove the observations of these steps."""
+    for step, path in run_files.observation_files(root):
+        if first <= step <= last:
+            path.unlink()
 
 
 def _outputs(root: Path) -> Iterator[Path]:

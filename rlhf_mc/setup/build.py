@@ -35,6 +35,7 @@ from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.environments.journal import ObservationJournal, environment_digest
 from rlhf_mc.environments.turns import Environments
 from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.machine.facts import available_memory
@@ -87,9 +88,7 @@ def build_run(cfg: Config) -> Run:
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
     stops = stop_token_ids(cfg.model.path, tokenizer)
-    environments = None
-    if cfg.rollout.environment.is_set:
-        environments = on_every_rank(lambda: Environments(cfg.rollout.environment, cfg.data, tokenizer, stops))
+    environments = _environments(cfg, tokenizer, stops, rank) if cfg.rollout.environment.is_set else None
     train_prompts, val_prompts = _prompts(cfg, tokenizer, bool(conversations), environments)
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: load_estimator(cfg.algorithm))
@@ -179,6 +178,19 @@ def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     if cfg.model.tokenizer_path is None:
         return load_tokenizer(cfg.model.path, "model.path", template)
     return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path", template)
+
+
+def _environments(cfg: Config, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...], rank: int) -> Environments:
+    """Return the environments of conversations, and their journal. Every rank must call it."""
+    environment = cfg.rollout.environment
+
+    def build() -> Environments:
+        root = None if cfg.trainer.val_only else Path(cfg.trainer.default_local_dir)
+        digest = environment_digest(environment, cfg.data.max_response_length)
+        journal = ObservationJournal(root, cfg.trainer.replay, rank, digest)
+        return Environments(environment, cfg.data, tokenizer, stops, journal)
+
+    return on_every_rank(build, "rollout.environment")
 
 
 def _prompts(

@@ -226,6 +226,8 @@ class Checkpoints:
         step = max((n for n in saved if healthy is not None and n <= healthy), default=None)
         if step is not None:
             on_rank_0(lambda: self._quarantine_after(step), str(self._root))
+            # The steps are repeated with other learning rates. (A resume repeats them as they were.)
+            on_rank_0(lambda: ownership.drop_observations(self._root, step + 1, math.inf), str(self._root))
             self.is_rolled_back = True
         return step
 
@@ -419,6 +421,8 @@ class Checkpoints:
         best = {self.position.best_step} if self._cfg.keep_best else set()
         for step in directory.to_remove(steps, self._cfg.max_ckpt_to_keep, best | self._rolled_back_to()):
             directory.remove(self._root, step)
+        if self._cfg.max_ckpt_to_keep is not None:
+            ownership.drop_observations(self._root, 0, directory.steps_with_checkpoint(self._root)[0])
 
     def _rolled_back_to(self) -> set[int | None]:
         """Return the step that the run may be rolled back to, by a rule or, once it is unhealthy, by its user."""

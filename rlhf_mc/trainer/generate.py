@@ -13,6 +13,7 @@ import torch
 from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
+from rlhf_mc.environments.conversation_state import ConversationState
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
@@ -74,7 +75,7 @@ def generate(
     requests = [
         Request(i, prompt.token_ids, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
-    turns, requests = begin_turns(run, requests, prompts)
+    turns, requests = begin_turns(run, requests, prompts, numbers or None)
 
     def score(ended: Mapping[int, Generation]) -> None:
         if numbers:
@@ -84,17 +85,25 @@ def generate(
         stream.submit({first + number: one.token_ids for number, one in ended.items()}, others_follow=True)
 
     clock = new_clock(run)
-    return generate_responses(run.rollout, requests, sampling, clock, expected_lens, on_ended=score, turns=turns)
+    responses = generate_responses(run.rollout, requests, sampling, clock, expected_lens, on_ended=score, turns=turns)
+    if turns is not None:
+        turns.finish()
+    return responses
 
 
 def begin_turns(
-    run: Run, requests: list[Request], prompts: Sequence[Prompt]
+    run: Run,
+    requests: list[Request],
+    prompts: Sequence[Prompt],
+    numbers: Sequence[int] | None = None,
+    kept: Mapping[int, ConversationState] | None = None,
 ) -> tuple[Conversations | None, list[Request]]:
     """Return the conversations of a call of the engines, and the request of each one's first turn; without environments
-    None, and the requests. prompts: of each request."""
+    None, and the requests. prompts: of each request. numbers: of the responses in the run. Other arguments as of
+    Environments.begin."""
     if run.environments is None:
         return None, requests
-    turns = run.environments.begin(requests, prompts)
+    turns = run.environments.begin(requests, prompts, numbers, kept)
     return turns, turns.requests
 
 
@@ -162,8 +171,9 @@ def continue_groups(
     rows = [
         (number, i)
         for number, group in enumerate(groups)
-        for i in np.flatnonzero(~group.has_ended(limit))
+        for i in np.flatnonzero(~group.has_ended(limit)).tolist()
         if lens[number][i] > len(group.responses[i].token_ids)
+        or (i in group.conversations and group.conversations[i].waits)
     ]
     group_of = np.array([number for number, _ in rows], dtype=np.int64)
     num_open = np.bincount(group_of, minlength=len(groups))
@@ -171,14 +181,19 @@ def continue_groups(
         Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], min(limit, lens[g][i]))
         for number, (g, i) in enumerate(rows)
     ]
-    turns, requests = begin_turns(run, requests, [groups[g].prompt for g, _ in rows])
+    is_partial = run.config.rollout.partial_rollout
+    states = (groups[g].conversations.get(i) for g, i in rows)
+    kept = {number: state for number, state in enumerate(states) if state is not None} if is_partial else None
+    numbers = [groups[g].number(i) for g, i in rows]
+    turns, requests = begin_turns(run, requests, [groups[g].prompt for g, _ in rows], numbers, kept)
     expected = None
-    if not run.config.rollout.partial_rollout:  # there the oldest begin first: a begun response waits for no new one
+    if not is_partial:  # there the oldest begin first: a begun response waits for no new one
         expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
     parameters = Sampling(run.config.rollout.temperature, limit, run.stop_token_ids)
     earlier = {(g, i) for g, group in enumerate(groups) for i in range(len(group.responses))}.difference(rows)
     for g, i in sorted(earlier)[run.groups.rank :: run.groups.mesh.world]:
-        scores.add(g, i, groups[g].responses[i].token_ids)
+        conversation = groups[g].conversations.get(i)
+        scores.add(g, i, groups[g].responses[i].token_ids, None if conversation is None else conversation.episode)
 
     def is_enough(ended: Set[int]) -> bool:
         assert enough is not None
@@ -187,7 +202,7 @@ def continue_groups(
         return enough(is_complete)
 
     def on_ended(ended: Mapping[int, Generation]) -> None:
-        hold_experts(run, {groups[rows[i][0]].number(rows[i][1]): one for i, one in ended.items()})
+        hold_experts(run, {numbers[i]: one for i, one in ended.items()})
         for number, one in ended.items():
             scores.add(*rows[number], one.token_ids, None if turns is None else turns.episodes[number])
         if enough is None:
@@ -200,7 +215,17 @@ def continue_groups(
     responses = [list(group.responses) for group in groups]
     for (g, i), response in zip(rows, drawn.generations(), strict=True):
         responses[g][i] = response
-    continued = [group.continued(each, state.step - 1) for group, each in zip(groups, responses, strict=True)]
+    conversations: list[dict[int, ConversationState]] = [{} for _ in groups]
+    if turns is not None:
+        turns.finish()
+        hold_experts(run, {numbers[i]: turn for i, turn in turns.waiting.items()})
+        for number, one in turns.states().items():
+            g, i = rows[number]
+            conversations[g][i] = one
+    continued = [
+        group.continued(each, state.step - 1, own)
+        for group, each, own in zip(groups, responses, conversations, strict=True)
+    ]
     ended = [(g, i) for g, i in rows if continued[g].has_ended(limit)[i]]
     run.response_lengths.record(
         [groups[g].prompt.index for g, _ in ended], [len(responses[g][i].token_ids) for g, i in ended]

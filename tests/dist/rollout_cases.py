@@ -29,6 +29,7 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
 from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.environments.journal import ObservationJournal
 from rlhf_mc.environments.turns import Environments
 from rlhf_mc.patching import replaced
 from rlhf_mc.rewards.manager import RewardManager
@@ -280,8 +281,7 @@ def conversations(
     checkpoint: str, layouts: Sequence[Sequence[Sequence[int]]], prompts: Sequence[Sequence[int]], path: str
 ) -> list[tuple[list[Generation], dict[int, Episode], int]]:
     """Let the engines of each layout, with few places, have a conversation for each prompt with the environment of this
-    file. Return the responses, the episodes of which this rank has the environment, and the tokens that its engine has
-    computed."""
+    file. Return the responses, their episodes, and the tokens that this rank's engine has computed."""
     limit = 60
     results = []
     rows = [Prompt(i, np.array(prompt, np.int32), "mine", i) for i, prompt in enumerate(prompts)]
@@ -296,9 +296,9 @@ def conversations(
         return output
 
     data = DataConfig(train_files=[], max_response_length=limit)
-    environments = Environments(
-        EnvironmentConfig(path, max_tokens_per_turn=6), data, load_tokenizer(checkpoint), (1, 2, 3)
-    )
+    cfg = EnvironmentConfig(path, max_tokens_per_turn=6)
+    journal = ObservationJournal(None, None, dist.get_rank(), 0)
+    environments = Environments(cfg, data, load_tokenizer(checkpoint), (1, 2, 3), journal)
     try:
         for groups in layouts:
             environments.connect(groups)
@@ -310,7 +310,8 @@ def conversations(
                 turns = environments.begin(requests, rows)
                 sampling = Sampling(TEMPERATURE, limit, (1, 2, 3))
                 responses = generate_responses(engine, turns.requests, sampling, VirtualClock(), turns=turns)
-            results.append((responses.generations(), turns.episodes, num_computed))
+            episodes = {number: state.episode for number, state in turns.states().items()}
+            results.append((responses.generations(), episodes, num_computed))
     finally:
         environments.close()
     return results

@@ -236,7 +236,7 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
         root = changed_copy(good, tmp_path / f"begun by job {job}", set_job(job))
         requeued = ["resume_mode=disable", "SLURM_JOB_ID=7", "SLURM_RESTART_COUNT=1"]
         attempts.append(([f"default_local_dir={root}", *requeued], outcome))
-    auto("another version", convert_to_another_version, "written by another version of the program (format 9, not 2)")
+    auto("another version", convert_to_another_version, "written by another version of the program (format 9, not 3)")
     named("named", changed_copy(good, tmp_path / "n", truncate) / "global_step_3", "corrupt")
     named("Hugging Face checkpoint", config.parent / "model", "Hugging Face checkpoints are given as model.path")
     named("nowhere", tmp_path / "nothing", "no such directory")

@@ -106,7 +106,7 @@ def test_another_format_is_rejected(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 1)
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 1}))
-    with pytest.raises(UserError, match=r"another version of the program \(format 1, not 2\)") as error:
+    with pytest.raises(UserError, match=r"another version of the program \(format 1, not 3\)") as error:
         directory.verify(path)
     assert not isinstance(error.value, directory.CorruptCheckpoint)
 

@@ -22,6 +22,8 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt, Responses, build_batch
 from rlhf_mc.environments import turns
+from rlhf_mc.environments.conversation_state import ConversationState
+from rlhf_mc.environments.journal import ObservationJournal
 from rlhf_mc.environments.protocol import truncated
 from rlhf_mc.environments.turns import Conversations, Environments
 from rlhf_mc.rewards.results import Episode, Score
@@ -91,23 +93,31 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def begun(cfg: EnvironmentConfig, limit: int = 60, **fields: Any) -> tuple[Environments, Conversations]:
-    """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields."""
-    environments = Environments(cfg, DataConfig(train_files=[], max_response_length=limit), Letters(), (2,))  # type: ignore[arg-type]
+def begun(
+    cfg: EnvironmentConfig, limit: int = 60, replayed: str | None = None, **fields: Any
+) -> tuple[Environments, Conversations]:
+    """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields. Their journal is beside
+    the file."""
+    data = DataConfig(train_files=[], max_response_length=limit)
+    directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
+    journal = ObservationJournal(directory, replayed, 0, 0)
+    environments = Environments(cfg, data, Letters(), (2,), journal)  # type: ignore[arg-type]
     environments.connect([[0]])
     prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i, **fields) for i in range(2)]
     requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
     return environments, environments.begin(requests, prompts)
 
 
-def played(conversations: Conversations, turns: Sequence[str] = ("\3",) * 100) -> dict[int, Generation]:
-    """Play to the end: the model draws these turns, each with the end token 2."""
+def played(
+    conversations: Conversations, turns: Sequence[str] = ("\3",) * 100, num_played: int = 2
+) -> dict[int, Generation]:
+    """Play the first conversations to their ends: the model draws these turns, each with the end token 2."""
     ended: dict[int, Generation] = {}
     texts = [iter(turns) for _ in conversations.requests]
     seconds = 30.0
-    running = list(conversations.requests)
+    running = conversations.start(conversations.requests[:num_played])
     deadline = time.monotonic() + seconds
-    while len(ended) < len(conversations.requests):
+    while len(ended) < num_played:
         assert time.monotonic() < deadline, "a conversation waits"
         finished = {}
         for request in running:
@@ -132,10 +142,13 @@ def test_conversation_appends_observations_until_the_end(user_file: str) -> None
     assert ended[0].token_ids == ended[1].token_ids == [3, 2, 3, 2, 9] * 2 + [3, 2]
     marks = [log_prob == OBSERVED for log_prob in ended[0].log_probs]
     assert marks == [False, False, True, True, True] * 2 + [False, False] and ended[0].finished
-    assert conversations.episodes[0] == Episode([(1, 1.0), (3, 1.0), (5, 1.0)], {"turn": 3.0}, {}, None, 0.0)
+    rewards = [(1, 1.0), (3, 1.0), (5, 1.0)]
+    assert conversations.episodes[0] == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
     conversations = environments.begin(conversations.requests, conversations._prompts)
+    conversations.start(conversations.requests)
     conversations.submit({1: Generation([3, 2], [-1.0, -1.0], True)})
-    assert conversations.abort() == {1: NOTHING}, "not as one that has ended"
+    assert conversations.abort() == {1: Generation([3, 2], [-1.0, -1.0], True)}
+    assert [(one.waits, one.ended) for one in conversations.states().values()] == [(False, False), (True, False)]
     environments.close()
 
 
@@ -156,6 +169,50 @@ def test_limits_of_a_conversation(
     environments, conversations = begun(EnvironmentConfig(user_file, **cfg), limit)
     ended = played(conversations)
     assert ended[0].token_ids == tokens and ended[0].finished == finished
+    environments.close()
+
+
+def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
+    """Check a turn of other tokens, and observations that no conversation waits for. A replay calls no environment."""
+    environments, conversations = begun(EnvironmentConfig(user_file))
+    ended = played(conversations)
+    conversations.finish()
+    environments.close()
+    Path(user_file).write_text(USER_FILE.replace("self.turn += 1", "raise SystemExit"))
+    environments, conversations = begun(EnvironmentConfig(user_file), replayed=str(Path(user_file).parent))
+    assert played(conversations) == ended
+    conversations.finish()
+    for kwargs, problem in (
+        ({"turns": ("\3\3",) * 100}, "step 0, row 1, turn 1: the runs have drawn other tokens: are model"),
+        ({"num_played": 1}, "the journal has 3 observations for conversations that do not wait for them"),
+    ):
+        environments.begin_step(0)
+        conversations = environments.begin(conversations.requests, conversations._prompts)
+        played(conversations, **kwargs)
+        with pytest.raises(UserError) as caught:
+            conversations.finish()
+        assert problem in str(caught.value)
+    environments.close()
+
+
+def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
+    user_file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Check two conversations that wait in their second turn, of which one had another reward for the first."""
+    environments, conversations = begun(EnvironmentConfig(user_file))
+    turns = Generation([3, 2, 3, 2, 9, 3, 2], [-1.0, -1.0, OBSERVED, OBSERVED, OBSERVED, -1.0, -1.0], True)
+    requests = [Request(i, one.prompt, i, turns) for i, one in enumerate(conversations.requests)]
+    kept = {
+        i: ConversationState(0, True, False, Episode([(1, reward)], {}, {}, None, 0.0, [(2, 5)]))
+        for i, reward in enumerate((1.0, 0.5))
+    }
+    conversations = environments.begin(requests, conversations._prompts, range(2), kept)
+    ended = played(conversations)
+    assert ended[0].token_ids == ended[1].token_ids == [3, 2, 3, 2, 9] * 2 + [3, 2]
+    rewards = [(1, 0.5), (3, 1.0), (5, 1.0)]
+    assert conversations.episodes[1] == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "begun again" in line]
+    assert "row 1: begun again after a resume, it answers turn 1 otherwise than before" in line
     environments.close()
 
 

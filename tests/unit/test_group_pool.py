@@ -72,7 +72,7 @@ def test_the_state_of_a_checkpoint(tmp_path: Path, max_tokens: int) -> None:
     arrays = read_arrays(tmp_path / POOL_FILE)
     assert arrays["positions"].tolist() == [7, 9]
     assert arrays["versions"].tolist() == [2, 3] and arrays["version_lens"].tolist() == [2, 3]
-    first, second = load_groups(arrays, [new_group(7), new_group(9)], max_tokens)
+    first, second = load_groups(arrays, [new_group(7), new_group(9)], max_tokens, False)
     assert second.responses == [NOTHING] * 2 and second.position == 9
     for one, whole, versions in zip(first.responses, begun_group().responses, first.versions, strict=True):
         assert one.token_ids == whole.token_ids[:max_tokens] and one.log_probs == whole.log_probs[:max_tokens]
@@ -100,7 +100,7 @@ def test_groups_with_nothing_generated_have_a_file(tmp_path: Path) -> None:
     pool = GroupPool()
     pool.groups = [new_group(4)]
     stored(pool, tmp_path)
-    (group,) = load_groups(read_arrays(tmp_path / POOL_FILE), [new_group(4)], 8)
+    (group,) = load_groups(read_arrays(tmp_path / POOL_FILE), [new_group(4)], 8, False)
     assert group.responses == [NOTHING] * 2 and group.first_version is None
 
 
@@ -328,10 +328,6 @@ def test_metrics_of_older_weights() -> None:
                 "rollout.n=2",
             ),
             "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or",
-        ),
-        (
-            (PARTIAL, CORRECTION, "rollout.environment.path=own.py"),
-            "rollout.partial_rollout is set and rollout.environment too",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,9 @@ def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         (tmp_path / "export" / f"global_step_{number}").mkdir()
         (tmp_path / "export" / f"global_step_{number}" / "run.json").write_text(json.dumps({"step": number}))
     (tmp_path / "hf" / "run.json").write_text(json.dumps({"step": 3}))
+    (tmp_path / "observations").mkdir()
+    for name in ("step_000001_0.jsonl", "step_000002_1.jsonl", "step_000003_0.jsonl", "step_other_0.jsonl"):
+        (tmp_path / "observations" / name).touch()
     lines = ownership.drop_later(tmp_path, 2)
     assert len(lines) == 2 and all("is of step 3, later than 2" in line for line in lines)
     assert names(tmp_path / "generations") == {"file", "step_000002.txt"}
@@ -174,6 +178,10 @@ def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     assert names(tmp_path / "export") == {"global_step_1", "global_step_2", "global_step_3.quarantined1"}
     assert "hf" not in names(tmp_path) and "hf.quarantined1" in names(tmp_path)
     assert ownership.drop_later(tmp_path, 2) == []
+    assert len(names(tmp_path / "observations")) == 4, "a resumed run repeats these steps"
+    ownership.drop_observations(tmp_path, 3, math.inf)
+    ownership.drop_observations(tmp_path, 0, 1)
+    assert names(tmp_path / "observations") == {"step_000002_1.jsonl", "step_other_0.jsonl"}
 
 
 # ---------------------------------------------------------------- metrics

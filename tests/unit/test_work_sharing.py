@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from rlhf_mc.data.batch import NOTHING
+from rlhf_mc.rollout.base import Request, Sampling
+from rlhf_mc.rollout.engine_loop import _begin
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue, VirtualClock, period_length
 
 PLACES = 8
@@ -139,3 +145,26 @@ def test_expected_lengths_are_those_of_the_last_responses() -> None:
     other = ResponseLengths()
     other.load_state_dict(lengths.state_dict())
     assert other.expected([7, 2, 4]) == lengths.expected([7, 2, 4])
+
+
+def test_a_request_begins_on_the_engine_that_has_had_it() -> None:
+    """Check homes with too little room for one of their requests, and one that does not exist."""
+    queue = SharedQueue(6, None, {1: 1, 2: 1, 4: 1, 5: 9})
+    assert queue.deal([1, 1], 1) == [[0, 3], [1, 2]]
+    assert queue.left == [2, 3, 4, 5]
+
+
+def test_a_returning_conversation_displaces_no_request_that_has_left_the_queue() -> None:
+    """Check a period that ends with its first step: a request that has left the queue has begun."""
+    added: list[int] = []
+
+    def add(begun: list[Request], sampling: Any) -> None:
+        added.extend(request.number for request in begun)
+
+    engine: Any = SimpleNamespace(num_unfinished=0, num_running=0, max_running=1, add=add)
+    requests = [Request(i, np.array([5], np.int32), i, NOTHING) for i in range(4)]
+    queue = SharedQueue(3)
+    share, other = queue.deal([1, 1], 1)
+    _begin(engine, requests, share, Sampling(1.0, 8, ()), [requests[3]], 1, None)
+    queue.end_period([len(share), len(other) - 1])
+    assert sorted([*added, *other, *queue.left]) == [0, 1, 2, 3]

@@ -6,16 +6,19 @@ generate.py.
 from __future__ import annotations
 
 import functools
+import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhf_mc import json_files
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt
+from rlhf_mc.environments.conversation_state import ConversationState
 from rlhf_mc.models.router_replay import ExpertReplay
 
 
@@ -29,7 +32,10 @@ class Group:
     seeds: Sequence[int]
     responses: Sequence[Generation]
     versions: Sequence[np.ndarray]
-    """The weights that drew each token of each response, as the last step that has updated them: [tokens] int32."""
+    """The weights that drew each token of each response, as the last step that has updated them: [tokens] int32. Tokens
+    of an observation have those with which it came."""
+    conversations: Mapping[int, ConversationState] = field(default_factory=dict)
+    """With an environment, of each response that has begun, by its place in the group."""
 
     def number(self, response: int) -> int:
         """Return the number of a response in the run."""
@@ -37,7 +43,10 @@ class Group:
 
     def has_ended(self, max_tokens: int) -> np.ndarray:
         """Return whether each response has ended: [n] bool."""
-        return np.array([one.finished or len(one.token_ids) >= max_tokens for one in self.responses])
+        has_ended = [one.finished or len(one.token_ids) >= max_tokens for one in self.responses]
+        return np.array(
+            [self.conversations[i].ended if i in self.conversations else each for i, each in enumerate(has_ended)]
+        )
 
     @property
     def first_version(self) -> int | None:
@@ -56,15 +65,22 @@ class Group:
     def restarted(self) -> Group:
         """Return the group with nothing generated."""
         n = len(self.responses)
-        return replace(self, responses=[NOTHING] * n, versions=[np.zeros(0, np.int32)] * n)
+        return replace(self, responses=[NOTHING] * n, versions=[np.zeros(0, np.int32)] * n, conversations={})
 
-    def continued(self, responses: Sequence[Generation], version: int) -> Group:
-        """Return the group with these responses, whose new tokens were drawn by weights of this version."""
+    def continued(
+        self,
+        responses: Sequence[Generation],
+        version: int,
+        conversations: Mapping[int, ConversationState] | None = None,
+    ) -> Group:
+        """Return the group with these responses, whose new tokens were drawn by weights of this version. conversations:
+        those that have changed."""
         versions = [
             np.concatenate([old, np.full(len(new.token_ids) - len(old), version, np.int32)])
             for old, new in zip(self.versions, responses, strict=True)
         ]
-        return replace(self, responses=responses, versions=versions)
+        conversations = {**self.conversations, **(conversations or {})}
+        return replace(self, responses=responses, versions=versions, conversations=conversations)
 
 
 POOL_FILE = "group_pool.npz"
@@ -131,20 +147,25 @@ def _write(groups: Sequence[Group], path: Path) -> None:
         log_probs=np.concatenate([np.array(one.log_probs, np.float32) for one in responses]),
         versions=versions[starts],
         version_lens=np.diff(starts, append=len(versions)),
+        conversations=json.dumps([{i: asdict(one) for i, one in group.conversations.items()} for group in groups]),
     )
 
 
-def load_groups(arrays: Mapping[str, np.ndarray], new_groups: Sequence[Group], max_tokens: int) -> list[Group]:
+def load_groups(
+    arrays: Mapping[str, np.ndarray], new_groups: Sequence[Group], max_tokens: int, has_environment: bool
+) -> list[Group]:
     """Return the groups of the arrays of _write. new_groups: those of its positions, with nothing generated.
-    A response that is longer than max_tokens, which may be lower than when it was generated, is cut there. A group of
-    another prompt or other seeds than its position has now has nothing generated: data or settings have changed."""
+    A response that is longer than max_tokens, which may be lower than when it was generated, is cut there. A group has
+    nothing generated if its position now has another prompt or other seeds, if the run had an environment and has none
+    or the reverse, or if a longer response is a conversation: data or settings have changed."""
     tokens = arrays["tokens"]
     log_probs = arrays["log_probs"]
     versions = np.repeat(arrays["versions"], arrays["version_lens"])
     groups = []
     end = 0
     columns = (arrays[name].tolist() for name in ("fingerprints", "lens", "finished"))
-    for group, fingerprint, lens, finished in zip(new_groups, *columns, strict=True):
+    states = json_files.parse(str(arrays["conversations"]))
+    for group, fingerprint, lens, finished, of_group in zip(new_groups, *columns, states, strict=True):
         responses = []
         of_versions = []
         for length, is_finished in zip(lens, finished, strict=True):
@@ -153,8 +174,11 @@ def load_groups(arrays: Mapping[str, np.ndarray], new_groups: Sequence[Group], m
             whole = is_finished and length <= max_tokens
             responses.append(Generation(tokens[cut].tolist(), log_probs[cut].tolist(), whole))
             of_versions.append(versions[cut])
-        is_same = group.fingerprint == fingerprint
-        groups.append(replace(group, responses=responses, versions=of_versions) if is_same else group)
+        conversations = {int(i): ConversationState.from_dict(one) for i, one in of_group.items()}
+        is_same = group.fingerprint == fingerprint and has_environment == bool(conversations)
+        if is_same and not (conversations and max(lens) > max_tokens):
+            group = replace(group, responses=responses, versions=of_versions, conversations=conversations)
+        groups.append(group)
     return groups
 
 

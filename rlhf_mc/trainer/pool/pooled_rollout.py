@@ -81,11 +81,12 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
         others = [*waiting, *(group.restarted() for group in others)]
     drawn = [group.prompt for group in taken]
     prompts = repeat_prompts(drawn, n)
-    batch = build_batch(prompts, Responses.of([response for group in taken for response in group.responses]))
+    responses = Responses.of([response for group in taken for response in group.responses])
+    batch = build_batch(prompts, responses)
     numbers = [group.number(i) for group in taken for i in range(n)]
     batch = batch.with_fields(numbers=torch.tensor(numbers))
     if cfg.rollout.partial_rollout:
-        versions = np.concatenate([each for group in taken for each in group.versions])
+        versions = np.concatenate([each for group in taken for each in group.versions])[responses.drawn]
         batch = batch.with_fields(token_ages=torch.from_numpy(state.step - 1 - versions))
         continued = {group.position for group in run.group_pool.groups} & {group.position for group in groups}
         state.metrics |= {
@@ -115,6 +116,8 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
 def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_batches: int) -> None:
     """Load the pool of the checkpoint at path, from which the next step continues. num_batches: batches of prompts that
     the run has drawn, each trained on at once where the run had no pool. Every rank must call it."""
+    if run.environments is not None:
+        run.environments.end_kept()  # of later steps, before a roll-back
     run.group_pool.groups = ()
     run.group_pool.num_drawn = max(num_batches * prompts_per_batch(run.config.data), state["num_drawn"])
     if not state["num_groups"]:
@@ -122,7 +125,7 @@ def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_batches: int) 
     arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
     groups = new_groups(run, arrays["positions"].tolist())
     if run.config.rollout.partial_rollout:
-        groups = load_groups(arrays, groups, run.config.data.max_response_length)
+        groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
     run.group_pool.groups = groups
     if (replay := run.actor.replay) is not None:
         files = sorted(path.glob(EXPERTS_FILE.format("*")))[run.groups.rank :: run.groups.mesh.world]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import has_pool
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import JOURNAL_FILE, read_rows
@@ -47,7 +48,7 @@ class RolloutJournal:
         least = 1 if cfg.algorithm.filter_groups.enable else cfg.data.train_batch_size
         self._num_taken = range(least, cfg.data.train_batch_size + 1)
         self._replayed: dict[int, list[StepGroups]] | None = None
-        if cfg.trainer.replay is not None:
+        if cfg.trainer.replay is not None and has_pool(cfg.rollout):
             self._replayed = self._read(Path(cfg.trainer.replay) / JOURNAL_FILE)
 
     def _read(self, path: Path) -> dict[int, list[StepGroups]]:

@@ -1,0 +1,203 @@
+"""Runs with an environment whose answers come at random times: the journal of observations repeats a run, a run that
+was killed in a step, and one of rollout.partial_rollout, whose conversations are cut within turns and between them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pool_cases
+import pytest
+from tiny import make_workspace, write_config
+
+from rlhf_mc.run_files import read_rows
+
+WORLD = 2
+N = 2
+STEPS = 3
+LIMIT = 80
+ENVIRONMENT = """
+import asyncio, os
+from pathlib import Path
+
+CALLS = Path(__file__).with_name("calls")
+
+class Environment:
+    def __init__(self):
+        self.seen = []
+
+    def reset(self, row):
+        assert row["prompt"]
+
+    async def step(self, response, token_ids):
+        with CALLS.open("a") as file:
+            file.write("step\\n")
+        await asyncio.sleep(0.05 * os.urandom(1)[0] / 255)
+        self.seen += token_ids  # an environment without the earlier turns answers otherwise
+        turn = [10 + sum(self.seen) % 200, 8]
+        return turn, float(sum(self.seen) % 5), sum(self.seen) % 5 == 0, {"seen": len(self.seen)}
+"""
+SETTINGS = [
+    "custom_reward_function.path=null",
+    "actor.optim.lr=0",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "algorithm.kl_ctrl.type=fixed",
+    "algorithm.rollout_correction.rollout_is=token",
+    "rollout.environment.max_tokens_per_turn=9",
+    "rollout.environment.max_turns=6",
+    "trainer.save_freq=1",
+    "trainer.test_freq=2",
+]
+PARTIAL = "rollout.partial_rollout=true"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_workspace(tmp_path_factory.mktemp("observations"), max_position_embeddings=128)
+    (directory / "environment.py").write_text(ENVIRONMENT)
+    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
+    return write_config(
+        directory,
+        data={"train_batch_size": 4, "max_response_length": LIMIT},
+        actor={"ppo_max_token_len_per_gpu": 512},
+        ref={"log_prob_max_token_len_per_gpu": 512},
+        rollout={
+            "n": N,
+            "max_num_seqs": 3,
+            "log_prob_max_token_len_per_gpu": 512,
+            "environment": {"path": str(directory / "environment.py")},
+        },
+        trainer={"total_training_steps": STEPS, "val_before_train": False},
+    )
+
+
+@pytest.fixture(scope="module")
+def train(pool: Any, config: Path) -> Any:
+    """Return train(name, *overrides): each rank's steps of a run in the directory of that name, and the calls of its
+    environments."""
+
+    def run(name: str, *overrides: str) -> tuple[list[list[dict[str, Any]]], int]:
+        calls = config.parent / "calls"
+        calls.write_text("")
+        directory = f"trainer.default_local_dir={config.parent / name}"
+        results = pool(WORLD).run(
+            pool_cases.train, config_path=str(config), overrides=[directory, *SETTINGS, *overrides]
+        )
+        return [rank["steps"] for rank in results], len(calls.read_text().splitlines())
+
+    return run
+
+
+def _copied(config: Path, name: str, copy: str, last: int) -> Path:
+    """Copy a run's directory as a run has it that was killed after its last checkpoint."""
+    directory = config.parent / copy
+    shutil.copytree(config.parent / name, directory)
+    for step in range(last + 1, STEPS + 1):
+        shutil.rmtree(directory / f"global_step_{step}")
+    return directory
+
+
+def _assert_same(ranks: list[list[dict[str, Any]]], others: list[list[dict[str, Any]]]) -> None:
+    """Compare tokens, log-probs and metrics of steps, bit for bit."""
+    for steps, wanted in zip(ranks, others, strict=True):
+        for step, other in zip(steps, wanted, strict=True):
+            for key in ("step", "prompts", "responses", "rollout_log_probs", "ages", "is_weights", "scores"):
+                assert step[key] == other[key], (step["step"], key)
+            same = step["metrics"].keys() & other["metrics"].keys()
+            names = {key for key in same if not key.startswith(("timing", "perf", "memory"))}
+            different = {key for key in names if step["metrics"][key] != other["metrics"][key]}
+            assert not different, (step["step"], different)
+
+
+def _responses(steps: list[dict[str, Any]]) -> Counter[tuple[int, tuple[int, ...]]]:
+    """Count the responses to each prompt."""
+    pairs = (pair for step in steps for pair in zip(step["prompts"], step["responses"], strict=True))
+    return Counter((prompt, tuple(tokens)) for prompt, tokens in pairs)
+
+
+def _assert_same_tokens(rows: Counter[Any], others: Counter[Any]) -> None:
+    """Compare the responses to the prompts that both have."""
+    prompts = {prompt for prompt, _ in rows} & {prompt for prompt, _ in others}
+    assert len(prompts) >= 4
+    assert {row for row in rows if row[0] in prompts} == {row for row in others if row[0] in prompts}
+
+
+@pytest.fixture(scope="module")
+def plain(train: Any) -> Any:
+    return train("plain")
+
+
+def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(train: Any, config: Path, plain: Any) -> None:
+    steps, num_calls = plain
+    assert num_calls > N * 4 * STEPS, "conversations of several turns"
+    replayed, num_again = train("replayed", f"trainer.replay={config.parent / 'plain'}")
+    assert num_again == 0
+    _assert_same(replayed, steps)
+
+
+def test_a_run_that_was_killed_in_a_step_calls_environments_for_the_rest_alone(
+    train: Any, config: Path, plain: Any
+) -> None:
+    """Check a journal that ends within a row."""
+    for path in (_copied(config, "plain", "killed", 1) / "observations").glob("step_000003_*.jsonl"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    steps, num_calls = train("killed")
+    assert 0 < num_calls < plain[1] / 2
+    _assert_same([rank[:1] for rank in steps], [rank[1:2] for rank in plain[0]])
+    assert steps[0][1]["responses"] == plain[0][0][2]["responses"]
+
+
+@pytest.fixture(scope="module")
+def partial(train: Any) -> Any:
+    return train("partial", PARTIAL)
+
+
+def test_conversations_that_are_cut_end_as_those_that_are_not(config: Path, plain: Any, partial: Any) -> None:
+    """Check conversations that are cut within a turn and between two."""
+    rows = _responses(partial[0][0])
+    assert max(rows.values()) == 1
+    _assert_same_tokens(rows, _responses(plain[0][0]))
+    states = []
+    for step in range(1, STEPS + 1):
+        with np.load(config.parent / "partial" / f"global_step_{step}" / "group_pool.npz") as arrays:
+            groups = json.loads(str(arrays["conversations"]))
+            lens = arrays["lens"]
+        states.append([(one, lens[g, int(i)]) for g, group in enumerate(groups) for i, one in group.items()])
+    nums_waiting = [sum(one["waits"] for one, _ in each) for each in states]
+    assert sum(nums_waiting) > 0, "some wait for their environment"
+    drawn = [length for each in states for one, length in each if not (one["waits"] or one["ended"])]
+    assert sum(drawn) > 0, "some are cut within a turn"
+    rows = [row for path in (config.parent / "partial").glob("observations/*") for _, row in read_rows(path)]
+    num_answers = sum(row["place"][1] >= 0 for row in rows)
+    assert num_answers <= partial[1] <= num_answers + nums_waiting[-1], "an environment stays alive between two calls"
+
+
+def test_a_partial_run_resumes_with_the_same_bits(train: Any, config: Path, partial: Any) -> None:
+    _copied(config, "partial", "resumed", 1)
+    steps, num_calls = train("resumed", PARTIAL)
+    assert num_calls == 0
+    _assert_same(steps, [rank[1:] for rank in partial[0]])
+
+
+def test_environments_are_rebuilt_where_the_journal_is_lost(train: Any, config: Path, partial: Any) -> None:
+    """Check too that a journal goes back to the oldest checkpoint."""
+    directory = _copied(config, "partial", "rebuilt", 1)
+    shutil.rmtree(directory / "observations")
+    steps, num_calls = train("rebuilt", PARTIAL, "trainer.max_ckpt_to_keep=1")
+    assert num_calls > 0
+    assert not list((directory / "observations").iterdir()) and (directory / f"global_step_{STEPS}").exists()
+    _assert_same_tokens(_responses(steps[0]), _responses(partial[0][0][1:]))
+
+
+def test_another_layout_replays_conversations(train: Any, config: Path, partial: Any) -> None:
+    replay = [PARTIAL, f"trainer.replay={config.parent / 'partial'}", "rollout.tensor_model_parallel_size=2"]
+    steps, num_calls = train("replayed_partial", *replay, "actor.megatron.tensor_model_parallel_size=2")
+    assert num_calls == 0
+    for step, other in zip(steps[0], partial[0][0], strict=True):
+        assert all(step[key] == other[key] for key in ("prompts", "responses", "ages", "scores"))
+        assert step["rollout_log_probs"] == pytest.approx(other["rollout_log_probs"], abs=1e-3)
