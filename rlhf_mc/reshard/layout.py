@@ -169,12 +169,12 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 @functools.cache
-def constant_tensors(shape: ModelShape) -> frozenset[str]:
-    """Return the logical tensors that are never trained, and float32 whatever the type of the model."""
+def correction_biases(shape: ModelShape) -> frozenset[str]:
+    """Return the correction biases of the routers: without a gradient, float32 whatever the model's type."""
     params = model_params(shape)
     places = _occurrences(shape, params, range(shape.num_layers))
-    constant = [(params[index], layer) for index, layer in places if params[index].is_constant]
-    return frozenset(name.format(i=layer) for param, layer in constant for name in param.hf)
+    biases = [(params[index], layer) for index, layer in places if params[index].is_correction_bias]
+    return frozenset(name.format(i=layer) for param, layer in biases for name in param.hf)
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
