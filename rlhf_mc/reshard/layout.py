@@ -139,6 +139,10 @@ class Layout:
             shards.setdefault(shard.local, []).append(shard)
         return shards
 
+    def itemsize(self, local: str, itemsize: int) -> int:
+        """Return the bytes of an element of a local tensor. itemsize: of the type of the model."""
+        return 4 if local in self.float32 else itemsize
+
     def without(self, tensors: Collection[str]) -> Layout:
         """Return the layout without the shards of these logical tensors. It has no stacks, so it can only be planned
         with layouts that have none."""
@@ -372,12 +376,14 @@ def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: ra
     numbers the layers from 0."""
     shapes = {}
     shards = []
+    float32: set[str] = set()
     for index, layer in _occurrences(shape, [param.param for param in params], layers):
         param = params[index]
         local = param.local.format(i=layer - layers.start)
         shapes[local] = param.size
         shards += [Shard(p.tensor.format(i=layer), p.box, local, p.offset) for p in param.shards]
-    return Layout(shapes, tuple(shards))
+        float32 |= {local} if param.param.is_correction_bias else set()
+    return Layout(shapes, tuple(shards), frozenset(float32))
 
 
 def local_param(param: Param, shape: ModelShape, local: str, ranges: Sequence[Range], experts: range) -> LocalParam:
