@@ -24,7 +24,7 @@ from typing import Any
 from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.json_files import read
 from rlhf_mc.planner.published import MODELS
-from rlhf_mc.reshard.layout import STACK, Layout, Shard, constant_tensors
+from rlhf_mc.reshard.layout import STACK, Layout, Shard, correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, split_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rollout.vllm_layout import vllm_layout
@@ -178,9 +178,9 @@ def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int, engine: s
     begin = time.perf_counter()
     begin_cpu = time.process_time()
     mesh = make_mesh(shape, ranks, t, p, ep)
-    constants = constant_tensors(shape)
-    source = split_layouts(training_layouts(shape, mesh, transformer_engine=True), constants)
-    target = split_layouts(rollout_layouts(shape, rollout_groups(mesh, t_g), layout), constants)
+    biases = correction_biases(shape)
+    source = split_layouts(training_layouts(shape, mesh, transformer_engine=True), biases)
+    target = split_layouts(rollout_layouts(shape, rollout_groups(mesh, t_g), layout), biases)
     plans = [
         make_plan(source[0], target[0], BF16, BUCKET, NODE),
         make_plan(source[1], target[1], FLOAT32, BUCKET, NODE),

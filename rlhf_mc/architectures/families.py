@@ -43,7 +43,7 @@ class Traits:
     shared_expert_gate: bool = False
     """The shared expert's output is multiplied by the sigmoid of a gate, one for each token."""
     sigmoid_router: bool = False
-    """A token's experts have the largest sigmoids plus a correction bias, which is never trained; their weights are the
+    """A token's experts have the largest sigmoids plus a correction bias without a gradient; their weights are the
     sigmoids."""
 
 

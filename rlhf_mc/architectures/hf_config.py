@@ -214,7 +214,7 @@ IGNORED: Mapping[str, str] = {
     "problem_type": _LABELS,
     "return_dict": _OUTPUT,
     "qk_head_dim": "it is qk_nope_head_dim + qk_rope_head_dim",
-    "router_aux_loss_coef": "PPO's loss is the whole loss",
+    "router_aux_loss_coef": "actor.moe_aux_loss_coeff is the run's",
     "seq_len": _LENGTH,
     "seq_length": _LENGTH,
     "top_k_experts": _EXPERT_NAMES,

@@ -56,8 +56,8 @@ class Param:
     """The rows that a rank has of its heads, in order; none: its part of each tensor in turn."""
     kind: LayerKind | None = None
     """The kind of layer that has it; None: it is outside the layers."""
-    is_constant: bool = False
-    """It is never trained, and float32 whatever the type of the model."""
+    is_correction_bias: bool = False
+    """It is a router's correction bias: without a gradient, and float32 whatever the type of the model."""
 
 
 _HF = "model.layers.{i}."
@@ -196,7 +196,7 @@ def _experts(shape: ModelShape) -> list[Param]:
     others = []
     if shape.sigmoid_router:
         bias = {f"{_HF}{names.block}.gate.e_score_correction_bias": ("experts",)}
-        others.append(Param("layer", bias, _MC + "mlp.router.expert_bias", is_constant=True))
+        others.append(Param("layer", bias, _MC + "mlp.router.expert_bias", is_correction_bias=True))
     if shape.shared_ffn_hidden_size:
         shared = f"{names.block}.{names.shared}."
         gate_up_shared = {shared + name: ("shared_ffn", "hidden") for name in (names.gate, names.up)}

@@ -149,7 +149,7 @@ def training_checkpoint_to_hf(
     from rlhf_mc.checkpoint.training_blocks import Block
     from rlhf_mc.checkpoint.training_state import check_shape, stored_config, stored_models
     from rlhf_mc.checkpoint.training_tensors import read_tensors
-    from rlhf_mc.reshard.layout import constant_tensors, logical_shapes
+    from rlhf_mc.reshard.layout import correction_biases, logical_shapes
     from rlhf_mc.topology.groups import tool_groups
 
     path = Path(checkpoint)
@@ -167,12 +167,12 @@ def training_checkpoint_to_hf(
         check_shape(path, role, models, shape)
         dtype_name: str = models[role]["dtype"]
         shapes = logical_shapes(shape)
-        constants = constant_tensors(shape)
+        biases = correction_biases(shape)
         dtype = getattr(torch, dtype_name)
 
         def read(names_by_rank: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
             names = names_by_rank[groups.rank]
-            types = {name: torch.float32 if name in constants else dtype for name in names}
+            types = {name: torch.float32 if name in biases else dtype for name in names}
             tensors = {name: torch.empty(shapes[name], dtype=types[name]) for name in names}
             boxes = {name: tuple((0, size) for size in shapes[name]) for name in names}
             blocks = [Block(f"{role}.weight.{n}", shapes[n], boxes[n], tensors[n], False) for n in names]

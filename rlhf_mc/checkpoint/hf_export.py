@@ -25,7 +25,7 @@ from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, HFReader, copy_assets, 
 from rlhf_mc.checkpoint.packed_tensors import logical_names, pack
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import EMPTY, Layout, constant_tensors, hf_layout, logical_shapes
+from rlhf_mc.reshard.layout import EMPTY, Layout, correction_biases, hf_layout, logical_shapes
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.run_files import RUN_FILE
@@ -71,11 +71,11 @@ def export_hf(
 def tensors_by_dtype(
     shape: ModelShape, dtype: torch.dtype, names: Sequence[Sequence[str]]
 ) -> Iterator[tuple[torch.dtype, list[list[str]]]]:
-    """Yield each dtype with its tensors of each rank: the constants of the model are float32."""
-    constants = constant_tensors(shape)
-    yield dtype, [[name for name in of_rank if name not in constants] for of_rank in names]
-    if constants:
-        yield torch.float32, [[name for name in of_rank if name in constants] for of_rank in names]
+    """Yield each dtype with its tensors of each rank: the correction biases are float32."""
+    biases = correction_biases(shape)
+    yield dtype, [[name for name in of_rank if name not in biases] for of_rank in names]
+    if biases:
+        yield torch.float32, [[name for name in of_rank if name in biases] for of_rank in names]
 
 
 def write_hf(

@@ -27,7 +27,7 @@ from rlhf_mc.checkpoint.finite import check_finite, check_not_zero, num_not_fini
 from rlhf_mc.checkpoint.packed_tensors import ExpertSlice
 from rlhf_mc.config.errors import UserError, error_reason, first_line
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import Layout, constant_tensors, logical_shapes, whole_layout
+from rlhf_mc.reshard.layout import Layout, correction_biases, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import on_every_rank
@@ -195,7 +195,7 @@ class HFReader:
     def dtype_name(self) -> str:
         """Return torch's name of the dtype of the weights. Raise UserError unless all have the same supported dtype."""
         shape = self.shape()
-        others = {*constant_tensors(shape), *self.draft_tensors(shape.num_layers)}
+        others = {*correction_biases(shape), *self.draft_tensors(shape.num_layers)}
         names = [name for name in self.names if not is_buffer(name) and name not in others]
         dtypes = {name: self._slice(name).get_dtype() for name in names}
         types = set(dtypes.values())

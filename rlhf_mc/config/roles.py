@@ -70,6 +70,18 @@ def router_replay(cfg: Config, has_experts: bool, has_linear_attention: bool) ->
     return mode
 
 
+def balances_experts(cfg: Config, has_experts: bool, has_bias: bool) -> bool:
+    """Return whether the actor's updates balance its experts. has_experts, has_bias: of its model, and of the routers.
+    Raise UserError if they cannot."""
+    can = {"aux_loss_coeff": has_experts, "z_loss_coeff": has_experts, "router_bias_update_rate": has_bias}
+    values = {name: value for name in can if (value := getattr(cfg.actor, f"moe_{name}"))}
+    for name, value in values.items():
+        if not can[name]:
+            lacks = "routers without a correction bias" if has_experts else "no experts"
+            raise UserError(f"actor.moe_{name} is {value}; the model of model.path has {lacks}: set it to 0")
+    return bool(values)
+
+
 def adapts_kl_loss(cfg: Config) -> bool:
     """Return whether the controller of algorithm.kl_ctrl sets the coefficient of the KL loss."""
     return cfg.algorithm.kl_ctrl.type == "adaptive" and not cfg.algorithm.use_kl_in_reward

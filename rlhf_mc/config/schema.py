@@ -87,6 +87,14 @@ class ActorConfig:
     kl_loss_type: KLLossType = "k3"
     """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too. kl is
     k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, which is the KL's own."""
+    moe_aux_loss_coeff: PositiveOrZero = 0.0
+    """Coefficient of an auxiliary loss of the routers, which evens the loads of the experts in each sequence
+    (docs/algorithms.md). 0: none."""
+    moe_z_loss_coeff: PositiveOrZero = 0.0
+    """Coefficient of the z-loss of the routers, which keeps their logits small. 0: none."""
+    moe_router_bias_update_rate: PositiveOrZero = 0.0
+    """Change of an expert's correction bias in each optimizer step: up where its load is below the mean, else down. For
+    routers with such a bias (glm4_moe, deepseek_v3). 0: the biases stay."""
     freeze: list[str] = field(default_factory=list)
     """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as "model.embed_tokens.*"
     or "model.layers.0.*"."""

@@ -46,6 +46,7 @@ from rlhf_mc.models.optimizer import (
     state_bytes,
 )
 from rlhf_mc.models.pipeline import PlannedShapes, loss_of_dummy, schedule_ranges, set_reduction
+from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
@@ -94,6 +95,8 @@ class ModelEngine:
         self._exchange = Exchange()
         self.replay: ExpertReplay | None = None
         """The experts that the passes take in place of the routers' choice; None: the routers choose."""
+        self.balance: RouterBalance | None = None
+        """The losses of the routers and the update of their correction biases; None: neither."""
         self.offload = model_offload(name, megatron, self.named_parameters)
         """The groups of this model's tensors that can be offloaded."""
 
@@ -279,6 +282,8 @@ class ModelEngine:
         if not result.skipped:
             with megatron_calls(), platform.named_range("optimizer_step"):
                 self._step(result.grad_norm)
+            if self.balance is not None:
+                self.balance.step()
         return result
 
     def statistics(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
@@ -330,6 +335,8 @@ class ModelEngine:
         # The schedule divides the loss by the number of micro-batches and multiplies it by the context-parallel size,
         # DDP divides the gradient by the number of replicas.
         scale = float(self.groups.mesh.dp * len(micro_batches))
+        if self.balance is not None:
+            self.balance.begin(batch, scale)
 
         def share(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             if micro.is_dummy:
@@ -383,6 +390,8 @@ class ModelEngine:
                     value = on_last_stage(last, states, micro)
                 return value if non_loss_data else (value, {})
 
+            if self.balance is not None and not forward_only:
+                self.balance.expect(model, micro)
             with nullcontext() if self.replay is None else self.replay.routing(model, micro):
                 output = run_stage(model, micro)
             work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
@@ -398,12 +407,12 @@ class ModelEngine:
             on_rank = [n // shards for n in lengths]
             extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, on_rank)
 
+        with_sources = self.replay is not None or self.balance is not None
+
         def micros() -> Iterator[MicroBatch]:
             for indices, context in zip(micro_batches, contexts, strict=True):
                 with platform.named_range("pack"), own_operations():
-                    micro = pack_micro_batch(
-                        batch, indices, multiple_of, context, at_last_token, self.replay is not None
-                    )
+                    micro = pack_micro_batch(batch, indices, multiple_of, context, at_last_token, with_sources)
                 yield micro
 
         several = len(self.chunks) > 1

@@ -28,7 +28,7 @@ def expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, An
         "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": shape.shared_expert_gate,
         "moe_router_dtype": "fp32",
-        # No auxiliary loss beside PPO's.
+        # The losses of the routers are in router_balance.py.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         # The experts of a rank in one call, and kernels for the order of tokens: Transformer Engine's.
@@ -40,12 +40,12 @@ def expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, An
 
 
 CORRECTION_BIAS = "router.expert_bias"
-"""Ending of the names of the parameters that are never trained."""
+"""Ending of Megatron-Core's names of the correction biases."""
 
 
 def add_correction_biases(model: torch.nn.Module) -> None:
-    """Give each router the bias by which it chooses experts: a frozen float32 parameter. Megatron-Core's own setting
-    (moe_router_enable_expert_bias) has a buffer, and changes it in each optimizer step."""
+    """Give each router the correction bias by which it chooses experts: a float32 parameter without a gradient.
+    Megatron-Core's own (moe_router_enable_expert_bias) is a buffer, and no checkpoint of ours would have it."""
     for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
         del router.expert_bias
         bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)

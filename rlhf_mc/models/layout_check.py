@@ -16,7 +16,7 @@ from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.gpt_model import DTYPES, assemble_model, named_parameters
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.coverage import Coverage, split_axes, training_coverage
-from rlhf_mc.reshard.layout import Layout, constant_tensors
+from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, simulated_rank
 from rlhf_mc.topology.mesh import Mesh, training_mesh
@@ -76,10 +76,8 @@ def _difference(
     params: Mapping[str, torch.nn.Parameter], layout: Layout, shape: ModelShape, megatron: MegatronConfig
 ) -> str | None:
     """Return the first difference between a rank's parameters and its layout."""
-    constants = constant_tensors(shape)
-    constant = {shard.local for shard in layout.shards if shard.tensor in constants}
     for name, param in params.items():
-        dtype = torch.float32 if name in constant else DTYPES[megatron.dtype]
+        dtype = torch.float32 if name in layout.float32 else DTYPES[megatron.dtype]
         size = layout.shapes.get(name)
         if size is None:
             return f"the layout lacks {name} {list(param.shape)} of Megatron-Core's model"

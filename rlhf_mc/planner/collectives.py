@@ -18,7 +18,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.planner.model_state import ITEMSIZES, model_buffers
 from rlhf_mc.reshard.freeze import frozen_parameters
-from rlhf_mc.reshard.layout import Layout, constant_tensors
+from rlhf_mc.reshard.layout import Layout, correction_biases
 from rlhf_mc.reshard.model_checks import cp_comm_type
 from rlhf_mc.topology.mesh import Axis, Mesh
 
@@ -273,7 +273,7 @@ class Passes:
         """Yield the sums of gradients, in float32: over replicas, of norms over tensor-parallel ranks, of a tied
         embedding over both ends of the pipeline. With the distributed optimizer new parameters are gathered."""
         shares = self._shape.shares_embeddings
-        frozen = frozen_parameters(constant_tensors(self._shape), layout)
+        frozen = frozen_parameters(correction_biases(self._shape), layout)
         for buffer in model_buffers(
             layout, self._megatron, self._mesh, self._stage, frozen, overlaps_reduction, shares
         ):

@@ -255,12 +255,11 @@ def _rollout(
     place = model_coordinate(mesh, rank)
     layout = engine_factory(settings).layout
     own = own_rollout_weights(shape, mesh, place, tp_rank, tp, layout, dtype, cfg.reshard.share_weights, cuda)
-    weights = sum(own.values()) * itemsize
+    weights = sum(own.values())
     staged = 0
     if settings.quantization is not None:
-        quantized = sum(size for name, size in own.items() if _QUANTIZED.search(name))
-        weights -= quantized * (itemsize - 1)
-        staged = quantized * itemsize
+        staged = sum(size for name, size in own.items() if _QUANTIZED.search(name))
+        weights -= staged - staged // itemsize
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     tokens = max(settings.max_num_batched_tokens, longest)
     # Of one engine step: states and their residual, gate, up and product; logits and their float32 copy of each

@@ -11,7 +11,7 @@ import bisect
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_mc.config.model_schema import MegatronConfig
@@ -120,7 +120,11 @@ class Buffer:
 
 def frozen_state(layout: Layout, megatron: MegatronConfig) -> ModelState:
     """Return the bytes of a model that is never trained."""
-    return ModelState(sum(map(math.prod, layout.stacked_shapes.values())) * ITEMSIZES[megatron.dtype], 0, 0)
+    return ModelState(_num_bytes(layout, layout.stacked_shapes, ITEMSIZES[megatron.dtype]), 0, 0)
+
+
+def _num_bytes(layout: Layout, shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
+    return sum(math.prod(size) * layout.itemsize(name, itemsize) for name, size in shapes.items())
 
 
 def trained_state(
@@ -139,10 +143,11 @@ def trained_state(
     itemsize = ITEMSIZES[megatron.dtype]
     copies = _MOMENTS + (megatron.dtype != "float32")
     buffers = list(model_buffers(layout, megatron, mesh, stage, frozen, overlaps_reduction, tied_embedding))
-    not_trained = sum(math.prod(size) for name, size in layout.shapes.items() if name in frozen)
+    not_trained = {name: size for name, size in layout.shapes.items() if name in frozen}
     numel = sum(buffer.numel for buffer in buffers)
     shares = sum(buffer.largest_share() for buffer in buffers)
-    return ModelState((not_trained + numel) * itemsize, numel * _FLOAT32, shares * copies * _FLOAT32)
+    params = _num_bytes(layout, not_trained, itemsize) + numel * itemsize
+    return ModelState(params, numel * _FLOAT32, shares * copies * _FLOAT32)
 
 
 def model_buffers(

@@ -111,9 +111,11 @@ def own_rollout_weights(
     shares: bool,
     cuda: bool,
 ) -> Mapping[str, int]:
-    """Return the elements of the rollout engine's parameters by name, without those that alias the actor's, on the
+    """Return the bytes of the rollout engine's parameters by name, without those that alias the actor's, on the
     ranks of a place in the training mesh and of this tensor-parallel rank of an engine. layout: the engine's; shares:
     reshard.share_weights."""
     target = layout(shape, tp_rank, tp)
-    aliased = find_aliases(layout_at(shape, mesh, place, cuda), target, ITEMSIZES[dtype]) if shares else {}
-    return {name: math.prod(size) for name, size in target.stacked_shapes.items() if name not in aliased}
+    itemsize = ITEMSIZES[dtype]
+    aliased = find_aliases(layout_at(shape, mesh, place, cuda), target, itemsize) if shares else {}
+    own = {name: size for name, size in target.stacked_shapes.items() if name not in aliased}
+    return {name: math.prod(size) * target.itemsize(name, itemsize) for name, size in own.items()}

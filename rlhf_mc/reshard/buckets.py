@@ -54,6 +54,7 @@ class Pattern:
 
     world: int
     """Number of ranks."""
+    ranks_per_node: int
     src: list[tuple[Shard, ...]]
     """Source shards of each tensor."""
     dst: list[tuple[Shard, ...]]
@@ -91,8 +92,11 @@ class Pattern:
         sizes = {block: tuple((0, end - start) for start, end in block) for block in {m.block for m in self.moves}}
         ranks: dict[Box, list[int]] = defaultdict(list)
         for move in self.moves:
-            ranks[sizes[move.block]] += move.src_rank, self.world + move.dst_rank
-        return {size: np.bincount(numbers, minlength=2 * self.world) for size, numbers in ranks.items()}
+            counted = ranks[sizes[move.block]]
+            counted += move.src_rank, self.world + move.dst_rank
+            if move.src_rank // self.ranks_per_node != move.dst_rank // self.ranks_per_node:
+                counted.append(2 * self.world + move.dst_rank)
+        return {size: np.bincount(numbers, minlength=3 * self.world) for size, numbers in ranks.items()}
 
     def _loads(self, numel: Callable[[Box], int]) -> _Loads:
         return functools.reduce(operator.add, (numel(size) * counts for size, counts in self._counts.items()))
@@ -124,7 +128,7 @@ class Pattern:
 
 
 _Loads: TypeAlias = "np.ndarray"
-"""[2 x ranks] the elements that each rank sends, then those that each receives."""
+"""[3 x ranks] the elements that each rank sends, then those that each receives, then those from other nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,19 +10,18 @@ from collections.abc import Collection, Sequence
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.layout import Layout, constant_tensors, logical_shapes, mcore_layout
+from rlhf_mc.reshard.layout import Layout, correction_biases, logical_shapes, mcore_layout
 
 
 def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
-    """Return the checkpoint's tensors that one of the patterns matches (* is any text), and those that are never
-    trained.
+    """Return the checkpoint's tensors that one of the patterns matches (* is any text), and the correction biases.
 
     Raise UserError, the same on every rank, if a pattern matches none, if all tensors match, and if only some of the
     tensors match that Megatron-Core holds as one parameter."""
     if not patterns:
-        return constant_tensors(shape)
+        return correction_biases(shape)
     names = list(logical_shapes(shape))
-    frozen: set[str] = set(constant_tensors(shape))
+    frozen: set[str] = set(correction_biases(shape))
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
         if not matched:

@@ -45,11 +45,13 @@ def _concatenated(chunks: Sequence[Layout]) -> Layout:
     """Return the layout of a rank with several virtual pipeline chunks."""
     shapes = {}
     shards = []
+    float32: set[str] = set()
     for number, layout in enumerate(chunks):
         prefix = chunk_prefix(number, len(chunks))
         shapes.update({prefix + name: size for name, size in layout.stacked_shapes.items()})
         shards += [replace(shard, local=prefix + shard.local) for shard in layout.stacked]
-    return Layout(shapes, tuple(shards))
+        float32 |= {prefix + name for name in layout.float32}
+    return Layout(shapes, tuple(shards), frozenset(float32))
 
 
 def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]], layout: RankLayout) -> list[Layout]:

@@ -10,7 +10,8 @@ out.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import gc
 import itertools
 import math
 from collections import defaultdict
@@ -25,6 +26,17 @@ from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
 
 MIN_SLICE_BYTES = 1 << 16
 """Minimum size of the slices that a block is split into to balance the senders."""
+
+
+@contextlib.contextmanager
+def _without_garbage_collector() -> Iterator[None]:
+    """Turn Python's garbage collector off: a plan has no cycles, and the collector would visit its tuples again and
+    again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ class Plan:
         total = sum(self.sent_bytes)
         return max(self.sent_bytes) * len(self.sent_bytes) / total if total else 1.0
 
+    @_without_garbage_collector()
     def for_rank(self, rank: int) -> RankPlan:
         """Return one rank's part."""
         copies: list[Transfer] = []
@@ -69,6 +82,7 @@ class Plan:
         return RankPlan(rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets))
 
 
+@_without_garbage_collector()
 def make_plan(
     source: Sequence[Layout],
     target: Sequence[Layout],
@@ -101,18 +115,15 @@ def make_plan(
                 queue += [(src.position[name], len(patterns), k) for k, name in enumerate(tensors)]
             patterns.append(pattern)
     buckets = fill_buckets(patterns, queue, max(1, bucket_bytes // itemsize))
-    copied, sent, received, from_other_nodes = ([0] * len(source) for _ in range(4))
-    numel = functools.cache(volume)
+    copied = [0] * len(source)
+    totals = [0] * 3 * len(source)
     for pattern in patterns:
         times = itemsize * len(pattern.dst)
         for move in pattern.copies:
-            copied[move.src_rank] += times * numel(move.block)
-        for move in pattern.moves:
-            size = times * numel(move.block)
-            sent[move.src_rank] += size
-            received[move.dst_rank] += size
-            if move.src_rank // ranks_per_node != move.dst_rank // ranks_per_node:
-                from_other_nodes[move.dst_rank] += size
+            copied[move.src_rank] += times * volume(move.block)
+        if pattern.moves:
+            totals = (totals + times * pattern.loads(0, (1, 1))).tolist()
+    sent, received, from_other_nodes = (tuple(totals[n * len(source) :][: len(source)]) for n in range(3))
     return Plan(
         itemsize,
         tuple(aliases),
@@ -120,9 +131,9 @@ def make_plan(
         buckets,
         tuple(itemsize * sum(alias.numel for alias in rank_aliases.values()) for rank_aliases in aliases),
         tuple(copied),
-        tuple(sent),
-        tuple(received),
-        tuple(from_other_nodes),
+        sent,
+        received,
+        from_other_nodes,
     )
 
 
@@ -251,10 +262,12 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _Sender
                     first = group[number % len(group)]
                     sender = next(turn)
                     moves.append(Move(sender, have[sender], *first, part))
-                    forwards += [Move(*first, *other, part) for other in group if other != first]
+                    if len(group) > 1:
+                        forwards += [Move(*first, *other, part) for other in group if other != first]
     at_dst = _shards(tensors, dst)
-    from_sources = Pattern(dst.world, _shards(tensors, src), at_dst, copies, moves)
-    return from_sources, Pattern(dst.world, at_dst, at_dst, [], forwards, forwarded=True)
+    ranks = dst.world, balancer.ranks_per_node
+    from_sources = Pattern(*ranks, _shards(tensors, src), at_dst, copies, moves)
+    return from_sources, Pattern(*ranks, at_dst, at_dst, [], forwards, forwarded=True)
 
 
 def _needs(

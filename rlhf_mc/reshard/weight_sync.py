@@ -30,12 +30,12 @@ class WeightSync:
         rank: int,
         verify_when: VerifyWhen,
         dtype: torch.dtype | None = None,
-        constants: Plan | None = None,
+        biases: Plan | None = None,
     ) -> None:
-        """dtype: of the messages; None: the one type of all tensors. constants: the plan of the float32 tensors that
-        are never trained; an engine that has slept has lost them too."""
+        """dtype: of the messages; None: the one type of all tensors. biases: the plan of the correction biases,
+        which are float32."""
         self._dtype = dtype
-        self._constants = None if constants is None else constants.for_rank(rank)
+        self._biases = None if biases is None else biases.for_rank(rank)
         self.plan = plan.for_rank(rank)
         """This rank's transfers."""
         # On GPUs, NCCL chooses between NVLink and the network.
@@ -57,20 +57,20 @@ class WeightSync:
     def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
         """Update the target. Collective. Raise UserError if verification finds a difference."""
         execute(self.plan, source, target, self._transport, self._dtype)
-        if self._constants is not None:
-            execute(self._constants, source, target, PointToPoint(_world()), torch.float32)
+        if self._biases is not None:
+            execute(self._biases, source, target, PointToPoint(_world()), torch.float32)
         if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
             with platform.named_range("verify"):
                 verify(self.plan, source, target, _world(), self._dtype)
-                if self._constants is not None:
-                    verify(self._constants, source, target, _world())
+                if self._biases is not None:
+                    verify(self._biases, source, target, _world())
         self._is_first = False
 
 
 def plan_weight_sync(
     source: Sequence[Layout],
     target: Sequence[Layout],
-    constants: frozenset[str],
+    biases: frozenset[str],
     rank: int,
     dtype: torch.dtype,
     verify_when: VerifyWhen,
@@ -79,13 +79,13 @@ def plan_weight_sync(
     share: bool = False,
 ) -> WeightSync:
     """Return this rank's update from each rank's layout of the trainer to its layout of an engine, the same plan on
-    every rank. constants: the tensors that are float32 in both, whatever the type `dtype` of the trainer's others."""
-    source, source_constants = split_layouts(source, constants)
-    target, target_constants = split_layouts(target, constants)
+    every rank. biases: the correction biases, float32 in both, whatever the type `dtype` of the trainer's others."""
+    source, source_biases = split_layouts(source, biases)
+    target, target_biases = split_layouts(target, biases)
     plan = make_plan(source, target, dtype.itemsize, bucket_bytes, ranks_per_node, share=share)
-    if not constants:
+    if not biases:
         return WeightSync(plan, rank, verify_when, dtype)
-    others = make_plan(source_constants, target_constants, torch.float32.itemsize, bucket_bytes, ranks_per_node)
+    others = make_plan(source_biases, target_biases, torch.float32.itemsize, bucket_bytes, ranks_per_node)
     return WeightSync(plan, rank, verify_when, dtype, others)
 
 

@@ -102,7 +102,7 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
     layout = layout_of_layers(shape, params, range(shape.num_layers))
     layout = replace(layout, zero=frozenset(layout.stacked_shapes.keys() - layout.by_local.keys()))
     wide = _FLOAT32.get(shape.family, "no parameter")
-    return replace(layout, float32=frozenset(name for name in layout.stacked_shapes if wide in name))
+    return replace(layout, float32=layout.float32 | {name for name in layout.stacked_shapes if wide in name})
 
 
 def parameter_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

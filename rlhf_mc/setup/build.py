@@ -22,6 +22,7 @@ from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.roles import (
     adapts_kl_loss,
+    balances_experts,
     prompts_per_batch,
     router_replay,
     token_budgets,
@@ -41,13 +42,14 @@ from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.machine.facts import available_memory
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.gpt_model import DTYPES
+from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay
 from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
 from rlhf_mc.planner.start import Capacity, check_start
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
-from rlhf_mc.reshard.layout import constant_tensors
+from rlhf_mc.reshard.layout import correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.weight_sync import WeightSync, plan_weight_sync
 from rlhf_mc.rewards.manager import RewardManager
@@ -130,8 +132,7 @@ def build_run(cfg: Config) -> Run:
                     models[role].recover_memory()
             offload_schedule.add(role, models[role])
     actor = models["actor"]
-    if (mode := router_replay(cfg, actor.shape.has_experts, bool(actor.shape.linear_layers))) != "off":
-        actor.replay = ExpertReplay(mode, actor.shape, actor.groups, actor.chunks)
+    _set_routers(cfg, actor)
     budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, actor, rank)
     if environments is not None:
@@ -288,6 +289,15 @@ def _check_checkpoint(cfg: Config, shape: ModelShape, reader: HFReader, tokenize
         )
 
 
+def _set_routers(cfg: Config, actor: ModelEngine) -> None:
+    """Set router replay and the losses of the actor's routers, where the run has them."""
+    shape = actor.shape
+    if (mode := router_replay(cfg, shape.has_experts, bool(shape.linear_layers))) != "off":
+        actor.replay = ExpertReplay(mode, shape, actor.groups, actor.chunks)
+    if balances_experts(cfg, shape.has_experts, shape.sigmoid_router):
+        actor.balance = RouterBalance(cfg.actor, shape, actor.groups, actor.chunks)
+
+
 def _check_memory(cfg: Config, shapes: Mapping[str, ModelShape]) -> str | None:
     """Return in one line whether the run fits by the planner, the same on every rank; None if trainer.planner is "off".
     Raise UserError on every rank if the run does not fit and trainer.planner is "refuse". Every rank must call it."""
@@ -342,7 +352,7 @@ def _rollout(cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int)
         weight_sync = plan_weight_sync(
             engine_layouts(actor),
             rollout_layouts(actor.shape, engine_ranks, factory.layout),
-            constant_tensors(actor.shape),
+            correction_biases(actor.shape),
             rank,
             DTYPES[cfg.actor.megatron.dtype],
             cfg.reshard.verify,

@@ -13,7 +13,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.recorded import check_not_hidden
-from rlhf_mc.config.roles import router_replay
+from rlhf_mc.config.roles import balances_experts, router_replay
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers
@@ -69,6 +69,7 @@ def _check_models(cfg: Config) -> None:
     _, actor = roles["actor"]
     check_length(actor, cfg.data)
     router_replay(cfg, actor.has_experts, bool(actor.linear_layers))
+    balances_experts(cfg, actor.has_experts, actor.sigmoid_router)
     if cfg.rollout.name == "custom":
         return  # its file may import torch
     with _in_section("rollout", "model.path"):

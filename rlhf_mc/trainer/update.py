@@ -225,6 +225,8 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
         state.metrics |= update(run.actor, batch, minis, objective, budget, run.skipped)
         if run.actor.replay is not None:
             state.metrics["actor/expert_choices_diff"] = run.actor.replay.differing_shares()[0]
+        if run.actor.balance is not None:
+            state.metrics |= {f"actor/{name}": value for name, value in run.actor.balance.losses().items()}
 
 
 def step_mini_batches(cfg: Config, step: int, size: int, epochs: int) -> Iterator[list[int]]:

@@ -1,5 +1,5 @@
 """Conversions of verl's rejection of tokens and sequences: statistics and thresholds in one string each, with commas.
-And of what else deals with the difference between rollout and trainer.
+And of what else deals with the difference between rollout and trainer, and of the losses of routers.
 
 verl's k1 is log(1 / rho), and its bounds "lower_upper" bound 1 / rho. Ours bound rho.
 """
@@ -125,3 +125,15 @@ def router_replay(key: str, value: Any, verl: Settings) -> Line | None:
     """Return the line of actor.router_replay.mode; None where verl replays nothing."""
     mode = {"R2": "recompute", "R3": "rollout"}.get(str(value))
     return None if mode is None else renamed("algorithm.router_replay", mode, f"verl's {value}")
+
+
+def router_balance(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a coefficient of the losses of routers, or the rate of their biases."""
+    section, _, name = key.rpartition(".")
+    if value in OFF:
+        return Line("implied", "off")
+    if name != "moe_aux_loss_coeff":
+        return renamed(f"actor.{name}", value)
+    if verl.get(f"{section}.moe_router_load_balancing_type", "none") == "none":  # as verl sets it
+        return Line("not needed", "moe_router_load_balancing_type is none")
+    return renamed(f"actor.{name}", value, "of each sequence, in verl of each packed micro-batch")

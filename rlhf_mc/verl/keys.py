@@ -256,8 +256,11 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "the optimizer is AdamW": ("*.optim.optimizer", ("adam", "adamw", "AdamW", None)),
         "weight decay is constant": ("*.optim.weight_decay_incr_style", ("constant", None)),
         "a router's logits and weights are float32": ("*.moe_router_dtype", ("fp32",)),
-        "there is no loss beside PPO's": "*.moe_aux_loss_coeff *.moe_z_loss_coeff",
-        "experts are chosen without balancing": ("*.moe_router_load_balancing_type", ("none",)),
+        "the actor alone balances its experts": "*.moe_aux_loss_coeff *.moe_z_loss_coeff *.moe_router_bias_update_rate",
+        "the auxiliary loss is of each sequence": (
+            "*.moe_router_load_balancing_type",
+            ("none", "aux_loss", "seq_aux_loss"),
+        ),
         "a function of custom_reward_function.path is called by its form": (
             "reward_model.reward_manager reward_model.reward_manager.name",
             ("naive", "batch", "prime", "dapo", None),

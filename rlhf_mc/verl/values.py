@@ -387,8 +387,10 @@ _PATTERNS: dict[Converter, str] = {
     _dynamic: "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
     parallelism.virtual_chunks: "*.megatron.virtual_pipeline_model_parallel_size",
     parallelism.training_only: (
-        f"{{ref,reward_model}}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity}}"
+        f"{{ref,reward_model}}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity,override*.moe_*loss*,"
+        "override*.moe_router_bias_update_rate,override*.moe_router_load_balancing_type}"
     ),
+    correction.router_balance: "actor.megatron.override*.moe_{aux_loss_coeff,z_loss_coeff,router_bias_update_rate}",
     parallelism.sequence_parallel: "*.megatron.sequence_parallel",
     parallelism.dynamic_context: "*.megatron.dynamic_context_parallel",
     parallelism.expert_tensor: "*.megatron.expert_tensor_parallel_size",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,12 @@ from cases import built_run
 from gpu_parts.engines import TEMPERATURE, logical_tensors, make_engine, mesh_groups, my_micro_batches, objective
 from megatron.core.transformer.moe.router import TopKRouter
 
-from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.config.schema import ActorConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_prob_head
+from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay
 from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.preemption import StopRequests
@@ -28,6 +31,7 @@ from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer import loop, step_state
 
 BUDGET = 24
+BALANCE = ActorConfig(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02, moe_router_bias_update_rate=0.01)
 Results = tuple[torch.Tensor, dict[str, np.ndarray], float]
 """Log-probs [R], gradients by the checkpoint's names (arrays: each tensor would be sent as an open file), the share of
 choices that the routers would not have made."""
@@ -60,9 +64,10 @@ def replay(
     layout: Sequence[int],
     dynamic_cp: bool = False,
     **megatron: Any,
-) -> dict[str, Results]:
-    """Return for each checkpoint the results with these choices of each sequence, which some rank holds. layout: TP,
-    PP, EP, VPP, CP."""
+) -> dict[str, tuple[Results, dict[str, float], dict[int, np.ndarray]]]:
+    """Return for each checkpoint the results with these choices of each sequence, which some rank holds, and with
+    BALANCE; the losses of the routers; and the correction biases after a step, by layer. layout: TP, PP, EP, VPP,
+    CP."""
     out = {}
     with mesh_groups(*layout, dynamic_cp=dynamic_cp) as groups:
         for name, checkpoint in checkpoints.items():
@@ -71,9 +76,17 @@ def replay(
             for i, (number, of_sequence) in enumerate(zip(batch.numbers.tolist(), choices[name], strict=True)):
                 if (5 * i + 1) % groups.mesh.world == groups.rank:
                     engine.replay.held[number] = of_sequence
+            rate = BALANCE.moe_router_bias_update_rate if engine.shape.sigmoid_router else 0.0
+            settings = replace(BALANCE, moe_router_bias_update_rate=rate)
+            engine.balance = RouterBalance(settings, engine.shape, groups, engine.chunks)
             log_probs = _log_probs(engine, batch)
             differing = engine.replay.differing_shares()[0]
-            out[name] = log_probs, _gradients(engine, batch), differing
+            results = log_probs, _gradients(engine, batch), differing
+            engine.balance.step()
+            modules = itertools.chain(*(chunk.modules() for chunk in engine.chunks))
+            routers = [module for module in modules if isinstance(module, TopKRouter)]
+            biases = {r.layer_number - 1: r.expert_bias.numpy() for r in routers if r.expert_bias is not None}
+            out[name] = results, engine.balance.losses(), biases
     return out
 
 

@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (4, "moe", {"tp": 2, "ep": 2}, {"sequence_parallel": True}, ()),
         (4, "mixed", {"pp": 2, "ep": 2}, BFLOAT16, ()),
         (4, "latent", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
-        (4, "glm", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
+        (4, "glm", {"tp": 2, "ep": 2}, {"sequence_parallel": True, **BFLOAT16}, ()),
         (4, "gpt_oss", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
         (4, "delta_net", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
     ],

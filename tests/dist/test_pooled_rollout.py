@@ -203,12 +203,15 @@ def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: li
 def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
     pool: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Check a resume too, which reads them: without its experts a response cannot be trained on."""
+    """Check a resume too, which reads them: without its experts a response cannot be trained on. The routers have
+    losses, and correction biases that move."""
     directory = make_workspace(
-        tmp_path_factory.mktemp("pooled_experts"), family="qwen3_moe", tied=False, max_position_embeddings=128
+        tmp_path_factory.mktemp("pooled_experts"), family="glm4_moe", tied=False, max_position_embeddings=128
     )
     (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
     settings = [*PARTIAL, "algorithm.router_replay=rollout", "trainer.total_training_steps=4"]
+    balance = {"aux_loss_coeff": 0.01, "z_loss_coeff": 0.001, "router_bias_update_rate": 0.01}
+    settings += [f"actor.moe_{name}={value}" for name, value in balance.items()]
     config = str(write_config(directory, **SECTIONS))
     train = functools.partial(pool(2).run, pool_cases.train, config_path=config)
     whole = train(overrides=settings)
@@ -222,6 +225,10 @@ def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
             step["metrics"]["actor/loss"] for step in other["steps"][2:]
         ]
         _assert_same_weights(part, other)
+        for step, again in zip(other["steps"][2:], part["steps"], strict=True):
+            losses = {key: value for key, value in step["metrics"].items() if key.startswith("actor/router_")}
+            assert losses == {key: again["metrics"][key] for key in ("actor/router_aux_loss", "actor/router_z_loss")}
+            assert 0.9 < losses["actor/router_aux_loss"] < 2.0
     oldest = [step["metrics"]["training/off_policy/trajectory_staleness/max"] for step in whole[0]["steps"]]
     assert max(oldest) > 0, "no response has ended in an earlier step"
 

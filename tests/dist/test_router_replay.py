@@ -1,5 +1,6 @@
 """Router replay: with given choices of experts the trainer's log-probs and gradients are those of transformers with the
-same choices in each layout, and in whole runs the updates use the experts of the engine, or of the old log-probs."""
+same choices in each layout, losses of the routers included, and in whole runs the updates use the experts of the
+engine, or of the old log-probs."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 from gpu_parts.engines import Job, token_batch
 from gpu_parts.reference import Reference, by_checkpoint_names
 from tiny import make_workspace, write_config
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
@@ -39,6 +41,8 @@ PROMPT_LENS = (3, 9, 4, 4, 6)
 RESPONSE_LENS = (6, 1, 11, 5, 2)
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Log-probs [R], gradients by the checkpoint's names."""
+Balanced = tuple[Results, tuple[float, float], dict[int, np.ndarray]]
+"""Results with replay_cases.BALANCE, both losses of a layer, and the correction biases after a step, by layer."""
 Choose = Callable[[int, torch.Tensor], torch.Tensor]
 """(number of the call of a router, its scores [tokens, experts]) -> experts [tokens, k]."""
 
@@ -95,9 +99,9 @@ def choosing(num_experts: int, choose: Choose) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def given_choices(
     checkpoints: dict[str, str], batch: RaggedBatch, choices: dict[str, list[np.ndarray]]
-) -> dict[str, Results]:
+) -> dict[str, Balanced]:
     """Return for each model transformers' log-probs and gradients with `choices`."""
-    return {name: reference(checkpoints[name], batch, choices[name], False) for name in MODELS}
+    return {name: balanced_reference(checkpoints[name], batch, choices[name]) for name in MODELS}
 
 
 @pytest.fixture(scope="session")
@@ -111,25 +115,97 @@ def own_choices(checkpoints: dict[str, str], batch: RaggedBatch) -> dict[str, tu
     return out  # type: ignore[return-value]
 
 
-def reference(checkpoint: str, batch: RaggedBatch, given: Sequence[np.ndarray], is_reversed: bool) -> Results:
+def reference(
+    checkpoint: str,
+    batch: RaggedBatch,
+    given: Sequence[np.ndarray],
+    is_reversed: bool,
+    model: Reference | None = None,
+    chosen: list[torch.Tensor] | None = None,
+) -> Results:
     """Return transformers' log-probs and gradients, with the routers' weights reversed or not, with these choices."""
     job = Job("", "actor", "token-mean", 0, tuple(range(batch.num_sequences)))
-    model = Reference(checkpoint)
+    model = model or Reference(checkpoint)
     if is_reversed:
         reverse(model)
     num_layers = given[0].shape[1]
     num_experts = HFReader(checkpoint).shape().num_experts
+    original = torch.topk
 
     def choose(call: int, scores: torch.Tensor) -> torch.Tensor:
         sequence, layer = divmod(call, num_layers)
         experts = torch.from_numpy(given[sequence][:, layer].astype(np.int64))
-        last = torch.arange(experts.shape[1])[None]  # no result depends on the experts of the last token
-        return torch.cat([experts, last])
+        experts = torch.cat([experts, original(scores[-1:], experts.shape[1])[1]])
+        if chosen is not None:
+            chosen.append(experts)
+        return experts
 
     with choosing(num_experts, choose), torch.no_grad():
         log_probs = model.log_probs(batch)[0]
     with choosing(num_experts, choose):
         return log_probs, by_checkpoint_names(model.gradients(batch, job)[1], model.model.config.model_type)
+
+
+class BalancedReference(Reference):
+    """A model with the losses of its routers, and the loads of their experts, by a slow definition."""
+
+    def __init__(self, checkpoint: str) -> None:
+        super().__init__(checkpoint)
+        self.shape = HFReader(checkpoint).shape()
+        self.chosen: list[torch.Tensor] = []
+        """Experts [tokens, k] of each call of a router."""
+        self._logits: list[torch.Tensor] = []
+        for name, module in self.model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.register_forward_pre_hook(self._keep_logits)
+
+    def _keep_logits(self, router: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._logits.append(inputs[0].flatten(0, -2) @ router.weight.T)
+
+    def _actor_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self._logits.clear()
+        self.chosen.clear()
+        loss, stats = super()._actor_loss(mini, job)
+        aux_loss = z_loss = torch.zeros(())
+        for logits, chosen in zip(self._logits, self.chosen, strict=True):
+            aux_loss = aux_loss + self.aux_loss(logits, chosen) / mini.num_sequences
+            z_loss = z_loss + logits.exp().sum(1).log().square().sum() / len(mini.tokens)
+        layers = len(self.shape.expert_layers)
+        self.losses = (float(aux_loss) / layers, float(z_loss) / layers)
+        coefficients = replay_cases.BALANCE
+        return loss + coefficients.moe_aux_loss_coeff * aux_loss + coefficients.moe_z_loss_coeff * z_loss, stats
+
+    def aux_loss(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the auxiliary loss of one layer's tokens."""
+        scores = logits.sigmoid() if self.shape.sigmoid_router else logits.softmax(1)
+        of_tokens = torch.nn.functional.one_hot(chosen, self.shape.num_experts).sum(1)
+        share = of_tokens.double().mean(0) / self.shape.experts_per_token
+        return self.shape.num_experts * (share * (scores / scores.sum(1, keepdim=True)).mean(0)).sum()
+
+    def biases_after_step(self) -> dict[int, np.ndarray]:
+        """Return the correction bias of each layer with experts, moved by the loads of all tokens."""
+        biases = [bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")]
+        out = {}
+        for at, bias in enumerate(biases):
+            loads = torch.cat(self.chosen[at :: len(biases)]).flatten().bincount(minlength=self.shape.num_experts)
+            step = replay_cases.BALANCE.moe_router_bias_update_rate * (loads.double().mean() - loads).sign()
+            out[self.shape.expert_layers[at]] = (bias + step).numpy()
+        return out
+
+
+def balanced_reference(checkpoint: str, batch: RaggedBatch, given: Sequence[np.ndarray]) -> Balanced:
+    """Return what transformers has with these choices, and with its routers' own for the last token of a sequence."""
+    model = BalancedReference(checkpoint)
+    results = reference(checkpoint, batch, given, False, model, model.chosen)
+    return results, model.losses, model.biases_after_step()
+
+
+def test_auxiliary_loss_of_softmax_routers_is_transformers(checkpoints: dict[str, str]) -> None:
+    """transformers does not divide the experts of a token by their number."""
+    model = BalancedReference(checkpoints["qwen3_moe"])
+    logits = torch.randn(9, 4)
+    wanted = load_balancing_loss_func((logits,), num_experts=4, top_k=2)
+    assert float(2 * model.aux_loss(logits, logits.topk(2).indices)) == pytest.approx(float(wanted))
 
 
 def reverse(model: Reference) -> None:
@@ -160,12 +236,12 @@ def test_choices_match_transformers(
     checkpoints: dict[str, str],
     choices: dict[str, list[np.ndarray]],
     batch: RaggedBatch,
-    given_choices: dict[str, Results],
+    given_choices: dict[str, Balanced],
     own_choices: dict[str, tuple[Results, Results]],
     name: str,
 ) -> None:
-    """Replay given choices (R3). Record the choices of a pass, and replay them in an update before and after the
-    routers are reversed (R2)."""
+    """Replay given choices (R3), with the losses of the routers. Record the choices of a pass, and replay them in an
+    update before and after the routers are reversed (R2)."""
     world, layout, settings = LAYOUTS[name]
     common = {"checkpoints": checkpoints, "batch": batch, "layout": layout, **settings}
     replayed = pool(world).run(replay_cases.replay, choices=choices, **common)
@@ -173,9 +249,16 @@ def test_choices_match_transformers(
     for rank in range(world):
         for model in MODELS:
             what = f"{model}, rank {rank}"
-            check(what, replayed[rank][model], given_choices[model])
+            results, losses, biases = replayed[rank][model]
+            wanted, wanted_losses, wanted_biases = given_choices[model]
+            check(what, results, wanted)
             # Half of 2 random ones of 4 experts are among the router's own 2; of 264 hardly any.
-            assert 0.3 < replayed[rank][model][2] < 0.7 or (model == "mixed" and replayed[rank][model][2] > 0.9)
+            assert 0.3 < results[2] < 0.7 or (model == "mixed" and results[2] > 0.9)
+            assert list(losses) == ["router_aux_loss", "router_z_loss"]
+            assert list(losses.values()) == pytest.approx(wanted_losses, rel=1e-4), what
+            assert bool(biases) == (model == "glm4_moe")
+            for layer, bias in biases.items():
+                assert np.abs(bias - wanted_biases[layer]).max() < 1e-6, what
             before, after = recorded[rank][model]
             own, of_reversed = own_choices[model]
             check(f"{what}, recorded", before, own)

@@ -36,7 +36,7 @@ from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.reshard.layout import constant_tensors, hf_layout
+from rlhf_mc.reshard.layout import correction_biases, hf_layout
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.weight_sync import VerifyWhen, plan_weight_sync
 from rlhf_mc.rollout.vllm_layout import vllm_layout
@@ -219,9 +219,9 @@ def _update_weights(case: Case, gpu: FakeCuda, engine: ModelEngine) -> None:
     wanted = rollout_layouts(engine.shape, [range(i, i + size) for i in range(0, world, size)], vllm_layout)
     dtype = DTYPES[engine.dtype]
     gpu.phase = "update_weights"
-    constants = constant_tensors(engine.shape)
+    biases = correction_biases(engine.shape)
     verify_when: VerifyWhen = "always" if case.family == "qwen3_moe" and not case.transformer_engine else "off"
-    sync = plan_weight_sync(engine_layouts(engine), wanted, constants, rank, dtype, verify_when, 1 << 16)
+    sync = plan_weight_sync(engine_layouts(engine), wanted, biases, rank, dtype, verify_when, 1 << 16)
     target = {
         name: torch.empty(shape, dtype=torch.float32 if name in wanted[rank].float32 else dtype, device="cuda:0")
         for name, shape in wanted[rank].shapes.items()

@@ -219,6 +219,16 @@ def test_a_dense_model_replays_no_experts(directory: Path, value: str) -> None:
     check(directory, "algorithm.router_replay=off")
 
 
+def test_settings_that_balance_experts_need_them(directory: Path) -> None:
+    wanted = "actor.moe_{} is 0.1; the model of model.path has {}: set it to 0"
+    for name in ("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate"):
+        assert error_of(directory, f"actor.moe_{name}=0.1") == wanted.format(name, "no experts")
+    _edit(directory, **EXPERTS)
+    check(directory, "actor.moe_aux_loss_coeff=0.1", "actor.moe_z_loss_coeff=0.1")
+    without_bias = wanted.format("router_bias_update_rate", "routers without a correction bias")
+    assert error_of(directory, "actor.moe_router_bias_update_rate=0.1") == without_bias
+
+
 def test_experts_are_replayed_by_default(directory: Path) -> None:
     _edit(directory, **EXPERTS)
     cfg = load_config(str(directory / "config.yaml"))

@@ -145,6 +145,7 @@ NAMES_AND_FILES = (
 )
 """Settings whose defaults differ from verl's, and which change nothing that is computed or are files."""
 OF_ACTOR = "actor_rollout_ref.actor"
+OF_EXPERTS = f"{OF_ACTOR}.megatron.override_transformer_config"
 LARGE = [
     f"{OF_ACTOR}.megatron.{text}"
     for text in (
@@ -275,6 +276,15 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.actor.router_replay.mode", "R2", ("renamed", "algorithm.router_replay", "recompute")),
         ("actor_rollout_ref.actor.router_replay.mode", "R4", ("not supported", None, None)),
         ("critic.megatron.router_replay.mode", "R3", ("not supported", None, None)),
+        (f"{OF_EXPERTS}.moe_aux_loss_coeff", 0.01, ("not needed", None, None)),
+        (f"{OF_EXPERTS}.moe_z_loss_coeff", 0.01, ("renamed", "actor.moe_z_loss_coeff", 0.01)),
+        (f"{OF_EXPERTS}.moe_router_bias_update_rate", 0.01, ("renamed", "actor.moe_router_bias_update_rate", 0.01)),
+        (f"{OF_EXPERTS}.moe_router_bias_update_rate", 0.0, ("implied", None, None)),
+        (f"{OF_EXPERTS}.moe_router_load_balancing_type", "seq_aux_loss", ("implied", None, None)),
+        (f"{OF_EXPERTS}.moe_router_load_balancing_type", "global_aux_loss", ("not supported", None, None)),
+        (f"{OF_EXPERTS}.moe_aux_loss_coeff".replace("actor.", "ref."), 0.01, ("not needed", None, None)),
+        (f"{OF_EXPERTS}.moe_z_loss_coeff".replace("actor_rollout_ref.actor", "critic"), 0.01,
+         ("not supported", None, None)),
         ("actor_rollout_ref.actor.clip_ratio_low", "x", ("not supported", None, None)),
         ("reward_model.reward_manager.name", "gdpo", ("not supported", None, None)),
         # images
@@ -359,6 +369,8 @@ def test_a_setting_has_this_answer(key: str, value: Any, expected: tuple[Any, ..
 
 
 def test_settings_that_depend_on_others() -> None:
+    kind = {f"{OF_EXPERTS}.moe_router_load_balancing_type".replace("actor_rollout_ref.", ""): "aux_loss"}
+    assert line_of(f"{OF_EXPERTS}.moe_aux_loss_coeff", 0.01, **kind) == ("renamed", "actor.moe_aux_loss_coeff", 0.01)
     ratio = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
     assert line_of(ratio, 0.1, actor__optim__lr_warmup_steps=7)[0] == "not needed"
     assert line_of("trainer.max_actor_ckpt_to_keep", 3, trainer__save_freq=5) == (

@@ -21,7 +21,10 @@ from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.planner import activations
 from rlhf_mc.planner.__main__ import main
 from rlhf_mc.planner.published import MODELS, PUBLISHED, with_model
+from rlhf_mc.planner.rank_layouts import own_rollout_weights
 from rlhf_mc.reshard.layout import logical_shapes
+from rlhf_mc.rollout.vllm_layout import vllm_layout
+from rlhf_mc.topology.mesh import Mesh
 
 GB = 10**9
 
@@ -83,6 +86,15 @@ def test_advice_makes_it_fit(
     _, _, settings = line.partition("it fits with ")
     assert advice in settings
     assert main([*PLAN_70B, *overrides, *settings.split()]) == 0
+
+
+def test_routers_that_vllm_has_in_float32() -> None:
+    shape = ModelShape.from_hf_config(CONFIGS["glm-4.5-air"])
+    mesh = Mesh(1, 1, 1)
+    own = own_rollout_weights(shape, mesh, mesh.coordinate(0), 0, 1, vllm_layout, "bfloat16", False, True)
+    layer = "model.layers.1"
+    assert own[f"{layer}.mlp.gate.weight"] == 4 * 128 * 4096 and own[f"{layer}.input_layernorm.weight"] == 2 * 4096
+    assert own[f"{layer}.mlp.gate.e_score_correction_bias"] == 4 * 128
 
 
 def test_host_memory_and_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:

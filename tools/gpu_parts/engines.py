@@ -23,7 +23,7 @@ from rlhf_mc.models.engine import Loss, ModelEngine, engine_layouts
 from rlhf_mc.models.heads import Head, log_prob_head
 from rlhf_mc.models.statistics import OptimizerStep
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import constant_tensors, hf_layout, logical_shapes
+from rlhf_mc.reshard.layout import correction_biases, hf_layout, logical_shapes
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
@@ -171,7 +171,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gather what is trained of the whole model on this rank, by the names of the Hugging Face checkpoint. This rank's
     own blocks come from itself, so that over all ranks every replica of every block is compared."""
-    target = hf_layout(engine.shape, logical_shapes(engine.shape).keys() - constant_tensors(engine.shape))
+    target = hf_layout(engine.shape, logical_shapes(engine.shape).keys() - correction_biases(engine.shape))
     plan = make_plan(engine_layouts(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
     tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
     execute(plan.for_rank(dist.get_rank()), local, tensors, PointToPoint(dist.group.WORLD))

@@ -57,6 +57,21 @@ ACTOR = Section(
             "growth over steps: the updates move the routers far; lower the learning rate or `ppo_epochs`",
         ),
         Metric(
+            "actor/router_aux_loss",
+            "auxiliary loss of the routers without `moe_aux_loss_coeff` "
+            "([algorithms.md](algorithms.md#losses-of-routers)); where routers have a loss or biases that move",
+            "–",
+            "mean over sequences, layers with experts and mini-batches",
+            "1: even loads; toward the number of experts over those of a token: a few experts get all tokens",
+        ),
+        Metric(
+            "actor/router_z_loss",
+            "square of the routers' logsumexp, without `moe_z_loss_coeff`",
+            "–",
+            "mean over tokens, layers with experts and mini-batches",
+            "growth over steps: the logits of the routers grow",
+        ),
+        Metric(
             "actor/entropy",
             "the policy's entropy, whatever `loss_agg_mode` is",
             "nats",
