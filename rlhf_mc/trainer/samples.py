@@ -35,7 +35,7 @@ def write_samples(
 ) -> None:
     """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names them; data_source,
     length in tokens, parts (each part's contribution to the score), extra (further numbers of the reward functions)
-    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has them. Only one rank calls
+    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has them. One rank calls
     it.
 
     A file of the same step, from before a resume, is replaced."""

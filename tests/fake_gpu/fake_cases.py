@@ -190,9 +190,7 @@ CASES: dict[str, Case] = {
         megatron={"recompute_granularity": "full"},
         sizes={"mlp_only_layers": [0]},
     ),
-    "critic": Case(
-        "qwen2", role="critic", world=8, tp=2, pp=2, ranks=(4,), megatron={"dtype": "float32", **SEQUENCE}
-    ),
+    "critic": Case("qwen2", role="critic", world=8, tp=2, pp=2, ranks=(4,), megatron={"dtype": "float32", **SEQUENCE}),
     "virtual chunks": Case("llama", layers=4, world=8, tp=2, pp=2, vpp=2, ranks=(0,), megatron=DISTRIBUTED),
     "float32, offload": Case("qwen2", megatron={"dtype": "float32", **OFFLOAD}),
     "bfloat16, offload": Case("llama", world=8, tp=2, ranks=(2,), megatron=OFFLOAD),
