@@ -38,6 +38,8 @@ class Environment:
             file.write("step\\n")
         await asyncio.sleep(0.05 * os.urandom(1)[0] / 255)
         self.seen += token_ids  # an environment without the earlier turns answers otherwise
+        if sum(self.seen) % 4 == 3:
+            raise ValueError("not this turn")
         turn = [10 + sum(self.seen) % 200, 8]
         return turn, float(sum(self.seen) % 5), sum(self.seen) % 5 == 0, {"seen": len(self.seen)}
 """
@@ -50,6 +52,8 @@ SETTINGS = [
     "algorithm.rollout_correction.rollout_is=token",
     "rollout.environment.max_tokens_per_turn=9",
     "rollout.environment.max_turns=6",
+    "rollout.environment.default_observation=again",
+    "health.patience=1",
     "trainer.save_freq=1",
     "trainer.test_freq=2",
 ]
@@ -135,6 +139,8 @@ def plain(train: Any) -> Any:
 def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(train: Any, config: Path, plain: Any) -> None:
     steps, num_calls = plain
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
+    events = [event for _, event in read_rows(config.parent / "plain" / "health.jsonl")]
+    assert "calls_failing" in {event["rule"] for event in events}
     replayed, num_again = train("replayed", f"trainer.replay={config.parent / 'plain'}")
     assert num_again == 0
     _assert_same(replayed, steps)
