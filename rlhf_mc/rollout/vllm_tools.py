@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.tool_parsers import ToolParserManager
+from vllm.tool_parsers.abstract_tool_parser import ToolParserManager
 
 from rlhf_mc.config.errors import UserError
 

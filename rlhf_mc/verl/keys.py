@@ -283,7 +283,7 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "prompts are not reweighted": "algorithm.use_pf_ppo algorithm.pf_ppo*",
         "this policy loss is not known here": "actor.policy_loss*",
         "arguments of vLLM are settings of rollout": "rollout.engine_kwargs*",
-        "turns and tools are settings of rollout.environment": "rollout.multi_turn* rollout.agent*",
+        "use rollout.environment.path, or rollout.environment.function_tool_path for tools": "rollout.multi_turn* rollout.agent*",
         "vLLM generates every response to its end": (
             "rollout.ignore_eos rollout.skip_rollout rollout.over_sample_rate rollout.mtp*"
         ),
@@ -354,8 +354,8 @@ CONVERTED_HINTS = {
     "critic.shuffle": "the critic's mini-batches are shuffled as the actor's: use actor.shuffle",
     "*ulysses_sequence_parallel_size": "use megatron.context_parallel_size",
     "data.image_key data.video_key data.audio_key": "prompts have text alone: leave it out",
-    "rollout.multi_turn.* rollout.agent.* data.tool_config_path data.function_tool_path": "turns and tools are settings"
-    " of rollout.environment",
+    "rollout.multi_turn.* rollout.agent.* data.tool_config_path data.function_tool_path": "use"
+    " rollout.environment.path, or rollout.environment.function_tool_path for tools",
 }
 """Hints for settings that verl/values.py converts, by patterns."""
 

@@ -29,6 +29,7 @@ CALLED = """
     vllm.engine.arg_utils:EngineArgs.create_engine_config
     vllm._custom_ops:cpu_fused_moe
     vllm.entrypoints.llm:LLM.__init__ LLM.sleep LLM.wake_up LLM.reset_prefix_cache
+    vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
     vllm.inputs.engine:tokens_input
     vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading MLAAttention
     vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu RotaryEmbedding
@@ -46,6 +47,8 @@ CALLED = """
     vllm.platforms:__getattr__
     vllm.sampling_params:RequestOutputKind.FINAL_ONLY SamplingParams.__post_init__
         SamplingParams.update_from_generation_config
+    vllm.tool_parsers.abstract_tool_parser:ToolParserManager.get_tool_parser ToolParserManager.list_registered
+        ToolParserManager
     vllm.utils.torch_utils:set_default_torch_dtype
     vllm.v1.core.sched.scheduler:Scheduler.get_request_counts
     vllm.v1.engine.llm_engine:LLMEngine.from_engine_args LLMEngine.add_request LLMEngine.abort_request LLMEngine.step
