@@ -283,7 +283,9 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "prompts are not reweighted": "algorithm.use_pf_ppo algorithm.pf_ppo*",
         "this policy loss is not known here": "actor.policy_loss*",
         "arguments of vLLM are settings of rollout": "rollout.engine_kwargs*",
-        "use rollout.environment.path, or rollout.environment.function_tool_path for tools": "rollout.multi_turn* rollout.agent*",
+        "use rollout.environment.path, or rollout.environment.function_tool_path for tools": (
+            "rollout.multi_turn* rollout.agent*"
+        ),
         "vLLM generates every response to its end": (
             "rollout.ignore_eos rollout.skip_rollout rollout.over_sample_rate rollout.mtp*"
         ),
