@@ -1,7 +1,7 @@
 """Conversations with tools against the same tokens without: idle engine, cost of a turn, memory of one that waits.
 
     export OMP_NUM_THREADS=1
-    python benchmarks/environments.py                     # 1,000 conversations of 4 turns of 16 tokens
+    python benchmarks/environments.py                     # 1,024 conversations of 4 turns of 16 tokens
     python benchmarks/environments.py --places 128        # of which an engine runs 128 at once
 
 One process, vLLM on a CPU, and a model of 0.7M parameters. Rounds of three kinds alternate, and medians are compared:
@@ -125,8 +125,8 @@ def watch(timed: Timed, baseline: Callable[[], tuple[float, float]], is_memory: 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=1000)
-    parser.add_argument("--places", type=int, default=1000, help="rollout.max_num_seqs")
+    parser.add_argument("--conversations", type=int, default=1024)
+    parser.add_argument("--places", type=int, default=1024, help="rollout.max_num_seqs")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

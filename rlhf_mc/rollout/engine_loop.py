@@ -105,7 +105,7 @@ def _room(engine: RolloutEngine) -> int:
     """Return how many requests the engine begins now."""
     # Requests that wait do so for memory, and the engine then runs no more than it does now.
     is_full = engine.num_unfinished > engine.num_running > 0
-    return 0 if is_full else engine.max_running - engine.num_unfinished
+    return 0 if is_full else max(0, engine.max_running - engine.num_unfinished)
 
 
 def _begin(

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_mc.data.batch import NOTHING
 from rlhf_mc.rollout.base import Request, Sampling
-from rlhf_mc.rollout.engine_loop import _begin
+from rlhf_mc.rollout.engine_loop import _begin, _room
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue, VirtualClock, period_length
 
 PLACES = 8
@@ -168,3 +168,9 @@ def test_a_returning_conversation_displaces_no_request_that_has_left_the_queue()
     _begin(engine, requests, share, Sampling(1.0, 8, ()), [requests[3]], 1, None)
     queue.end_period([len(share), len(other) - 1])
     assert sorted([*added, *other, *queue.left]) == [0, 1, 2, 3]
+
+
+def test_returning_conversations_beyond_the_places_leave_no_room() -> None:
+    engine: Any = SimpleNamespace(num_unfinished=7, num_running=0, max_running=4)
+    assert _room(engine) == 0
+    assert SharedQueue(3).deal([_room(engine)], 0) == [[]]
