@@ -101,9 +101,10 @@ def generated(run: Run, control: Path, seconds: tuple[float, float] | None) -> t
     return took, responses.num_drawn
 
 
-def watch(timed: Timed, baseline: Callable[[], tuple[float, float]], is_memory: bool) -> Any:
-    """Return a Conversations.arrived that measures; with is_memory it ends the call once all conversations wait."""
-    before = baseline()
+def watch(timed: Timed, memory: Callable[[], tuple[float, float]] | None = None) -> Any:
+    """Return a Conversations.arrived that measures; with `memory`, which returns the bytes on the rank and in its
+    workers, it ends the call once all conversations wait."""
+    before = (0.0, 0.0) if memory is None else memory()
 
     original = Conversations.arrived
 
@@ -112,9 +113,9 @@ def watch(timed: Timed, baseline: Callable[[], tuple[float, float]], is_memory: 
         out = original(self, is_idle)
         timed.idle += (time.perf_counter() - start) * is_idle
         timed.turns += len(out.requests) + len(out.ended)
-        if is_memory and is_idle and self.num_waiting:
+        if memory is not None and is_idle and self.num_waiting:
             time.sleep(2)  # the last turns reach the worker
-            after = baseline()
+            after = memory()
             timed.rank_bytes = (after[0] - before[0]) / self.num_waiting
             timed.worker_bytes = (after[1] - before[1]) / self.num_waiting
             raise StopIteration
@@ -165,7 +166,7 @@ def _measure(run: Run, control: Path, rounds: int) -> None:
     for number in range(rounds + 1):  # the first one warms up
         for kind, seconds in kinds.items():
             timed = Timed()
-            with watch(timed, lambda: (0.0, 0.0), False):
+            with watch(timed):
                 whole, drawn = generated(run, control, seconds)
             share = timed.idle / whole
             print(f"round {number}, {kind}: {whole:.2f} s, {drawn} tokens drawn, idle {share:.1%}", flush=True)
@@ -186,7 +187,7 @@ def _measure(run: Run, control: Path, rounds: int) -> None:
 
     tracemalloc.start()
     try:
-        with watch(timed, memory, True):
+        with watch(timed, memory):
             generated(run, control, (WAIT, WAIT))
     except StopIteration:
         rank, worker = (each / 1e3 for each in (timed.rank_bytes, timed.worker_bytes))

@@ -32,14 +32,9 @@ class ConversationState:
         return ConversationState(**{**row, "episode": Episode(**row["episode"])})
 
 
-def drawn_places(response: Generation) -> list[int]:
-    """Return the places of the drawn tokens in a response."""
-    return [place for place, log_prob in enumerate(response.log_probs) if log_prob != OBSERVED]
-
-
 def places_by_turn(response: Generation, episode: Episode) -> list[list[int]]:
     """Return the places of the drawn tokens of each turn of the response, the present turn last."""
-    places = drawn_places(response)
+    places = [place for place, log_prob in enumerate(response.log_probs) if log_prob != OBSERVED]
     bounds = [0, *(place + 1 for place, _ in episode.rewards), len(places)]
     return [places[start:end] for start, end in itertools.pairwise(bounds)]
 

@@ -18,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.aliasing import Alias, find_aliases
 from rlhf_mc.reshard.buckets import BucketPart, Move, Pattern, fill_buckets
@@ -32,11 +34,13 @@ MIN_SLICE_BYTES = 1 << 16
 def _without_garbage_collector() -> Iterator[None]:
     """Turn Python's garbage collector off: a plan has no cycles, and the collector would visit its tuples again and
     again."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -116,14 +120,14 @@ def make_plan(
             patterns.append(pattern)
     buckets = fill_buckets(patterns, queue, max(1, bucket_bytes // itemsize))
     copied = [0] * len(source)
-    totals = [0] * 3 * len(source)
+    totals = np.zeros(3 * len(source), np.int64)
     for pattern in patterns:
         times = itemsize * len(pattern.dst)
         for move in pattern.copies:
             copied[move.src_rank] += times * volume(move.block)
         if pattern.moves:
-            totals = (totals + times * pattern.loads(0, (1, 1))).tolist()
-    sent, received, from_other_nodes = (tuple(totals[n * len(source) :][: len(source)]) for n in range(3))
+            totals += times * pattern.loads(0, (1, 1))
+    sent, received, from_other_nodes = (tuple(part.tolist()) for part in np.split(totals, 3))
     return Plan(
         itemsize,
         tuple(aliases),

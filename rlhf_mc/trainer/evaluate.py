@@ -86,9 +86,8 @@ def evaluate(run: Run) -> Validation:
 
 def _as_text(prompt: Prompt, token_ids: list[int], score: Score, tokenizer: PreTrainedTokenizerBase) -> str:
     text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-    response = f"[response] {tokenizer.decode(token_ids, skip_special_tokens=False)}"
-    if score.episode is not None:
-        response = "\n".join(f"[{kind}] {part}" for kind, part in split_turns(tokenizer, token_ids, score.episode))
+    turns = split_turns(tokenizer, token_ids, score.episode)
+    response = "\n".join(f"[{kind}] {part}" for kind, part in turns)
     return f"[prompt] {text}\n{response}\n[ground truth] {prompt.ground_truth}\n[score] {score.score}\n"
 
 

@@ -68,9 +68,13 @@ RESPONSE = "response"
 OBSERVATION = "observation"
 
 
-def split_turns(tokenizer: PreTrainedTokenizerBase, response: Sequence[int], episode: Episode) -> list[tuple[str, str]]:
-    """Return the parts of a conversation as pairs: RESPONSE or OBSERVATION, and the text."""
-    places = [0, *itertools.chain.from_iterable(episode.observations), len(response)]
+def split_turns(
+    tokenizer: PreTrainedTokenizerBase, response: Sequence[int], episode: Episode | None
+) -> list[tuple[str, str]]:
+    """Return the parts of a response as pairs: RESPONSE or OBSERVATION, and the text. Without an environment there is
+    one."""
+    observations = () if episode is None else episode.observations
+    places = [0, *itertools.chain.from_iterable(observations), len(response)]
     kinds = itertools.cycle((RESPONSE, OBSERVATION))
     parts = [(kind, response[start:end]) for kind, (start, end) in zip(kinds, itertools.pairwise(places), strict=False)]
     return [(kind, tokenizer.decode(part, skip_special_tokens=False)) for kind, part in parts if part]

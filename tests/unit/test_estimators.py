@@ -9,12 +9,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
 from rlhf_mc.algorithms import estimators
-from rlhf_mc.algorithms.estimators import ADVANTAGE_ESTIMATORS, Estimate, EstimatorInputs, token_rewards, whiten
-from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AdvEstimator
+from rlhf_mc.algorithms.estimators import (
+    ADVANTAGE_ESTIMATORS,
+    STD_EPS,
+    Estimate,
+    EstimatorInputs,
+    token_rewards,
+    whiten,
+)
+from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AdvEstimator, AlgorithmConfig
+from rlhf_mc.data.batch import OBSERVED, Generation, Prompt, Responses, build_batch
+from rlhf_mc.rewards.results import Episode, Score
+from rlhf_mc.trainer.advantages import advantages_and_returns
+from rlhf_mc.trainer.scores import turn_rewards
 
 OF_GROUPS = sorted(name for name, needs in ESTIMATOR_NEEDS.items() if needs.group)
 Rows = list[list[float]]
@@ -193,3 +205,65 @@ def test_groups_of_one_response_are_refused(name: str) -> None:
 def test_passk_gives_nothing_to_several_best_responses() -> None:
     inputs = inputs_of([1.0, 1.0, 0.0], [1, 1, 1], [0, 0, 0])
     assert first_tokens(estimators.grpo_passk(inputs), inputs) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_advantages_of_conversations_equal_a_slow_masked_version(estimator: str) -> None:
+    """Compare with loops over all tokens of a response and its mask: the value that follows a drawn token is the next
+    drawn one's, and a group is compared by its scores."""
+    draw = np.random.default_rng(4)
+    masks = [[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 1], [1, 1, 1], [1, 0, 1]]
+    conversations = [
+        Generation([9] * len(mask), [-1.0 if drawn else OBSERVED for drawn in mask], True) for mask in masks
+    ]
+    prompts = [Prompt(0, np.array([5, 6], np.int32), "", None)] * 4
+    episodes = [
+        Episode([(1, 0.5), (3, 1.0)], {}, {}, None, 0.0),
+        Episode([(0, -1.0), (1, 0.0), (2, 2.0)], {}, {}, None, 0.0),
+        Episode([(2, 1.0)], {}, {}, None, 0.0),
+        Episode([(0, 0.0), (1, 0.0)], {}, {}, "timeout", -2.0),
+    ]
+    scores = [Score(episode.score, episode=episode) for episode in episodes]
+    batch = build_batch(prompts, Responses.of(conversations))
+    num_drawn = int(batch.response_lens.sum())
+    fields = {name: torch.from_numpy(draw.normal(size=num_drawn)).float() for name in ("values", "old_log_probs")}
+    batch = batch.with_fields(
+        **fields,
+        ref_log_probs=fields["old_log_probs"] + 0.1,
+        scores=torch.tensor([score.score for score in scores]),
+        turn_rewards=turn_rewards(scores, batch.response_lens),
+    )
+    cfg = AlgorithmConfig(adv_estimator=estimator, use_kl_in_reward=True, gamma=0.9, lam=0.8)  # type: ignore[arg-type]
+    found, _, _ = advantages_and_returns(batch, cfg, 0.5, 2, ADVANTAGE_ESTIMATORS[estimator])
+    kl_penalty = 0.5 * -0.1  # k1, on each drawn token
+    advantages = []
+    values = iter(fields["values"].tolist())
+    for mask, episode in zip(masks, episodes, strict=True):
+        places = [t for t, drawn in enumerate(mask) if drawn]
+        value = {t: next(values) for t in places}
+        reward = dict.fromkeys(places, -kl_penalty)
+        given = episode.rewards if episode.failure is None else [(len(places) - 1, episode.default_score)]
+        for place, one in given:
+            reward[places[place]] += one
+        if estimator == "grpo":
+            advantages += [sum(reward.values())] * len(places)
+            continue
+        following = 0.0
+        next_value = 0.0
+        of_response = []
+        for t in reversed(range(len(mask))):
+            if mask[t]:
+                following = reward[t] + 0.9 * next_value - value[t] + 0.9 * 0.8 * following
+                next_value = value[t]
+                of_response.append(following)
+        advantages += reversed(of_response)
+    wanted = torch.tensor(advantages, dtype=torch.float64)
+    if estimator == "grpo":
+        first = np.cumsum([0, *batch.response_lens.tolist()])[:4]
+        sums = wanted[first].view(2, 2)
+        scaled = (sums - sums.mean(1, keepdim=True)) / (sums.std(1, keepdim=True) + STD_EPS)
+        wanted = scaled.flatten().repeat_interleave(batch.response_lens)
+    else:
+        wanted = whiten(wanted)
+    assert found.advantages is not None
+    torch.testing.assert_close(found.advantages.double(), wanted, atol=1e-5, rtol=0)
