@@ -18,8 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.aliasing import Alias, find_aliases
 from rlhf_mc.reshard.buckets import BucketPart, Move, Pattern, fill_buckets
@@ -103,6 +101,8 @@ def make_plan(
     do not move. The result depends on the arguments only, so every rank computes the same plan. Raise UserError if the
     source lacks a block that the target needs.
     """
+    import numpy as np  # not for the planner's command line alone
+
     assert len(source) == len(target), "one source and one target layout per rank"
     aliases, target = _alias(source, target, itemsize) if share else ([{}] * len(source), target)
     src = _Side(source)
