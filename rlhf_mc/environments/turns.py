@@ -20,9 +20,9 @@ from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Generation, Prompt
-from rlhf_mc.environments.conversation_state import ConversationState, places_by_turn, with_observation, with_reply
+from rlhf_mc.environments.conversation import Conversation, ConversationState, Status
 from rlhf_mc.environments.environment_worker import Key, Turn
-from rlhf_mc.environments.journal import END, ObservationJournal, Place, Reply
+from rlhf_mc.environments.journal import END, ObservationJournal, Reply
 from rlhf_mc.environments.pool import EnvironmentPool
 from rlhf_mc.environments.protocol import StepResult, ToolCall, truncated, where
 from rlhf_mc.environments.template import ObservationTokenizer
@@ -183,34 +183,18 @@ class Conversations:
         """call: of the step. keys: of each conversation. Other arguments as of Environments.begin."""
         self._run = environments
         self._call = call
-        self._keys = keys
-        self._prompts = prompts
-        self._whole = requests
         self._keeps = kept is not None
         self._kept = {} if kept is None else kept
         self.homes: Mapping[int, int] = {number: state.engine for number, state in self._kept.items()}
         new = Episode([], {}, {}, None, environments.cfg.default_score)
-        self.episodes = [self._kept[i].episode if i in self._kept else new for i in range(len(requests))]
-        """Of each conversation up to its last answer; of those that other engines have, before the call."""
-        self.requests = [self._limited(request) for request in requests]
+        self._all = [
+            Conversation(key, prompt, request, self._kept[i].episode if i in self._kept else new, request.begun)
+            for i, (key, prompt, request) in enumerate(zip(keys, prompts, requests, strict=True))
+        ]
+        self.requests = [self._request(one) for one in self._all]
         """The first turn of each conversation."""
-        self.waiting: dict[int, Generation] = {}
-        """The conversations of this rank's engine that wait for their environment."""
-        self._places: dict[int, tuple[Place, int]] = {}
-        """Their turns, and the digests of their tokens, as the journal has them."""
-        self._recorded: dict[int, Reply] = {}
-        """The answers of the journal to these."""
-        self._unrecorded: set[int] = set()
-        """Those without one. They are sent once the journal has no later answer in this call: until then it knows when
-        they have been answered, or that they have not."""
-        self._other: set[int] = set()
-        """Conversations that the journal does not have, or with other tokens."""
-        self._cut: dict[int, Generation] = {}
-        """Conversations that wait or draw until the end of a replayed step, as in the run that is replayed."""
-        self._begun: set[int] = set()
-        self._cached: set[int] = set()
-        """Those of this engine that have begun, and whose tokens it has computed in this call."""
-        self._ended: set[int] = set()
+        self._waiting: dict[int, Conversation] = {}
+        """Those of this rank's engine that wait for an answer in this call."""
         self._iteration = 0
         """Calls of `arrived`: the time of the journal, which does not depend on seconds."""
         recorded = environments.journal.of_call(call)
@@ -221,62 +205,72 @@ class Conversations:
     @property
     def num_waiting(self) -> int:
         """Number of conversations that wait for their environment."""
-        return len(self.waiting.keys() - self._cut.keys())
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> dict[int, Generation]:
+        """The responses of this rank's engine that wait for an environment after the call, by number."""
+        return {i: one.response for i, one in enumerate(self._all) if one.status is Status.WAITS}
+
+    def episode(self, number: int) -> Episode:
+        """Return what the environment has given the conversation of this number."""
+        return self._all[number].episode
 
     def start(self, requests: Sequence[Request]) -> list[Request]:
         """Begin conversations, or continue those of earlier calls. Return those in which the model draws."""
-        self._begun.update(request.number for request in requests)
-        waiting = [one for one in requests if one.number in self._kept and self._kept[one.number].waits]
-        for request in waiting:
-            self._wait(request.number, request.begun)
-        return [request for request in requests if request.number not in self.waiting]
+        for number in (request.number for request in requests):
+            self._all[number].status = Status.DRAWS
+            if number in self._kept and self._kept[number].waits:
+                self._wait(number)
+        return [request for request in requests if self._all[request.number].status is Status.DRAWS]
 
     def submit(self, ended: Mapping[int, Generation]) -> None:
         """Send turns that have ended to their environments."""
-        self._cached |= ended.keys()
-        for number, turn in ended.items():
-            if turn.finished or len(turn.token_ids) == self._turn_limit(number, turn):
-                self._wait(number, turn)
+        for number, response in ended.items():
+            one = self._all[number]
+            one.response = response
+            one.is_cached = True
+            if response.finished or len(response.token_ids) == self._turn_limit(one):
+                self._wait(number)
             else:
-                self._cut[number] = turn
+                one.is_cut = True
 
     def arrived(self, is_idle: bool) -> Arrivals:
         """Return what has arrived. is_idle: the engine has nothing else to do for a moment."""
         self._iteration += 1
-        replies = {number: reply for number, reply in self._recorded.items() if reply.at <= self._iteration}
-        if self._iteration > self._last_recorded:
-            for number in self._unrecorded:
-                self._send(number)
-            self._unrecorded.clear()
-        if unanswered := self.waiting.keys() - self._recorded.keys() - self._unrecorded - self._cut.keys():
-            replies |= self._run.on_all_ranks(self._answers(unanswered, is_idle))
+        recorded = {number: one.recorded for number, one in self._waiting.items() if one.recorded is not None}
+        replies = {number: reply for number, reply in recorded.items() if reply.at <= self._iteration}
+        # While the journal has later answers in this call, it knows when the others have been answered, or that they
+        # have not: these are not sent yet.
+        if self._iteration > self._last_recorded and (others := self._waiting.keys() - recorded.keys()):
+            replies |= self._run.on_all_ranks(self._answers(others, is_idle))
         requests = []
         ended = {}
         num_cached = 0
         for number, reply in sorted(replies.items()):
-            turn = self.waiting.pop(number)
-            self._recorded.pop(number, None)
-            self.episodes[number] = with_reply(self.episodes[number], turn, reply)
-            begun = with_observation(turn, reply.token_ids)
+            one = self._waiting.pop(number)
+            turn = one.response
+            one.append(reply)
             if reply.ends:
+                one.status = Status.ENDED
                 has_room = turn.finished or len(turn.token_ids) < self._run.max_response_length
-                ended[number] = replace(begun, finished=has_room and not reply.token_ids)
-                self._run.end(self._keys[number])
+                ended[number] = replace(one.response, finished=has_room and not reply.token_ids)
+                self._run.end(one.key)
                 continue
-            request = self._limited(replace(self._whole[number], begun=begun))
-            if request.max_tokens == len(begun.token_ids):
-                self._cut[number] = begun
+            one.status = Status.DRAWS
+            request = self._request(one)
+            if request.max_tokens == len(one.response.token_ids):
+                one.is_cut = True
                 continue
             requests.append(request)
-            num_cached += (number in self._cached) * (len(request.prompt) + len(turn.token_ids))
-        self._ended |= ended.keys()
+            num_cached += one.is_cached * (len(request.prompt) + len(turn.token_ids))
         return Arrivals(requests, num_cached, ended)
 
     def abort(self) -> dict[int, Generation]:
         """End the environments, unless a later call continues the conversations. Return those that wait."""
-        for number in () if self._keeps else self._begun:
-            self._run.end(self._keys[number])
-        return {**self.waiting, **self._cut}
+        for one in () if self._keeps else self._all:
+            self._run.end(one.key)
+        return {**self.waiting, **{i: one.response for i, one in enumerate(self._all) if one.is_cut}}
 
     def finish(self) -> None:
         """Record the end of the call. Raise UserError, on all ranks, if the conversations are not those of the run that
@@ -295,76 +289,68 @@ class Conversations:
         """Return the state of each conversation that the call has begun, by the request's number. Every rank must call
         it after the call."""
         own = {
-            n: ConversationState(self._run.engine, n in self.waiting, n in self._ended, self.episodes[n])
-            for n in self._begun
+            i: ConversationState(self._run.engine, one.status is Status.WAITS, one.status is Status.ENDED, one.episode)
+            for i, one in enumerate(self._all)
+            if one.status is not Status.NOT_HERE
         }
         return {number: state for part in gather_objects(own) for number, state in part.items()}
 
-    def _turn_limit(self, number: int, response: Generation) -> int:
-        """Return the largest length of the response in its present turn."""
-        most = self._run.max_response_length
-        if (per_turn := self._run.cfg.max_tokens_per_turn) is None:
-            return most
-        present = places_by_turn(response, self.episodes[number])[-1]
-        return min(most, (present[0] if present else len(response.token_ids)) + per_turn)
+    def _turn_limit(self, one: Conversation) -> int:
+        return one.turn_limit(self._run.max_response_length, self._run.cfg.max_tokens_per_turn)
 
-    def _limited(self, request: Request) -> Request:
-        """Return the request of a turn."""
-        limit = self._turn_limit(request.number, request.begun)
-        return replace(request, max_tokens=limit if request.max_tokens is None else min(limit, request.max_tokens))
+    def _request(self, one: Conversation) -> Request:
+        """Return the request of the present turn."""
+        limit = self._turn_limit(one)
+        most = one.whole.max_tokens
+        return replace(one.whole, begun=one.response, max_tokens=limit if most is None else min(limit, most))
 
-    def _wait(self, number: int, turn: Generation) -> None:
+    def _wait(self, number: int) -> None:
         """Let a conversation wait for its environment, or for the journal's answer."""
-        self.waiting[number] = turn
+        one = self._all[number]
+        one.status = Status.WAITS
+        one.is_sent = False
         journal = self._run.journal
-        place = (self._call, self._keys[number][1], len(self.episodes[number].rewards))
-        tokens = np.concatenate([self._whole[number].prompt, np.array(turn.token_ids, np.int32)])
-        digest = zlib.crc32(tokens.tobytes())
-        self._places[number] = place, digest
+        place = (self._call, one.key[1], len(one.episode.rewards))
+        tokens = np.concatenate([one.whole.prompt, np.array(one.response.token_ids, np.int32)])
+        one.place = place, zlib.crc32(tokens.tobytes())
         replies = journal.at(place)
-        if digest in replies:
-            self._recorded[number] = replies[digest]
-            self._num_untaken -= self._run.is_mine(self._keys[number])
+        one.recorded = replies.get(one.place[1])
+        if one.recorded is not None:
+            self._num_untaken -= self._run.is_mine(one.key)
         elif journal.is_replay and replies:
-            where = f"{self._prompts[number].where}, turn {place[2] + 1}"
+            where = f"{one.prompt.where}, turn {place[2] + 1}"
             self._problem = f"step {journal.step}, {where}: the runs have drawn other tokens"
-            self._recorded[number] = Reply(0)
-        elif journal.is_replay and self._whole[number].max_tokens is not None:
-            self._cut[number] = turn
-        elif replies or number in self._other or self._iteration > self._last_recorded:
-            self._other.add(number)
-            self._send(number)
-        else:
-            self._unrecorded.add(number)
+            one.recorded = Reply(0)
+        elif journal.is_replay and one.whole.max_tokens is not None:
+            one.is_cut = True
+            return
+        self._waiting[number] = one
 
-    def _turns(self, number: int) -> list[list[int]]:
-        """Return the tokens that the model has drawn in each turn of a conversation that waits."""
-        tokens = self.waiting[number].token_ids
-        return [[tokens[i] for i in places] for places in places_by_turn(self.waiting[number], self.episodes[number])]
+    def _send(self, one: Conversation) -> None:
+        """Send the first turn that the environment has not got."""
+        one.is_sent = True
+        has_room = len(one.response.token_ids) < self._run.max_response_length
+        self._run.send(one.key, one.prompt, one.turns, has_room)
 
-    def _send(self, number: int) -> None:
-        """Send the next turn of a conversation to its environment, if this rank has it."""
-        if self._run.is_mine(self._keys[number]):
-            has_room = len(self.waiting[number].token_ids) < self._run.max_response_length
-            self._run.send(self._keys[number], self._prompts[number], self._turns(number), has_room)
-
-    def _answers(self, unanswered: Set[int], is_idle: bool) -> dict[int, Reply]:
-        """Return, and record, the answers of this rank's environments to the conversations `unanswered`."""
-        seconds = _IDLE_SECONDS if is_idle and self._iteration > self._last_recorded else 0.0
-        numbers = {self._keys[number]: number for number in unanswered if self._run.is_mine(self._keys[number])}
+    def _answers(self, numbers: Set[int], is_idle: bool) -> dict[int, Reply]:
+        """Return, and record, the answers of this rank's environments to these conversations."""
+        numbers_by_key = {one.key: number for number in numbers if self._run.is_mine((one := self._all[number]).key)}
+        for number in numbers_by_key.values():
+            if not self._all[number].is_sent:
+                self._send(self._all[number])
         replies = {}
-        for key, answer in self._run.take(numbers.keys(), seconds).items():
-            number = numbers[key]
-            turns = self._turns(number)
+        for key, answer in self._run.take(numbers_by_key.keys(), _IDLE_SECONDS if is_idle else 0.0).items():
+            one = self._all[numbers_by_key[key]]
+            turns = one.turns
             if (sent := self._run.sent[key]) < len(turns):  # the environment is rebuilt
-                self._compare(number, sent - 1, turns[sent - 1], answer)
-                self._send(number)
+                self._compare(one, sent - 1, turns[sent - 1], answer)
+                self._send(one)
             else:
-                replies[number] = self._reply(number, turns[-1], answer)
-        self._run.journal.record({self._places[number]: reply for number, reply in replies.items()})
+                replies[numbers_by_key[key]] = self._reply(one, turns[-1], answer)
+        self._run.journal.record({self._all[number].place: reply for number, reply in replies.items()})
         return replies
 
-    def _reply(self, number: int, turn: Sequence[int], answer: StepResult | Failure) -> Reply:
+    def _reply(self, one: Conversation, turn: Sequence[int], answer: StepResult | Failure) -> Reply:
         """Return an environment's answer to a turn as a reply, with the default observation for a failure."""
         cfg = self._run.cfg
         failed: list[FailureKind] = []
@@ -372,48 +358,47 @@ class Conversations:
         tokens: list[int] = []
         if not isinstance(answer, Failure):
             try:
-                tokens = self._tokens(number, turn, answer)
-                failed += [one.kind for one in answer.failures]
-                for one in answer.failures:
-                    self._run.report(self._prompts[number], one.problem, "continues with it")
+                tokens = self._tokens(one, turn, answer)
+                failed += [failure.kind for failure in answer.failures]
+                for failure in answer.failures:
+                    self._run.report(one.prompt, failure.problem, "continues with it")
             except Failure as problem:
                 answer = problem
         if isinstance(answer, Failure):
             failed.append(answer.kind)
-            is_fatal = cfg.default_observation is None or not self._run.pool.has(self._keys[number])
+            is_fatal = cfg.default_observation is None or not self._run.pool.has(one.key)
             what = f"scores {cfg.default_score:g}" if is_fatal else "continues with default_observation"
-            self._run.report(self._prompts[number], answer.problem, what)
+            self._run.report(one.prompt, answer.problem, what)
             text = truncated((cfg.default_observation or "").replace("{error}", answer.problem), cfg)
             answer = StepResult(text, 0.0, is_fatal, {})
-            tokens = self._tokens(number, turn, answer)
-        room = self._run.max_response_length - len(self.waiting[number].token_ids)
-        is_last = answer.done or len(self.episodes[number].rewards) + 1 >= cfg.max_turns
+            tokens = self._tokens(one, turn, answer)
+        room = self._run.max_response_length - len(one.response.token_ids)
+        is_last = answer.done or len(one.episode.rewards) + 1 >= cfg.max_turns
         # An observation that does not fit is cut: the response is then truncated, as one of a single turn is.
         tokens = [] if is_last else tokens[:room]
         ends = is_last or len(tokens) == room
         return Reply(self._iteration, tokens, answer.reward, {**answer.info}, ends, failed, is_fatal)
 
-    def _compare(self, number: int, index: int, turn: Sequence[int], answer: StepResult | Failure) -> None:
+    def _compare(self, one: Conversation, index: int, turn: Sequence[int], answer: StepResult | Failure) -> None:
         """Warn if a rebuilt environment answers an earlier turn otherwise than before."""
-        episode = self.episodes[number]
-        places = places_by_turn(self.waiting[number], episode)
-        wanted = self.waiting[number].token_ids[places[index][-1] + 1 : places[index + 1][0]]
-        is_same = bool(episode.failed_calls)
+        places = one.places
+        wanted = one.response.token_ids[places[index][-1] + 1 : places[index + 1][0]]
+        is_same = bool(one.episode.failed_calls)
         if not isinstance(answer, Failure):
             with contextlib.suppress(Failure):
-                is_same = self._tokens(number, turn, answer) == wanted and answer.reward == episode.rewards[index][1]
+                is_same = (self._tokens(one, turn, answer), answer.reward) == (wanted, one.episode.rewards[index][1])
         if not is_same:
             problem = f"begun again after a resume, it answers turn {index + 1} otherwise than before"
-            self._run.report(self._prompts[number], problem, "continues with the earlier answer")
+            self._run.report(one.prompt, problem, "continues with the earlier answer")
 
-    def _tokens(self, number: int, turn: Sequence[int], answer: StepResult) -> list[int]:
+    def _tokens(self, one: Conversation, turn: Sequence[int], answer: StepResult) -> list[int]:
         """Return the tokens of an observation; none after the last turn."""
         if answer.done:
             return []
         tokens = self._run.observations.tokens(answer.observation, turn)
-        if not self.episodes[number].rewards:
+        if not one.episode.rewards:
             text = self._run.tokenizer.decode(turn, skip_special_tokens=True)
-            self._run.observations.check(self._prompts[number].messages, text, answer.observation, tokens)
+            self._run.observations.check(one.prompt.messages, text, answer.observation, tokens)
         return tokens
 
 

@@ -13,7 +13,7 @@ import torch
 from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
-from rlhf_mc.environments.conversation_state import ConversationState
+from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
@@ -81,7 +81,7 @@ def generate(
         if numbers:
             hold_experts(run, {numbers[number]: one for number, one in ended.items()})
         if turns is not None:
-            stream.episodes |= {first + number: turns.episodes[number] for number in ended}
+            stream.episodes |= {first + number: turns.episode(number) for number in ended}
         stream.submit({first + number: one.token_ids for number, one in ended.items()}, others_follow=True)
 
     clock = new_clock(run)
@@ -204,7 +204,7 @@ def continue_groups(
     def on_ended(ended: Mapping[int, Generation]) -> None:
         hold_experts(run, {numbers[i]: one for i, one in ended.items()})
         for number, one in ended.items():
-            scores.add(*rows[number], one.token_ids, None if turns is None else turns.episodes[number])
+            scores.add(*rows[number], one.token_ids, None if turns is None else turns.episode(number))
         if enough is None:
             scores.submit(is_certain)
 
@@ -218,7 +218,7 @@ def continue_groups(
     conversations: list[dict[int, ConversationState]] = [{} for _ in groups]
     if turns is not None:
         turns.finish()
-        hold_experts(run, {numbers[i]: turn for i, turn in turns.waiting.items()})
+        hold_experts(run, {numbers[i]: one for i, one in turns.waiting.items()})
         for number, one in turns.states().items():
             g, i = rows[number]
             conversations[g][i] = one

@@ -17,9 +17,9 @@ from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
-from rlhf_mc.verl.conversation import MULTI_TURN, TOOL_PATHS, turn_defaults
 from rlhf_mc.verl.correction import rejection_lower_bound
 from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, find_rule, number
+from rlhf_mc.verl.multi_turn import MULTI_TURN, TOOL_PATHS, turn_defaults
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints
 from rlhf_mc.verl.values import OF_SEQUENCES, converted, uses_critic
 

@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.roles import tokens_on_rank
-from rlhf_mc.verl import conversation, correction, parallelism
+from rlhf_mc.verl import correction, multi_turn, parallelism
 from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same, split_patterns
 
 
@@ -398,9 +398,9 @@ _PATTERNS: dict[Converter, str] = {
     parallelism.gradient_checkpointing: "*.enable_gradient_checkpointing",
     parallelism.fsdp_offload: "*.fsdp{,_config}.*offload*",
     parallelism.ulysses: "*.ulysses_sequence_parallel_size",
-    conversation.multi_turn: f"{conversation.MULTI_TURN}*",
-    conversation.agent: "rollout.agent.*",
-    conversation.tools_of_data: "data.{tool_config,function_tool}_path",
+    multi_turn.multi_turn: f"{multi_turn.MULTI_TURN}*",
+    multi_turn.agent: "rollout.agent.*",
+    multi_turn.tools_of_data: "data.{tool_config,function_tool}_path",
     _token_budget: "*_max_token_len_per_gpu",
     _aggregation: "actor.loss_agg_mode",
     _dist_checkpoint: "*.megatron.*dist_checkpointing*",

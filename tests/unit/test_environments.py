@@ -19,7 +19,7 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt
 from rlhf_mc.environments import turns
-from rlhf_mc.environments.conversation_state import ConversationState
+from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.environments.journal import ObservationJournal
 from rlhf_mc.environments.protocol import truncated
 from rlhf_mc.environments.turns import Conversations, Environments
@@ -103,6 +103,10 @@ def begun(
     return environments, environments.begin(requests, prompts)
 
 
+def prompts_of(conversations: Conversations) -> list[Prompt]:
+    return [one.prompt for one in conversations._all]
+
+
 def played(
     conversations: Conversations, turns: Sequence[str] = ("\3",) * 100, num_played: int = 2
 ) -> dict[int, Generation]:
@@ -138,8 +142,8 @@ def test_conversation_appends_observations_until_the_end(user_file: str) -> None
     marks = [log_prob == OBSERVED for log_prob in ended[0].log_probs]
     assert marks == [False, False, True, True, True] * 2 + [False, False] and ended[0].finished
     rewards = [(1, 1.0), (3, 1.0), (5, 1.0)]
-    assert conversations.episodes[0] == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
-    conversations = environments.begin(conversations.requests, conversations._prompts)
+    assert conversations.episode(0) == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
+    conversations = environments.begin(conversations.requests, prompts_of(conversations))
     conversations.start(conversations.requests)
     conversations.submit({1: Generation([3, 2], [-1.0, -1.0], True)})
     assert conversations.abort() == {1: Generation([3, 2], [-1.0, -1.0], True)}
@@ -182,7 +186,7 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
         ({"num_played": 1}, "the journal has 3 observations for conversations that do not wait for them"),
     ):
         environments.begin_step(0)
-        conversations = environments.begin(conversations.requests, conversations._prompts)
+        conversations = environments.begin(conversations.requests, prompts_of(conversations))
         played(conversations, **kwargs)
         with pytest.raises(UserError) as caught:
             conversations.finish()
@@ -201,11 +205,11 @@ def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
         i: ConversationState(0, True, False, Episode([(1, reward)], {}, {}, None, 0.0, [(2, 5)]))
         for i, reward in enumerate((1.0, 0.5))
     }
-    conversations = environments.begin(requests, conversations._prompts, range(2), kept)
+    conversations = environments.begin(requests, prompts_of(conversations), range(2), kept)
     ended = played(conversations)
     assert ended[0].token_ids == ended[1].token_ids == [3, 2, 3, 2, 9] * 2 + [3, 2]
     rewards = [(1, 0.5), (3, 1.0), (5, 1.0)]
-    assert conversations.episodes[1] == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
+    assert conversations.episode(1) == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "begun again" in line]
     assert "row 1: begun again after a resume, it answers turn 1 otherwise than before" in line
     environments.close()
@@ -227,7 +231,7 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     environments, conversations = begun(cfg)
     ended = played(conversations)
     assert len(ended[0].token_ids) == 12  # the other conversation, of another worker
-    episode = conversations.episodes[1]
+    episode = conversations.episode(1)
     if kind == "megabyte":
         assert len(ended[1].token_ids) == 60 and not ended[1].finished and episode.failure is None
     else:
@@ -238,13 +242,13 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     cfg.default_observation = "!{error}"
     cfg.max_observation_length = 9
     conversations = environments.begin(
-        conversations.requests, conversations._prompts
+        conversations.requests, prompts_of(conversations)
     )  # a worker that ended is replaced
     ended = played(conversations)
     if kind in FAULTS:
-        assert ended[1].token_ids[7] == ord("!") and conversations.episodes[1].failure is None
-        assert conversations.episodes[1].failed_calls == {FAULTS[kind][0]: 1}
-        assert conversations.episodes[1].score == 2.0  # of the first and the last turn
+        assert ended[1].token_ids[7] == ord("!") and conversations.episode(1).failure is None
+        assert conversations.episode(1).failed_calls == {FAULTS[kind][0]: 1}
+        assert conversations.episode(1).score == 2.0  # of the first and the last turn
     environments.close()
 
 
@@ -366,10 +370,10 @@ def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capf
             '\n<tool>{"sum": 2}\2\n<tool>count 15\2\n<assistant>',
             "\n<tool>count 25\2\n<assistant>",
         ]
-        episode = conversations.episodes[number]
+        episode = conversations.episode(number)
         assert [reward for _, reward in episode.rewards] == [-0.25, -0.25, 0.0]
         assert episode.info == {"tool_calls": 3, "invalid_calls": 0, "counted": 25, "calc_reward/count": 50}
-    single = replace(conversations._prompts[1], agent_name="single_turn_agent")
+    single = replace(prompts_of(conversations)[1], agent_name="single_turn_agent")
     conversations = environments.begin(conversations.requests, [single, single])
     assert not observations(played(conversations, [three])[0])
     environments.close()
@@ -392,7 +396,7 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
     ended = played(conversations, [*wanted, "the end"])
     for found, text in zip(observations(ended[0]), wanted.values(), strict=True):
         assert found.startswith(f"\n<tool>{text}") and len(found) < 200
-    episode = conversations.episodes[0]
+    episode = conversations.episode(0)
     assert episode.failed_calls == {"raised": 2, "timeout": 1, "invalid": 1} and episode.failure is None
     assert episode.info == {"tool_calls": 9, "invalid_calls": 4}
     environments.close()

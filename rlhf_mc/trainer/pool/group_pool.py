@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_mc import json_files
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt
-from rlhf_mc.environments.conversation_state import ConversationState
+from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.models.router_replay import ExpertReplay
 
 
