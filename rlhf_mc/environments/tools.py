@@ -231,11 +231,16 @@ def _load_classes(path: str) -> list[tuple[Any, Schema]]:
             module, _, name = entry["class_name"].rpartition(".")
             config = entry.get("config") or {}
             if config.get("type", "native") != "native":
-                raise ValueError(f"{name} is of type {config['type']!r}; only native tools are supported")
+                raise UserError(
+                    f"{where}: {name} is of type {config['type']!r}; only native tools are supported (a tool of an MCP"
+                    " server: examples/mcp_tool.py)"
+                )
             given = entry.get("tool_schema")
             schema = None if given is None else schema_class.model_validate(given)
             tool = getattr(importlib.import_module(module), name)(config=config, tool_schema=schema)
             tools.append((tool, _dumped(tool.tool_schema)))
+    except UserError:
+        raise
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         raise UserError(f"{where}: {describe_error(error)}") from error
     return tools
