@@ -26,6 +26,9 @@ from rlhf_mc.config.schema import (
 )
 from rlhf_mc.config.yaml_reader import yaml_text
 
+_SET_BY_THE_PROGRAM = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
+"""Arguments of a tokenizer's apply_chat_template."""
+
 
 def check_config(cfg: Config, world_size: int | None) -> None:
     """Raise UserError with the first problem if the settings do not allow a run on `world_size` processes; None: on any
@@ -190,6 +193,8 @@ def _environment(cfg: Config) -> Iterator[str]:
         return
     if one.path is not None and one.has_tools:
         yield "rollout.environment.path and tools (function_tool_path, tool_config_path) are both set; give one of them"
+    if one.has_tools and one.first_observation:
+        yield "rollout.environment.first_observation is true, and tools have none; set it to false"
     if one.has_tools and "tools" in cfg.data.apply_chat_template_kwargs:
         yield "data.apply_chat_template_kwargs has 'tools', and rollout.environment has tools too; remove the former"
     if one.max_tokens_per_turn is not None and one.max_tokens_per_turn > cfg.data.max_response_length:
@@ -241,6 +246,8 @@ def _data(cfg: Config) -> Iterator[str]:
             f"data.train_file_weights has {len(data.train_file_weights)} weights; data.train_files has"
             f" {len(data.train_files)} files, and each needs one"
         )
+    for name in _SET_BY_THE_PROGRAM & data.apply_chat_template_kwargs.keys():
+        yield f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it"
     if data.truncation != "error" and data.filter_overlong_prompts:
         yield (
             f"data.truncation is {data.truncation} and data.filter_overlong_prompts is true, so that nothing is left to"

@@ -22,6 +22,9 @@ class EnvironmentConfig:
     """Name of its class. Each conversation has an object."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class's constructor."""
+    first_observation: bool = False
+    """`reset` returns the first observation, which follows the row's prompt before the first turn. The prompt is then
+    rendered without the generation prompt."""
     function_tool_path: str | None = None
     """Python file whose functions are tools that the model may call, in place of an environment of your own
     (docs/environments.md, "Tools")."""

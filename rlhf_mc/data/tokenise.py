@@ -12,22 +12,16 @@ from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE
 from rlhf_mc.data.tokenizer import render
 
-_RESERVED = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
-"""Arguments of apply_chat_template that the program sets."""
-
 
 class TooLongError(UserError):
     """A prompt of more than data.max_prompt_length tokens, which data.truncation does not allow."""
 
 
 class RowTokenizer:
-    """Makes tokens of rows, by the settings. Raises UserError for settings that cannot work."""
+    """Makes tokens of rows, by the settings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, by_rule: bool) -> None:
         """by_rule: as `scored_by_rule` returns."""
-        for name in cfg.apply_chat_template_kwargs:
-            if name in _RESERVED:
-                raise UserError(f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it")
         self._tokenizer = tokenizer
         self._cfg = cfg
         self._by_rule = by_rule
@@ -86,7 +80,8 @@ class RowTokenizer:
                     f"{where}: column {AGENT!r} is {_shown(row[AGENT])}; known: {TOOL_AGENT}, {SINGLE_TURN_AGENT}"
                 )
             del arguments["tools"]
-        return render(self._tokenizer, messages, arguments, where), False
+        add_generation_prompt = arguments.pop("add_generation_prompt", True)
+        return render(self._tokenizer, messages, arguments, where, add_generation_prompt), False
 
     def _encode(self, text: str, add_special_tokens: bool, where: str) -> list[int]:
         try:

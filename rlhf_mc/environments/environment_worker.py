@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.environments.protocol import Environment, StepResult, ToolCall, checked_answer, load_environment
+from rlhf_mc.environments.protocol import (
+    SECTION,
+    Environment,
+    StepResult,
+    ToolCall,
+    checked_answer,
+    load_environment,
+)
 from rlhf_mc.rewards.results import Failure
 from rlhf_mc.rewards.scoring import awaited
 from rlhf_mc.runtime.worker_process import guarded_connection
@@ -32,7 +39,7 @@ class Turn(NamedTuple):
 
     key: Key
     row: dict[str, Any] | None
-    """Of the dataset, in the first turn."""
+    """Of the dataset, in the first turn, or before it for a first observation."""
     response: str | None
     """The text of the turn; None: the conversation has ended."""
     token_ids: list[int]
@@ -85,9 +92,18 @@ class EnvironmentsOfWorker:
 
     async def _step(self, turn: Turn) -> Any:
         if turn.row is not None:
-            environment = self._class(**self._kwargs)
-            self._environments[turn.key] = environment
-            await self._call(environment.reset, turn.row)
+            environment = self._environments[turn.key] = self._class(**self._kwargs)
+            try:
+                first = await self._call(environment.reset, turn.row)
+            except BaseException:
+                await self.end(turn.key)
+                raise
+            if self._cfg.first_observation:
+                return first, 0.0, False, {}
+            if first is not None:
+                raise Failure("invalid", f"reset returned {type(first).__name__} without {SECTION}.first_observation")
+        if turn.key not in self._environments:
+            raise Failure("invalid", "its reset has failed")
         further = {name: getattr(turn, name) for name in self._further}
         return await self._call(self._environments[turn.key].step, turn.response, **further)
 

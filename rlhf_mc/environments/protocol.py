@@ -36,8 +36,9 @@ class ToolCall(NamedTuple):
 class Environment(Protocol):
     """The environment of one conversation. Methods may be async; one that is not runs in a thread."""
 
-    def reset(self, row: dict[str, Any]) -> None:
-        """Begin. row: `prompt` (chat messages), `data_source`, `ground_truth`, `extra_info` and `agent_name`."""
+    def reset(self, row: dict[str, Any]) -> Observation | None:
+        """Begin. row: `prompt` (chat messages), `data_source`, `ground_truth`, `extra_info` and `agent_name`. Return
+        the first observation with rollout.environment.first_observation, else None."""
 
     def step(self, response: str) -> tuple[Observation | None, float, bool, Mapping[str, float]]:
         """Answer a turn of the model. Return the observation, the turn's reward, whether the conversation has ended,
@@ -106,7 +107,7 @@ def _observation(value: Any, cfg: EnvironmentConfig) -> Observation:
         messages = [{key: text for key, text in one.items() if isinstance(text, str)} for one in value]
         if all({"role", "content"} <= one.keys() for one in messages):
             return [{**one, "content": truncated(one["content"], cfg)} for one in messages]
-    raise Failure("invalid", f"step returned an observation of {type(value).__name__}: no text, tokens or messages")
+    raise Failure("invalid", f"returned an observation of {type(value).__name__}: no text, tokens or messages")
 
 
 def truncated(value: Sliceable, cfg: EnvironmentConfig) -> Sliceable:

@@ -31,14 +31,19 @@ class ObservationTokenizer:
         self._arguments = arguments
         self._is_checked = False
 
-    def tokens(self, observation: Observation, turn: Sequence[int]) -> list[int]:
-        """Return the tokens that follow a turn's, with the generation prompt after messages. Raise Failure if the chat
-        template refuses the messages, or if a conversation without them is not the beginning of one with them."""
+    def tokens(
+        self, observation: Observation, turn: Sequence[int], prompt: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Return the tokens that follow a turn's, with the generation prompt after messages. prompt: where there is no
+        turn yet, the messages that they follow. Raise Failure if the chat template refuses the messages, or if a
+        conversation without them is not the beginning of one with them."""
         if isinstance(observation, str):
             return self._tokens(observation)
         messages = [one for one in observation if isinstance(one, dict)]
         if len(messages) < len(observation) or not messages:
             return [token for token in observation if isinstance(token, int)]
+        if not turn:
+            return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)
         # The response ends with the first end token after the generation prompt, of which the template may render a
         # part alone. What it adds after the end token (a line break) belongs to the observation.
@@ -47,10 +52,7 @@ class ObservationTokenizer:
         end = next((i for i in range(start, len(after)) if after[i] in self._stop), None)
         if end is not None:
             return after[end + (turn[-1] in self._stop) :]
-        before = self._rendered([_QUESTION, {"role": "assistant", "content": "."}], False)
-        if after[: len(before)] != before:
-            raise Failure("invalid", "the chat template renders a response differently once an observation follows")
-        return after[len(before) :]
+        return self._difference([_QUESTION, {"role": "assistant", "content": "."}], after)
 
     def check(
         self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Observation, tokens: Sequence[int]
@@ -67,6 +69,13 @@ class ObservationTokenizer:
                 f"warning: rollout.environment: the chat template adds an observation as {texts[0]!r}, and a rendering"
                 f" of the whole conversation ends with {texts[1]!r}; the model is trained on the former"
             )
+
+    def _difference(self, messages: Sequence[Mapping[str, Any]], after: list[int]) -> list[int]:
+        """Return what a rendering adds to that of the messages."""
+        before = self._rendered(messages, False)
+        if after[: len(before)] != before:
+            raise Failure("invalid", "the chat template renders messages differently once an observation follows")
+        return after[len(before) :]
 
     def _after(
         self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Sequence[Mapping[str, str]]

@@ -60,9 +60,10 @@ class Environments:
         self.tokenizer = tokenizer
         self.pool = EnvironmentPool(cfg)
         tools = self.pool.tool_schemas
-        self.template_arguments = data.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
-        """Of the chat template, for prompts and observations."""
-        self.observations = ObservationTokenizer(tokenizer, stop_token_ids, self.template_arguments)
+        arguments = data.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
+        self.prompt_arguments = arguments | ({"add_generation_prompt": False} if cfg.first_observation else {})
+        """Of the chat template, for prompts."""
+        self.observations = ObservationTokenizer(tokenizer, stop_token_ids, arguments)
         self.parser = _parser(cfg, tokenizer, stop_token_ids, tools) if tools else None
         self.sent: dict[Key, int] = {}
         """Of each conversation whose environment this rank has, the turns that it has got."""
@@ -220,7 +221,7 @@ class Conversations:
         """Begin conversations, or continue those of earlier calls. Return those in which the model draws."""
         for number in (request.number for request in requests):
             self._all[number].status = Status.DRAWS
-            if number in self._kept and self._kept[number].waits:
+            if self._is_before_first(self._all[number]) or (number in self._kept and self._kept[number].waits):
                 self._wait(number)
         return [request for request in requests if self._all[request.number].status is Status.DRAWS]
 
@@ -295,6 +296,10 @@ class Conversations:
         }
         return {number: state for part in gather_objects(own) for number, state in part.items()}
 
+    def _is_before_first(self, one: Conversation) -> bool:
+        """Return whether the environment is to give the conversation its first observation."""
+        return self._run.cfg.first_observation and not one.episode.rewards
+
     def _turn_limit(self, one: Conversation) -> int:
         return one.turn_limit(self._run.max_response_length, self._run.cfg.max_tokens_per_turn)
 
@@ -364,25 +369,29 @@ class Conversations:
                     self._run.report(one.prompt, failure.problem, "continues with it")
             except Failure as problem:
                 answer = problem
+        is_first = self._is_before_first(one)  # a conversation does not end without a turn of the model
         if isinstance(answer, Failure):
             failed.append(answer.kind)
-            is_fatal = cfg.default_observation is None or not self._run.pool.has(one.key)
+            is_fatal = not is_first and (cfg.default_observation is None or not self._run.pool.has(one.key))
             what = f"scores {cfg.default_score:g}" if is_fatal else "continues with default_observation"
+            if is_first and cfg.default_observation is None:
+                what = "begins without a first observation"
             self._run.report(one.prompt, answer.problem, what)
             text = truncated((cfg.default_observation or "").replace("{error}", answer.problem), cfg)
             answer = StepResult(text, 0.0, is_fatal, {})
             tokens = self._tokens(one, turn, answer)
-        room = self._run.max_response_length - len(one.response.token_ids)
-        is_last = answer.done or len(one.episode.rewards) + 1 >= cfg.max_turns
+        room = self._run.max_response_length - len(one.response.token_ids) - is_first
+        is_last = answer.done or (not is_first and one.episode.num_turns + 1 >= cfg.max_turns)
         # An observation that does not fit is cut: the response is then truncated, as one of a single turn is.
         tokens = [] if is_last else tokens[:room]
-        ends = is_last or len(tokens) == room
+        ends = is_last or (not is_first and len(tokens) == room)
         return Reply(self._iteration, tokens, answer.reward, {**answer.info}, ends, failed, is_fatal)
 
     def _compare(self, one: Conversation, index: int, turn: Sequence[int], answer: StepResult | Failure) -> None:
         """Warn if a rebuilt environment answers an earlier turn otherwise than before."""
         places = one.places
-        wanted = one.response.token_ids[places[index][-1] + 1 : places[index + 1][0]]
+        start = places[index][-1] + 1 if places[index] else 0
+        wanted = one.response.token_ids[start : places[index + 1][0]]
         is_same = bool(one.episode.failed_calls)
         if not isinstance(answer, Failure):
             with contextlib.suppress(Failure):
@@ -395,8 +404,8 @@ class Conversations:
         """Return the tokens of an observation; none after the last turn."""
         if answer.done:
             return []
-        tokens = self._run.observations.tokens(answer.observation, turn)
-        if not one.episode.rewards:
+        tokens = self._run.observations.tokens(answer.observation, turn, one.prompt.messages)
+        if turn and not one.episode.rewards:
             text = self._run.tokenizer.decode(turn, skip_special_tokens=True)
             self._run.observations.check(one.prompt.messages, text, answer.observation, tokens)
         return tokens

@@ -34,7 +34,8 @@ class Episode:
     """The rewards and numbers that the environment of a conversation has given."""
 
     rewards: Sequence[tuple[int, float]]
-    """Of each turn: the place of its last token among the drawn ones, and its reward."""
+    """Of each turn: the place of its last token among the drawn ones, and its reward. The first observation of
+    `reset` has the place -1 and the reward 0."""
     info: Mapping[str, float]
     """The numbers of the last turns that had them."""
     failed_calls: Mapping[FailureKind, int]
@@ -45,6 +46,11 @@ class Episode:
     """The score in this case."""
     observations: Sequence[tuple[int, int]] = ()
     """Of each, the places in the response of its first token and of the one after its last."""
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns of the model that the environment has answered."""
+        return sum(place >= 0 for place, _ in self.rewards)
 
     @property
     def score(self) -> float:
@@ -184,7 +190,7 @@ def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return the turns of the conversations, and the calls of their environments that failed, by kind."""
     if not episodes:
         return {}
-    nums = [len(episode.rewards) for episode in episodes]
+    nums = [episode.num_turns for episode in episodes]
     metrics = {"num_turns/mean": sum(nums) / len(nums), "num_turns/max": max(nums), "num_turns/min": min(nums)}
     failed = _sums(episode.failed_calls.items() for episode in episodes)
     metrics["environment/failed_calls"] = sum(failed.values())

@@ -214,6 +214,8 @@ async def awaited(result: Awaitable[Any], limit: float | None, problem: str) -> 
     try:
         async with timeout:
             return await result
+    except Failure:
+        raise
     except BaseException as error:  # as in _call_custom
         if timeout.expired():
             raise Failure("timeout", problem.format(f"{limit:g}")) from None

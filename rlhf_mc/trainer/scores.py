@@ -190,7 +190,8 @@ def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.
     rewards = torch.zeros(int(response_lens.sum()))
     for score, start in zip(scores, (response_lens.cumsum(0) - response_lens).tolist(), strict=True):
         for place, reward in () if score.episode is None else score.episode.rewards[:-1]:
-            rewards[start + place] += reward
+            if place >= 0:
+                rewards[start + place] += reward
     return rewards
 
 

@@ -4,6 +4,7 @@ environment."""
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,10 @@ class Environment:
 
     def reset(self, row):
         self.number = row["ground_truth"]
+        if self.kind == "begins":
+            return [{"role": "user", "content": "go" if self.number else "x" * 99}]
+        if self.kind == "never begins":
+            raise OSError("no game")
 
     async def step(self, response, token_ids):
         self.turn += 1
@@ -66,10 +71,10 @@ class Letters:
         return {"input_ids": [ord(letter) for letter in text]}
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool, tools: list[dict[str, Any]]
+        self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool, tools: Sequence[Any] = ()
     ) -> str:
         """Render as models with tools do: a response that is followed by another message has no thoughts."""
-        text = json.dumps(tools)
+        text = json.dumps(tools) * bool(tools)
         for i, one in enumerate(messages):
             if one["role"] == "tool" and not any("tool_calls" in before for before in messages[:i]):
                 raise ValueError("an answer without its call")
@@ -222,6 +227,34 @@ FAULTS: dict[str, tuple[str, str]] = {
 }
 
 
+def test_reset_gives_the_first_observation(user_file: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Check one that fits, one that leaves the model a single token, and a reset that fails or needs the setting."""
+    cfg = EnvironmentConfig(user_file, kwargs={"kind": "begins"}, first_observation=True, max_turns=2)
+    prompt = [{"role": "system", "content": "Play."}]
+    environments, conversations = begun(cfg, messages=prompt)
+    assert environments.prompt_arguments == {"add_generation_prompt": False}
+    assert conversations.start(conversations.requests) == [] and conversations.num_waiting == 2
+    ended = played(conversations)
+    first = "<user>go\2\n<assistant>"
+    assert "".join(map(chr, ended[1].token_ids)) == f"{first}\3\2\3\2\t\3\2"
+    assert observations(ended[1]) == [first, "\3\2\t"]
+    episode = conversations.episode(1)
+    assert episode.rewards == [(-1, 0.0), (1, 1.0), (3, 1.0)] and (episode.num_turns, episode.score) == (2, 2.0)
+    assert len(ended[0].token_ids) == 60 and ended[0].num_drawn == 1 and not ended[0].finished
+    environments.close()
+    for kind, first_observation, problem in (
+        ("never begins", True, "its reset has failed"),
+        ("begins", False, "reset returned list without rollout.environment.first_observation"),
+    ):
+        shutil.rmtree(tmp_path / "observations")
+        cfg = replace(cfg, kwargs={"kind": kind}, first_observation=first_observation)
+        environments, conversations = begun(cfg, messages=prompt)
+        ended = played(conversations)
+        assert ended[1].token_ids == [3, 2] and conversations.episode(1).failure == "invalid"
+        assert problem in capfd.readouterr().err
+        environments.close()
+
+
 @pytest.mark.parametrize("kind", [*FAULTS, "dies", "blocks", "megabyte"])
 def test_a_fault_of_an_environment_ends_its_conversation_alone(
     user_file: str, kind: str, capfd: pytest.CaptureFixture[str]
@@ -360,7 +393,7 @@ def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capf
     """Check a function, and a class of verl's with a row's arguments, which has an instance for each conversation."""
     kwargs = {"count": {"create_kwargs": {"start": 5}, "calc_reward_kwargs": {"factor": 2}}, "add": None}
     environments, conversations = begun(tools, 5000, extra_info={"tools_kwargs": kwargs})
-    schemas = environments.template_arguments["tools"]
+    schemas = environments.prompt_arguments["tools"]
     assert [one["function"]["name"] for one in schemas] == ["add", "fault", "count"]
     assert schemas[0]["function"]["parameters"]["required"] == ["a"]
     three = call("add", a=1) + call("count") + call("count")  # one more than may run

@@ -122,7 +122,6 @@ def test_template_arguments(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) 
     path = write_table(tmp_path / "a.parquet", [make_row()])
     (prompt,) = load_prompts([path], tokenizer, data_config(apply_chat_template_kwargs={"shout": True}), -1)
     assert rendered(prompt, tokenizer) == "<user>2+2=<end><assistant>!"
-    assert "'tokenize'" in error_of([path], tokenizer, apply_chat_template_kwargs={"tokenize": True})
 
 
 def test_prompts_of_rows_with_tools_have_them(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
