@@ -97,7 +97,7 @@ def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:
 
 def _observation(value: Any, cfg: EnvironmentConfig) -> Observation:
     """Return a user's observation, truncated to its largest length."""
-    if value is None:
+    if value is None or (isinstance(value, Sequence) and not value):
         return ""
     if isinstance(value, str):
         return truncated(value, cfg)

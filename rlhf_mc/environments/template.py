@@ -47,8 +47,8 @@ class ObservationTokenizer:
         after = self._after([_QUESTION], ".", messages)
         # The response ends with the first end token after the generation prompt, of which the template may render a
         # part alone. What it adds after the end token (a line break) belongs to the observation.
-        prompt = self._rendered([_QUESTION], True)
-        start = next((i for i, pair in enumerate(zip(prompt, after, strict=False)) if pair[0] != pair[1]), len(prompt))
+        begun = self._rendered([_QUESTION], True)
+        start = next((i for i, pair in enumerate(zip(begun, after, strict=False)) if pair[0] != pair[1]), len(begun))
         end = next((i for i in range(start, len(after)) if after[i] in self._stop), None)
         if end is not None:
             return after[end + (turn[-1] in self._stop) :]
@@ -59,7 +59,7 @@ class ObservationTokenizer:
     ) -> None:
         """Warn, the first time, if the rendering of the whole conversation does not end with the observation's tokens.
         prompt: its messages. turn: the text of the first one."""
-        if self._is_checked or not prompt or not isinstance(observation, list) or isinstance(observation[0], int):
+        if self._is_checked or not prompt or not isinstance(observation, list) or not isinstance(observation[0], dict):
             return
         self._is_checked = True
         whole = self._after(prompt, turn, [one for one in observation if isinstance(one, dict)])
