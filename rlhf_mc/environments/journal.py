@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
@@ -67,12 +68,14 @@ class ObservationJournal:
         self._rank = rank
         self._environment = environment
         self._replies: dict[Place, dict[int, Reply]] = {}
-        self._written: Path | None = None
+        self._file: TextIO | None = None
+        """Of the step, once this rank has written to it."""
         self.step = 0
         self._is_loaded = False
 
     def begin_step(self, step: int) -> None:
         """Forget the answers of the step before."""
+        self._file = None
         self.step = step
         self._is_loaded = False
 
@@ -112,17 +115,21 @@ class ObservationJournal:
         if self._root is None or not answers:
             return
         path = self._root / OBSERVATIONS / f"step_{self.step:06d}_{self._rank}.jsonl"
-        # A killed process may have left the beginning of a row.
-        text = "" if path == self._written else "\n"
-        self._written = path
+        text = ""
         for (place, digest), reply in answers.items():
             row = {"step": self.step, "place": place, "digest": digest, "environment": self._environment}
             text += json.dumps({**row, "reply": asdict(reply)}) + "\n"
 
         def append() -> None:
-            path.parent.mkdir(exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(text)
+            file = self._file
+            self._file = None  # opened again after an error
+            if file is None:
+                path.parent.mkdir(exist_ok=True)
+                file = path.open("a", encoding="utf-8")
+                file.write("\n")  # a killed process may have left the beginning of a row
+            file.write(text)
+            file.flush()
+            self._file = file
 
         best_effort(OBSERVATIONS, append)
 
