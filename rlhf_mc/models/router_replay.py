@@ -77,8 +77,8 @@ class ExpertReplay:
 
     Choices are [tokens, layers, k] uint8, or uint16 for more than 256 experts, of all tokens of a sequence before the
     last drawn one. The engine does not route that one, nor an observation that follows it, and no result depends on
-    their experts: the trainer's routers choose them. A rank holds the choices of the sequences that its engine has generated, or with R2 those of its own passes, and sends
-    them to the ranks that train the sequence."""
+    their experts: the trainer's routers choose them. A rank holds the choices of the sequences that its engine has
+    generated, or with R2 those of its own passes, and sends them to the ranks that train the sequence."""
 
     def __init__(self, mode: RouterReplayMode, shape: ModelShape, groups: ProcessGroups, chunks: Sequence[Any]) -> None:
         """Replace the choice of each router of the chunks. They must have experts."""
