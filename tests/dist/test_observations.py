@@ -160,7 +160,7 @@ def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(train: Any, c
 
 
 def test_conversations_of_a_tail_begin_anew(config: Path, tail: Any) -> None:
-    """The second step trains on the groups that the first one has left."""
+    """Check that the second step trains on the groups that the first one has left."""
     _assert_complete(config.parent / "tail", tail[0][0])
     first, second, _ = ({*step["prompts"]} for step in tail[0][0])
     assert len(first) == len(second) == 4 and not first & second

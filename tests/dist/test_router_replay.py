@@ -374,7 +374,8 @@ def test_updates_use_the_replayed_experts(runs: dict[str, list[tuple[str, dict[s
 
 def test_log_probs_agree_with_the_engines(runs: dict[str, list[tuple[str, dict[str, float], float]]]) -> None:
     """Compare the first step, whose tokens are the same in both runs."""
-    (tokens, replayed, _), (same_tokens, off, _) = runs["default"][0], runs["off"][0]
+    tokens, replayed, _ = runs["default"][0]
+    same_tokens, off, _ = runs["off"][0]
     assert tokens == same_tokens
     for statistic in ("mean", "max"):
         key = f"training/rollout_logprobs_diff_{statistic}"

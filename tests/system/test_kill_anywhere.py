@@ -32,7 +32,7 @@ PROGRAM = str(Path(__file__).parent / "killable.py")
 SAVE_EVENTS = ("save_checkpoint", "writing", "commit", "remove")
 ENDS_WITHIN_SECONDS = 600
 RESUMES = "kill again while it resumes"
-KINDS = ("kill one rank", "kill all", "terminate all", "kill in a save", RESUMES, "kill in a row of the journal")
+KINDS = ("kill one rank", "kill all", "terminate all", "kill in a save", RESUMES, "kill in a write of the journal")
 ENVIRONMENT = """
 import asyncio, os, zlib
 from pathlib import Path

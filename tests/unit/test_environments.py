@@ -317,7 +317,8 @@ def test_a_process_that_a_call_ends_takes_no_other_conversation_with_it(
     cfg.default_observation = "!{error}"
     conversations = environments.begin(conversations.requests, prompts_of(conversations))
     ended = played(conversations, ("a", "k", "a", "x", "s", "z"))
-    one, other = conversations.episode(0), conversations.episode(1)
+    one = conversations.episode(0)
+    other = conversations.episode(1)
     assert (one.score, one.info, one.failed_calls) == (6.0, {"turns": 6}, {})
     assert (other.score, other.info, other.failed_calls) == (3.0, {"turns": 3}, {"exited": 3}) and not other.failure
     ends = ("by SIGKILL (out of memory?)", "with exit code 3", "by SIGSEGV")
