@@ -60,7 +60,8 @@ SETTINGS = [
     "rollout.val_kwargs.n=2",
     "rollout.val_kwargs.temperature=1",
 ]
-TAIL = ["rollout.tail_batching=true", "rollout.prompts_in_flight=8"]
+# All conversations of a step begin at once: else its replay has the same tokens, and other batches.
+TAIL = ["rollout.tail_batching=true", "rollout.prompts_in_flight=8", "rollout.max_num_seqs=8"]
 PARTIAL = ["rollout.partial_rollout=true", "algorithm.filter_groups.enable=true"]
 
 
