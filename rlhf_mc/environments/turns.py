@@ -130,7 +130,7 @@ class Environments:
         if key in self._pending:
             return
         first = self.sent.get(key, 0) if self.pool.has(key) else 0
-        sent = next(turn for turn in itertools.count(first) if turn not in self._left_out[key])
+        sent = next(turn for turn in itertools.count(first) if turn not in self._left_out.get(key, ()))
         if sent == len(turns):
             return
         self.sent[key] = sent + 1
