@@ -16,14 +16,14 @@ VARIES = ("run_id", "timing_", "perf/", "health/num_active")
 on the memory of the machine, as two of the health rules do."""
 
 
-def outcome(run: Path, last_step: int) -> dict[str, object]:
-    """Return what faults during a run must not change: its metrics without VARIES, the exported model, and the
-    checksums of the last checkpoint's tensors (weights and optimizers)."""
+def outcome(run: Path, last_step: int, ignored: tuple[str, ...] = ()) -> dict[str, object]:
+    """Return what faults during a run must not change: its metrics without VARIES and those that begin as `ignored`,
+    the exported model, and the checksums of the last checkpoint's tensors (weights and optimizers)."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     files = json.loads((run / f"global_step_{last_step}" / "manifest.json").read_text())["files"]
     return {
         "steps": [row["step"] for row in rows],
-        "metrics": [{key: value for key, value in row.items() if not key.startswith(VARIES)} for row in rows],
+        "metrics": [{key: value for key, value in row.items() if not key.startswith(VARIES + ignored)} for row in rows],
         "model": (run / "hf" / "model.safetensors").read_bytes(),
         "tensors": {name: file["sha256"] for name, file in files.items() if name.endswith(".distcp")},
     }

@@ -49,11 +49,10 @@ class EnvironmentConfig:
     """Time limit of the environment's answer to a turn, and of each tool call."""
     num_workers: Annotated[int, Range(1, 1_024)] = 1
     """Worker processes per rank, each with many conversations at a time. One that an environment ends or blocks is
-    replaced, and its conversations end."""
+    replaced, and its other conversations are begun again."""
     default_observation: str | None = None
-    """Observation where the environment raises, exceeds timeout_seconds or returns something else than it should.
-    {error} is replaced by the reason. null: the conversation ends with default_score. So does one whose worker process
-    has ended."""
+    """Observation where the environment raises, exceeds timeout_seconds, returns something else than it should, or ends
+    its worker process. {error} is replaced by the reason. null: the conversation ends with default_score."""
     default_score: Number = 0.0
     """Score by the environment of a conversation that ends because the environment failed."""
 

@@ -62,8 +62,9 @@ class Generation:
     """True: ended with an end token, or by its environment; False: truncated at max_response_length, or not ended
     yet."""
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """The experts chosen for each token of prompt and response but the last, in the layers that have experts: [tokens,
-    layers, k] uint8, or uint16 of more than 256. On the ranks of the engine alone, and with router replay."""
+    """The experts chosen for each token of prompt and response before the last drawn one, in the layers that have
+    experts: [tokens, layers, k] uint8, or uint16 of more than 256. On the ranks of the engine alone, and with router
+    replay."""
 
     @property
     def num_drawn(self) -> int:
@@ -196,6 +197,14 @@ class RaggedBatch:
     def conversation_lens(self) -> torch.Tensor:
         """[S] int64: tokens of the response, observations included, at most data.max_response_length."""
         return self.response_lens if self.observation_lens is None else self.response_lens + self.observation_lens
+
+    @property
+    def last_drawn(self) -> torch.Tensor:
+        """[S] int64: place of each sequence's last drawn token in the sequence. An observation may follow it."""
+        if self.response_mask is None:
+            return self.seq_lens - 1
+        places = self.response_mask.nonzero().flatten()[self.response_lens.cumsum(0) - 1]
+        return places - (self.seq_lens.cumsum(0) - self.seq_lens)
 
     def responses(self) -> list[list[int]]:
         """Return the response tokens of each sequence, observations included."""

@@ -20,6 +20,8 @@ from rlhf_mc.rewards.results import Failure
 from rlhf_mc.runtime.worker_process import IMPORT_SECONDS, WorkerProcess
 
 _MESSAGE_SECONDS = 60.0
+_MOST_FURTHER = 16
+"""Worker processes beyond num_workers, in which the call that has ended one is sought."""
 
 
 class _Worker:
@@ -65,54 +67,50 @@ class EnvironmentPool:
         """Start a worker process. Raise UserError if the user's file cannot be used."""
         self._cfg = cfg
         self._messages: SimpleQueue[tuple[_Worker, Any]] = SimpleQueue()
-        self._workers: list[_Worker | None] = [None] * cfg.num_workers
+        self._workers: list[_Worker] = []
+        self._of_new: list[_Worker | None] = [None] * cfg.num_workers
+        """Those that new conversations get."""
         self._homes: dict[Key, _Worker] = {}
-        """The worker of each conversation that has begun."""
-        self._lost: dict[Key, Failure] = {}
-        """Conversations whose worker has ended before their turn."""
+        """The worker of each conversation that has begun, or is to begin again there."""
         self._num_begun = 0
-        self.tool_schemas = self._worker(0).loaded.result()
+        self.tool_schemas = self._next().loaded.result()
         """Of the tools that the model may call, as the chat template gets them."""
 
     def submit(self, turn: Turn) -> None:
         """Send a turn to the conversation's environment."""
-        if turn.row is not None:
-            self._homes[turn.key] = self._worker(self._num_begun % self._cfg.num_workers)
-            self._num_begun += 1
-        home = self._homes[turn.key]
-        if home not in self._workers:
-            self._lost[turn.key] = Failure("exited", "its worker process has ended, with another conversation's call")
-            return
+        home = self._homes.get(turn.key)
+        if home is None or home not in self._workers:
+            home = self._homes[turn.key] = self._next()
         # The worker keeps the limit by itself, unless a call blocks it.
         seconds = 1.1 * self._cfg.timeout_seconds + 1.0 + (0.0 if home.loaded.done() else IMPORT_SECONDS)
         home.deadlines[turn.key] = time.monotonic() + seconds
         home.turns.put(turn)
 
-    def take(self, seconds: float) -> dict[Key, StepResult | Failure]:
-        """Return the answers that have come, by conversation. Without any, wait for one for at most `seconds`."""
-        answers: dict[Key, StepResult | Failure] = dict(self._lost)
-        self._lost.clear()
-        for worker, message in self._arrived(0.0 if answers else seconds):
+    def take(self, seconds: float) -> dict[Key, StepResult | Failure | None]:
+        """Return the answers that have come, by conversation. Without any, wait for one for at most `seconds`. None:
+        the environment has ended with its worker process, perhaps by another conversation's call."""
+        answers: dict[Key, StepResult | Failure | None] = {}
+        for worker, message in self._arrived(seconds):
             if worker not in self._workers:
                 continue
             if isinstance(message, Failure):
-                answers |= self._end(worker, message)
+                self._end(worker)
+                answers |= self._unanswered(worker, message)
             elif worker.deadlines.pop(message[0], None) is not None:
                 answers[message[0]] = message[1]
         now = time.monotonic()
-        for one in self._workers:
-            if one is None or now < next(iter(one.deadlines.values()), now + 1.0):
+        for one in [*self._workers]:
+            if now < next(iter(one.deadlines.values()), now + 1.0):
                 continue
-            overdue = {key for key, deadline in one.deadlines.items() if deadline <= now}
             # The environments block the process: none keeps its limit.
+            self._end(one)
             failure = Failure("timeout", f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked")
-            other = Failure("exited", "its worker process was ended, which another conversation's call has blocked")
-            answers |= self._end(one, other) | dict.fromkeys(overdue, failure)
+            answers |= {key: failure if deadline <= now else None for key, deadline in one.deadlines.items()}
         return answers
 
     def has(self, key: Key) -> bool:
         """Return whether the conversation's environment still exists."""
-        return self._homes[key] in self._workers
+        return self._homes.get(key) in self._workers
 
     def end(self, key: Key) -> None:
         """Close the environment of a conversation, if it has begun."""
@@ -120,15 +118,25 @@ class EnvironmentPool:
         if home is not None and home in self._workers:
             home.deadlines.pop(key, None)
             home.turns.put(Turn(key, None, None, []))
+            if home not in self._of_new and home not in self._homes.values():
+                self._end(home)
 
     def close(self) -> None:
         """End the worker processes."""
-        for worker in self._workers:
-            if worker is not None:
-                self._end(worker, Failure("exited", ""))
+        for worker in [*self._workers]:
+            self._end(worker)
 
-    def _worker(self, index: int) -> _Worker:
-        worker = self._workers[index] = self._workers[index] or _Worker(self._cfg, self._messages)
+    def _start(self) -> _Worker:
+        self._workers.append(_Worker(self._cfg, self._messages))
+        return self._workers[-1]
+
+    def _next(self) -> _Worker:
+        """Return the worker of the next conversation."""
+        place = self._num_begun % self._cfg.num_workers
+        self._num_begun += 1
+        worker = self._of_new[place]
+        if worker is None or worker not in self._workers:
+            worker = self._of_new[place] = self._start()
         return worker
 
     def _arrived(self, seconds: float) -> Iterator[tuple[_Worker, Any]]:
@@ -139,8 +147,18 @@ class EnvironmentPool:
         except Empty:
             return
 
-    def _end(self, worker: _Worker, failure: Failure) -> dict[Key, StepResult | Failure]:
-        """End a worker process. Return the failure for each conversation that waits for it."""
-        self._workers[self._workers.index(worker)] = None
+    def _end(self, worker: _Worker) -> None:
+        """End a worker process."""
+        self._workers.remove(worker)
         worker.process.close()
-        return dict.fromkeys(worker.deadlines, failure)
+
+    def _unanswered(self, worker: _Worker, failure: Failure) -> dict[Key, Failure | None]:
+        """Return what becomes of the calls that a process had when it ended by itself. Any of them may have ended it:
+        each half begins again in a process of its own, until a call is alone."""
+        calls = [*worker.deadlines]
+        has_imported = worker.loaded.exception() is None
+        if len(calls) <= 1 or not has_imported or len(self._workers) >= self._cfg.num_workers + _MOST_FURTHER:
+            return dict.fromkeys(calls, failure)
+        for half in (calls[::2], calls[1::2]):
+            self._homes |= dict.fromkeys(half, self._start())
+        return dict.fromkeys(calls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,10 @@ class Environments:
         """Of each conversation whose environment this rank has, the turns that it has got."""
         self._pending: set[Key] = set()
         """Those whose environment has not answered the last one, or whose answer no conversation has got."""
-        self._answers: dict[Key, StepResult | Failure] = {}
-        """Answers that no conversation has got."""
+        self._answers: dict[Key, StepResult | Failure | None] = {}
+        """Answers that no conversation has got; None: the environment is to begin again."""
+        self._left_out: dict[Key, set[int]] = defaultdict(set)
+        """The turns that have ended their worker process: an environment that is begun again does not get them."""
         self.engine = 0
         """The engine of this rank."""
         self._num_calls = itertools.count()
@@ -124,20 +127,30 @@ class Environments:
     def send(self, key: Key, prompt: Prompt, turns: Sequence[list[int]], has_room: bool) -> None:
         """Send the first of a conversation's turns that the environment has not got, unless it is to answer another one
         before. has_room: the response may continue after the last turn."""
-        sent = self.sent.get(key, 0)
-        if key in self._pending or sent == len(turns):
+        if key in self._pending:
+            return
+        first = self.sent.get(key, 0) if self.pool.has(key) else 0
+        sent = next(turn for turn in itertools.count(first) if turn not in self._left_out.get(key, ()))
+        if sent == len(turns):
             return
         self.sent[key] = sent + 1
         self._pending.add(key)
         text = self.tokenizer.decode(turns[sent], skip_special_tokens=True)
         parser = self.parser if has_room or sent + 1 < len(turns) else None
         calls = [] if parser is None else [ToolCall(*call) for call in parser.calls(turns[sent])]
-        self.pool.submit(Turn(key, None if sent else _row(prompt), text, turns[sent], calls))
+        begins = first == 0 and (sent == 0 or not self.cfg.first_observation)
+        self.pool.submit(Turn(key, _row(prompt) if begins else None, text, turns[sent], calls))
 
-    def take(self, keys: Set[Key], seconds: float) -> dict[Key, StepResult | Failure]:
-        """Return the answers that have come for these conversations. Without any, wait for at most `seconds`."""
+    def take(self, keys: Set[Key], seconds: float) -> dict[Key, StepResult | Failure | None]:
+        """Return the answers that have come for these conversations, None for an environment that is to begin again.
+        Without any, wait for at most `seconds`."""
         arrived = self.pool.take(0.0 if keys & self._answers.keys() else seconds)
-        self._answers |= {key: answer for key, answer in arrived.items() if key in self._pending}
+        for key in self._pending & arrived.keys():
+            self._answers[key] = arrived[key]
+            if arrived[key] is None:
+                self.sent[key] = 0
+            elif not self.pool.has(key):
+                self._left_out[key].add(self.sent[key] - 1)
         taken = {key: self._answers.pop(key) for key in keys & self._answers.keys()}
         self._pending -= taken.keys()
         return taken
@@ -147,6 +160,7 @@ class Environments:
         if self.sent.pop(key, None) is not None:
             self._pending.discard(key)
             self._answers.pop(key, None)
+            self._left_out.pop(key, None)
             self.pool.end(key)
 
     def on_all_ranks(self, replies: dict[int, Reply]) -> dict[int, Reply]:
@@ -347,8 +361,9 @@ class Conversations:
         for key, answer in self._run.take(numbers_by_key.keys(), _IDLE_SECONDS if is_idle else 0.0).items():
             one = self._all[numbers_by_key[key]]
             turns = one.turns
-            if (sent := self._run.sent[key]) < len(turns):  # the environment is rebuilt
-                self._compare(one, sent - 1, turns[sent - 1], answer)
+            if answer is None or (sent := self._run.sent[key]) < len(turns):  # the environment is begun again
+                if answer is not None:
+                    self._compare(one, sent - 1, turns[sent - 1], answer)
                 self._send(one)
             else:
                 replies[numbers_by_key[key]] = self._reply(one, turns[-1], answer)
@@ -372,7 +387,7 @@ class Conversations:
         is_first = self._is_before_first(one)  # a conversation does not end without a turn of the model
         if isinstance(answer, Failure):
             failed.append(answer.kind)
-            is_fatal = not is_first and (cfg.default_observation is None or not self._run.pool.has(one.key))
+            is_fatal = not is_first and cfg.default_observation is None
             what = f"scores {cfg.default_score:g}" if is_fatal else "continues with default_observation"
             if is_first and cfg.default_observation is None:
                 what = "begins without a first observation"
@@ -388,7 +403,7 @@ class Conversations:
         return Reply(self._iteration, tokens, answer.reward, {**answer.info}, ends, failed, is_fatal)
 
     def _compare(self, one: Conversation, index: int, turn: Sequence[int], answer: StepResult | Failure) -> None:
-        """Warn if a rebuilt environment answers an earlier turn otherwise than before."""
+        """Warn if an environment that is begun again answers an earlier turn otherwise than before."""
         places = one.places
         start = places[index][-1] + 1 if places[index] else 0
         wanted = one.response.token_ids[start : places[index + 1][0]]
@@ -397,7 +412,7 @@ class Conversations:
             with contextlib.suppress(Failure):
                 is_same = (self._tokens(one, turn, answer), answer.reward) == (wanted, one.episode.rewards[index][1])
         if not is_same:
-            problem = f"begun again after a resume, it answers turn {index + 1} otherwise than before"
+            problem = f"begun again, it answers turn {index + 1} otherwise than before"
             self._run.report(one.prompt, problem, "continues with the earlier answer")
 
     def _tokens(self, one: Conversation, turn: Sequence[int], answer: StepResult) -> list[int]:

@@ -75,10 +75,10 @@ class ReplayedRouter(RouterReplay):
 class ExpertReplay:
     """Records and replays the choices of experts in the passes of one model.
 
-    Choices are [tokens, layers, k] uint8, or uint16 for more than 256 experts, of all tokens of a sequence but the
-    last. The engine does not route that one, and no result depends on its experts: the trainer's routers choose them. A
-    rank holds the choices of the sequences that its engine has generated, or with R2 those of its own passes, and sends
-    them to the ranks that train the sequence."""
+    Choices are [tokens, layers, k] uint8, or uint16 for more than 256 experts, of all tokens of a sequence before the
+    last drawn one. The engine does not route that one, nor an observation that follows it, and no result depends on
+    their experts: the trainer's routers choose them. A rank holds the choices of the sequences that its engine has
+    generated, or with R2 those of its own passes, and sends them to the ranks that train the sequence."""
 
     def __init__(self, mode: RouterReplayMode, shape: ModelShape, groups: ProcessGroups, chunks: Sequence[Any]) -> None:
         """Replace the choice of each router of the chunks. They must have experts."""
@@ -121,7 +121,7 @@ class ExpertReplay:
         self._records = forward_only and self.mode == "recompute"
         self._keeps = not forward_only and self._recomputes
         self._numbers = batch.numbers.tolist()
-        self._lens = batch.seq_lens.numpy() - 1
+        self._lens = batch.last_drawn.numpy()
         wanted = np.zeros(batch.num_sequences, np.bool_)
         wanted[[i for indices in micro_batches for i in indices]] = True
         num_layers = len(self._columns[self._groups.coordinate.pp])
@@ -136,7 +136,7 @@ class ExpertReplay:
         # torch indexes no uint16. The last row is of the tokens without a choice.
         dtype = torch.uint8 if self._choice_bytes == self._k else torch.int16
         self._choices = rows.view(dtype).view(num_rows + 1, num_layers, self._k)
-        segments = np.stack([self._lens, np.ones_like(self._lens)], axis=1).ravel()
+        segments = np.stack([self._lens, batch.seq_lens.numpy() - self._lens], axis=1).ravel()
         row_of = np.full(segments.sum() + 1, -1)
         row_of[ragged_indices(segments, 2 * self._sequences)] = np.arange(num_rows)
         (self._row_of,) = platform.to_device([torch.from_numpy(row_of)])
@@ -168,8 +168,8 @@ class ExpertReplay:
         if missing := int((wants.any(0) & ~has.any(0)).sum()):
             raise UserError(
                 f"algorithm.router_replay is {self.mode}; for {missing} of {len(holds)} responses the rollout engine"
-                " has not returned the experts of all tokens but the last, in all layers with experts: set it to"
-                " recompute or off"
+                " has not returned the experts of all tokens before the last drawn one, in all layers with experts: set"
+                " it to recompute or off"
             )
         stages = np.array([mesh.coordinate(other).pp for other in range(mesh.world)])
         columns: list[Any] = [self._columns[stage] for stage in stages]

@@ -127,8 +127,8 @@ def without_choices(checkpoint: str, batch: RaggedBatch) -> None:
 @contextlib.contextmanager
 def counted_choices(engine: ModelEngine) -> Iterator[Callable[[], float]]:
     """Compare what the routers choose in the updates with the choices that the ranks held at the end of the rollout,
-    token by token: the body gets the share of (token, layer) whose experts are others, over all ranks. For layouts
-    whose ranks have whole micro-batches: neither sequence nor context parallelism."""
+    token by token up to the last drawn one: the body gets the share of (token, layer) whose experts are others, over
+    all ranks. For layouts whose ranks have whole micro-batches: neither sequence nor context parallelism."""
     totals = torch.zeros(2, dtype=torch.int64)
     held: dict[int, np.ndarray] = {}
     batches: list[RaggedBatch] = []
@@ -158,7 +158,9 @@ def counted_choices(engine: ModelEngine) -> Iterator[Callable[[], float]]:
             ends = batch.seq_lens.cumsum(0)
             for row, source in enumerate(micros[-1].sources.tolist()):
                 sequence = int(torch.searchsorted(ends, source, right=True))
-                if source < 0 or source == ends[sequence] - 1:
+                mask = batch.response_mask
+                has_further = source + 1 < ends[sequence] and (mask is None or mask[source + 1 : ends[sequence]].any())
+                if source < 0 or not has_further:
                     continue
                 place = source - int(ends[sequence] - batch.seq_lens[sequence])
                 column = layers.index(router.layer_number - 1)

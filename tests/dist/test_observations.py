@@ -1,5 +1,6 @@
 """Runs with an environment whose answers come at random times: the journal of observations repeats a run, a run that
-was killed in a step, and one of rollout.partial_rollout, whose conversations are cut within turns and between them."""
+was killed in a step, and one of rollout.partial_rollout, whose conversations are cut within turns and between them. One
+run has tail_batching, whose conversations begin anew, the other filter_groups."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Environment:
         if sum(self.seen) % 4 == 3:
             raise ValueError("not this turn")
         turn = [10 + sum(self.seen) % 200, 8]
-        return turn, float(sum(self.seen) % 5), sum(self.seen) % 5 == 0, {"seen": len(self.seen)}
+        return turn, float(sum(self.seen) % 3 == 0), sum(self.seen) % 5 == 0, {"seen": len(self.seen)}
 """
 SETTINGS = [
     "custom_reward_function.path=null",
@@ -56,8 +57,12 @@ SETTINGS = [
     "health.patience=1",
     "trainer.save_freq=1",
     "trainer.test_freq=2",
+    "rollout.val_kwargs.n=2",
+    "rollout.val_kwargs.temperature=1",
 ]
-PARTIAL = "rollout.partial_rollout=true"
+# All conversations of a step begin at once: else its replay has the same tokens, and other batches.
+TAIL = ["rollout.tail_batching=true", "rollout.prompts_in_flight=8", "rollout.max_num_seqs=8"]
+PARTIAL = ["rollout.partial_rollout=true", "algorithm.filter_groups.enable=true"]
 
 
 @pytest.fixture(scope="module")
@@ -131,43 +136,65 @@ def _assert_same_tokens(rows: Counter[Any], others: Counter[Any]) -> None:
     assert {row for row in rows if row[0] in prompts} == {row for row in others if row[0] in prompts}
 
 
+def _assert_complete(run: Path, steps: list[dict[str, Any]]) -> None:
+    """Check that a run has trained on whole groups, and on each that it has begun once, unless the last pool has it."""
+    assert all(set(Counter(step["prompts"]).values()) == {N} for step in steps)
+    taken = [position for _, row in read_rows(run / "rollouts.jsonl") for position in row["taken"]]
+    with np.load(run / f"global_step_{STEPS}" / "group_pool.npz") as arrays:
+        left = arrays["positions"].tolist()
+    assert left and sorted([*taken, *left]) == [*range(len(taken) + len(left))]
+
+
 @pytest.fixture(scope="module")
-def plain(train: Any) -> Any:
-    return train("plain")
+def tail(train: Any) -> Any:
+    return train("tail", *TAIL)
 
 
-def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(train: Any, config: Path, plain: Any) -> None:
-    steps, num_calls = plain
+def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(train: Any, config: Path, tail: Any) -> None:
+    steps, num_calls = tail
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
-    events = [event for _, event in read_rows(config.parent / "plain" / "health.jsonl")]
+    events = [event for _, event in read_rows(config.parent / "tail" / "health.jsonl")]
     assert "calls_failing" in {event["rule"] for event in events}
-    replayed, num_again = train("replayed", f"trainer.replay={config.parent / 'plain'}")
+    replayed, num_again = train("replayed", *TAIL, f"trainer.replay={config.parent / 'tail'}")
     assert num_again == 0
     _assert_same(replayed, steps)
 
 
+def test_conversations_of_a_tail_begin_anew(config: Path, tail: Any) -> None:
+    """Check that the second step trains on the groups that the first one has left."""
+    _assert_complete(config.parent / "tail", tail[0][0])
+    first, second, _ = ({*step["prompts"]} for step in tail[0][0])
+    assert len(first) == len(second) == 4 and not first & second
+    assert tail[0][0][0]["metrics"]["train/tail_groups"] == 4
+
+
 def test_a_run_that_was_killed_in_a_step_calls_environments_for_the_rest_alone(
-    train: Any, config: Path, plain: Any
+    train: Any, config: Path, tail: Any
 ) -> None:
     """Check a journal that ends within a row."""
-    for path in (_copied(config, "plain", "killed", 1) / "observations").glob("step_000003_*.jsonl"):
+    for path in (_copied(config, "tail", "killed", 1) / "observations").glob("step_000003_*.jsonl"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    steps, num_calls = train("killed")
-    assert 0 < num_calls < plain[1] / 2
-    _assert_same([rank[:1] for rank in steps], [rank[1:2] for rank in plain[0]])
-    assert steps[0][1]["responses"] == plain[0][0][2]["responses"]
+    steps, num_calls = train("killed", *TAIL)
+    assert 0 < num_calls < tail[1] / 2
+    _assert_same([rank[:1] for rank in steps], [rank[1:2] for rank in tail[0]])
+    _assert_same_tokens(_responses(steps[0]), _responses(tail[0][0][1:]))
 
 
 @pytest.fixture(scope="module")
 def partial(train: Any) -> Any:
-    return train("partial", PARTIAL)
+    return train("partial", *PARTIAL)
 
 
-def test_conversations_that_are_cut_end_as_those_that_are_not(config: Path, plain: Any, partial: Any) -> None:
-    """Check conversations that are cut within a turn and between two."""
-    rows = _responses(partial[0][0])
+def test_conversations_that_are_cut_end_as_those_that_are_not(config: Path, tail: Any, partial: Any) -> None:
+    """Check conversations that are cut within a turn and between two. A validation between leaves them as they are."""
+    steps = partial[0][0]
+    rows = _responses(steps)
     assert max(rows.values()) == 1
-    _assert_same_tokens(rows, _responses(plain[0][0]))
+    _assert_same_tokens(rows, _responses(tail[0][0]))
+    _assert_complete(config.parent / "partial", steps)
+    assert all(np.ptp(np.reshape(step["scores"], (-1, N)), axis=1).all() for step in steps)
+    assert sum(step["metrics"]["train/dropped_groups_ratio"] for step in steps) > 0
+    assert steps[1]["metrics"]["val-aux/arithmetic/seen/std@2"] > 0, "two conversations of each prompt"
     states = []
     for step in range(1, STEPS + 1):
         with np.load(config.parent / "partial" / f"global_step_{step}" / "group_pool.npz") as arrays:
@@ -185,7 +212,7 @@ def test_conversations_that_are_cut_end_as_those_that_are_not(config: Path, plai
 
 def test_a_partial_run_resumes_with_the_same_bits(train: Any, config: Path, partial: Any) -> None:
     _copied(config, "partial", "resumed", 1)
-    steps, num_calls = train("resumed", PARTIAL)
+    steps, num_calls = train("resumed", *PARTIAL)
     assert num_calls == 0
     _assert_same(steps, [rank[1:] for rank in partial[0]])
 
@@ -194,14 +221,14 @@ def test_environments_are_rebuilt_where_the_journal_is_lost(train: Any, config: 
     """Check too that a journal goes back to the oldest checkpoint."""
     directory = _copied(config, "partial", "rebuilt", 1)
     shutil.rmtree(directory / "observations")
-    steps, num_calls = train("rebuilt", PARTIAL, "trainer.max_ckpt_to_keep=1")
+    steps, num_calls = train("rebuilt", *PARTIAL, "trainer.max_ckpt_to_keep=1")
     assert num_calls > 0
     assert not list((directory / "observations").iterdir()) and (directory / f"global_step_{STEPS}").exists()
     _assert_same_tokens(_responses(steps[0]), _responses(partial[0][0][1:]))
 
 
 def test_another_layout_replays_conversations(train: Any, config: Path, partial: Any) -> None:
-    replay = [PARTIAL, f"trainer.replay={config.parent / 'partial'}", "rollout.tensor_model_parallel_size=2"]
+    replay = [*PARTIAL, f"trainer.replay={config.parent / 'partial'}", "rollout.tensor_model_parallel_size=2"]
     steps, num_calls = train("replayed_partial", *replay, "actor.megatron.tensor_model_parallel_size=2")
     assert num_calls == 0
     for step, other in zip(steps[0], partial[0][0], strict=True):

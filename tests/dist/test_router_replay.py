@@ -298,13 +298,26 @@ def test_sequence_without_choices(pool: Any, checkpoints: dict[str, str], batch:
         assert not ok and error[0] == "UserError"
         assert error[1] == (
             "algorithm.router_replay is rollout; for 2 of 5 responses the rollout engine has not returned the experts"
-            " of all tokens but the last, in all layers with experts: set it to recompute or off"
+            " of all tokens before the last drawn one, in all layers with experts: set it to recompute or off"
         )
+
+
+ENVIRONMENT = """
+import asyncio, os
+
+class Environment:
+    def reset(self, row): ...
+
+    async def step(self, response, token_ids):
+        await asyncio.sleep(0.05 * os.urandom(1)[0] / 255)
+        return [10, 20, 30], 1.0, sum(token_ids) % 4 == 0, {}
+"""
 
 
 @pytest.fixture(scope="module")
 def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, dict[str, float], float]]]:
-    """Return for each run replay_cases.two_steps, in bfloat16, where engine and trainer choose differently."""
+    """Return for each run replay_cases.two_steps, in bfloat16, where engine and trainer choose differently. Two have
+    conversations, which are cut and continued, and of which some end with an observation."""
     directory = make_workspace(
         tmp_path_factory.mktemp("replayed_runs"),
         family="qwen3_moe",
@@ -317,12 +330,21 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     actor = {"megatron": {"dtype": "bfloat16"}, "ppo_epochs": 1}
     algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
     config = write_config(directory, actor=actor, algorithm=algorithm, rollout={"n": 4}, trainer={"test_freq": -1})
-    tail = "rollout.tail_batching=true"
-    layout = ["actor.megatron.pipeline_model_parallel_size=2", "rollout.tensor_model_parallel_size=2", tail]
+    (directory / "environment.py").write_text(ENVIRONMENT)
+    turns = [
+        f"rollout.environment.path={directory / 'environment.py'}",
+        "rollout.environment.max_tokens_per_turn=5",
+        "data.max_response_length=24",
+        "custom_reward_function.path=null",
+        "rollout.partial_rollout=true",
+        "rollout.max_num_seqs=8",
+        "algorithm.rollout_correction.rollout_is=token",
+    ]
+    layout = ["actor.megatron.pipeline_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
     overrides = {
         "default": [],
-        "rollout": [*layout, "algorithm.router_replay=rollout"],
-        "recompute": ["algorithm.router_replay=recompute"],
+        "rollout": [*layout, *turns, "algorithm.router_replay=rollout"],
+        "recompute": [*turns, "algorithm.router_replay=recompute"],
         "off": ["algorithm.router_replay=off"],
     }
     found = {}
@@ -344,13 +366,17 @@ def test_updates_use_the_replayed_experts(runs: dict[str, list[tuple[str, dict[s
             # The routers alone would have chosen other experts for some tokens.
             assert 0.0 < metrics.get("training/expert_choices_diff", 0.01) < 0.2, name
     assert not any(key.endswith("expert_choices_diff") for _, metrics, _ in runs["off"] for key in metrics)
+    for name in ("rollout", "recompute"):
+        _, metrics, _ = runs[name][1]
+        assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 1, "responses were continued"
+        assert metrics["num_turns/mean"] > 1 and metrics["response_length/clip_ratio"] > 0
 
 
 def test_log_probs_agree_with_the_engines(runs: dict[str, list[tuple[str, dict[str, float], float]]]) -> None:
-    """Compare the first step, whose tokens are the same in all runs of a layout."""
-    key = "training/rollout_logprobs_diff_"
-    first = {name: steps[0][1] for name, steps in runs.items()}
-    assert len({steps[0][0] for name, steps in runs.items() if name != "rollout"}) == 1
-    assert first["recompute"][f"{key}mean"] == first["off"][f"{key}mean"]
+    """Compare the first step, whose tokens are the same in both runs."""
+    tokens, replayed, _ = runs["default"][0]
+    same_tokens, off, _ = runs["off"][0]
+    assert tokens == same_tokens
     for statistic in ("mean", "max"):
-        assert first["default"][key + statistic] < 0.7 * first["off"][key + statistic]
+        key = f"training/rollout_logprobs_diff_{statistic}"
+        assert replayed[key] < 0.7 * off[key]

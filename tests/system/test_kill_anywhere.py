@@ -1,5 +1,6 @@
 """Two ranks are killed at random points and started again by the same command: each run ends with the result of the
-uninterrupted run, bit for bit."""
+uninterrupted run, bit for bit. Where the time of an environment's answers decides batches, the result is that of the
+run's replay."""
 
 from __future__ import annotations
 
@@ -9,16 +10,19 @@ import random
 import select
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import forked
+import numpy as np
 import pytest
 from runs import kill, outcome
 from tiny import make_workspace, write_config
 
-from rlhf_mc.run_files import read_rows
+from rlhf_mc.run_files import OBSERVATIONS, read_rows
 
 pytestmark = pytest.mark.system
 
@@ -27,7 +31,27 @@ STEPS = 7
 PROGRAM = str(Path(__file__).parent / "killable.py")
 SAVE_EVENTS = ("save_checkpoint", "writing", "commit", "remove")
 ENDS_WITHIN_SECONDS = 600
-KINDS = ("kill one rank", "kill all", "terminate all", "kill in a save", "kill again while it resumes")
+RESUMES = "kill again while it resumes"
+KINDS = ("kill one rank", "kill all", "terminate all", "kill in a save", RESUMES, "kill in a write of the journal")
+ENVIRONMENT = """
+import asyncio, os, zlib
+from pathlib import Path
+
+CALLS = Path(__file__).with_name("calls")
+
+class Environment:
+    def reset(self, row):
+        self.name = os.urandom(8).hex()
+        self.seen = str(row["prompt"])
+
+    async def step(self, response, token_ids):
+        self.seen += str(token_ids)
+        call = zlib.crc32(self.seen.encode())
+        with CALLS.open("a") as file:
+            print(self.name, call, file=file)
+        await asyncio.sleep(0.05 * os.urandom(1)[0] / 255)
+        return [10 + call % 200, 8], float(call % 5), call % 5 == 0, {"call": call}
+"""
 
 
 @dataclass(frozen=True)
@@ -39,11 +63,15 @@ class Fault:
     rank: int
     """The rank whose events are counted."""
     only: tuple[str, ...]
-    """Events that count; empty: all."""
+    """Events that count; empty: all but the rows of the journal."""
     after: int
     """Number of the event, from 1."""
     delay: float
     """Seconds after that event."""
+
+    def counts(self, event: str) -> bool:
+        """Return whether an event counts."""
+        return event in self.only if self.only else event != OBSERVATIONS
 
 
 def draw(kind: str, rng: random.Random) -> Fault:
@@ -56,8 +84,11 @@ def draw(kind: str, rng: random.Random) -> Fault:
     if kind == "kill in a save":
         only = SAVE_EVENTS
         after = rng.randint(2, 9)
-    if kind == "kill again while it resumes":
+    if kind == RESUMES:
         after = rng.randint(1, 8)
+    if kind == KINDS[-1]:
+        only = (OBSERVATIONS,)
+        after = rng.randint(40, 120)
     return Fault(victims, number, rng.randrange(WORLD), only, after, rng.choice((0.0, rng.uniform(0, 0.2))))
 
 
@@ -88,7 +119,7 @@ def start_with_fault(config: Path, logs: Path, fault: Fault | None, overrides: S
             *lines, text = text.split("\n")
             for line in lines:
                 rank, event = line.split(" ")
-                counted += fault is not None and int(rank) == fault.rank and (not fault.only or event in fault.only)
+                counted += fault is not None and int(rank) == fault.rank and fault.counts(event)
                 if fault is not None and not injected_at and counted == fault.after:
                     time.sleep(fault.delay)
                     for victim in fault.victims:
@@ -112,6 +143,7 @@ def start_with_fault(config: Path, logs: Path, fault: Fault | None, overrides: S
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = make_workspace(tmp_path_factory.mktemp("workspace"), num_hidden_layers=2, max_position_embeddings=128)
     (workspace / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
+    (workspace / "environment.py").write_text(ENVIRONMENT)
     return write_config(
         workspace,
         trainer={
@@ -133,34 +165,83 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PARTIAL = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token", "rollout.max_num_seqs=16"]
+TURNS = [
+    "custom_reward_function.path=null",
+    "rollout.environment.max_turns=4",
+    "rollout.environment.max_tokens_per_turn=12",
+]
+REPLAYABLE = ["trainer.max_ckpt_to_keep=null", "trainer.test_freq=-1"]
+OF_BATCHES = ("training/rollout_", "rollout_corr/")
+"""Starts of the metrics that compare the engine's log-probs. Their last bits depend on the engine's batches, and these
+on when an environment answers."""
 
 
-# Two runs: each kind of fault, with saves in the background and without, with responses that end in their step and
-# with responses that later steps continue. KILL_SEED moves the points.
-@pytest.mark.parametrize(("seed", "settings"), [(0, []), (1, PARTIAL)], ids=["whole", "partial"])
-def test_killed_anywhere(config: Path, tmp_path: Path, seed: int, settings: list[str]) -> None:
-    directory = f"trainer.default_local_dir={tmp_path / 'uninterrupted'}"
-    codes, _ = start_with_fault(config, tmp_path / "uninterrupted_logs", None, [directory, *settings])
-    assert codes == [0, 0], (tmp_path / "uninterrupted_logs" / "stderr").read_text()
-    uninterrupted = outcome(tmp_path / "uninterrupted", STEPS)
+# Each kind of fault, with saves in the background and without. Responses are conversations that end in their step,
+# responses that later steps continue, and both. KILL_SEED moves the points.
+@pytest.mark.parametrize(
+    ("seed", "settings", "kinds"),
+    [(0, TURNS, KINDS[2:5]), (1, PARTIAL, KINDS[:3]), (2, [*PARTIAL, *TURNS, *REPLAYABLE], KINDS[4:])],
+    ids=["turns", "partial", "partial turns"],
+)
+def test_killed_anywhere(
+    config: Path, tmp_path: Path, seed: int, settings: Sequence[str], kinds: Sequence[str]
+) -> None:
+    calls = config.parent / "calls"
+    calls.write_text("")
+    has_turns = TURNS[0] in settings
+    is_replayed = REPLAYABLE[0] in settings
+    if has_turns:
+        settings = [*settings, f"rollout.environment.path={config.parent / 'environment.py'}"]
     rng = random.Random(f"{os.environ.get('KILL_SEED', '0')} {seed}")
-    kinds = list(KINDS[:3] if settings == PARTIAL else KINDS[2:])
+    kinds = list(kinds)
     rng.shuffle(kinds)
-    if kinds[0] == KINDS[-1]:
+    if kinds[0] == RESUMES:
         kinds.reverse()  # there is nothing to resume at the first start
-    overrides = [f"trainer.default_local_dir={tmp_path / 'run'}", f"trainer.async_save={str(seed % 2 == 0).lower()}"]
-    overrides += settings
+    run = tmp_path / "run"
+    overrides = [f"trainer.default_local_dir={run}", f"trainer.async_save={str(seed % 2 == 0).lower()}", *settings]
     events = []
     for number, (kind, fault) in enumerate([(kind, draw(kind, rng)) for kind in kinds]):
         codes, event = start_with_fault(config, tmp_path / f"logs{number}", fault, overrides)
         print(f"{kind}: {fault} at {event or 'no event'}, exit codes {codes}")
         events.append(event)
     assert all(events), "a run ended before its fault was injected"
-    codes, _ = start_with_fault(config, tmp_path / "logs", None, overrides)
-    assert codes == [0, 0], (tmp_path / "logs" / "stderr").read_text()
-    result = outcome(tmp_path / "run", STEPS)
-    for key, value in uninterrupted.items():
+    answered = {row["reply"]["info"].get("call") for row in answers(run)}
+    num_before = len(calls.read_text().splitlines())
+    complete(config, run, tmp_path / "logs", overrides)
+    if is_replayed:
+        assert_answered_once(run, answered, calls.read_text().splitlines()[num_before:])
+    wanted = tmp_path / "wanted"
+    replay = [f"trainer.replay={run}"] if is_replayed else []
+    complete(config, wanted, tmp_path / "wanted_logs", [*settings, *replay, f"trainer.default_local_dir={wanted}"])
+    ignored = OF_BATCHES if has_turns and not is_replayed else ()
+    result = outcome(run, STEPS, ignored)
+    for key, value in outcome(wanted, STEPS, ignored).items():
         assert result[key] == value, key
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    ages = [row.get("training/off_policy/trajectory_staleness_worst/max", 0) for _, row in rows]
-    assert (max(ages) > 0) == (settings == PARTIAL), "responses were continued"
+    rows = [row for _, row in read_rows(run / "metrics.jsonl")]
+    ages = [row.get("training/off_policy/trajectory_staleness_worst/max", 0) for row in rows]
+    assert (max(ages) > 0) == (PARTIAL[0] in settings), "responses were continued"
+    assert not has_turns or min(row["num_turns/mean"] for row in rows) > 1
+
+
+def complete(config: Path, run: Path, logs: Path, overrides: Sequence[str]) -> None:
+    """Run to the end."""
+    codes, _ = start_with_fault(config, logs, None, overrides)
+    assert codes == [0, 0], (logs / "stderr").read_text()
+
+
+def answers(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of answers in the journal of a run."""
+    rows = [row for path in run.glob(f"{OBSERVATIONS}/*.jsonl") for _, row in read_rows(path)]
+    return [row for row in rows if row["place"][1] >= 0]
+
+
+def assert_answered_once(run: Path, answered: set[int], calls: Sequence[str]) -> None:
+    """Check that each turn of a run has one answer, and the calls of environments, in the order in which they were
+    made, since the journal had the answers to the calls `answered`."""
+    assert max(Counter((row["step"], *row["place"], row["digest"]) for row in answers(run)).values()) == 1
+    last_calls = dict(line.split() for line in calls)
+    # An environment that is begun again gets the earlier turns, and then one without an answer, unless the run ends.
+    with np.load(run / f"global_step_{STEPS}" / "group_pool.npz") as arrays:
+        left = [one for group in json.loads(str(arrays["conversations"])) for one in group.values()]
+    again = [call for call in last_calls.values() if int(call) in answered]
+    assert answered and last_calls and len(again) <= sum(one["waits"] for one in left)

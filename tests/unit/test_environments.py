@@ -25,10 +25,10 @@ from rlhf_mc.environments.journal import ObservationJournal
 from rlhf_mc.environments.protocol import truncated
 from rlhf_mc.environments.turns import Conversations, Environments
 from rlhf_mc.rewards.results import Episode
-from rlhf_mc.rollout.base import Request
+from rlhf_mc.rollout.base import Arrivals, Request
 
 USER_FILE = """
-import asyncio, os, signal, time
+import asyncio, time
 
 class Environment:
     def __init__(self, kind="echo"):
@@ -51,8 +51,6 @@ class Environment:
             await asyncio.sleep(60)
         if kind == "blocks":
             time.sleep(60)
-        if kind == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
         if kind == "wrong":
             return 7.5, 0.0, False, {}
         if kind == "megabyte":
@@ -216,7 +214,7 @@ def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
     rewards = [(1, 0.5), (3, 1.0), (5, 1.0)]
     assert conversations.episode(1) == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "begun again" in line]
-    assert "row 1: begun again after a resume, it answers turn 1 otherwise than before" in line
+    assert "row 1: begun again, it answers turn 1 otherwise than before" in line
     environments.close()
 
 
@@ -255,7 +253,7 @@ def test_reset_gives_the_first_observation(user_file: str, tmp_path: Path, capfd
         environments.close()
 
 
-@pytest.mark.parametrize("kind", [*FAULTS, "dies", "blocks", "megabyte"])
+@pytest.mark.parametrize("kind", [*FAULTS, "blocks", "megabyte"])
 def test_a_fault_of_an_environment_ends_its_conversation_alone(
     user_file: str, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,21 +266,79 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     if kind == "megabyte":
         assert len(ended[1].token_ids) == 60 and not ended[1].finished and episode.failure is None
     else:
-        wanted, message = FAULTS.get(kind, ("exited", "SIGKILL") if kind == "dies" else ("timeout", "is blocked"))
+        wanted, message = FAULTS.get(kind, ("timeout", "is blocked"))
         assert (episode.failure, episode.score, episode.failed_calls) == (wanted, -2.0, {wanted: 1})
         assert ended[1].token_ids == [3, 2, 3, 2, 9, 3, 2] and ended[1].finished
         assert message in capfd.readouterr().err
-    cfg.default_observation = "!{error}"
-    cfg.max_observation_length = 9
-    conversations = environments.begin(
-        conversations.requests, prompts_of(conversations)
-    )  # a worker that ended is replaced
-    ended = played(conversations)
     if kind in FAULTS:
+        cfg.default_observation = "!{error}"
+        cfg.max_observation_length = 9
+        conversations = environments.begin(conversations.requests, prompts_of(conversations))
+        ended = played(conversations)
         assert ended[1].token_ids[7] == ord("!") and conversations.episode(1).failure is None
         assert conversations.episode(1).failed_calls == {FAULTS[kind][0]: 1}
         assert conversations.episode(1).score == 2.0  # of the first and the last turn
     environments.close()
+
+
+ENDING = """
+import asyncio, ctypes, os, signal
+
+class Environment:
+    def reset(self, row):
+        self.number = row["ground_truth"]
+        self.turns = 0
+
+    async def step(self, response):
+        if self.number == 1 and response[0] == "k":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.number == 1 and response[0] == "x":
+            os._exit(3)
+        if self.number == 1 and response[0] == "s":
+            ctypes.string_at(0)
+        await asyncio.sleep(0.1)
+        self.turns += 1
+        return "go", 1.0, response[0] == "z", {"turns": self.turns}
+"""
+
+
+def test_a_process_that_a_call_ends_takes_no_other_conversation_with_it(
+    user_file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Check a conversation that draws at this time, and one that waits for the same process."""
+    Path(user_file).write_text(ENDING)
+    cfg = EnvironmentConfig(user_file, default_score=-2.0)
+    environments, conversations = begun(cfg, 1000)
+    conversations.start(conversations.requests)
+    (request,) = answered(conversations, 0, "a").requests
+    assert answered(conversations, 1, "k").ended and conversations.episode(1).score == -2.0
+    assert answered(conversations, 0, "z", request.begun).ended
+    assert conversations.episode(0).info == {"turns": 2} and conversations.episode(0).failure is None
+    cfg.default_observation = "!{error}"
+    conversations = environments.begin(conversations.requests, prompts_of(conversations))
+    ended = played(conversations, ("a", "k", "a", "x", "s", "z"))
+    one = conversations.episode(0)
+    other = conversations.episode(1)
+    assert (one.score, one.info, one.failed_calls) == (6.0, {"turns": 6}, {})
+    assert (other.score, other.info, other.failed_calls) == (3.0, {"turns": 3}, {"exited": 3}) and not other.failure
+    ends = ("by SIGKILL (out of memory?)", "with exit code 3", "by SIGSEGV")
+    texts = [f"!its worker process ended, {end}" for end in ends]
+    assert observations(ended[1]) == ["go", texts[0], "go", *texts[1:]]
+    assert capfd.readouterr().err.count("row 1: its worker process ended") == 4
+    assert len(environments.pool._workers) == 1, "of the next conversations"
+    environments.close()
+
+
+def answered(conversations: Conversations, number: int, text: str, begun: Generation = NOTHING) -> Arrivals:
+    """Let the model draw a turn of one conversation. Return what arrives for it."""
+    tokens = [*begun.token_ids, *map(ord, text), 2]
+    log_probs = [*begun.log_probs, *[-1.0] * (len(text) + 1)]
+    conversations.submit({number: Generation(tokens, log_probs, True)})
+    deadline = time.monotonic() + 30
+    while conversations.num_waiting:
+        assert time.monotonic() < deadline, "a conversation waits"
+        arrivals = conversations.arrived(is_idle=True)
+    return arrivals
 
 
 @pytest.mark.parametrize(
