@@ -41,7 +41,10 @@ class ObservationTokenizer:
             return self._tokens(observation)
         messages = [one for one in observation if isinstance(one, dict)]
         if len(messages) < len(observation) or not messages:
-            return [token for token in observation if isinstance(token, int)]
+            tokens = [token for token in observation if isinstance(token, int)]
+            if max(tokens, default=0) >= len(self._tokenizer):
+                raise Failure("invalid", f"step returned the token {max(tokens)}; the tokenizer has {len(self._tokenizer)}")
+            return tokens
         if not turn:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)

@@ -54,7 +54,11 @@ class Environment:
         if kind == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "wrong":
-            return 7.5, 0.0, False, {}
+            return b"7", 0.0, False, {}
+        if kind == "no token":
+            return [10**12], 0.0, False, {}
+        if kind == "done":
+            return "7", 0.0, "no", {}
         if kind == "megabyte":
             return "m" * 2**20, 0.0, False, {}
         return [*token_ids, 9], 1.0, self.turn == 3, {"turn": self.turn}
@@ -63,6 +67,9 @@ class Environment:
 
 class Letters:
     """A tokenizer whose tokens are the letters' code points."""
+
+    def __len__(self) -> int:
+        return 0x110000
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(map(chr, tokens))
@@ -223,7 +230,9 @@ def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
 FAULTS: dict[str, tuple[str, str]] = {
     "raises": ("raised", "raised SystemExit: no more"),
     "hangs": ("timeout", "no answer after 0.5 s"),
-    "wrong": ("invalid", "observation of float"),
+    "wrong": ("invalid", "observation of bytes"),
+    "no token": ("invalid", "step returned the token 1000000000000; the tokenizer has 1114112"),
+    "done": ("invalid", "step returned 'no' as done, not a bool"),
 }
 
 
