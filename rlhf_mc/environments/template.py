@@ -48,29 +48,42 @@ class ObservationTokenizer:
         if not turn:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)
+        response = [_QUESTION, {"role": "assistant", "content": "."}]
+        before = self._rendered(response, False)
         # The response ends with the first end token after the generation prompt, of which the template may render a
         # part alone. What it adds after the end token (a line break) belongs to the observation.
         begun = self._rendered([_QUESTION], True)
         start = next((i for i, pair in enumerate(zip(begun, after, strict=False)) if pair[0] != pair[1]), len(begun))
         end = next((i for i in range(start, len(after)) if after[i] in self._stop), None)
+        has_end = not self._stop.isdisjoint(before[start:])
+        if end is None and has_end and after[: len(before) - 1] == before[:-1]:
+            end = len(before) - 1  # the end token of the last message is another one than those of others (gpt-oss)
         if end is not None:
-            return after[end + (turn[-1] in self._stop) :]
-        return self._difference([_QUESTION, {"role": "assistant", "content": "."}], after)
+            # Or the end token begins the next message (GLM): then the turn may have that of another role.
+            return after[end + (turn[-1] == after[end] or (has_end and turn[-1] in self._stop)) :]
+        return self._difference(response, after)
 
     def check(
         self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Observation, tokens: Sequence[int]
     ) -> None:
-        """Warn, the first time, if the rendering of the whole conversation does not end with the observation's tokens.
-        prompt: its messages. turn: the text of the first one."""
-        if self._is_checked or not prompt or not isinstance(observation, list) or not isinstance(observation[0], dict):
+        """Warn, the first time, if the rendering of the whole conversation does not end with the observation's tokens,
+        or lacks a part of the turn. prompt: its messages. turn: the text of the first one."""
+        messages = [one for one in observation if isinstance(one, dict)]
+        if self._is_checked or not prompt or not messages:
             return
         self._is_checked = True
-        whole = self._after(prompt, turn, [one for one in observation if isinstance(one, dict)])
+        whole = self._after(prompt, turn, messages)
         if whole[-len(tokens) :] != list(tokens):
             texts = [self._tokenizer.decode(part) for part in (tokens, whole[-len(tokens) :])]
             print_line(
                 f"warning: rollout.environment: the chat template adds an observation as {texts[0]!r}, and a rendering"
                 f" of the whole conversation ends with {texts[1]!r}; the model is trained on the former"
+            )
+        # Some templates render calls of tools in place of the text.
+        if messages[0]["role"] != "tool" and turn.strip() not in self._tokenizer.decode(whole):
+            print_line(
+                f"warning: rollout.environment: once an observation follows, the chat template renders the response"
+                f" {turn[:200]!r} otherwise, or without its thoughts; the model sees all that it has drawn"
             )
 
     def _difference(self, messages: Sequence[Mapping[str, Any]], after: list[int]) -> list[int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from rlhf_mc.environments import turns
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.environments.journal import ObservationJournal
 from rlhf_mc.environments.protocol import truncated
+from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations, Environments
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Request
@@ -442,6 +443,55 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
     assert episode.failed_calls == {"raised": 2, "timeout": 1, "invalid": 1} and episode.failure is None
     assert episode.info == {"tool_calls": 9, "invalid_calls": 4}
     environments.close()
+
+
+def _glm(role: str, content: str, is_last: bool) -> str:
+    """The end token of a message begins the next one."""
+    return {"user": "U", "assistant": "A"}[role] + content
+
+
+def _gpt_oss(role: str, content: str, is_last: bool) -> str:
+    """The last message of the assistant has another end token than those before. These have no thoughts."""
+    thoughts, _, text = content.rpartition(")")
+    return f"<{role}>{content}R" if is_last and role == "assistant" else f"<{role}>{text}E"
+
+
+@pytest.mark.parametrize(
+    ("rendered", "turn", "wanted"),
+    [
+        (_glm, "hU", "hiA"),
+        (_glm, "hO", "UhiA"),
+        (_glm, "h", "UhiA"),
+        (_gpt_oss, "hR", "<user>hiE<assistant>"),
+        (_gpt_oss, "h", "E<user>hiE<assistant>"),
+    ],
+)
+def test_observations_follow_the_end_token_of_the_turn(rendered: Callable[..., str], turn: str, wanted: str) -> None:
+    assert observed(rendered, turn) == wanted
+
+
+def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> str:
+    """Return what follows a turn where the user answers. Messages are rendered one by one."""
+    tokenizer = Letters()
+
+    def render(messages: list[dict[str, str]], add_generation_prompt: bool, **kwargs: Any) -> str:
+        texts = [rendered(one["role"], one["content"], one is messages[-1]) for one in messages]
+        return "".join(texts) + rendered("assistant", "", False).rstrip("E") * add_generation_prompt
+
+    tokenizer.apply_chat_template = render  # type: ignore[method-assign, assignment]
+    observations = ObservationTokenizer(tokenizer, [*map(ord, "UOR")], {})  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": content}]
+    tokens = observations.tokens(messages, [*map(ord, turn)])
+    observations.check([{"role": "user", "content": "?"}], turn, [], [])  # an empty observation has no messages
+    observations.check([{"role": "user", "content": "?"}], turn.rstrip("R"), messages, tokens)
+    return tokenizer.decode(tokens)
+
+
+def test_thoughts_that_a_template_leaves_out_are_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    observed(_gpt_oss, "hR")
+    assert not capfd.readouterr().err
+    observed(_gpt_oss, "(hm)hR")
+    assert "renders the response '(hm)h' otherwise, or without its thoughts" in capfd.readouterr().err
 
 
 def test_truncated_leaves_out_the_part_that_is_asked_for() -> None:
