@@ -312,8 +312,15 @@ def test_an_environment_that_cannot_be_used_is_one_line(user_file: str, text: st
 
 
 FUNCTIONS = """
-import time
+import functools, time
 
+def _traced(function):
+    @functools.wraps(function)
+    def call(**kwargs):
+        return function(**kwargs)
+    return call
+
+@_traced
 async def add(a: int, b: int = 1) -> dict:
     '''Add numbers.
 
