@@ -5,6 +5,7 @@ waits for an environment.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.protocol import StepResult, where
 from rlhf_mc.rewards.results import Failure
-from rlhf_mc.runtime.worker_process import IMPORT_SECONDS, WorkerProcess
+from rlhf_mc.runtime.worker_process import WorkerProcess
 
 _MESSAGE_SECONDS = 60.0
 
@@ -28,8 +29,10 @@ class _Worker:
     def __init__(self, cfg: EnvironmentConfig, messages: SimpleQueue[tuple[_Worker, Any]]) -> None:
         """messages: gets what the process sends, and last a Failure, once it has ended."""
         self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg)
-        self.deadlines: dict[Key, float] = {}
-        """Of the turns that it has not answered, by conversation, the earliest first."""
+        self.sent: dict[Key, float] = {}
+        """When the turns that it has not answered were sent, by conversation, the earliest first."""
+        self.loaded_at = math.inf
+        """When it has begun to answer."""
         self.loaded: Future[list[dict[str, Any]]] = Future()
         """The schemas of tools. Raises UserError if the user's file cannot be used."""
         self._cfg = cfg
@@ -48,6 +51,7 @@ class _Worker:
         try:
             setting = "rollout.environment.timeout_seconds"
             self.loaded.set_result(self.process.loaded(where(self._cfg), self._cfg.timeout_seconds, setting))
+            self.loaded_at = time.monotonic()
             while True:
                 if self.process.wait_for_message(_MESSAGE_SECONDS):
                     self._messages.put((self, self.process.receive()))
@@ -83,9 +87,7 @@ class EnvironmentPool:
         if home not in self._workers:
             self._lost[turn.key] = Failure("exited", "its worker process has ended, with another conversation's call")
             return
-        # The worker keeps the limit by itself, unless a call blocks it.
-        seconds = 1.1 * self._cfg.timeout_seconds + 1.0 + (0.0 if home.loaded.done() else IMPORT_SECONDS)
-        home.deadlines[turn.key] = time.monotonic() + seconds
+        home.sent[turn.key] = time.monotonic()
         home.turns.put(turn)
 
     def take(self, seconds: float) -> dict[Key, StepResult | Failure]:
@@ -97,13 +99,14 @@ class EnvironmentPool:
                 continue
             if isinstance(message, Failure):
                 answers |= self._end(worker, message)
-            elif worker.deadlines.pop(message[0], None) is not None:
+            elif worker.sent.pop(message[0], None) is not None:
                 answers[message[0]] = message[1]
-        now = time.monotonic()
+        # A worker keeps the limit by itself, unless a call blocks it.
+        latest = time.monotonic() - 1.1 * self._cfg.timeout_seconds - 1.0
         for one in self._workers:
-            if one is None or now < next(iter(one.deadlines.values()), now + 1.0):
+            if one is None or latest < max(one.loaded_at, next(iter(one.sent.values()), math.inf)):
                 continue
-            overdue = {key for key, deadline in one.deadlines.items() if deadline <= now}
+            overdue = {key for key, sent in one.sent.items() if sent <= latest}
             # The environments block the process: none keeps its limit.
             failure = Failure("timeout", f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked")
             other = Failure("exited", "its worker process was ended, which another conversation's call has blocked")
@@ -118,7 +121,7 @@ class EnvironmentPool:
         """Close the environment of a conversation, if it has begun."""
         home = self._homes.pop(key, None)
         if home is not None and home in self._workers:
-            home.deadlines.pop(key, None)
+            home.sent.pop(key, None)
             home.turns.put(Turn(key, None, None, []))
 
     def close(self) -> None:
@@ -143,4 +146,4 @@ class EnvironmentPool:
         """End a worker process. Return the failure for each conversation that waits for it."""
         self._workers[self._workers.index(worker)] = None
         worker.process.close()
-        return dict.fromkeys(worker.deadlines, failure)
+        return dict.fromkeys(worker.sent, failure)

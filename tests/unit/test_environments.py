@@ -45,7 +45,8 @@ class Environment:
 
     async def step(self, response, token_ids):
         self.turn += 1
-        kind = self.kind if self.number == 1 and self.turn == 2 else "echo"
+        is_faulty = self.number == 1 and self.turn == (1 if self.kind == "blocks" else 2)
+        kind = self.kind if is_faulty else "echo"
         if kind == "raises":
             raise SystemExit("no more")
         if kind == "hangs":
@@ -280,7 +281,8 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     else:
         wanted, message = FAULTS.get(kind, ("exited", "SIGKILL") if kind == "dies" else ("timeout", "is blocked"))
         assert (episode.failure, episode.score, episode.failed_calls) == (wanted, -2.0, {wanted: 1})
-        assert ended[1].token_ids == [3, 2, 3, 2, 9, 3, 2] and ended[1].finished
+        # "blocks" does so at once, in a process that starts with the turn.
+        assert ended[1].token_ids == ([3, 2] if kind == "blocks" else [3, 2, 3, 2, 9, 3, 2]) and ended[1].finished
         assert message in capfd.readouterr().err
     cfg.default_observation = "!{error}"
     cfg.max_observation_length = 9
