@@ -21,7 +21,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt
 from rlhf_mc.environments import turns
 from rlhf_mc.environments.conversation import ConversationState
-from rlhf_mc.environments.journal import ObservationJournal
+from rlhf_mc.environments.journal import ObservationJournal, Reply
 from rlhf_mc.environments.protocol import truncated
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations, Environments
@@ -206,6 +206,18 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
             conversations.finish()
         assert problem in str(caught.value)
     environments.close()
+
+
+def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = ObservationJournal(tmp_path, None, 0, 0)
+    (tmp_path / "observations").write_text("no directory")
+    for step in (1, 2):
+        journal.begin_step(step)
+        for turn in range(2):
+            journal.record({((0, 0, turn), 0): Reply(1)})
+    assert capfd.readouterr().err.count("observations cannot be written (File exists); the run continues") == 2
 
 
 def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
