@@ -92,7 +92,7 @@ class EnvironmentsOfWorker:
 
     async def _step(self, turn: Turn) -> Any:
         if turn.row is not None:
-            environment = self._environments[turn.key] = self._class(**self._kwargs)
+            environment = self._environments[turn.key] = await self._call(self._class, **self._kwargs)
             try:
                 first = await self._call(environment.reset, turn.row)
             except BaseException:

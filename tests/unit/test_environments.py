@@ -3,6 +3,7 @@ environment."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import time
@@ -21,8 +22,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt
 from rlhf_mc.environments import turns
 from rlhf_mc.environments.conversation import ConversationState
+from rlhf_mc.environments.environment_worker import EnvironmentsOfWorker, Turn
 from rlhf_mc.environments.journal import ObservationJournal, Reply
-from rlhf_mc.environments.protocol import truncated
+from rlhf_mc.environments.protocol import StepResult, truncated
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations, Environments
 from rlhf_mc.rewards.results import Episode
@@ -307,6 +309,27 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
         assert conversations.episode(1).failed_calls == {FAULTS[kind][0]: 1}
         assert conversations.episode(1).score == 2.0  # of the first and the last turn
     environments.close()
+
+
+def test_constructors_do_not_block_the_process(tmp_path: Path) -> None:
+    """Check with two constructors that wait for each other."""
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import threading\n"
+        "barrier = threading.Barrier(2)\n"
+        "numbers = iter(range(3))\n"
+        "class Environment:\n"
+        "    def __init__(self):\n"
+        "        if next(numbers) > 0: barrier.wait(10)  # the first one is built as a check\n"
+        "    def reset(self, row): pass\n"
+        "    def step(self, response): return '', 1.0, True, {}\n"
+    )
+    conversations = EnvironmentsOfWorker(EnvironmentConfig(str(path)))
+
+    async def answers() -> list[Any]:
+        return await asyncio.gather(*(conversations.answer(Turn((0, i), {}, "", [])) for i in range(2)))
+
+    assert asyncio.run(answers()) == [StepResult("", 1.0, True, {})] * 2
 
 
 @pytest.mark.parametrize(
