@@ -71,7 +71,7 @@ class ObservationJournal:
         self._file: TextIO | None = None
         """Of the step, once this rank has written to it."""
         self._is_writable = True
-        \"\"\"No row of the step has failed: after one that has, each further one would be a warning.\"\"\"
+        """No row of the step has failed: after one that has, each further one would be a warning."""
         self.step = 0
         self._is_loaded = False
 

@@ -42,8 +42,9 @@ class ObservationTokenizer:
         messages = [one for one in observation if isinstance(one, dict)]
         if len(messages) < len(observation) or not messages:
             tokens = [token for token in observation if isinstance(token, int)]
-            if max(tokens, default=0) >= len(self._tokenizer):
-                raise Failure("invalid", f"step returned the token {max(tokens)}; the tokenizer has {len(self._tokenizer)}")
+            largest = max(tokens, default=0)
+            if largest >= len(self._tokenizer):
+                raise Failure("invalid", f"step returned the token {largest}; the tokenizer has {len(self._tokenizer)}")
             return tokens
         if not turn:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))

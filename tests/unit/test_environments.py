@@ -490,13 +490,13 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
 
 
 def _glm(role: str, content: str, is_last: bool) -> str:
-    """The end token of a message begins the next one."""
+    """Render a message whose end token begins the next one."""
     return {"user": "U", "assistant": "A"}[role] + content
 
 
 def _gpt_oss(role: str, content: str, is_last: bool) -> str:
-    """The last message of the assistant has another end token than those before. These have no thoughts."""
-    thoughts, _, text = content.rpartition(")")
+    """Render a message. The last response has another end token than those before, which have no thoughts."""
+    text = content.rpartition(")")[2]
     return f"<{role}>{content}R" if is_last and role == "assistant" else f"<{role}>{text}E"
 
 
