@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -487,6 +488,50 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
     assert episode.failed_calls == {"raised": 2, "timeout": 1, "invalid": 1} and episode.failure is None
     assert episode.info == {"tool_calls": 9, "invalid_calls": 4}
     environments.close()
+
+
+FORMATS = {
+    "hermes": ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "<tool_call>add"),
+    "llama3_json": ('{"name": "add", "parameters": {"a": 1}}', "<|python_tag|>add(1)"),
+    "glm45": (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        '<tool_call>{"name": "add"}</tool_call>',
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        '<tool_call>\n{"name": "add"}\n</tool_call>',
+    ),
+    "deepseek_v31": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add",
+    ),
+    "gpt-oss": (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.add"
+        ' <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "<|channel|>commentary to=functions.add",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_in_each_format(name: str) -> None:
+    """Check a call, one that cannot be read, and an answer."""
+    from rlhf_mc.rollout.vllm_tools import ToolCallParser  # vLLM
+
+    tokenizer = Letters()
+    tokenizer.get_vocab = lambda: dict.fromkeys(re.findall("<[^<>]+>", str(FORMATS)), 0)  # type: ignore[attr-defined]
+    properties = {"a": {"type": "integer"}}
+    schema = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    parser = ToolCallParser(name, tokenizer, (2,), [{"type": "function", "function": schema}])  # type: ignore[arg-type]
+    call, broken = FORMATS[name]
+    ((found, arguments, _),) = parser.calls([*map(ord, call), 2])
+    assert (found, json.loads(arguments)) == ("add", {"a": 1})
+    assert parser.calls([*map(ord, broken)]) == [("", "", "call00000")]
+    for answer in (
+        "1",
+        "<|channel|>analysis<|message|>to=functions.add<|end|><|start|>assistant<|channel|>final<|message|>1",
+    ):
+        assert parser.calls([*map(ord, answer)]) == []
 
 
 def _glm(role: str, content: str, is_last: bool) -> str:
