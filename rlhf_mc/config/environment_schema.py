@@ -51,9 +51,9 @@ class EnvironmentConfig:
     """Worker processes per rank, each with many conversations at a time. One that an environment ends or blocks is
     replaced, and its conversations end."""
     default_observation: str | None = None
-    """Observation where the environment raises, exceeds timeout_seconds or returns something else than it should.
-    {error} is replaced by the reason. null: the conversation ends with default_score. So does one whose worker process
-    has ended."""
+    """Observation where the environment raises, exceeds timeout_seconds or returns something else than it should: a
+    text, with the marks that the chat template would add. {error} is replaced by the reason. null: the conversation
+    ends with default_score. So does one whose worker process has ended."""
     default_score: Number = 0.0
     """Score by the environment of a conversation that ends because the environment failed."""
 

@@ -438,6 +438,24 @@ def tools(user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> En
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tools: []", "tools.yaml defines no tool"),
+        (
+            CONFIG.replace("Counter", "Other"),
+            "tools.yaml: AttributeError: module 'own_classes' has no attribute 'Other'",
+        ),
+        (CONFIG.replace("name: count", "title: count"), "tools.yaml: ValueError: tool_schema has no function.name"),
+    ],
+)
+def test_a_tool_file_that_cannot_be_used_is_one_line(tools: EnvironmentConfig, text: str, message: str) -> None:
+    Path(str(tools.tool_config_path)).write_text(text)
+    with pytest.raises(UserError) as caught:
+        begun(EnvironmentConfig(tool_config_path=tools.tool_config_path))
+    assert message in str(caught.value)
+
+
 def observations(one: Generation) -> list[str]:
     """Return the texts of a conversation's observations."""
     marked = "".join(chr(t) if p == OBSERVED else "|" for t, p in zip(one.token_ids, one.log_probs, strict=True))
