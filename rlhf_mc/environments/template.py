@@ -4,6 +4,7 @@ model has drawn is never rendered or tokenised again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class ObservationTokenizer:
         self._stop = frozenset(stop_token_ids)
         self._arguments = arguments
         self._is_checked = False
+        if "tools" in arguments:
+            self._check_tools()
 
     def tokens(
         self, observation: Observation, turn: Sequence[int], prompt: Sequence[Mapping[str, Any]] = ()
@@ -86,6 +89,20 @@ class ObservationTokenizer:
                 f"warning: rollout.environment: once an observation follows, the chat template renders the response"
                 f" {turn[:200]!r} otherwise, or without its thoughts; the model sees all that it has drawn"
             )
+
+    def _check_tools(self) -> None:
+        """Warn if the template does not render tools, as that of DeepSeek-V3.1's checkpoint."""
+        with contextlib.suppress(UserError):  # of a template that asks for another prompt
+            texts = [
+                render(self._tokenizer, [_QUESTION], {**self._arguments, "tools": tools}, "a question")
+                for tools in (self._arguments["tools"], None)
+            ]
+            if texts[0] == texts[1]:
+                print_line(
+                    "warning: rollout.environment: the chat template does not render tools, so no prompt has their"
+                    " schemas; data.chat_template_path may name another template",
+                    rank_0_only=True,
+                )
 
     def _difference(self, messages: Sequence[Mapping[str, Any]], after: list[int]) -> list[int]:
         """Return what a rendering adds to that of the messages."""

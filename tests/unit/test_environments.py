@@ -483,7 +483,8 @@ def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capf
     conversations = environments.begin(conversations.requests, [single, single])
     assert not observations(played(conversations, [three])[0])
     environments.close()
-    assert capfd.readouterr().out.count("released at 25") == 2
+    printed = capfd.readouterr()
+    assert printed.out.count("released at 25") == 2 and "does not render tools" not in printed.err
 
 
 def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) -> None:
@@ -586,7 +587,7 @@ def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> st
         return "".join(texts) + rendered("assistant", "", False).rstrip("E") * add_generation_prompt
 
     tokenizer.apply_chat_template = render  # type: ignore[method-assign, assignment]
-    observations = ObservationTokenizer(tokenizer, [*map(ord, "UOR")], {})  # type: ignore[arg-type]
+    observations = ObservationTokenizer(tokenizer, [*map(ord, "UOR")], {"tools": ["one"]})  # type: ignore[arg-type]
     messages = [{"role": "user", "content": content}]
     tokens = observations.tokens(messages, [*map(ord, turn)])
     observations.check([{"role": "user", "content": "?"}], turn, [], [])  # an empty observation has no messages
@@ -594,9 +595,10 @@ def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> st
     return tokenizer.decode(tokens)
 
 
-def test_thoughts_that_a_template_leaves_out_are_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+def test_templates_that_leave_out_tools_or_thoughts_are_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     observed(_gpt_oss, "hR")
-    assert not capfd.readouterr().err
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "the chat template does not render tools" in line
     observed(_gpt_oss, "(hm)hR")
     assert "renders the response '(hm)h' otherwise, or without its thoughts" in capfd.readouterr().err
 
