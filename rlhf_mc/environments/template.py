@@ -52,19 +52,21 @@ class ObservationTokenizer:
         if not turn:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)
-        response = [_QUESTION, {"role": "assistant", "content": "."}]
-        before = self._rendered(response, False)
         # The response ends with the first end token after the generation prompt, of which the template may render a
         # part alone. What it adds after the end token (a line break) belongs to the observation.
         begun = self._rendered([_QUESTION], True)
         start = next((i for i, pair in enumerate(zip(begun, after, strict=False)) if pair[0] != pair[1]), len(begun))
         end = next((i for i in range(start, len(after)) if after[i] in self._stop), None)
+        if end is not None and turn[-1] == after[end]:
+            return after[end + 1 :]
+        response = [_QUESTION, {"role": "assistant", "content": "."}]
+        before = self._rendered(response, False)
         has_end = not self._stop.isdisjoint(before[start:])
         if end is None and has_end and after[: len(before) - 1] == before[:-1]:
             end = len(before) - 1  # the end token of the last message is another one than those of others (gpt-oss)
         if end is not None:
-            # Or the end token begins the next message (GLM): then the turn may have that of another role.
-            return after[end + (turn[-1] == after[end] or (has_end and turn[-1] in self._stop)) :]
+            # Or the end token begins the next message (GLM): the turn may have that of another role.
+            return after[end + (has_end and turn[-1] in self._stop) :]
         return self._difference(response, after)
 
     def check(
