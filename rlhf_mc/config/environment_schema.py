@@ -52,7 +52,8 @@ class EnvironmentConfig:
     replaced, and its other conversations are begun again."""
     default_observation: str | None = None
     """Observation where the environment raises, exceeds timeout_seconds, returns something else than it should, or ends
-    its worker process. {error} is replaced by the reason. null: the conversation ends with default_score."""
+    its worker process: a text, with the marks that the chat template would add. {error} is replaced by the reason.
+    null: the conversation ends with default_score."""
     default_score: Number = 0.0
     """Score by the environment of a conversation that ends because the environment failed."""
 

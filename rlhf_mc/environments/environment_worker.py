@@ -92,7 +92,7 @@ class EnvironmentsOfWorker:
 
     async def _step(self, turn: Turn) -> Any:
         if turn.row is not None:
-            environment = self._environments[turn.key] = self._class(**self._kwargs)
+            environment = self._environments[turn.key] = await self._call(self._class, **self._kwargs)
             try:
                 first = await self._call(environment.reset, turn.row)
             except BaseException:
@@ -110,7 +110,8 @@ class EnvironmentsOfWorker:
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(None, lambda: method(*args, **kwargs))
+        result = await asyncio.get_running_loop().run_in_executor(None, lambda: method(*args, **kwargs))
+        return await result if inspect.isawaitable(result) else result  # of a decorated coroutine function
 
 
 async def _serve(connection: Connection, send: Callable[[object], None], conversations: EnvironmentsOfWorker) -> None:

@@ -70,6 +70,8 @@ class ObservationJournal:
         self._replies: dict[Place, dict[int, Reply]] = {}
         self._file: TextIO | None = None
         """Of the step, once this rank has written to it."""
+        self._is_writable = True
+        """No row of the step has failed: after one that has, each further one would be a warning."""
         self.step = 0
         self._is_loaded = False
 
@@ -78,6 +80,7 @@ class ObservationJournal:
         self._file = None
         self.step = step
         self._is_loaded = False
+        self._is_writable = True
 
     def load(self) -> None:
         """Read the answers of the step, at its first call of the engines. Every rank must call it."""
@@ -111,8 +114,9 @@ class ObservationJournal:
         return self._replies.get(place, {})
 
     def record(self, answers: Mapping[tuple[Place, int], Reply]) -> None:
-        """Write answers by their turns, with the digests that `at` has."""
-        if self._root is None or not answers:
+        """Write answers by their turns, with the digests that `at` has. Where that fails, the step's further ones are
+        not written."""
+        if self._root is None or not answers or not self._is_writable:
             return
         path = self._root / OBSERVATIONS / f"step_{self.step:06d}_{self._rank}.jsonl"
         text = ""
@@ -121,17 +125,14 @@ class ObservationJournal:
             text += json.dumps({**row, "reply": asdict(reply)}) + "\n"
 
         def append() -> None:
-            file = self._file
-            self._file = None  # opened again after an error
-            if file is None:
+            if self._file is None:
                 path.parent.mkdir(exist_ok=True)
-                file = path.open("a", encoding="utf-8")
-                file.write("\n")  # a killed process may have left the beginning of a row
-            file.write(text)
-            file.flush()
-            self._file = file
+                self._file = path.open("a", encoding="utf-8")
+                self._file.write("\n")  # a killed process may have left the beginning of a row
+            self._file.write(text)
+            self._file.flush()
 
-        best_effort(OBSERVATIONS, append)
+        self._is_writable = best_effort(OBSERVATIONS, append)
 
 
 def _read(path: Path) -> list[tuple[Place, int, int, Reply]]:

@@ -5,6 +5,7 @@ waits for an environment.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.protocol import StepResult, where
 from rlhf_mc.rewards.results import Failure
-from rlhf_mc.runtime.worker_process import IMPORT_SECONDS, WorkerProcess
+from rlhf_mc.runtime.worker_process import WorkerProcess
 
 _MESSAGE_SECONDS = 60.0
 _MOST_FURTHER = 16
@@ -30,8 +31,10 @@ class _Worker:
     def __init__(self, cfg: EnvironmentConfig, messages: SimpleQueue[tuple[_Worker, Any]]) -> None:
         """messages: gets what the process sends, and last a Failure, once it has ended."""
         self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg)
-        self.deadlines: dict[Key, float] = {}
-        """Of the turns that it has not answered, by conversation, the earliest first."""
+        self.sent: dict[Key, float] = {}
+        """When the turns that it has not answered were sent, by conversation, the earliest first."""
+        self.loaded_at = math.inf
+        """When it has begun to answer."""
         self.loaded: Future[list[dict[str, Any]]] = Future()
         """The schemas of tools. Raises UserError if the user's file cannot be used."""
         self._cfg = cfg
@@ -50,6 +53,7 @@ class _Worker:
         try:
             setting = "rollout.environment.timeout_seconds"
             self.loaded.set_result(self.process.loaded(where(self._cfg), self._cfg.timeout_seconds, setting))
+            self.loaded_at = time.monotonic()
             while True:
                 if self.process.wait_for_message(_MESSAGE_SECONDS):
                     self._messages.put((self, self.process.receive()))
@@ -81,9 +85,7 @@ class EnvironmentPool:
         home = self._homes.get(turn.key)
         if home is None or home not in self._workers:
             home = self._homes[turn.key] = self._next()
-        # The worker keeps the limit by itself, unless a call blocks it.
-        seconds = 1.1 * self._cfg.timeout_seconds + 1.0 + (0.0 if home.loaded.done() else IMPORT_SECONDS)
-        home.deadlines[turn.key] = time.monotonic() + seconds
+        home.sent[turn.key] = time.monotonic()
         home.turns.put(turn)
 
     def take(self, seconds: float) -> dict[Key, StepResult | Failure | None]:
@@ -96,16 +98,17 @@ class EnvironmentPool:
             if isinstance(message, Failure):
                 self._end(worker)
                 answers |= self._unanswered(worker, message)
-            elif worker.deadlines.pop(message[0], None) is not None:
+            elif worker.sent.pop(message[0], None) is not None:
                 answers[message[0]] = message[1]
-        now = time.monotonic()
+        # A worker keeps the limit by itself, unless a call blocks it.
+        latest = time.monotonic() - 1.1 * self._cfg.timeout_seconds - 1.0
         for one in [*self._workers]:
-            if now < next(iter(one.deadlines.values()), now + 1.0):
+            if latest < max(one.loaded_at, next(iter(one.sent.values()), math.inf)):
                 continue
             # The environments block the process: none keeps its limit.
             self._end(one)
             failure = Failure("timeout", f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked")
-            answers |= {key: failure if deadline <= now else None for key, deadline in one.deadlines.items()}
+            answers |= {key: failure if sent <= latest else None for key, sent in one.sent.items()}
         return answers
 
     def has(self, key: Key) -> bool:
@@ -116,7 +119,7 @@ class EnvironmentPool:
         """Close the environment of a conversation, if it has begun."""
         home = self._homes.pop(key, None)
         if home is not None and home in self._workers:
-            home.deadlines.pop(key, None)
+            home.sent.pop(key, None)
             home.turns.put(Turn(key, None, None, []))
             if home not in self._of_new and home not in self._homes.values():
                 self._end(home)
@@ -155,7 +158,7 @@ class EnvironmentPool:
     def _unanswered(self, worker: _Worker, failure: Failure) -> dict[Key, Failure | None]:
         """Return what becomes of the calls that a process had when it ended by itself. Any of them may have ended it:
         each half begins again in a process of its own, until a call is alone."""
-        calls = [*worker.deadlines]
+        calls = [*worker.sent]
         has_imported = worker.loaded.exception() is None
         if len(calls) <= 1 or not has_imported or len(self._workers) >= self._cfg.num_workers + _MOST_FURTHER:
             return dict.fromkeys(calls, failure)

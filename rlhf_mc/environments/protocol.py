@@ -91,6 +91,8 @@ def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:
     observation, reward, done, info = result
     if not isinstance(info, Mapping):
         raise Failure("invalid", f"step returned an info of {type(info).__name__}, not a mapping of numbers")
+    if isinstance(done, str):
+        raise Failure("invalid", f"step returned {done[:20]!r} as done, not a bool")
     numbers = checked({**info, "score": reward})
     return StepResult(_observation(observation, cfg), numbers.pop("score"), bool(done), numbers)
 
@@ -101,9 +103,9 @@ def _observation(value: Any, cfg: EnvironmentConfig) -> Observation:
         return ""
     if isinstance(value, str):
         return truncated(value, cfg)
-    if isinstance(value, Sequence) and all(type(token) is int and token >= 0 for token in value):
+    if isinstance(value, list | tuple) and all(type(token) is int and token >= 0 for token in value):
         return truncated(list(value), cfg)
-    if isinstance(value, Sequence) and all(isinstance(one, Mapping) for one in value):
+    if isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
         messages = [{key: text for key, text in one.items() if isinstance(text, str)} for one in value]
         if all({"role", "content"} <= one.keys() for one in messages):
             return [{**one, "content": truncated(one["content"], cfg)} for one in messages]

@@ -4,6 +4,7 @@ model has drawn is never rendered or tokenised again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class ObservationTokenizer:
         self._stop = frozenset(stop_token_ids)
         self._arguments = arguments
         self._is_checked = False
+        if "tools" in arguments:
+            self._check_tools()
 
     def tokens(
         self, observation: Observation, turn: Sequence[int], prompt: Sequence[Mapping[str, Any]] = ()
@@ -41,7 +44,11 @@ class ObservationTokenizer:
             return self._tokens(observation)
         messages = [one for one in observation if isinstance(one, dict)]
         if len(messages) < len(observation) or not messages:
-            return [token for token in observation if isinstance(token, int)]
+            tokens = [token for token in observation if isinstance(token, int)]
+            largest = max(tokens, default=0)
+            if largest >= len(self._tokenizer):
+                raise Failure("invalid", f"step returned the token {largest}; the tokenizer has {len(self._tokenizer)}")
+            return tokens
         if not turn:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)
@@ -50,25 +57,54 @@ class ObservationTokenizer:
         begun = self._rendered([_QUESTION], True)
         start = next((i for i, pair in enumerate(zip(begun, after, strict=False)) if pair[0] != pair[1]), len(begun))
         end = next((i for i in range(start, len(after)) if after[i] in self._stop), None)
+        if end is not None and turn[-1] == after[end]:
+            return after[end + 1 :]
+        response = [_QUESTION, {"role": "assistant", "content": "."}]
+        before = self._rendered(response, False)
+        has_end = not self._stop.isdisjoint(before[start:])
+        if end is None and has_end and after[: len(before) - 1] == before[:-1]:
+            end = len(before) - 1  # the end token of the last message is another one than those of others (gpt-oss)
         if end is not None:
-            return after[end + (turn[-1] in self._stop) :]
-        return self._difference([_QUESTION, {"role": "assistant", "content": "."}], after)
+            # Or the end token begins the next message (GLM): the turn may have that of another role.
+            return after[end + (has_end and turn[-1] in self._stop) :]
+        return self._difference(response, after)
 
     def check(
         self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Observation, tokens: Sequence[int]
     ) -> None:
-        """Warn, the first time, if the rendering of the whole conversation does not end with the observation's tokens.
-        prompt: its messages. turn: the text of the first one."""
-        if self._is_checked or not prompt or not isinstance(observation, list) or not isinstance(observation[0], dict):
+        """Warn, the first time, if the rendering of the whole conversation does not end with the observation's tokens,
+        or lacks a part of the turn. prompt: its messages. turn: the text of the first one."""
+        messages = [one for one in observation if isinstance(one, dict)]
+        if self._is_checked or not prompt or not messages:
             return
         self._is_checked = True
-        whole = self._after(prompt, turn, [one for one in observation if isinstance(one, dict)])
+        whole = self._after(prompt, turn, messages)
         if whole[-len(tokens) :] != list(tokens):
             texts = [self._tokenizer.decode(part) for part in (tokens, whole[-len(tokens) :])]
             print_line(
                 f"warning: rollout.environment: the chat template adds an observation as {texts[0]!r}, and a rendering"
                 f" of the whole conversation ends with {texts[1]!r}; the model is trained on the former"
             )
+        # Some templates render calls of tools in place of the text.
+        if messages[0]["role"] != "tool" and turn.strip() not in self._tokenizer.decode(whole):
+            print_line(
+                f"warning: rollout.environment: once an observation follows, the chat template renders the response"
+                f" {turn[:200]!r} otherwise, or without its thoughts; the model sees all that it has drawn"
+            )
+
+    def _check_tools(self) -> None:
+        """Warn if the template does not render tools, as that of DeepSeek-V3.1's checkpoint."""
+        with contextlib.suppress(UserError):  # of a template that asks for another prompt
+            texts = [
+                render(self._tokenizer, [_QUESTION], {**self._arguments, "tools": tools}, "a question")
+                for tools in (self._arguments["tools"], None)
+            ]
+            if texts[0] == texts[1]:
+                print_line(
+                    "warning: rollout.environment: the chat template does not render tools, so no prompt has their"
+                    " schemas; data.chat_template_path may name another template",
+                    rank_0_only=True,
+                )
 
     def _difference(self, messages: Sequence[Mapping[str, Any]], after: list[int]) -> list[int]:
         """Return what a rendering adds to that of the messages."""

@@ -39,7 +39,8 @@ class _FunctionTool(verl_tools.BaseTool):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**parameters)
-        return await asyncio.get_running_loop().run_in_executor(None, lambda: self.function(**parameters))
+        result = await asyncio.get_running_loop().run_in_executor(None, lambda: self.function(**parameters))
+        return await result if inspect.isawaitable(result) else result  # of a decorated coroutine function
 
 
 class _InvalidCallError(Exception):
@@ -168,8 +169,10 @@ def _results(result: Any) -> tuple[str, float, dict[str, float]]:
     if getattr(answer, "image", None) or getattr(answer, "video", None):
         raise Failure("invalid", "returned an image or a video; only texts are supported")
     answer = getattr(answer, "text", answer)
-    if not isinstance(answer, str):
-        answer = "" if answer is None else json.dumps(answer, ensure_ascii=False, default=str)
+    if isinstance(answer, Mapping):
+        answer = json.dumps(answer, ensure_ascii=False, default=str)
+    elif not isinstance(answer, str):
+        answer = "" if answer is None else str(answer)
     return answer, numbers.pop("score"), numbers
 
 

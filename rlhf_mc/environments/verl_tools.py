@@ -50,7 +50,9 @@ class BaseTool:
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
-        self.name = self.tool_schema.function.name
+        self.name = getattr(getattr(self.tool_schema, "function", None), "name", None)
+        if self.name is None:
+            raise ValueError("tool_schema has no function.name")
 
     def get_openai_tool_schema(self) -> Any:
         """Return the schema."""

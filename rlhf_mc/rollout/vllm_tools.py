@@ -24,6 +24,8 @@ _HARMONY_CALL = re.compile(
 )
 _STARTS = ("tool_calls_start_token", "tool_call_start_token", "bot_token")
 """Attributes of parsers that have the text with which calls start."""
+_OTHER_STARTS = ("<tool_call>", "<|tool_calls_section_begin|>", "[TOOL_CALLS]")
+"""Of parsers without these: GLM's and Qwen3-Coder's, Kimi's, Mistral's."""
 
 
 class ToolCallParser:
@@ -43,7 +45,7 @@ class ToolCallParser:
         self._request = ChatCompletionRequest(messages=[], tools=list(tools))
         self._keeps_numbers = name.startswith("kimi")
         self._parser = None
-        self._starts = ["to=functions."]
+        self._starts: Sequence[str] = ["to=functions."]
         if name == _HARMONY:
             return
         known = ToolParserManager.list_registered()
@@ -54,8 +56,9 @@ class ToolCallParser:
         except Exception as error:  # a tokenizer without the format's tokens
             raise UserError(f"rollout.environment.format {name}: {' '.join(str(error).split())[:300]}") from error
         starts = [getattr(self._parser, attribute, "") for attribute in _STARTS]
-        self._starts = [start for start in starts if start.startswith("<")]
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a traceback for each call that is malformed
+        self._starts = [start for start in starts if start.startswith("<")] or _OTHER_STARTS
+        for logger in ("vllm.tool_parsers", "vllm.parser"):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)  # a traceback for each call that is malformed
 
     def calls(self, turn: Sequence[int]) -> list[Call]:
         """Return the calls of a turn, given by its tokens. One with an empty name: a call is malformed."""
@@ -65,6 +68,7 @@ class ToolCallParser:
         if self._parser is None:
             for name, arguments in _HARMONY_CALL.findall(text):
                 calls.append((name, arguments, f"call{len(calls):05d}"))
+            text = text.rpartition("<|start|>")[2].partition("<|message|>")[0]  # the last message may be a broken call
         else:
             try:
                 parsed = self._parser.extract_tool_calls(text, self._request).tool_calls

@@ -5,6 +5,7 @@ its program needs. No torch here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
@@ -93,6 +95,8 @@ def guarded_connection(descriptor: int, parent: int) -> tuple[Connection, Callab
     """Let a guard watch this process, which WorkerProcess has started, and set up its signals. Return the connection to
     the rank, and a function that sends to it, which ends the process once the rank has ended."""
     guard.guarded(parent, (descriptor,))
+    with contextlib.suppress(OSError):  # where memory runs out, the kernel ends this process before a rank
+        Path("/proc/self/oom_score_adj").write_text("1000")
     connection = Connection(descriptor)
     for number in guard.GROUP_SIGNALS:
         signal.signal(number, lambda number, frame: None)

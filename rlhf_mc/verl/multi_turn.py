@@ -12,6 +12,8 @@ TOOL_PATHS = (f"{MULTI_TURN}tool_config_path", f"{MULTI_TURN}function_tool_path"
 _OURS = "rollout.environment."
 _SIDES = {"left": "right", "right": "left", "middle": "middle"}
 """The part that verl keeps, and the part that is left out here."""
+_FORMATS = {"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "seed": "seed_oss"}
+"""verl's names of formats that vLLM names otherwise."""
 _TURNS = ("max_user_turns", "max_assistant_turns", "max_turns")
 """The first one counts observations, after the last of which the model has another turn."""
 _ENVIRONMENT = "write it as an environment: rollout.environment.path (docs/environments.md)"
@@ -45,7 +47,9 @@ def multi_turn(key: str, value: Any, verl: Settings) -> Line | None:
         return renamed(f"{_OURS}max_observation_length", value)
     if key in TOOL_PATHS:
         return renamed(_OURS + name, value, "rewards of tools are added to the score; verl leaves that to its function")
-    return renamed(_OURS + name, value) if name in ("format", "max_parallel_calls") else None
+    if name == "format":
+        return renamed(_OURS + name, _FORMATS.get(value, value))
+    return renamed(_OURS + name, value) if name == "max_parallel_calls" else None
 
 
 def agent(key: str, value: Any, verl: Settings) -> Line | None:

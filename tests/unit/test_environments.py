@@ -3,10 +3,12 @@ environment."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +23,10 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt
 from rlhf_mc.environments import turns
 from rlhf_mc.environments.conversation import ConversationState
-from rlhf_mc.environments.journal import ObservationJournal
-from rlhf_mc.environments.protocol import truncated
+from rlhf_mc.environments.environment_worker import EnvironmentsOfWorker, Turn
+from rlhf_mc.environments.journal import ObservationJournal, Reply
+from rlhf_mc.environments.protocol import StepResult, truncated
+from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations, Environments
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Arrivals, Request
@@ -44,7 +48,8 @@ class Environment:
 
     async def step(self, response, token_ids):
         self.turn += 1
-        kind = self.kind if self.number == 1 and self.turn == 2 else "echo"
+        is_faulty = self.number == 1 and self.turn == (1 if self.kind == "blocks" else 2)
+        kind = self.kind if is_faulty else "echo"
         if kind == "raises":
             raise SystemExit("no more")
         if kind == "hangs":
@@ -52,7 +57,11 @@ class Environment:
         if kind == "blocks":
             time.sleep(60)
         if kind == "wrong":
-            return 7.5, 0.0, False, {}
+            return b"7", 0.0, False, {}
+        if kind == "no token":
+            return [10**12], 0.0, False, {}
+        if kind == "done":
+            return "7", 0.0, "no", {}
         if kind == "megabyte":
             return "m" * 2**20, 0.0, False, {}
         return [*token_ids, 9], 1.0, self.turn == 3, {"turn": self.turn}
@@ -61,6 +70,9 @@ class Environment:
 
 class Letters:
     """A tokenizer whose tokens are the letters' code points."""
+
+    def __len__(self) -> int:
+        return 0x110000
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(map(chr, tokens))
@@ -197,6 +209,18 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
     environments.close()
 
 
+def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = ObservationJournal(tmp_path, None, 0, 0)
+    (tmp_path / "observations").write_text("no directory")
+    for step in (1, 2):
+        journal.begin_step(step)
+        for turn in range(2):
+            journal.record({((0, 0, turn), 0): Reply(1)})
+    assert capfd.readouterr().err.count("observations cannot be written (File exists); the run continues") == 2
+
+
 def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
     user_file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,7 +245,9 @@ def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
 FAULTS: dict[str, tuple[str, str]] = {
     "raises": ("raised", "raised SystemExit: no more"),
     "hangs": ("timeout", "no answer after 0.5 s"),
-    "wrong": ("invalid", "observation of float"),
+    "wrong": ("invalid", "observation of bytes"),
+    "no token": ("invalid", "step returned the token 1000000000000; the tokenizer has 1114112"),
+    "done": ("invalid", "step returned 'no' as done, not a bool"),
 }
 
 
@@ -268,7 +294,8 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     else:
         wanted, message = FAULTS.get(kind, ("timeout", "is blocked"))
         assert (episode.failure, episode.score, episode.failed_calls) == (wanted, -2.0, {wanted: 1})
-        assert ended[1].token_ids == [3, 2, 3, 2, 9, 3, 2] and ended[1].finished
+        # "blocks" does so at once, in a process that starts with the turn.
+        assert ended[1].token_ids == ([3, 2] if kind == "blocks" else [3, 2, 3, 2, 9, 3, 2]) and ended[1].finished
         assert message in capfd.readouterr().err
     if kind in FAULTS:
         cfg.default_observation = "!{error}"
@@ -341,6 +368,27 @@ def answered(conversations: Conversations, number: int, text: str, begun: Genera
     return arrivals
 
 
+def test_constructors_do_not_block_the_process(tmp_path: Path) -> None:
+    """Check with two constructors that wait for each other."""
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import threading\n"
+        "barrier = threading.Barrier(2)\n"
+        "numbers = iter(range(3))\n"
+        "class Environment:\n"
+        "    def __init__(self):\n"
+        "        if next(numbers) > 0: barrier.wait(10)  # the first one is built as a check\n"
+        "    def reset(self, row): pass\n"
+        "    def step(self, response): return '', 1.0, True, {}\n"
+    )
+    conversations = EnvironmentsOfWorker(EnvironmentConfig(str(path)))
+
+    async def answers() -> list[Any]:
+        return await asyncio.gather(*(conversations.answer(Turn((0, i), {}, "", [])) for i in range(2)))
+
+    assert asyncio.run(answers()) == [StepResult("", 1.0, True, {})] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -358,8 +406,15 @@ def test_an_environment_that_cannot_be_used_is_one_line(user_file: str, text: st
 
 
 FUNCTIONS = """
-import time
+import functools, time
 
+def _traced(function):
+    @functools.wraps(function)
+    def call(**kwargs):
+        return function(**kwargs)
+    return call
+
+@_traced
 async def add(a: int, b: int = 1) -> dict:
     '''Add numbers.
 
@@ -439,6 +494,24 @@ def tools(user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> En
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tools: []", "tools.yaml defines no tool"),
+        (
+            CONFIG.replace("Counter", "Other"),
+            "tools.yaml: AttributeError: module 'own_classes' has no attribute 'Other'",
+        ),
+        (CONFIG.replace("name: count", "title: count"), "tools.yaml: ValueError: tool_schema has no function.name"),
+    ],
+)
+def test_a_tool_file_that_cannot_be_used_is_one_line(tools: EnvironmentConfig, text: str, message: str) -> None:
+    Path(str(tools.tool_config_path)).write_text(text)
+    with pytest.raises(UserError) as caught:
+        begun(EnvironmentConfig(tool_config_path=tools.tool_config_path))
+    assert message in str(caught.value)
+
+
 def observations(one: Generation) -> list[str]:
     """Return the texts of a conversation's observations."""
     marked = "".join(chr(t) if p == OBSERVED else "|" for t, p in zip(one.token_ids, one.log_probs, strict=True))
@@ -466,7 +539,8 @@ def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capf
     conversations = environments.begin(conversations.requests, [single, single])
     assert not observations(played(conversations, [three])[0])
     environments.close()
-    assert capfd.readouterr().out.count("released at 25") == 2
+    printed = capfd.readouterr()
+    assert printed.out.count("released at 25") == 2 and "does not render tools" not in printed.err
 
 
 def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) -> None:
@@ -489,6 +563,100 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
     assert episode.failed_calls == {"raised": 2, "timeout": 1, "invalid": 1} and episode.failure is None
     assert episode.info == {"tool_calls": 9, "invalid_calls": 4}
     environments.close()
+
+
+FORMATS = {
+    "hermes": ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "<tool_call>add"),
+    "llama3_json": ('{"name": "add", "parameters": {"a": 1}}', "<|python_tag|>add(1)"),
+    "glm45": (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        '<tool_call>{"name": "add"}</tool_call>',
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        '<tool_call>\n{"name": "add"}\n</tool_call>',
+    ),
+    "deepseek_v31": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add",
+    ),
+    "gpt-oss": (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.add"
+        ' <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "<|channel|>commentary to=functions.add",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_in_each_format(name: str) -> None:
+    """Check a call, one that cannot be read, and an answer."""
+    from rlhf_mc.rollout.vllm_tools import ToolCallParser  # vLLM
+
+    tokenizer = Letters()
+    tokenizer.get_vocab = lambda: dict.fromkeys(re.findall("<[^<>]+>", str(FORMATS)), 0)  # type: ignore[attr-defined]
+    properties = {"a": {"type": "integer"}}
+    schema = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    parser = ToolCallParser(name, tokenizer, (2,), [{"type": "function", "function": schema}])  # type: ignore[arg-type]
+    call, broken = FORMATS[name]
+    ((found, arguments, _),) = parser.calls([*map(ord, call), 2])
+    assert (found, json.loads(arguments)) == ("add", {"a": 1})
+    assert parser.calls([*map(ord, broken)]) == [("", "", "call00000")]
+    for answer in (
+        "1",
+        "<|channel|>analysis<|message|>to=functions.add<|end|><|start|>assistant<|channel|>final<|message|>1",
+    ):
+        assert parser.calls([*map(ord, answer)]) == []
+
+
+def _glm(role: str, content: str, is_last: bool) -> str:
+    """Render a message whose end token begins the next one."""
+    return {"user": "U", "assistant": "A"}[role] + content
+
+
+def _gpt_oss(role: str, content: str, is_last: bool) -> str:
+    """Render a message. The last response has another end token than those before, which have no thoughts."""
+    text = content.rpartition(")")[2]
+    return f"<{role}>{content}R" if is_last and role == "assistant" else f"<{role}>{text}E"
+
+
+@pytest.mark.parametrize(
+    ("rendered", "turn", "wanted"),
+    [
+        (_glm, "hU", "hiA"),
+        (_glm, "hO", "UhiA"),
+        (_glm, "h", "UhiA"),
+        (_gpt_oss, "hR", "<user>hiE<assistant>"),
+        (_gpt_oss, "h", "E<user>hiE<assistant>"),
+    ],
+)
+def test_observations_follow_the_end_token_of_the_turn(rendered: Callable[..., str], turn: str, wanted: str) -> None:
+    assert observed(rendered, turn) == wanted
+
+
+def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> str:
+    """Return what follows a turn where the user answers. Messages are rendered one by one."""
+    tokenizer = Letters()
+
+    def render(messages: list[dict[str, str]], add_generation_prompt: bool, **kwargs: Any) -> str:
+        texts = [rendered(one["role"], one["content"], one is messages[-1]) for one in messages]
+        return "".join(texts) + rendered("assistant", "", False).rstrip("E") * add_generation_prompt
+
+    tokenizer.apply_chat_template = render  # type: ignore[method-assign, assignment]
+    observations = ObservationTokenizer(tokenizer, [*map(ord, "UOR")], {"tools": ["one"]})  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": content}]
+    tokens = observations.tokens(messages, [*map(ord, turn)])
+    observations.check([{"role": "user", "content": "?"}], turn, [], [])  # an empty observation has no messages
+    observations.check([{"role": "user", "content": "?"}], turn.rstrip("R"), messages, tokens)
+    return tokenizer.decode(tokens)
+
+
+def test_templates_that_leave_out_tools_or_thoughts_are_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    observed(_gpt_oss, "hR")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "the chat template does not render tools" in line
+    observed(_gpt_oss, "(hm)hR")
+    assert "renders the response '(hm)h' otherwise, or without its thoughts" in capfd.readouterr().err
 
 
 def test_truncated_leaves_out_the_part_that_is_asked_for() -> None:

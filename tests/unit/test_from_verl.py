@@ -403,6 +403,7 @@ def test_tools_become_an_environment() -> None:
         ("tool_config_path", "t.yaml", "tool_config_path", "t.yaml"),
         ("function_tool_path", "f.py", "function_tool_path", "f.py"),
         ("format", "gpt-oss", "format", "gpt-oss"),
+        ("format", "glm", "format", "glm45"),
         ("max_parallel_calls", 3, "max_parallel_calls", 3),
         ("max_assistant_turns", 5, "max_turns", 5),
         ("max_user_turns", 5, "max_turns", 6),

@@ -399,11 +399,13 @@ def test_endless_import_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_worker_ignores_signals_to_the_process_group(in_workers: Callable[..., RewardManager]) -> None:
-    manager = in_workers("import time\ndef compute_score(**row): time.sleep(0.3); return 1.0\n")
+    """Check also that the kernel ends it before others where memory runs out."""
+    own = "open('/proc/self/oom_score_adj').read()"
+    manager = in_workers(f"import time\ndef compute_score(**row): time.sleep(0.3); return int({own})\n")
     pending = manager.submit([make_prompt()], [""])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         os.killpg(manager._workers[0]._process._process.pid, number)
-    assert [row.score for row in pending.result()] == [1.0]
+    assert [row.score for row in pending.result()] == [1000]
 
 
 STARTS_OTHERS = """
