@@ -334,9 +334,10 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     turns = [
         f"rollout.environment.path={directory / 'environment.py'}",
         "rollout.environment.max_tokens_per_turn=5",
-        "data.max_response_length=24",
+        "data.max_response_length=16",
         "custom_reward_function.path=null",
         "rollout.partial_rollout=true",
+        "rollout.prompts_in_flight=10",
         "rollout.max_num_seqs=8",
         "algorithm.rollout_correction.rollout_is=token",
     ]
