@@ -30,12 +30,15 @@ def calculate(expression: str) -> str:
         expression: Numbers, parentheses and the operators + - * / // % **, such as 3 * (4 + 5).
     """
     if len(expression) > _MOST_CHARACTERS:
-        raise ValueError(f"an expression has at most {_MOST_CHARACTERS} characters")
-    return f"{_value(ast.parse(expression.replace(',', ''), mode='eval').body):.15g}"
+        return f"Error: an expression has at most {_MOST_CHARACTERS} characters"
+    try:
+        return f"{_value(ast.parse(expression.replace(',', ''), mode='eval').body):.15g}"
+    except (SyntaxError, ValueError, ArithmeticError) as error:  # the model's mistake, no failure of the tool
+        return f"Error: {error}"
 
 
 def _value(node: ast.expr) -> float:
-    """Return the value of a part of an expression. An exception becomes the answer that the model sees."""
+    """Return the value of a part of an expression."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATIONS:

@@ -62,6 +62,8 @@ async def python(code: str) -> str:
             except asyncio.IncompleteReadError as error:
                 output = error.partial
                 await process.wait()
+    except TimeoutError:
+        return f"Error: no end after {SECONDS} s"
     finally:
         if process.returncode is None:
             process.kill()  # and with it all that it has started

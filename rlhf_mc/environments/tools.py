@@ -229,7 +229,10 @@ def _load_classes(path: str) -> list[tuple[Any, Schema]]:
     schema_class = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema
     tools = []
     try:
-        entries = yaml.safe_load(Path(path).read_text())["tools"]
+        given = yaml.safe_load(Path(path).read_text())
+        entries = given.get("tools") if isinstance(given, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(one, dict) and "class_name" in one for one in entries):
+            raise UserError(f"{where}: expected 'tools', a list of mappings that each have 'class_name'")
         for entry in entries:
             module, _, name = entry["class_name"].rpartition(".")
             config = entry.get("config") or {}
@@ -238,8 +241,8 @@ def _load_classes(path: str) -> list[tuple[Any, Schema]]:
                     f"{where}: {name} is of type {config['type']!r}; only native tools are supported (a tool of an MCP"
                     " server: examples/mcp_tool.py)"
                 )
-            given = entry.get("tool_schema")
-            schema = None if given is None else schema_class.model_validate(given)
+            fields = entry.get("tool_schema")
+            schema = None if fields is None else schema_class.model_validate(fields)
             tool = getattr(importlib.import_module(module), name)(config=config, tool_schema=schema)
             tools.append((tool, _dumped(tool.tool_schema)))
     except UserError:

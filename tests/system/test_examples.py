@@ -224,13 +224,12 @@ def tool_file(name: str) -> str:
         ("9**9**9", "an exponent is at most 100"),
         ("__import__('os')", "is no arithmetic"),
         ("1e30 * 10", "too large"),
+        ("2 +", "invalid syntax"),
     ],
 )
 def test_calculator(expression: str, answer: str) -> None:
-    try:
-        assert load_example("calculator.py").calculate(expression) == answer
-    except ValueError as error:
-        assert answer in str(error)
+    found = load_example("calculator.py").calculate(expression)
+    assert found == answer or (found.startswith("Error: ") and answer in found)
 
 
 TOOL_TEMPLATE = (
@@ -269,9 +268,9 @@ def test_calculator_on_gsm8k(tmp_path: Path) -> None:
         assert row["reward/openai/gsm8k/environment"] == 0.0 and "reward/openai/gsm8k/gsm8k_strict" in row
         assert row["prompt_length/mean"] > 400  # with the tool's schema
         assert row["training/rollout_probs_diff_max"] < 1e-4
-    assert sum(row["environment/failed_calls"] for row in rows) > 0
+        assert row["environment/failed_calls"] == 0.0  # a division by zero is the model's mistake
     texts = "".join(path.read_text() for path in (tmp_path / "run" / "train_generations").iterdir())
-    for answer in ("</tool_call>42", "Error: raised ZeroDivisionError: division by zero (calculator.py"):
+    for answer in ("</tool_call>42", "Error: division by zero"):
         assert answer in texts
 
 

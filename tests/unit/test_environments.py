@@ -498,6 +498,7 @@ def tools(user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> En
     ("text", "message"),
     [
         ("tools: []", "tools.yaml defines no tool"),
+        ("tools:", "tools.yaml: expected 'tools', a list of mappings that each have 'class_name'"),
         (
             CONFIG.replace("Counter", "Other"),
             "tools.yaml: AttributeError: module 'own_classes' has no attribute 'Other'",
