@@ -15,7 +15,7 @@ from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.runtime.cuda_environment import forbid_tf32, set_cuda_connections
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.runtime.work import working
+from rlhf_mc.runtime.work import importing
 
 if TYPE_CHECKING:  # torch is imported once the environment is set
     from rlhf_mc.trainer.run import Run
@@ -49,7 +49,7 @@ def _joined(
     set_cuda_connections(max(megatron.tensor_model_parallel_size for megatron in layouts(cfg).values()))
     forbid_tf32([megatron.dtype for megatron in layouts(cfg).values()])
 
-    with working("importing torch"):
+    with importing("importing torch"):
         from rlhf_mc import platform
         from rlhf_mc.observability.metrics import PhaseTimer
         from rlhf_mc.runtime.determinism import use_deterministic_algorithms
@@ -66,7 +66,7 @@ def _joined(
     stop.read_job_end()
     # A straggler is named after half the timeout of a collective, before the other ranks fail.
     with heartbeats(status, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
-        with timer.phase("import"), working("Megatron-Core"):
+        with timer.phase("import"), importing("Megatron-Core"):
             from rlhf_mc.models.transformer_engine import import_transformer_engine
 
             import_transformer_engine()

@@ -7,6 +7,7 @@ of tests/dist, which share ranks and fixtures, and the last files are short ones
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     session.config._tmp_path_factory.getbasetemp()  # one for all processes
     context = mp.get_context("fork")
     taken = context.Array("i", [0, 0])
+    gc.freeze()  # vLLM's sleep collects garbage: a second each time with the libraries' and the tests' objects
     processes = {}
     for number in range(1, lanes + 1):
         receiver, sender = context.Pipe(duplex=False)

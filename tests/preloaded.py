@@ -21,6 +21,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.observability.sinks import Sinks
+from rlhf_mc.trainer import lifecycle
 
 # vLLM searches all modules for its kernels in each engine. One search finds them all.
 CpuPlatform.register_triton_kernel_overrides()
@@ -32,7 +33,10 @@ registry._run_in_subprocess = lambda function: function()
 
 # vLLM fills its KV cache with zeros: 1 GiB at the smallest setting, of which the tests' models use some MiB.
 available_memory = CPUWorker.determine_available_memory
-CPUWorker.determine_available_memory = lambda worker: min(available_memory(worker), 1 << 28)
+CPUWorker.determine_available_memory = lambda worker: min(available_memory(worker), 1 << 26)
+
+# A plot takes 0.7 s of a run. test_quickstart.py, whose ranks do not start here, has a real one.
+lifecycle.plot_run = lambda rows, output, title: output.touch()
 
 Sinks.log = declared_only(Sinks.log)  # type: ignore[method-assign]
 

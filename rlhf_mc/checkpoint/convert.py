@@ -23,7 +23,7 @@ from rlhf_mc.runtime.console import write_line
 from rlhf_mc.runtime.exit_codes import exit_code
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.runtime.tool import whole_number
-from rlhf_mc.runtime.work import working
+from rlhf_mc.runtime.work import importing
 
 # Megatron-Core, whose import takes many seconds, is imported after the input has been checked.
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def hf_to_mcore(hf_path: str, output: str, sizes: LayoutSizes) -> None:
     shape = reader.shape()
     reader.check(shape)
     dtype = reader.dtype_name()
-    with working("importing Megatron-Core"):
+    with importing("importing Megatron-Core"):
         import_transformer_engine()
         from rlhf_mc.checkpoint.megatron_format import save_mcore
     with _built_model(shape, dtype, sizes) as (model, groups):
@@ -90,7 +90,7 @@ def hf_to_mcore(hf_path: str, output: str, sizes: LayoutSizes) -> None:
 
 def mcore_to_hf(checkpoint: str, output: str, sizes: LayoutSizes, max_shard_bytes: int) -> None:
     """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most max_shard_bytes."""
-    with working("importing Megatron-Core"):
+    with importing("importing Megatron-Core"):
         import torch.distributed as dist
 
         from rlhf_mc.models.transformer_engine import import_transformer_engine

@@ -58,7 +58,7 @@ from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.run_directory.lock import check_free
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.runtime.work import working
+from rlhf_mc.runtime.work import importing, working
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.setup.gpu_settings import for_this_device
 from rlhf_mc.setup.scorable import check_mixture, scorable
@@ -84,7 +84,7 @@ def build_run(cfg: Config) -> Run:
     cfg = for_this_device(cfg)
     factory = on_every_rank(lambda: engine_factory(cfg.rollout))
     journal = on_every_rank(lambda: RolloutJournal(cfg))
-    with working(f"importing {factory.title}"):
+    with importing(f"importing {factory.title}"):
         on_every_rank(factory.check_installation)
     check_free(Path(cfg.trainer.default_local_dir))
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))

@@ -32,7 +32,7 @@ def test_tied_checkpoint_with_its_own_head(
     pool: Any, tmp_path: Path, world: int, tp: int, pp: int, rollout_tp: int, change: float
 ) -> None:
     """Check that both engines tie an equal head and untie a different one, and agree from the first rollout on."""
-    make_workspace(tmp_path)
+    make_workspace(tmp_path, num_hidden_layers=2)
     head = add_head(tmp_path / "model", change)
     config = write_config(tmp_path)
     overrides = ["reshard.verify=always"]
@@ -48,7 +48,7 @@ def test_tied_checkpoint_with_its_own_head(
 
 @pytest.mark.parametrize("change", [0.0, 0.5])
 def test_converters_keep_the_head_of_a_tied_checkpoint(tmp_path: Path, change: float) -> None:
-    source = make_checkpoint(tmp_path / "source")
+    source = make_checkpoint(tmp_path / "source", num_hidden_layers=1)
     add_head(source, change)
     assert to_mcore(source, tmp_path / "mcore").returncode == 0
     assert to_hf(tmp_path / "mcore", tmp_path / "back").returncode == 0

@@ -30,7 +30,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = make_workspace(tmp_path_factory.mktemp("filter_groups"))
+    directory = make_workspace(tmp_path_factory.mktemp("filter_groups"), num_hidden_layers=2)
     (directory / "reward.py").write_text(REWARD)
     return write_config(directory, **SECTIONS)
 

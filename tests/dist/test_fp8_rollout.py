@@ -52,7 +52,7 @@ def test_an_update_quantizes_in_place(pool: Any, tmp_path: Path, world: int) -> 
 @pytest.mark.parametrize("world", [2])
 def test_training_in_one_type_and_generating_in_another(pool: Any, tmp_path: Path, world: int) -> None:
     """Check that log-probs differ by more than in bfloat16, and by less than the bound, beyond which a run ends."""
-    config = str(write_config(make_workspace(tmp_path)))
+    config = str(write_config(make_workspace(tmp_path), actor={"ppo_epochs": 1}))
     overrides = [
         "actor.megatron.dtype=bfloat16",
         "critic.megatron.dtype=bfloat16",

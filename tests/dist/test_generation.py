@@ -20,7 +20,7 @@ GROUPS = {2: [[0], [1]], 4: [[1, 0], [2, 3]]}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("generation"), max_position_embeddings=128))
+    return str(make_checkpoint(tmp_path_factory.mktemp("generation"), num_hidden_layers=2))
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +121,10 @@ def test_responses_are_scored_while_others_are_generated(
     """Check too that a function which scores responses together gets all of a rank in one call."""
     (tmp_path / "reward.py").write_text(TOGETHER if together else ONE_BY_ONE)
     ranks = pool(world).run(
-        rollout_cases.scored_meanwhile, checkpoint=checkpoint, prompts=prompts, directory=str(tmp_path)
+        rollout_cases.scored_meanwhile, checkpoint=checkpoint, prompts=prompts[:17], directory=str(tmp_path)
     )
     for scores, was_scored_meanwhile in ranks:
-        assert scores == ranks[0][0] and len(scores) == len(prompts)
+        assert scores == ranks[0][0] and len(scores) == 17
         assert was_scored_meanwhile != together
         assert sorted(set(scores)) == ([0.5] if not together else sorted({scores.count(s) for s in set(scores)}))
 
@@ -132,11 +132,11 @@ def test_responses_are_scored_while_others_are_generated(
 @pytest.mark.parametrize("world", [1, 2])
 def test_requests_that_vllm_preempts(pool: Any, tmp_path: Path, world: int) -> None:
     """Check a KV cache that holds the beginnings of more responses than it holds whole ones."""
-    checkpoint = str(make_checkpoint(tmp_path / "model", max_position_embeddings=512))
+    checkpoint = str(make_checkpoint(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=512))
     groups = GROUPS.get(world, [[0]])
     roomy, tight = (
         pool(world).run(rollout_cases.preempted, checkpoint=checkpoint, groups=groups, kv_cache_bytes=size)
-        for size in (1 << 28, 1 << 21)
+        for size in (1 << 28, 1 << 20)
     )
     assert [count for _, count in roomy] == [0] * world and max(count for _, count in tight) > 0
     assert all(responses == roomy[0][0] for responses, _ in (*roomy, *tight))
@@ -162,7 +162,7 @@ class Environment:
 def test_conversations_do_not_depend_on_the_engines(pool: Any, tmp_path: Path) -> None:
     """Check too that a conversation has the log-probs of one pass over its tokens, and that a turn computes its new
     tokens alone, and those of its last block, of 128 tokens, in the prefix cache."""
-    checkpoint = str(make_checkpoint(tmp_path / "model", max_position_embeddings=256))
+    checkpoint = str(make_checkpoint(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=256))
     (tmp_path / "environment.py").write_text(ENVIRONMENT)
     rng = random.Random(6)
     prompts = [[rng.randrange(4, 260) for _ in range(rng.randrange(130, 150))] for _ in range(10)]

@@ -22,7 +22,9 @@ KL = "actor/reward_kl_penalty"
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = {"total_training_steps": STEPS, "save_freq": 1, "test_freq": -1, "val_before_train": False}
     return write_config(
-        make_workspace(tmp_path_factory.mktemp("health")), trainer=trainer, actor={"optim": {"lr": 2e-2}}
+        make_workspace(tmp_path_factory.mktemp("health"), num_hidden_layers=2),
+        trainer=trainer,
+        actor={"optim": {"lr": 2e-2}},
     )
 
 

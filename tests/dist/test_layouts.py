@@ -57,7 +57,7 @@ COMPARED = (
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_workspace(tmp_path_factory.mktemp("layouts"))
-    write_config(directory)
+    write_config(directory, actor={"ppo_epochs": 1})
     return directory
 
 

@@ -37,7 +37,7 @@ MACHINE_METRICS = ("run_id", "timing_", "perf/", "reshard/", "memory/")
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = make_workspace(tmp_path_factory.mktemp("offload"))
+    directory = make_workspace(tmp_path_factory.mktemp("offload"), num_hidden_layers=2)
     write_config(directory, trainer={"logger": ["jsonl"]})
     return directory
 

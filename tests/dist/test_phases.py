@@ -12,7 +12,7 @@ from tiny import make_reward_model, make_workspace, write_config
 
 
 def test_actor_is_unchanged_during_critic_warmup(pool: Any, tmp_path: Path) -> None:
-    make_workspace(tmp_path)
+    make_workspace(tmp_path, num_hidden_layers=2)
     result = cases.run_two_steps(
         pool(1), write_config(tmp_path), (1, 1, 1), tmp_path / "out", ["trainer.critic_warmup=1"]
     )[0]
@@ -30,7 +30,7 @@ def test_actor_is_unchanged_during_critic_warmup(pool: Any, tmp_path: Path) -> N
 
 def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path) -> None:
     """Run with a reward model and partly frozen models."""
-    make_workspace(tmp_path)
+    make_workspace(tmp_path, num_hidden_layers=2)
     model = make_reward_model(tmp_path / "reward_model")
     result = cases.run_two_steps(
         pool(1),
@@ -62,7 +62,7 @@ def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path
 def test_two_reward_models_add_up_to_the_single_ones(pool: Any, tmp_path: Path) -> None:
     """Compare the first step, whose responses are the same in all runs. The second model reads conversations of
     its own template."""
-    config = write_config(make_workspace(tmp_path))
+    config = write_config(make_workspace(tmp_path, num_hidden_layers=2))
     model = make_reward_model(tmp_path / "reward_model")
     (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
     own = [f"tokenizer_path={model}", f"chat_template_path={tmp_path}/template.jinja"]
@@ -95,7 +95,7 @@ def test_two_reward_models_add_up_to_the_single_ones(pool: Any, tmp_path: Path) 
 
 def test_rollout_correction_and_bypass(pool: Any, tmp_path: Path) -> None:
     """Weigh and reject tokens in one run. Skip the pass of the old log-probs in another, after the first step."""
-    config = write_config(make_workspace(tmp_path))
+    config = write_config(make_workspace(tmp_path, num_hidden_layers=2))
     section = "algorithm.rollout_correction"
     settings = [
         f"{section}.rollout_is=sequence",

@@ -18,7 +18,7 @@ N = 2
 NEEDED = 4
 KEPT = "training/off_policy/kept_groups"
 PER_EPOCH = 6
-LIMIT = 96
+LIMIT = 48
 SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"train_batch_size": NEEDED, "max_response_length": LIMIT},
     "actor": {"ppo_max_token_len_per_gpu": 512},
@@ -36,9 +36,9 @@ PARTIAL = [
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a config whose responses end after 40 tokens on average: six tokens are end tokens."""
-    directory = make_workspace(tmp_path_factory.mktemp("pooled"), max_position_embeddings=128)
-    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
+    """Return a config whose responses end after 20 tokens on average: twelve tokens are end tokens."""
+    directory = make_workspace(tmp_path_factory.mktemp("pooled"), num_hidden_layers=2, max_position_embeddings=128)
+    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 16))}))
     return write_config(directory, **SECTIONS)
 
 
@@ -206,10 +206,19 @@ def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
     """Check a resume too, which reads them: without its experts a response cannot be trained on. The routers have
     losses, and correction biases that move."""
     directory = make_workspace(
-        tmp_path_factory.mktemp("pooled_experts"), family="glm4_moe", tied=False, max_position_embeddings=128
+        tmp_path_factory.mktemp("pooled_experts"),
+        family="glm4_moe",
+        tied=False,
+        num_hidden_layers=2,
+        max_position_embeddings=128,
     )
     (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
-    settings = [*PARTIAL, "algorithm.router_replay=rollout", "trainer.total_training_steps=4"]
+    settings = [
+        *PARTIAL,
+        "algorithm.router_replay=rollout",
+        "trainer.total_training_steps=4",
+        "data.max_response_length=96",
+    ]
     balance = {"aux_loss_coeff": 0.01, "z_loss_coeff": 0.001, "router_bias_update_rate": 0.01}
     settings += [f"actor.moe_{name}={value}" for name, value in balance.items()]
     config = str(write_config(directory, **SECTIONS))
@@ -287,7 +296,7 @@ def _journal(config: Path, name: str, change: Any) -> str:
 def _with_a_longer_response(line: str) -> str:
     """Return a row whose first response is longer than any."""
     row = json.loads(line)
-    row["lens"][0][0] = 97
+    row["lens"][0][0] = LIMIT + 1
     return json.dumps(row) + "\n"
 
 
@@ -309,7 +318,7 @@ def _changed(line: str, name: str, change: Any) -> str:
         ("seed", lambda lines: [line.replace('"seed": 1', '"seed": 9') for line in lines], "is of a run with seed 9"),
         (
             "limit",
-            lambda lines: [line.replace('"max_response_length": 96', '"max_response_length": 99') for line in lines],
+            lambda lines: [line.replace('"max_response_length": 48', '"max_response_length": 99') for line in lines],
             "is of a run with seed 1, train_batch_size 4, n 2, max_response_length 99",
         ),
         ("other", lambda lines: [line.replace('"taken"', '"took"') for line in lines], "is no journal of rollouts"),

@@ -27,7 +27,7 @@ STEPS = 4
 SAVED = 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer": {"total_training_steps": STEPS, "save_freq": SAVED, "test_freq": 2, "critic_warmup": 1},
-    "actor": {"optim": {"lr_decay_style": "linear"}},
+    "actor": {"ppo_epochs": 1, "optim": {"lr_decay_style": "linear"}},
     "critic": {"optim": {"lr_decay_style": "cosine"}},
 }
 LAYOUTS: dict[str, tuple[int, list[str]]] = {

@@ -28,7 +28,7 @@ CHUNKED = (72, 75, 88, 131)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("rollout")))
+    return str(make_checkpoint(tmp_path_factory.mktemp("rollout"), num_hidden_layers=2))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_update_fails_if_the_prefix_cache_is_kept(pool: Any, checkpoint: str, pr
 def test_the_line_at_start_gives_the_kv_cache(pool: Any, checkpoint: str) -> None:
     (line,) = pool(1).run(rollout_cases.summary, checkpoint=checkpoint, max_model_len=MAX_MODEL_LEN)
     found = re.fullmatch(
-        r"KV cache: 0\.27 GB, for (\d+) tokens: ([\d.]+) sequences of 72 tokens; "
+        r"KV cache: 0\.07 GB, for (\d+) tokens: ([\d.]+) sequences of 72 tokens; "
         "attention by CPU_ATTN",
         line,
     )
@@ -110,7 +110,7 @@ NUM_VAL = 64
 def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a config of two steps at default rollout settings over GSM8K's prompts."""
     directory = tmp_path_factory.mktemp("gsm8k")
-    make_checkpoint(directory / "model", max_position_embeddings=1024)
+    make_checkpoint(directory / "model", num_hidden_layers=2, max_position_embeddings=1024)
     (directory / "all.jsonl").write_text("\n".join(gsm8k_lines(NUM_PROMPTS + NUM_VAL)), encoding="utf-8")
     command = ["tools/prepare_data.py", "--dataset", "gsm8k", "--input", f"{directory}/all.jsonl"]
     command += ["--output", str(directory), "--test-rows", str(NUM_VAL)]

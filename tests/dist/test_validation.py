@@ -19,7 +19,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
-    make_workspace(tmp_path)
+    make_workspace(tmp_path, num_hidden_layers=2)
     config = str(write_config(tmp_path))
     root = tmp_path / "run"
     usual = [

@@ -22,7 +22,7 @@ COMPARED = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(make_workspace(tmp_path_factory.mktemp("without_critic")))
+    return write_config(make_workspace(tmp_path_factory.mktemp("without_critic"), num_hidden_layers=2))
 
 
 def test_grpo_saves_and_resumes_without_a_critic(pool: Any, config: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import importlib.util
 import os
@@ -274,4 +275,6 @@ def start(library: Path, transformer_engine: Path | None = None) -> None:
 
 def call(module: str, function: str, *args: Any) -> Any:
     """Call a function of a module that imports torch."""
-    return getattr(importlib.import_module(module), function)(*args)
+    found = importlib.import_module(module)
+    gc.freeze()  # cases collect garbage: a second each time with the libraries' objects
+    return getattr(found, function)(*args)

@@ -17,7 +17,7 @@ import numpy as np
 import te_kernels
 import torch
 import torch.distributed as dist
-from fake_cases import Case, Report
+from fake_cases import CASES, Case, Report
 from fake_device import FakeCuda
 from gpu_parts.engines import TEMPERATURE, Role, make_engine, objective, token_batch
 from megatron.core import parallel_state
@@ -151,9 +151,10 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
 
 
 def _batch(engine: ModelEngine) -> tuple[RaggedBatch, list[Shared]]:
-    """Return a batch of two micro-batches for each stage on every replica, and this replica's micro-batches."""
+    """Return a batch of at least two micro-batches on every replica, and this replica's micro-batches. Stages have one
+    more than their number, so that a forward and a backward pass follow each other. Virtual chunks take a multiple."""
     mesh = engine.groups.mesh
-    num_micro_batches = 2 * mesh.pp
+    num_micro_batches = 2 * mesh.pp if mesh.vpp > 1 else mesh.pp + 1
     count = PER_MICRO_BATCH * num_micro_batches * mesh.dp
     batch = token_batch(engine.shape.vocab_size, [LENGTH // 2] * count, [LENGTH // 2] * count)
     of_replica = list(range(engine.groups.coordinate.dp, count, mesh.dp))
@@ -211,8 +212,8 @@ def _checkpoint(gpu: FakeCuda, engine: ModelEngine, directory: Path) -> None:
 
 
 def _update_weights(case: Case, gpu: FakeCuda, engine: ModelEngine) -> None:
-    """Move the weights to rollout engines of two ranks, or of one in a world of one, and verify those of one family:
-    checksums are a third of the time, and the same for all."""
+    """Move the weights to rollout engines of two ranks, or of one in a world of one, and verify those of one case, with
+    blocks of other ranks and of this one: checksums are a third of the time, and the same for all."""
     rank = engine.groups.rank
     world = engine.groups.mesh.world
     size = min(2, world)
@@ -220,7 +221,7 @@ def _update_weights(case: Case, gpu: FakeCuda, engine: ModelEngine) -> None:
     dtype = DTYPES[engine.dtype]
     gpu.phase = "update_weights"
     biases = correction_biases(engine.shape)
-    verify_when: VerifyWhen = "always" if case.family == "qwen3_moe" and not case.transformer_engine else "off"
+    verify_when: VerifyWhen = "always" if case == CASES["experts, parallel"] else "off"
     sync = plan_weight_sync(engine_layouts(engine), wanted, biases, rank, dtype, verify_when, 1 << 16)
     target = {
         name: torch.empty(shape, dtype=torch.float32 if name in wanted[rank].float32 else dtype, device="cuda:0")

@@ -36,7 +36,7 @@ FORKING_TORCHRUN = [str(Path(__file__).with_name("forking_torchrun.py")), *TWO_R
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("workspace"))
+    return make_workspace(tmp_path_factory.mktemp("workspace"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -196,7 +196,7 @@ def run_gsm8k(tmp_path: Path, model: Path, further: list[str]) -> None:
 
 
 def test_grpo_gsm8k(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", max_position_embeddings=1024)
+    model = make_checkpoint(tmp_path / "model", num_hidden_layers=1, max_position_embeddings=1024)
     run_gsm8k(tmp_path, model, ["data.max_response_length=8"])
     before, *rows = metrics(tmp_path / "run")
     assert before["val-core/openai/gsm8k/acc/mean@1"] == 0.0  # random weights

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -35,14 +36,13 @@ def run_dir(quickstart_overrides: list[str], tmp_path_factory: pytest.TempPathFa
 
 def test_printed_config_starts(quickstart_overrides: list[str], tmp_path: Path) -> None:
     """Run one step with what --print-config prints."""
-    program = [sys.executable, "-m", "rlhf_mc"]
     changes = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=1"]
     given = ["configs/quickstart.yaml", *quickstart_overrides, *changes, "--print-config"]
     printed = subprocess.run(
-        [*program, *given], cwd=ROOT, capture_output=True, text=True, timeout=500, check=True
+        [sys.executable, "-m", "rlhf_mc", *given], cwd=ROOT, capture_output=True, text=True, timeout=500, check=True
     ).stdout
     (tmp_path / "printed.yaml").write_text(printed)
-    done = subprocess.run([*program, f"{tmp_path}/printed.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = forked.run(["-m", "rlhf_mc", f"{tmp_path}/printed.yaml"])
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads((tmp_path / "run" / "success.json").read_text())["step"] == 1
 

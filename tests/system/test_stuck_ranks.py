@@ -23,7 +23,7 @@ SLACK_SECONDS = 120
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the config of a run with tensor-parallel size 2 in training and generation."""
     return write_config(
-        make_workspace(tmp_path_factory.mktemp("workspace")),
+        make_workspace(tmp_path_factory.mktemp("workspace"), num_hidden_layers=1),
         actor={"megatron": {"tensor_model_parallel_size": 2}},
         rollout={"tensor_model_parallel_size": 2},
         trainer={"total_training_steps": 100, "test_freq": -1, "val_before_train": False, "logger": ["console"]},

@@ -87,14 +87,12 @@ exit_now(exit_code("x", f))
 def test_error_of_all_ranks_is_reported_once(tmp_path: Path, error: str, line: str, most: int) -> None:
     """Run without torchrun's agent: the store that decides which rank reports ends with rank 0."""
     output = tmp_path / "output"
-    processes = []
-    with open(output, "wb") as file:
-        for variables in forked.rank_variables(2):
-            env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-            env |= {"PYTHONIOENCODING": "utf-8:backslashreplace"}
-            command = [sys.executable, "-c", PRELUDE + ERROR_ON_ALL_RANKS.format(error=error)]
-            processes.append(subprocess.Popen(command, env=env | variables, stdout=file, stderr=file))
-        assert [process.wait(500) for process in processes] == [2, 2]
+    program = tmp_path / "program.py"
+    program.write_text(PRELUDE + ERROR_ON_ALL_RANKS.format(error=error))
+    processes = [forked.start([str(program)], output, output, variables) for variables in forked.rank_variables(2)]
+    for process in processes:
+        process.join(500)
+    assert [process.exitcode for process in processes] == [2, 2], output.read_text()
     text = output.read_text()
     assert text.count(line) == 1 and "Exception raised" not in text and len(text.encode()) <= most, text
 
