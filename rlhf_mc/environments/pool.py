@@ -107,7 +107,8 @@ class EnvironmentPool:
                 continue
             # The environments block the process: none keeps its limit.
             self._end(one)
-            failure = Failure("timeout", f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked")
+            problem = f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked"
+            failure = Failure("timeout", f"{problem} (an async method may wait by await alone)")
             answers |= {key: failure if sent <= latest else None for key, sent in one.sent.items()}
         return answers
 

@@ -36,8 +36,8 @@ from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.journal import ObservationJournal, environment_digest
-from rlhf_mc.environments.turns import Environments
 from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.machine.facts import available_memory
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -181,21 +181,23 @@ def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path", template)
 
 
-def _environments(cfg: Config, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...], rank: int) -> Environments:
+def _environments(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...], rank: int
+) -> EnvironmentManager:
     """Return the environments of conversations, and their journal. Every rank must call it."""
     environment = cfg.rollout.environment
 
-    def build() -> Environments:
+    def build() -> EnvironmentManager:
         root = None if cfg.trainer.val_only else Path(cfg.trainer.default_local_dir)
         digest = environment_digest(environment, cfg.data.max_response_length)
         journal = ObservationJournal(root, cfg.trainer.replay, rank, digest)
-        return Environments(environment, cfg.data, tokenizer, stops, journal)
+        return EnvironmentManager(environment, cfg.data, tokenizer, stops, journal)
 
     return on_every_rank(build, "rollout.environment")
 
 
 def _prompts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, train_messages: bool, environments: Environments | None
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, train_messages: bool, environments: EnvironmentManager | None
 ) -> tuple[Prompts, Prompts]:
     """Return the training and the validation prompts. train_messages: the former keep their messages; with environments
     both do. Every rank must call it."""

@@ -100,7 +100,7 @@ def begin_turns(
 ) -> tuple[Conversations | None, list[Request]]:
     """Return the conversations of a call of the engines, and the request of each one's first turn; without environments
     None, and the requests. prompts: of each request. numbers: of the responses in the run. Other arguments as of
-    Environments.begin."""
+    EnvironmentManager.begin."""
     if run.environments is None:
         return None, requests
     turns = run.environments.begin(requests, prompts, numbers, kept)

@@ -12,7 +12,7 @@ from rlhf_mc.algorithms.policy_losses import PolicyLoss
 from rlhf_mc.checkpoint.input_fingerprints import Inputs
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.dataset import Prompts
-from rlhf_mc.environments.turns import Environments
+from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.reshard.weight_sync import WeightSync
@@ -54,7 +54,7 @@ class Run:
     reference: ModelEngine | None
     reward_models: list[RewardModel]
     rollout: RolloutEngine
-    environments: Environments | None
+    environments: EnvironmentManager | None
     """Of rollout.environment."""
     group_pool: GroupPool
     """Of rollout.tail_batching and rollout.partial_rollout."""

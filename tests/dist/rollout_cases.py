@@ -29,8 +29,8 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
 from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.journal import ObservationJournal
-from rlhf_mc.environments.turns import Environments
 from rlhf_mc.patching import replaced
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Episode
@@ -298,7 +298,7 @@ def conversations(
     data = DataConfig(train_files=[], max_response_length=limit)
     cfg = EnvironmentConfig(path, max_tokens_per_turn=6)
     journal = ObservationJournal(None, None, dist.get_rank(), 0)
-    environments = Environments(cfg, data, load_tokenizer(checkpoint), (1, 2, 3), journal)
+    environments = EnvironmentManager(cfg, data, load_tokenizer(checkpoint), (1, 2, 3), journal)
     try:
         for groups in layouts:
             environments.connect(groups)

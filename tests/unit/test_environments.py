@@ -21,13 +21,14 @@ from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt
-from rlhf_mc.environments import turns
+from rlhf_mc.environments import environment_manager, turns
 from rlhf_mc.environments.conversation import ConversationState
+from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.environment_worker import EnvironmentsOfWorker, Turn
 from rlhf_mc.environments.journal import ObservationJournal, Reply
 from rlhf_mc.environments.protocol import StepResult, truncated
 from rlhf_mc.environments.template import ObservationTokenizer
-from rlhf_mc.environments.turns import Conversations, Environments
+from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Arrivals, Request
 
@@ -97,7 +98,8 @@ class Letters:
 
 @pytest.fixture
 def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(turns, "dist", SimpleNamespace(get_rank=lambda: 0))
+    for module in (environment_manager, turns):
+        monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 0))
     path = tmp_path / "environment.py"
     path.write_text(USER_FILE)
     return str(path)
@@ -105,13 +107,13 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def begun(
     cfg: EnvironmentConfig, limit: int = 60, replayed: str | None = None, **fields: Any
-) -> tuple[Environments, Conversations]:
+) -> tuple[EnvironmentManager, Conversations]:
     """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields. Their journal is beside
     the file."""
     data = DataConfig(train_files=[], max_response_length=limit)
     directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
     journal = ObservationJournal(directory, replayed, 0, 0)
-    environments = Environments(cfg, data, Letters(), (2,), journal)  # type: ignore[arg-type]
+    environments = EnvironmentManager(cfg, data, Letters(), (2,), journal)  # type: ignore[arg-type]
     environments.connect([[0]])
     prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i, **fields) for i in range(2)]
     requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
