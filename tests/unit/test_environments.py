@@ -331,6 +331,7 @@ class Environment:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_a_call_ends_takes_no_other_conversation_with_it(
     user_file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -521,6 +522,7 @@ def observations(one: Generation) -> list[str]:
     return [text for text in marked.split("|") if text]
 
 
+@pytest.mark.slow
 def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capfd: pytest.CaptureFixture[str]) -> None:
     """Check a function, and a class of verl's with a row's arguments, which has an instance for each conversation."""
     kwargs = {"count": {"create_kwargs": {"start": 5}, "calc_reward_kwargs": {"factor": 2}}, "add": None}
@@ -546,6 +548,7 @@ def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capf
     assert printed.out.count("released at 25") == 2 and "does not render tools" not in printed.err
 
 
+@pytest.mark.slow
 def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) -> None:
     environments, conversations = begun(tools, 20_000)
     wanted = {

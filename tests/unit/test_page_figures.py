@@ -127,6 +127,7 @@ def cells_of(setting: Callable[[str], object], seconds: float, spare: float) -> 
     return [str(tp), stages, str(ep), str(rollout_tp), str(tokens), f"{seconds:.1f} s", f"{spare / 1e9:.1f}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "cells"), [row for row in layout_rows() if "--search" not in row[0]])
 def test_layouts_of_the_configs(arguments: list[str], cells: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert planner([*arguments, "--json"]) == 0

@@ -29,6 +29,7 @@ def results(workload: Any) -> dict[str, Any]:
     return {name: simulator.simulate(workload, variant, COSTS) for name, variant in VARIANTS.items()}
 
 
+@pytest.mark.slow
 def test_all_but_partial_rollouts_train_on_the_same_responses(results: dict[str, Any]) -> None:
     tokens = {figures.tokens for name, figures in results.items() if name != "partial rollouts"}
     assert len(tokens) == 1

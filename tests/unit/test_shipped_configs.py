@@ -61,6 +61,7 @@ def test_config_fits_its_world_size_and_model(name: str, world: int, model: str)
     assert cfg.trainer.resume_mode == "auto" and cfg.trainer.save_freq > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world", "model", "spare", "host"), CLUSTERS)
 def test_config_fits_its_machine(name: str, world: int, model: str, spare: float, host: float) -> None:
     """Plan the run on GPUs of 80 GiB, and compare with the figures in the config's comments."""
