@@ -10,8 +10,6 @@ out.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import math
 from collections import defaultdict
@@ -23,22 +21,10 @@ from rlhf_mc.reshard.aliasing import Alias, find_aliases
 from rlhf_mc.reshard.buckets import BucketPart, Move, Pattern, fill_buckets
 from rlhf_mc.reshard.layout import Box, Layout, Shard, box_text, intersection, volume
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
+from rlhf_mc.runtime.garbage_collector import without_garbage_collector
 
 MIN_SLICE_BYTES = 1 << 16
 """Minimum size of the slices that a block is split into to balance the senders."""
-
-
-@contextlib.contextmanager
-def _without_garbage_collector() -> Iterator[None]:
-    """Turn Python's garbage collector off: a plan has no cycles, and the collector would visit its tuples again and
-    again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class Plan:
         total = sum(self.sent_bytes)
         return max(self.sent_bytes) * len(self.sent_bytes) / total if total else 1.0
 
-    @_without_garbage_collector()
+    @without_garbage_collector()  # a plan has no cycles
     def for_rank(self, rank: int) -> RankPlan:
         """Return one rank's part."""
         copies: list[Transfer] = []
@@ -84,7 +70,7 @@ class Plan:
         return RankPlan(rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets))
 
 
-@_without_garbage_collector()
+@without_garbage_collector()  # a plan has no cycles
 def make_plan(
     source: Sequence[Layout],
     target: Sequence[Layout],

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from rlhf_mc.runtime.garbage_collector import without_garbage_collector
+
 T = TypeVar("T")
 
 
@@ -56,15 +58,12 @@ def working(name: str = "", total: float = 0, unit: str = "") -> Iterator[Work]:
 def importing(name: str) -> Iterator[None]:
     """Let the body import large libraries, as a piece of work. Garbage collections, a sixth of the time, are off, and
     later ones leave out what has been imported: vLLM makes eight at its start."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with working(name):
-            yield
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
+    with without_garbage_collector():
+        try:
+            with working(name):
+                yield
+        finally:
+            gc.freeze()
 
 
 def counted(items: Iterable[T], total: int, unit: str, name: str = "") -> Generator[T]:
