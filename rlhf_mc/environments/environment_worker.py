@@ -19,6 +19,7 @@ from rlhf_mc.environments.protocol import (
     Environment,
     StepResult,
     ToolCall,
+    called,
     checked_answer,
     load_environment,
 )
@@ -86,15 +87,15 @@ class EnvironmentsOfWorker:
         environment = self._environments.pop(key, None)
         if environment is not None and hasattr(environment, "close"):
             try:
-                await awaited(self._call(environment.close), self._cfg.timeout_seconds, "not closed after {} s")
+                await awaited(called(environment.close), self._cfg.timeout_seconds, "not closed after {} s")
             except Failure:
                 return
 
     async def _step(self, turn: Turn) -> Any:
         if turn.row is not None:
-            environment = self._environments[turn.key] = await self._call(self._class, **self._kwargs)
+            environment = self._environments[turn.key] = await called(self._class, **self._kwargs)
             try:
-                first = await self._call(environment.reset, turn.row)
+                first = await called(environment.reset, turn.row)
             except BaseException:
                 await self.end(turn.key)
                 raise
@@ -105,13 +106,7 @@ class EnvironmentsOfWorker:
         if turn.key not in self._environments:
             raise Failure("invalid", "its reset has failed")
         further = {name: getattr(turn, name) for name in self._further}
-        return await self._call(self._environments[turn.key].step, turn.response, **further)
-
-    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if inspect.iscoroutinefunction(method):
-            return await method(*args, **kwargs)
-        result = await asyncio.get_running_loop().run_in_executor(None, lambda: method(*args, **kwargs))
-        return await result if inspect.isawaitable(result) else result  # of a decorated coroutine function
+        return await called(self._environments[turn.key].step, turn.response, **further)
 
 
 async def _serve(connection: Connection, send: Callable[[object], None], conversations: EnvironmentsOfWorker) -> None:

@@ -1,10 +1,12 @@
-"""The interface of an environment, and the check of what a user's environment returns. Neither torch nor numpy is
-imported, so that a worker process (environment_worker.py) starts fast.
+"""The interface of an environment, and the call and check of a user's. Neither torch nor numpy is imported, so that a
+worker process (environment_worker.py) starts fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -80,6 +82,14 @@ def load_environment(cfg: EnvironmentConfig) -> type:
             raise UserError(f"{where(cfg)}: has no method {method} (docs/environments.md)")
     loaded: type = environment
     return loaded
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a user's function or method returns. One that is not async runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await asyncio.get_running_loop().run_in_executor(None, lambda: function(*args, **kwargs))
+    return await result if inspect.isawaitable(result) else result  # of a decorated coroutine function
 
 
 def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:

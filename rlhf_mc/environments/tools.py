@@ -21,7 +21,7 @@ from rlhf_mc.config.environment_schema import SINGLE_TURN_AGENT, EnvironmentConf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.user_function import describe_error, load_file
 from rlhf_mc.environments import verl_tools
-from rlhf_mc.environments.protocol import SECTION, StepResult, ToolCall, truncated
+from rlhf_mc.environments.protocol import SECTION, StepResult, ToolCall, called, truncated
 from rlhf_mc.rewards.results import Failure
 from rlhf_mc.rewards.returned import checked
 from rlhf_mc.rewards.scoring import awaited
@@ -37,10 +37,7 @@ class _FunctionTool(verl_tools.BaseTool):
         self.function = function
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**parameters)
-        result = await asyncio.get_running_loop().run_in_executor(None, lambda: self.function(**parameters))
-        return await result if inspect.isawaitable(result) else result  # of a decorated coroutine function
+        return await called(self.function, **parameters)
 
 
 class _InvalidCallError(Exception):
