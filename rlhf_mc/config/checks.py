@@ -246,8 +246,9 @@ def _data(cfg: Config) -> Iterator[str]:
             f"data.train_file_weights has {len(data.train_file_weights)} weights; data.train_files has"
             f" {len(data.train_files)} files, and each needs one"
         )
-    for name in _SET_BY_THE_PROGRAM & data.apply_chat_template_kwargs.keys():
-        yield f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it"
+    for name in data.apply_chat_template_kwargs:
+        if name in _SET_BY_THE_PROGRAM:
+            yield f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it"
     if data.truncation != "error" and data.filter_overlong_prompts:
         yield (
             f"data.truncation is {data.truncation} and data.filter_overlong_prompts is true, so that nothing is left to"

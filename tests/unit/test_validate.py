@@ -205,6 +205,11 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("rollout.log_prob_max_token_len_per_gpu=1",), ("rollout.log_prob_max_token_len_per_gpu is 1",)),
         (("ref.log_prob_max_token_len_per_gpu=1", "actor.use_kl_loss=true"), ("ref.log_prob_max_token_len",)),
         (("data.max_response_length=0",), ("data.max_response_length is 0",)),
+        (("data.apply_chat_template_kwargs.tokenize=true",), ("data.apply_chat_template_kwargs: 'tokenize' is set",)),
+        (
+            ("rollout.environment.first_observation=true", "rollout.environment.function_tool_path=tools.py"),
+            ("rollout.environment.first_observation is true, and tools have none",),
+        ),
         (("data.train_max_samples=0",), ("data.train_max_samples is 0", "-1 or at least 1")),
         (("rollout.n=0",), ("rollout.n is 0",)),
         (("rollout.max_num_batched_tokens=100",), ("rollout.max_num_seqs, 256",)),
