@@ -37,13 +37,14 @@ class Difference:
     max: float
 
     @classmethod
-    def from_batch(cls, batch: RaggedBatch) -> Difference:
-        """Return the statistics of the batch. They are NaN if a log-prob is NaN."""
+    def from_batch(cls, batch: RaggedBatch) -> Difference | None:
+        """Return the statistics of the batch's tokens of the trained weights; None: older weights have drawn all of
+        them. They are NaN if a log-prob is NaN."""
         each = token_differences(batch)
-        if batch.token_ages is not None:  # the trainer's weights are not those that drew an older token
+        if batch.token_ages is not None:
             each = each[batch.token_ages == 0]
-            if not len(each):
-                return cls(0.0, 0.0, 0.0)
+        if not len(each):
+            return None
         p99 = each.kthvalue(max(1, int(0.99 * len(each)))).values
         return cls(float(each.mean()), float(p99), float(each.max()))
 
@@ -66,7 +67,7 @@ class LogProbCheck:
     """A key of DEFAULT_BOUND, for messages."""
     token_text: Callable[[int], str]
     is_first: bool = True
-    """No rollout has been checked since the process started."""
+    """No token of the trained weights has been compared since the process started."""
     has_warned: bool = False
 
     @property
@@ -75,21 +76,23 @@ class LogProbCheck:
         return self.bound / self.temperature
 
     def check(self, batch: RaggedBatch, step: int) -> None:
-        """Raise UserError if the difference of the first rollout exceeds the bounds. Of later ones the first that does
-        is a warning with its worst tokens; the health rule rollout_mismatch counts them."""
-        problem = self._problem(batch)
+        """Raise UserError if the difference exceeds the bounds in the first rollout with a token of the trained
+        weights. Of later ones the first that does is a warning with its worst tokens; the health rule rollout_mismatch
+        counts them."""
+        gap = Difference.from_batch(batch)
+        problem = self._not_finite(batch) or (None if gap is None else self._exceeded(batch, gap))
         if problem is not None and self.is_first:
             raise UserError(
                 f"step {step}: {problem}; check that config.json means the same to vLLM and to Megatron-Core (rope "
                 "scaling, a tied or untied lm_head), and that the weights arrive (reshard.verify=always)"
             )
-        self.is_first = False
+        self.is_first = self.is_first and gap is None
         if problem is not None and not self.has_warned:
             self.has_warned = True
             logger.warning("warning: step %d: %s", step, problem)
 
-    def _problem(self, batch: RaggedBatch) -> str | None:
-        """Return a description of log-probs that are not finite or differ too much; None if all is well."""
+    def _not_finite(self, batch: RaggedBatch) -> str | None:
+        """Return a description of log-probs that are not finite; None if all are."""
         assert batch.old_log_probs is not None
         engines = {"Megatron-Core (trainer)": batch.old_log_probs, "vLLM (rollout)": batch.rollout_log_probs}
         for engine, log_probs in engines.items():
@@ -99,18 +102,23 @@ class LogProbCheck:
                     f"{int(broken.sum())} of {len(broken)} log-probs of {engine} are not finite; the first: "
                     f"{self._token(batch, int(broken.nonzero()[0]))}"
                 )
-        gap = Difference.from_batch(batch)
+        return None
+
+    def _exceeded(self, batch: RaggedBatch, gap: Difference) -> str | None:
+        """Return a description of a difference above the bounds; None if it is within them."""
         mean = self.mean_bound
         tail = TAIL * mean
         if gap.mean <= mean and gap.p99 <= tail:
             return None
         each = token_differences(batch)
+        num_compared = len(each)
         if batch.token_ages is not None:
+            num_compared = int((batch.token_ages == 0).sum())
             each = each.where(batch.token_ages == 0, 0.0)
-        worst = "; ".join(self._token(batch, i) for i in each.topk(min(WORST, len(each))).indices.tolist())
+        worst = "; ".join(self._token(batch, i) for i in each.topk(min(WORST, num_compared)).indices.tolist())
         return (
             f"the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by {gap.mean:.3g} on average and "
-            f"by {gap.p99:.3g} at the 99th percentile of {len(each)} tokens, where trainer.max_rollout_logprob_diff "
+            f"by {gap.p99:.3g} at the 99th percentile of {num_compared} tokens, where trainer.max_rollout_logprob_diff "
             f"allows {mean:.3g} and {tail:.3g} ({self.dtype}, temperature {self.temperature:g}); the worst: {worst}"
         )
 

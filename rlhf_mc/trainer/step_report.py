@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 
 import torch
@@ -86,7 +87,8 @@ def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit
 
 def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
     """Return the differences between the engine's and the trainer's log-probs of the sampled tokens. The correlation of
-    their probabilities is 1 where one of them is the same for all tokens."""
+    their probabilities is 1 where one of them is the same for all tokens. Those of log-probs are absent where older
+    weights have drawn all tokens."""
     assert batch.old_log_probs is not None
     probs = torch.stack([batch.old_log_probs, batch.rollout_log_probs]).double().exp()
     probs_diff = (probs[0] - probs[1]).abs()
@@ -94,14 +96,13 @@ def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
     is_constant = bool((probs == probs[:, :1]).all(dim=1).any())
     correlation = 1.0 if is_constant else float((centred[0] @ centred[1]) / centred.norm(dim=1).prod())
     difference = Difference.from_batch(batch)
+    compared = {} if difference is None else asdict(difference)
     return {
         "training/rollout_probs_diff_max": float(probs_diff.max()),
         "training/rollout_probs_diff_mean": float(probs_diff.mean()),
         "training/rollout_probs_diff_std": float(probs_diff.std(correction=0)),
         "training/rollout_actor_probs_pearson_corr": correlation,
-        "training/rollout_logprobs_diff_mean": difference.mean,
-        "training/rollout_logprobs_diff_p99": difference.p99,
-        "training/rollout_logprobs_diff_max": difference.max,
+        **{f"training/rollout_logprobs_diff_{name}": value for name, value in compared.items()},
     }
 
 

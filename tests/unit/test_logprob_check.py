@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import torch
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.trainer.logprob_check import Difference, LogProbCheck
+from rlhf_mc.trainer.step_report import difference_metrics
+
+LOG_PROB_METRICS = {f"training/rollout_logprobs_diff_{statistic}" for statistic in ("mean", "p99", "max")}
 
 
 def make_batch(differences: list[float], lens: list[int] | None = None) -> RaggedBatch:
@@ -99,6 +103,22 @@ def test_the_first_later_rollout_beyond_the_bound_warns(caplog: pytest.LogCaptur
     assert "warning: step 3: the log-probs of vLLM" in caplog.text and "step 4" not in caplog.text
 
 
+def test_the_check_stays_open_until_a_token_of_the_trained_weights_is_compared() -> None:
+    """A batch of groups that older weights have drawn says nothing about the weights that the engine has now."""
+    check = make_check()
+    older = replace(make_batch([5.0] * 4), token_ages=torch.tensor([1, 2, 1, 1]))
+    assert Difference.from_batch(older) is None
+    assert difference_metrics(older).keys() & LOG_PROB_METRICS == set()
+    check.check(older, 1)
+    assert check.is_first
+    mixed = replace(make_batch([0.0, 5.0, 0.0, 0.0]), token_ages=torch.tensor([0, 1, 1, 2]))
+    assert difference_metrics(mixed).keys() >= LOG_PROB_METRICS
+    with pytest.raises(UserError, match=r"step 2: the log-probs .* of 1 tokens"):
+        check.check(replace(make_batch([5.0] * 4), token_ages=torch.tensor([1, 2, 0, 1])), 2)
+    check.check(mixed, 3)
+    assert not check.is_first
+
+
 @pytest.mark.parametrize(("field", "engine"), [("old_log_probs", "Megatron-Core"), ("rollout_log_probs", "vLLM")])
 def test_nonfinite_log_probs_are_named(field: str, engine: str) -> None:
     batch = make_batch([0.0] * 4)
@@ -109,6 +129,7 @@ def test_nonfinite_log_probs_are_named(field: str, engine: str) -> None:
 
 def test_difference_statistics() -> None:
     found = Difference.from_batch(make_batch([i / 100 for i in range(200)]))
+    assert found is not None
     assert found.mean == pytest.approx(0.995, abs=1e-6)
     assert found.p99 == pytest.approx(1.97, abs=1e-6)
     assert found.max == pytest.approx(1.99, abs=1e-6)
