@@ -21,6 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.aux_output_connector import worker
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -31,7 +32,8 @@ from vllm.utils import torch_utils
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import RolloutConfig
+from rlhf_mc.config.fields import field_types, number_range
+from rlhf_mc.config.schema import RolloutConfig, ValKwargsConfig
 from rlhf_mc.machine.check import TESTED_VERSIONS
 from rlhf_mc.rollout import vllm_derived, vllm_engine, vllm_patches
 from rlhf_mc.rollout.experts import fused_moe
@@ -48,6 +50,19 @@ ROTATION = "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.for
 DELTA_NETS = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 CONVOLUTIONS = {f"{DELTA_NETS}._causal_conv1d_fwd_cpu", f"{DELTA_NETS}._causal_conv1d_update_cpu"}
 TARGETS = CONVOLUTIONS | {TIED, LINEAR, SHARED_MEMORY, REPACK, SIZES, ROTATION, f"{EXPERTS}.cpu_fused_moe"}
+
+
+def test_vllm_takes_the_bounds_of_sampling_settings() -> None:
+    """A value that a setting allows is not refused in the first rollout."""
+    bounded = (("temperature", RolloutConfig), ("temperature", ValKwargsConfig), ("top_p", ValKwargsConfig))
+    for name, section in bounded:
+        allowed = number_range(field_types(section)[name])
+        assert allowed is not None
+        for value in (allowed.low, allowed.high):
+            vllm.SamplingParams(**{name: value})
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        vllm.SamplingParams(temperature=2.01)
+    assert vllm.SamplingParams(top_k=-1).top_k <= 0
 
 
 @pytest.fixture(scope="module")
