@@ -149,7 +149,7 @@ class RefConfig:
 class ValKwargsConfig:
     """Sampling for validation."""
 
-    temperature: Annotated[float, Range(0.01, 1e3, also=0)] = 0.0
+    temperature: Annotated[float, Range(0.01, 2, also=0)] = 0.0
     """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Range(0.001, 1)] = 1.0
     """Draw tokens from the smallest set of this probability; 1: from all tokens."""
@@ -181,8 +181,9 @@ class RolloutConfig:
     """Ranks that share one engine."""
     n: Annotated[int, Range(1, 10_000)] = 1
     """Responses per training prompt."""
-    temperature: Annotated[float, Range(0.01, 1e3)] = 1.0  # vLLM raises lower values to 0.01
-    """Sampling temperature, also of the trainer's log-probs. At least 0.01: vLLM raises lower values to 0.01."""
+    temperature: Annotated[float, Range(0.01, 2)] = 1.0
+    """Sampling temperature, also of the trainer's log-probs. The bounds are vLLM's: it raises lower values to 0.01, and
+    refuses higher ones."""
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.5
     """GPU only: fraction of the device memory for the engine's weights and KV cache."""
     cpu_kvcache_space_gb: Annotated[int, Range(1, 65_536)] = 1
@@ -284,7 +285,8 @@ class TrainerConfig:
     rollout_data_dir: str | None = None
     """Directory for all generations that a training step trains on, in the same form; null: none."""
     val_only: bool = False
-    """Validate the initial or resumed weights and end, without training, export or checkpoint."""
+    """Validate the initial weights or the checkpoint of resume_mode and end. Metrics and samples go to validation/; no
+    other file in default_local_dir is changed."""
     target_val_acc: Number | None = None
     """End the run once the mean validation accuracy reaches this value; null: never."""
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]] = field(

@@ -109,14 +109,19 @@ def write_success(root: Path, run_id: str, step: int) -> None:
     durable.replace(root / run_files.SUCCESS_FILE, content.encode())
 
 
+def has_run(root: Path) -> bool:
+    """Return whether the directory has files of a run, beside those of validations without training."""
+    return (root / run_files.RUN_FILE).exists() or any(path.name != VALIDATION for path in _outputs(root))
+
+
 def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
     """Move all files of the earlier run to a directory of their own. Return that directory, or None if there are no
     files. `finish_moving` completes an interrupted move. Raise UserError if the new run reads one of the files.
 
     inputs: (setting, file) of everything that the new run reads."""
-    outputs = list(_outputs(root))
-    if not outputs and not (root / run_files.RUN_FILE).exists():
+    if not has_run(root):
         return None
+    outputs = list(_outputs(root))
     run_id = owner(root) or _id_without_file(root, outputs)
     for setting, path in inputs:
         inside = next((output for output in outputs if path.resolve().is_relative_to(output.resolve())), None)

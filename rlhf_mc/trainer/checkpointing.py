@@ -30,6 +30,7 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer.pool.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.samples import samples_path
 
 _WITHOUT_EFFECT = {
     f"trainer.{key}"
@@ -121,6 +122,8 @@ class Checkpoints:
 
     def _acquire(self) -> None:
         self._lock.take()
+        if self._cfg.val_only:
+            return
         if (moved := ownership.finish_moving(self._root)) is not None:
             _print(f"warning: an interrupted move of an earlier run's files is completed; they are in {moved}")
         directory.remove_leftovers(self._root)
@@ -131,6 +134,34 @@ class Checkpoints:
         """Resume from the checkpoint of trainer.resume_mode, if there is one. Return the position of the run."""
         with self._run.offload_schedule.phase(timer, "load_checkpoint"):
             return self.resume()
+
+    def load_read_only(self, timer: PhaseTimer) -> int:
+        """Load the weights that trainer.val_only validates: the checkpoint of trainer.resume_mode, or with `disable`,
+        and in a directory without a run, the initial ones. Change no file. Return their step. Raise UserError if
+        there is a run, but none of its checkpoints."""
+        with self._run.offload_schedule.phase(timer, "load_checkpoint"):
+            steps = on_rank_0(self._list, str(self._root))
+            if self._cfg.resume_mode == "resume_path":
+                self._load(Path(str(self._cfg.resume_from_path)))
+            elif self._cfg.resume_mode == "auto" and self._load_newest(steps) is None:
+                on_rank_0(self._check_no_run, str(self._root))
+        on_rank_0(self._check_no_samples, "trainer.validation_data_dir")
+        return self.position.step
+
+    def _check_no_run(self) -> None:
+        if ownership.has_run(self._root):
+            raise UserError(
+                f"trainer.val_only: the run in {self._root} has no training checkpoint; trainer.resume_mode=disable "
+                "validates model.path, which may be an export (hf/)"
+            )
+
+    def _check_no_samples(self) -> None:
+        samples = self._cfg.validation_data_dir
+        if samples is not None and (path := samples_path(Path(samples), self.position.step)).exists():
+            raise UserError(
+                f"trainer.validation_data_dir: {path} is there already; give another directory, since trainer.val_only "
+                "changes no file of a run"
+            )
 
     def save(self, timer: PhaseTimer, wait: bool = False) -> None:
         """Save the last complete step. With trainer.async_save and without `wait` the files are written in the

@@ -227,7 +227,7 @@ def validate(run: Run, state: StepState) -> float:
     best = cfg.trainer.best_metric
     if best is not None and best not in metrics:  # the same on every rank
         raise UserError(f"trainer.best_metric is {best!r}, no metric of the validation; it has {', '.join(metrics)}")
-    directory = Path(cfg.trainer.default_local_dir)
+    directory = Path(cfg.trainer.default_local_dir) / (ownership.VALIDATION if cfg.trainer.val_only else "")
     if run.groups.rank == 0:
         texts = result.texts(run.tokenizer, cfg.trainer.log_val_generations)
         best_effort("generations/", lambda: write_generations(directory, state.step, texts))

@@ -60,11 +60,11 @@ class Lifecycle:
         """Yield the number of each step from the checkpoint that the run resumes from to the last one, then export and
         close. After a roll-back the steps continue from an earlier one."""
         run = self._run
+        if run.config.trainer.val_only:
+            self._validate_only()
+            return
         while True:
             position = self._resume()
-            if run.config.trainer.val_only:
-                self._validate_only()
-                return
             self._start()
             while (
                 act(run.config.health, run.adjustments, self._checkpoints, position.step, self._health) == "continues"
@@ -117,8 +117,7 @@ class Lifecycle:
         if not self._checkpoints.is_rolled_back:
             for line in run.adjustments.in_effect(position.step):
                 print_on_console(run.config, line)
-            last = position.step if run.config.trainer.val_only else run.schedule.total_steps
-            warn_of_unreached(run.config, position.step, last)
+            warn_of_unreached(run.config, position.step, run.schedule.total_steps)
         return position
 
     def _start(self) -> None:
@@ -144,18 +143,17 @@ class Lifecycle:
             self._checkpoints.save(begin_step(0, self._status).timer)
 
     def _validate_only(self) -> None:
-        """Validate the current weights. The metrics go to the console and to validation/step_<n>.json, since the step's
-        row in metrics.jsonl may be there already."""
+        """Validate the initial weights or a checkpoint's. Metrics and samples go to the console and to validation/;
+        no file of a run is changed."""
         run = self._run
-        state = begin_step(self._checkpoints.position.step, self._status)
+        step = self._checkpoints.load_read_only(begin_step(0, self._status).timer)
+        state = begin_step(step, self._status)
         show_start(run)
         evaluate.validate(run, state)
         for name, value in sorted(state.metrics.items()):
             if name.startswith("val-core/"):
                 print_on_console(run.config, f"step {state.step}: {name} {value:.4f}")
-        if run.groups.rank == 0:
-            best_effort("validation/", lambda: evaluate.write_metrics(self._directory, state.step, state.metrics))
-        self._write_success(state.step)
+        on_rank_0(lambda: evaluate.write_metrics(self._directory, step, state.metrics), str(self._directory))
 
     # ------------------------------------------------------------ end
 

@@ -25,6 +25,11 @@ def some_of_each_prompt(num_responses: int, n: int, count: int) -> list[int]:
     return [i for first in range(n) for i in range(first, num_responses, n)][:count]
 
 
+def samples_path(directory: Path, step: int) -> Path:
+    """Return the file of all generations of a step."""
+    return directory / f"{step}.jsonl"
+
+
 def write_samples(
     directory: Path,
     step: int,
@@ -42,7 +47,7 @@ def write_samples(
     inputs = tokenizer.batch_decode([list(prompt.token_ids) for prompt in prompts], skip_special_tokens=True)
     outputs = tokenizer.batch_decode([list(response) for response in responses], skip_special_tokens=True)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{step}.jsonl"
+    path = samples_path(directory, step)
     unfinished = path.with_suffix(".jsonl.part")
     with unfinished.open("w", encoding="utf-8") as file:
         for prompt, text, output, response, score in zip(prompts, inputs, outputs, responses, scores, strict=True):

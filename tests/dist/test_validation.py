@@ -4,6 +4,7 @@ validation alone. The statistics themselves: tests/unit/test_validation_metrics.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,21 @@ import validation_cases
 from tiny import make_workspace, write_config
 
 METRIC = "val-core/arithmetic/acc/best@3/mean"
+USUAL = [
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=1",
+    "trainer.save_freq=1",
+    "trainer.keep_best=true",
+    f"trainer.best_metric={METRIC}",
+    "rollout.val_kwargs={n: 3, temperature: 1.0, top_k: 4, top_p: 0.9}",
+]
+ALONE = "trainer.val_only=true"
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Return the content of each file of a run, without the files of validations alone."""
+    paths = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
+    return {str(path): (root / path).read_bytes() for path in paths if path.parts[0] != "validation"}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -24,13 +40,8 @@ def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     usual = [
         f"trainer.default_local_dir={root}",
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=1",
-        "trainer.save_freq=1",
+        *USUAL,
         "trainer.max_ckpt_to_keep=1",
-        "trainer.keep_best=true",
-        f"trainer.best_metric={METRIC}",
-        "rollout.val_kwargs={n: 3, temperature: 1.0, top_k: 4, top_p: 0.9}",
         f"trainer.validation_data_dir={tmp_path}/val",
         f"trainer.rollout_data_dir={tmp_path}/train",
         "trainer.log_train_generations=2",
@@ -62,16 +73,6 @@ def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
     best = max((1, 2), key=lambda step: (logged[step][METRIC], step))
     assert {path.name for path in root.glob("global_step_*")} == {f"global_step_{best}", "global_step_2"}
 
-    before = (root / "metrics.jsonl").read_bytes()
-    alone = [*usual, "trainer.val_only=true", "trainer.validation_data_dir=null"]
-    assert pool(2).run(validation_cases.fit, config_path=config, overrides=alone) == [True, True]
-    assert (root / "metrics.jsonl").read_bytes() == before
-    found = json.loads((root / "validation" / "step_000002.json").read_text())
-    assert {key: value for key, value in found.items() if key.startswith("val-")} == {
-        key: value for key, value in logged[2].items() if key.startswith("val-")
-    }
-    assert (root / "success.json").exists()
-
     wrong = [
         *usual,
         f"trainer.default_local_dir={tmp_path}/other",
@@ -82,3 +83,65 @@ def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
         assert value[1].startswith(
             "trainer.best_metric is 'val-core/arithmetic/acc/best@4', no metric of the validation"
         )
+
+
+def test_validation_alone_changes_no_file_of_the_run(pool: Any, tmp_path: Path) -> None:
+    make_workspace(tmp_path, num_hidden_layers=2)
+    config = str(write_config(tmp_path))
+    root = tmp_path / "run"
+    usual = [*USUAL, f"trainer.default_local_dir={root}"]
+
+    def fit(*overrides: str) -> list[bool]:
+        return pool(2).run(validation_cases.fit, config_path=config, overrides=[*usual, *overrides])
+
+    def refusals(*overrides: str) -> set[str]:
+        outcomes = pool(2).outcomes(validation_cases.fit, config_path=config, overrides=[*usual, *overrides])
+        assert all(not ok and value[0] == "UserError" for ok, value in outcomes)
+        return {value[1] for _, value in outcomes}
+
+    def validated(step: int) -> dict[str, float]:
+        metrics = json.loads((root / "validation" / f"step_{step:06d}.json").read_text())
+        assert (root / "validation" / "generations" / f"step_{step:06d}.txt").exists()
+        return {key: value for key, value in metrics.items() if key.startswith("val-")}
+
+    # In an empty directory: the initial weights. A run that begins there later leaves the validation there.
+    assert fit(ALONE) == [True, True]
+    assert files(root) == {}
+    initial = validated(0)
+    assert fit(f"trainer.validation_data_dir={tmp_path}/val") == [True, True]
+    logged = {
+        row["step"]: {key: value for key, value in row.items() if key.startswith("val-")}
+        for row in rows(root / "metrics.jsonl")
+    }
+    assert logged[0] == initial == validated(0) and not (root / "earlier_runs").exists()
+
+    # Of a finished run: its newest checkpoint, an earlier one, the initial weights.
+    finished = files(root)
+    assert fit(ALONE) == [True, True]
+    assert validated(2) == logged[2]
+    first = [ALONE, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={root}/global_step_1"]
+    assert fit(*first) == [True, True]
+    assert validated(1) == logged[1]
+    assert fit(ALONE, "trainer.resume_mode=disable") == [True, True]
+    (refused,) = refusals(ALONE, f"trainer.validation_data_dir={tmp_path}/val")
+    assert refused == (
+        f"trainer.validation_data_dir: {tmp_path}/val/2.jsonl is there already; give another directory, since "
+        "trainer.val_only changes no file of a run"
+    )
+    assert files(root) == finished
+
+    # Of a killed run: rows and checkpoints after the validated step, and no success marker.
+    (root / "success.json").unlink()
+    (root / "global_step_3.tmp").mkdir()
+    (root / "global_step_3.tmp" / "rank_0.bin").write_bytes(b"unfinished")
+    killed = files(root)
+    assert fit(*first) == [True, True]
+    assert files(root) == killed
+
+    # Of a run without checkpoints there is nothing to validate.
+    for step in (1, 2):
+        shutil.rmtree(root / f"global_step_{step}")
+    without = files(root)
+    (refused,) = refusals(ALONE)
+    assert refused.startswith(f"trainer.val_only: the run in {root} has no training checkpoint")
+    assert files(root) == without
