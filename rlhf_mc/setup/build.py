@@ -30,6 +30,7 @@ from rlhf_mc.config.roles import (
     uses_reference,
 )
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models, score_part
+from rlhf_mc.config.unread import unread_line
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights
@@ -82,6 +83,8 @@ def build_run(cfg: Config) -> Run:
     rank = dist.get_rank()
     world = dist.get_world_size()
     cfg = for_this_device(cfg)
+    if (line := unread_line(cfg)) is not None:
+        print_line(line, rank_0_only=True)
     factory = on_every_rank(lambda: engine_factory(cfg.rollout))
     journal = on_every_rank(lambda: RolloutJournal(cfg))
     with importing(f"importing {factory.title}"):

@@ -18,7 +18,7 @@ from rlhf_mc.checkpoint.training_state import Save, load, reading_state, stored_
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
-from rlhf_mc.config.recorded import recorded, without_secrets
+from rlhf_mc.config.recorded import WITHOUT_EFFECT, recorded, without_secrets
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
@@ -30,37 +30,7 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer.pool.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.samples import samples_path
 
-_WITHOUT_EFFECT = {
-    f"trainer.{key}"
-    for key in (
-        "default_local_dir",
-        "resume_mode",
-        "resume_from_path",
-        "resume_changed_inputs",
-        "save_freq",
-        "export_freq",
-        "max_ckpt_to_keep",
-        "keep_best",
-        "async_save",
-        "logger",
-        "project_name",
-        "experiment_name",
-        "log_val_generations",
-        "log_train_generations",
-        "best_metric",
-        "rollout_data_dir",
-        "validation_data_dir",
-        "val_only",
-        "planner",
-        "dist_timeout_seconds",
-        "heartbeat_timeout_seconds",
-        "preemption_grace_seconds",
-        "stop_before_minutes",
-    )
-}
-"""Settings that do not change what is computed."""
 _SKIPPED = "consecutive_skipped_updates"
 
 
@@ -145,7 +115,6 @@ class Checkpoints:
                 self._load(Path(str(self._cfg.resume_from_path)))
             elif self._cfg.resume_mode == "auto" and self._load_newest(steps) is None:
                 on_rank_0(self._check_no_run, str(self._root))
-        on_rank_0(self._check_no_samples, "trainer.validation_data_dir")
         return self.position.step
 
     def _check_no_run(self) -> None:
@@ -153,14 +122,6 @@ class Checkpoints:
             raise UserError(
                 f"trainer.val_only: the run in {self._root} has no training checkpoint; trainer.resume_mode=disable "
                 "validates model.path, which may be an export (hf/)"
-            )
-
-    def _check_no_samples(self) -> None:
-        samples = self._cfg.validation_data_dir
-        if samples is not None and (path := samples_path(Path(samples), self.position.step)).exists():
-            raise UserError(
-                f"trainer.validation_data_dir: {path} is there already; give another directory, since trainer.val_only "
-                "changes no file of a run"
             )
 
     def save(self, timer: PhaseTimer, wait: bool = False) -> None:
@@ -341,7 +302,7 @@ class Checkpoints:
 
     def _print_changed_settings(self, stored: dict[str, Any]) -> None:
         pairs = differences(without_secrets(stored), recorded(self._run.config))
-        changed = [key for key in pairs if key not in _WITHOUT_EFFECT and not key.startswith("health.")]
+        changed = [key for key in pairs if key not in WITHOUT_EFFECT and not key.startswith("health.")]
         if changed:
             listed = ", ".join(f"{key} {' -> '.join(map(yaml_text, pairs[key]))}" for key in changed)
             _print(f"settings that differ from the checkpoint's: {listed}")

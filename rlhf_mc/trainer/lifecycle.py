@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.health_schema import rolls_back
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.profile import warn_of_unreached
@@ -33,7 +33,7 @@ from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act
 from rlhf_mc.trainer.rollout import TooFewGroups
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.samples import record_histograms
+from rlhf_mc.trainer.samples import record_histograms, samples_path
 from rlhf_mc.trainer.start_table import show_start
 from rlhf_mc.trainer.step_report import log, print_on_console
 from rlhf_mc.trainer.step_state import StepState, begin_step
@@ -147,6 +147,7 @@ class Lifecycle:
         no file of a run is changed."""
         run = self._run
         step = self._checkpoints.load_read_only(begin_step(0, self._status).timer)
+        on_rank_0(lambda: _check_no_samples(run.config.trainer, step), "trainer.validation_data_dir")
         state = begin_step(step, self._status)
         show_start(run)
         evaluate.validate(run, state)
@@ -243,6 +244,15 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
             run.config.actor.megatron.dtype,
             run.config.model.path,
             origin=None if run_id is None else {"run_id": run_id, "step": state.step},
+        )
+
+
+def _check_no_samples(cfg: TrainerConfig, step: int) -> None:
+    """Raise UserError if a run has written the samples of a validation of the step."""
+    if cfg.validation_data_dir is not None and (path := samples_path(Path(cfg.validation_data_dir), step)).exists():
+        raise UserError(
+            f"trainer.validation_data_dir: {path} is there already; give another directory, since trainer.val_only "
+            "changes no file of a run"
         )
 
 

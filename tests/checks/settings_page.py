@@ -18,6 +18,7 @@ from rlhf_mc.config.fields import choices, describe, field_types, named_section,
 from rlhf_mc.config.numbers import Range
 from rlhf_mc.config.printing import field_docs
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
+from rlhf_mc.config.unread import DEPENDENCES
 from rlhf_mc.config.yaml_reader import yaml_text
 
 PATH = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -30,6 +31,11 @@ replaces a setting, and its value is YAML. An unknown key is an error that names
 Names are verl's where the meaning is the same ([from_verl.md](from_verl.md)).
 
 `python tests/checks/settings_page.py` writes this page from `rlhf_mc/config/schema.py`.
+"""
+DEPENDENT = """\
+## Settings that are read with others alone
+
+Where one of these is set and not read, a line at the start names it. Those that do not fit together are errors.
 """
 NAME = "NAME"
 """Stands for the name of a named section."""
@@ -45,6 +51,8 @@ def page() -> str:
         section = getattr(config, field.name) if named is None else named()
         key = field.name if named is None else f"{field.name}.{NAME}"
         lines += _section(key, section, field_docs(Config)[field.name], sections)
+    lines += [DEPENDENT, "| with | settings |", "|---|---|"]
+    lines += [f"| {_escaped(row.condition)} | {', '.join(f'`{key}`' for key in row.keys)} |" for row in DEPENDENCES]
     return "\n".join(lines).rstrip() + "\n"
 
 

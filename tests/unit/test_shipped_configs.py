@@ -15,6 +15,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.roles import tokens_on_rank, uses_critic
 from rlhf_mc.config.schema import Config, MegatronConfig, layouts
+from rlhf_mc.config.unread import unread_line
 from rlhf_mc.planner import activations
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.model_state import trained_state
@@ -59,6 +60,7 @@ def test_config_fits_its_world_size_and_model(name: str, world: int, model: str)
     check_vllm(shape, cfg.rollout.tensor_model_parallel_size)
     assert cfg.data.max_prompt_length + cfg.data.max_response_length <= shape.max_position_embeddings
     assert cfg.trainer.resume_mode == "auto" and cfg.trainer.save_freq > 0
+    assert unread_line(cfg) is None
 
 
 @pytest.mark.slow

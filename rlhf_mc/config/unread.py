@@ -1,0 +1,100 @@
+"""The settings that a run reads only together with another one. Set without it they do nothing, and a line at the
+start names them. docs/settings.md has the table. No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """Settings that are read under one condition."""
+
+    section: str
+    names: str
+    """The settings of the section, with blanks between them."""
+    condition: str
+    """The condition in words."""
+    holds: Callable[[Config], Any]
+
+    @property
+    def keys(self) -> list[str]:
+        """The settings as section.name."""
+        return [f"{self.section}.{name}" for name in self.names.split()]
+
+
+def _with(setting: str, section: str, names: str) -> Dependence:
+    """Return the dependence on another setting that is not null, false, 0 or empty."""
+    return Dependence(section, names, setting, lambda cfg: get_setting(cfg, setting))
+
+
+def _with_one_of(setting: str, values: str, section: str, names: str) -> Dependence:
+    """Return the dependence on another setting with one of these values, with blanks between them. A function of the
+    user's, for the value custom, may read everything."""
+    allowed = [*values.split(), "custom"]
+    condition = f"{setting} {', '.join(allowed[:-1])}"
+    return Dependence(section, names, condition, lambda cfg: get_setting(cfg, setting) in allowed)
+
+
+def _uses_kl(cfg: Config) -> bool:
+    return cfg.algorithm.use_kl_in_reward or cfg.algorithm.kl_ctrl.type == "adaptive"
+
+
+ESTIMATOR = "algorithm.adv_estimator"
+CORRECTION = "algorithm.rollout_correction"
+LOSS = "actor.policy_loss"
+LOSS_MODE = f"{LOSS}.loss_mode"
+DECAYS = "linear cosine"
+DEPENDENCES = (
+    _with_one_of(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
+    _with_one_of(ESTIMATOR, "gae", "algorithm", "lam"),
+    _with_one_of(ESTIMATOR, "grpo grpo_passk", "algorithm", "norm_adv_by_std_in_grpo"),
+    Dependence("algorithm", "kl_penalty", "algorithm.use_kl_in_reward or algorithm.kl_ctrl.type adaptive", _uses_kl),
+    _with("algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "kl_coef"),
+    _with_one_of("algorithm.kl_ctrl.type", "adaptive", "algorithm.kl_ctrl", "target_kl horizon"),
+    _with("algorithm.filter_groups.enable", "algorithm.filter_groups", "metric max_num_gen_batches"),
+    _with(f"{CORRECTION}.rollout_is", CORRECTION, "rollout_is_threshold rollout_is_batch_normalize"),
+    _with("actor.use_kl_loss", "actor", "kl_loss_coef kl_loss_type"),
+    _with_one_of(LOSS_MODE, "vanilla gspo geo_mean cispo clip_cov", "actor", "clip_ratio_low clip_ratio_high"),
+    _with_one_of(LOSS_MODE, "vanilla", "actor", "clip_ratio_c"),
+    _with_one_of(LOSS_MODE, "clip_cov", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub"),
+    _with_one_of(LOSS_MODE, "kl_cov", LOSS, "kl_cov_ratio ppo_kl_coef"),
+    _with_one_of(LOSS_MODE, "sapo", LOSS, "tau_pos tau_neg"),
+    _with_one_of("actor.optim.lr_decay_style", DECAYS, "actor.optim", "min_lr"),
+    _with_one_of("critic.optim.lr_decay_style", DECAYS, "critic.optim", "min_lr"),
+    _with("rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"),
+    _with("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
+    _with("custom_reward_function.path", "custom_reward_function", "name reward_kwargs"),
+    _with("reward.overlong_buffer.len", "reward.overlong_buffer", "penalty_factor"),
+    _with("reward.remote.url", "reward.remote", "api template timeout_seconds max_retries max_concurrency"),
+    _with("health.roll_back", "health", "rollback_lr_factor max_rollbacks"),
+    _with("profile.steps", "profile", "ranks"),
+)
+
+
+def unread(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield each setting that differs from its default and is not read, and the condition under which it is."""
+    for row in DEPENDENCES:
+        for key in row.keys if not row.holds(cfg) else ():
+            if get_setting(cfg, key) != get_setting(_defaults(), key):
+                yield key, row.condition
+
+
+@functools.cache
+def _defaults() -> Config:
+    return Config(DataConfig([]), ModelConfig(""), TrainerConfig(""))
+
+
+def unread_line(cfg: Config) -> str | None:
+    """Return a line that names the settings that are set and not read; None without one."""
+    conditions: dict[str, list[str]] = {}
+    for key, condition in unread(cfg):
+        conditions.setdefault(condition, []).append(key)
+    parts = [f"{', '.join(keys)} (read with {condition})" for condition, keys in conditions.items()]
+    return f"warning: set, but not read: {'; '.join(parts)}" if parts else None
