@@ -29,12 +29,12 @@ class Dependence:
         return [f"{self.section}.{name}" for name in self.names.split()]
 
 
-def _with(setting: str, section: str, names: str) -> Dependence:
+def _switch(setting: str, section: str, names: str) -> Dependence:
     """Return the dependence on another setting that is not null, false, 0 or empty."""
     return Dependence(section, names, setting, lambda cfg: get_setting(cfg, setting))
 
 
-def _with_one_of(setting: str, values: str, section: str, names: str) -> Dependence:
+def _choice(setting: str, values: str, section: str, names: str) -> Dependence:
     """Return the dependence on another setting with one of these values, with blanks between them. A function of the
     user's, for the value custom, may read everything."""
     allowed = [*values.split(), "custom"]
@@ -52,29 +52,29 @@ LOSS = "actor.policy_loss"
 LOSS_MODE = f"{LOSS}.loss_mode"
 DECAYS = "linear cosine"
 DEPENDENCES = (
-    _with_one_of(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
-    _with_one_of(ESTIMATOR, "gae", "algorithm", "lam"),
-    _with_one_of(ESTIMATOR, "grpo grpo_passk", "algorithm", "norm_adv_by_std_in_grpo"),
+    _choice(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
+    _choice(ESTIMATOR, "gae", "algorithm", "lam"),
+    _choice(ESTIMATOR, "grpo grpo_passk", "algorithm", "norm_adv_by_std_in_grpo"),
     Dependence("algorithm", "kl_penalty", "algorithm.use_kl_in_reward or algorithm.kl_ctrl.type adaptive", _uses_kl),
-    _with("algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "kl_coef"),
-    _with_one_of("algorithm.kl_ctrl.type", "adaptive", "algorithm.kl_ctrl", "target_kl horizon"),
-    _with("algorithm.filter_groups.enable", "algorithm.filter_groups", "metric max_num_gen_batches"),
-    _with(f"{CORRECTION}.rollout_is", CORRECTION, "rollout_is_threshold rollout_is_batch_normalize"),
-    _with("actor.use_kl_loss", "actor", "kl_loss_coef kl_loss_type"),
-    _with_one_of(LOSS_MODE, "vanilla gspo geo_mean cispo clip_cov", "actor", "clip_ratio_low clip_ratio_high"),
-    _with_one_of(LOSS_MODE, "vanilla", "actor", "clip_ratio_c"),
-    _with_one_of(LOSS_MODE, "clip_cov", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub"),
-    _with_one_of(LOSS_MODE, "kl_cov", LOSS, "kl_cov_ratio ppo_kl_coef"),
-    _with_one_of(LOSS_MODE, "sapo", LOSS, "tau_pos tau_neg"),
-    _with_one_of("actor.optim.lr_decay_style", DECAYS, "actor.optim", "min_lr"),
-    _with_one_of("critic.optim.lr_decay_style", DECAYS, "critic.optim", "min_lr"),
-    _with("rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"),
-    _with("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
-    _with("custom_reward_function.path", "custom_reward_function", "name reward_kwargs"),
-    _with("reward.overlong_buffer.len", "reward.overlong_buffer", "penalty_factor"),
-    _with("reward.remote.url", "reward.remote", "api template timeout_seconds max_retries max_concurrency"),
-    _with("health.roll_back", "health", "rollback_lr_factor max_rollbacks"),
-    _with("profile.steps", "profile", "ranks"),
+    _switch("algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "kl_coef"),
+    _choice("algorithm.kl_ctrl.type", "adaptive", "algorithm.kl_ctrl", "target_kl horizon"),
+    _switch("algorithm.filter_groups.enable", "algorithm.filter_groups", "metric max_num_gen_batches"),
+    _switch(f"{CORRECTION}.rollout_is", CORRECTION, "rollout_is_threshold rollout_is_batch_normalize"),
+    _switch("actor.use_kl_loss", "actor", "kl_loss_coef kl_loss_type"),
+    _choice(LOSS_MODE, "vanilla gspo geo_mean cispo clip_cov", "actor", "clip_ratio_low clip_ratio_high"),
+    _choice(LOSS_MODE, "vanilla", "actor", "clip_ratio_c"),
+    _choice(LOSS_MODE, "clip_cov", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub"),
+    _choice(LOSS_MODE, "kl_cov", LOSS, "kl_cov_ratio ppo_kl_coef"),
+    _choice(LOSS_MODE, "sapo", LOSS, "tau_pos tau_neg"),
+    _choice("actor.optim.lr_decay_style", DECAYS, "actor.optim", "min_lr"),
+    _choice("critic.optim.lr_decay_style", DECAYS, "critic.optim", "min_lr"),
+    _switch("rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"),
+    _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
+    _switch("custom_reward_function.path", "custom_reward_function", "name reward_kwargs"),
+    _switch("reward.overlong_buffer.len", "reward.overlong_buffer", "penalty_factor"),
+    _switch("reward.remote.url", "reward.remote", "api template timeout_seconds max_retries max_concurrency"),
+    _switch("health.roll_back", "health", "rollback_lr_factor max_rollbacks"),
+    _switch("profile.steps", "profile", "ranks"),
 )
 
 

@@ -53,7 +53,7 @@ TARGETS = CONVOLUTIONS | {TIED, LINEAR, SHARED_MEMORY, REPACK, SIZES, ROTATION, 
 
 
 def test_vllm_takes_the_bounds_of_sampling_settings() -> None:
-    """A value that a setting allows is not refused in the first rollout."""
+    """Compare them with vLLM's own, which would refuse the first rollout."""
     bounded = (("temperature", RolloutConfig), ("temperature", ValKwargsConfig), ("top_p", ValKwargsConfig))
     for name, section in bounded:
         allowed = number_range(field_types(section)[name])

@@ -104,7 +104,7 @@ def test_the_first_later_rollout_beyond_the_bound_warns(caplog: pytest.LogCaptur
 
 
 def test_the_check_stays_open_until_a_token_of_the_trained_weights_is_compared() -> None:
-    """A batch of groups that older weights have drawn says nothing about the weights that the engine has now."""
+    """Take a batch that older weights have drawn alone: it says nothing about the engine's present weights."""
     check = make_check()
     older = replace(make_batch([5.0] * 4), token_ages=torch.tensor([1, 2, 1, 1]))
     assert Difference.from_batch(older) is None
