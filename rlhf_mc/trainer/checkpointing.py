@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import recorded, without_secrets
 from rlhf_mc.config.yaml_reader import yaml_text
+from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import check_metrics
@@ -28,6 +29,7 @@ from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
+from rlhf_mc.trainer.generate import prompt_order
 from rlhf_mc.trainer.pool.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
 
@@ -57,7 +59,7 @@ _WITHOUT_EFFECT = {
         "heartbeat_timeout_seconds",
         "preemption_grace_seconds",
         "stop_before_minutes",
-    )
+    )  # fmt: skip
 }
 """Settings that do not change what is computed."""
 _SKIPPED = "consecutive_skipped_updates"
@@ -69,9 +71,9 @@ class Position:
 
     step: int = 0
     """The last complete step."""
-    num_batches: int = 0
-    """Batches of prompts that the steps up to it have drawn: with algorithm.filter_groups more than steps. Kept groups
-    do not count, groups that were dropped as too stale do."""
+    num_prompts: int = 0
+    """Position in the order of prompts (data/order.py) after those that the steps up to it have drawn. Kept groups do
+    not count, groups that were dropped as too stale do."""
     accuracy: float | None = None
     """Mean validation accuracy after that step; None without a validation."""
     best_step: int | None = None
@@ -296,8 +298,8 @@ class Checkpoints:
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self._run.response_lengths.load_state_dict(loop["response_lengths"])
-            self.position = Position(**loop["position"])
-            load_pool(self._run, loop["group_pool"], path, self.position.num_batches)
+            self.position = Position(**_with_prompts(loop["position"], config["data"], prompt_order(self._run)))
+            self.position.num_prompts = load_pool(self._run, loop["group_pool"], path, self.position.num_prompts)
             self._logged = loop["logged"]
             self._skipped = dict(loop[_SKIPPED])
             self.run_id = run_id
@@ -318,16 +320,16 @@ class Checkpoints:
     # ------------------------------------------------------------ save
 
     def step_done(
-        self, step: int, num_batches: int, accuracy: float | None, metrics: Mapping[str, float], is_healthy: bool = True
+        self, step: int, num_prompts: int, accuracy: float | None, metrics: Mapping[str, float], is_healthy: bool = True
     ) -> None:
-        """Record that a step is complete. num_batches: batches of prompts drawn so far. accuracy: of a validation after
-        it, if any. metrics: the step's. is_healthy: none of them shows weights that a run should not be rolled back
-        to. A rank may call it by itself."""
+        """Record that a step is complete. num_prompts: position in the order of prompts so far. accuracy: of a
+        validation after it, if any. metrics: the step's. is_healthy: none of them shows weights that a run should not
+        be rolled back to. A rank may call it by itself."""
         self._is_healthy = is_healthy
         if is_healthy:
             self.position.last_healthy_step = self._saved if self._in_flight is None else self._in_flight.step
         self.position.step = step
-        self.position.num_batches = num_batches
+        self.position.num_prompts = num_prompts
         self.position.accuracy = accuracy
         name = self._cfg.best_metric
         self._candidate = accuracy if name is None else metrics.get(name)
@@ -444,6 +446,16 @@ class Checkpoints:
                 )
             )
             raise UserError(f"{error}; {kept}") from error
+
+
+def _with_prompts(position: dict[str, Any], data: dict[str, Any], order: PromptOrder) -> dict[str, Any]:
+    """Return a checkpoint's position with num_prompts; earlier versions counted batches. data: its settings."""
+    others = dict(position)
+    if (num_batches := others.pop("num_batches", None)) is None:
+        return others
+    sizes = {key: data[key] for key in ("train_batch_size", "gen_batch_size")}
+    theirs = replace(order, cfg=replace(order.cfg, **sizes))
+    return {**others, "num_prompts": theirs.position(num_batches * theirs.batch_size)}
 
 
 def _print(line: str) -> None:

@@ -14,39 +14,44 @@ class StepSchedule:
     trainer: TrainerConfig
     total_steps: int
     """Steps of the run at most."""
-    total_batches: int
-    """Batches of prompts of trainer.total_epochs, after which the run ends without trainer.total_training_steps."""
+    total_prompts: int
+    """Position in the order of prompts at the end of trainer.total_epochs, where the run ends without
+    trainer.total_training_steps."""
     has_val_prompts: bool
+
+    @property
+    def ends_by_epochs(self) -> bool:
+        """The run ends with trainer.total_epochs."""
+        return self.trainer.total_training_steps is None
 
     def is_first_validation_due(self) -> bool:
         """Return whether trainer.val_before_train asks for a validation before the first step."""
         return self.trainer.val_before_train and self.has_val_prompts
 
-    def is_validation_due(self, step: int, num_batches: int) -> bool:
-        """Return whether trainer.test_freq asks for a validation after the step. num_batches: batches of prompts drawn
-        so far."""
+    def is_validation_due(self, step: int, num_prompts: int) -> bool:
+        """Return whether trainer.test_freq asks for a validation after the step. num_prompts: position in the order of
+        prompts so far."""
         freq = self.trainer.test_freq
-        return freq > 0 and (step % freq == 0 or self.is_at_end(step, num_batches))
+        return freq > 0 and (step % freq == 0 or self.is_at_end(step, num_prompts))
 
     def is_export_due(self, step: int) -> bool:
         """Return whether trainer.export_freq asks for an export after the step."""
         freq = self.trainer.export_freq
         return freq > 0 and step % freq == 0
 
-    def is_save_due(self, step: int, num_batches: int, accuracy: float | None) -> bool:
+    def is_save_due(self, step: int, num_prompts: int, accuracy: float | None) -> bool:
         """Return whether trainer.save_freq asks for a checkpoint of the step, with its validation accuracy if any."""
         freq = self.trainer.save_freq
-        return freq > 0 and (step % freq == 0 or self.is_last(step, num_batches, accuracy))
+        return freq > 0 and (step % freq == 0 or self.is_last(step, num_prompts, accuracy))
 
-    def is_last(self, step: int, num_batches: int, accuracy: float | None) -> bool:
+    def is_last(self, step: int, num_prompts: int, accuracy: float | None) -> bool:
         """Return whether the run ends after the step, with its validation accuracy if any."""
-        return self.is_at_end(step, num_batches) or self.reaches_target(accuracy)
+        return self.is_at_end(step, num_prompts) or self.reaches_target(accuracy)
 
-    def is_at_end(self, step: int, num_batches: int) -> bool:
-        """Return whether the step is the last of trainer.total_training_steps, or has drawn the last batch of
-        trainer.total_epochs."""
-        has_steps = self.trainer.total_training_steps is not None
-        return step >= self.total_steps if has_steps else num_batches >= self.total_batches
+    def is_at_end(self, step: int, num_prompts: int) -> bool:
+        """Return whether the step is the last of trainer.total_training_steps, or has trained on the
+        last prompt of trainer.total_epochs."""
+        return num_prompts >= self.total_prompts if self.ends_by_epochs else step >= self.total_steps
 
     def reaches_target(self, accuracy: float | None) -> bool:
         """Return whether a validation accuracy reaches trainer.target_val_acc. accuracy None: no validation."""

@@ -200,6 +200,21 @@ def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: li
         _assert_same_weights(part, whole)
 
 
+def test_a_resume_with_another_batch_size_ends_the_epoch_with_its_own_prompts(
+    train: Any, config: Path, partial: list[dict[str, Any]]
+) -> None:
+    """Check that kept groups continue, and that each prompt of the epoch is trained on once."""
+    start = config.parent / "partial" / "global_step_3"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "trainer.save_freq=1"]
+    resume += [*PARTIAL[:2], "data.train_batch_size=6", "trainer.total_epochs=1"]
+    resume += [f"{role}.ppo_mini_batch_size=3" for role in ("actor", "critic")]
+    rest = train(1, "larger_batches", *resume, "trainer.total_training_steps=null")[0]["steps"]
+    trained = Counter(prompt for step in [*partial[0]["steps"][:3], *rest] for prompt in step["prompts"])
+    assert set(trained.values()) == {N} and len(trained) == NEEDED * PER_EPOCH
+    assert [step["step"] for step in rest] == [4, 5] and max(rest[0]["ages"]) > 0
+    assert [step["metrics"]["training/epoch"] for step in rest] == [0, 0]
+
+
 def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
     pool: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -23,7 +23,7 @@ from rlhf_mc.config.schema import Config, ModelConfig, TrainerConfig
 from rlhf_mc.data import tokenise
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.dataset import Prompts
-from rlhf_mc.data.order import check_weights, draws_of_files, indices_of_batch, weighted_indices
+from rlhf_mc.data.order import PromptOrder, check_weights, draws_of_files
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
@@ -355,9 +355,16 @@ def test_draws_follow_the_weights(weights: list[float]) -> None:
 def test_weighted_order(shuffle: bool) -> None:
     """Check that each file is passed over completely before one of its prompts comes again, at its own pace, and that a
     step's prompts are a function of the step alone."""
-    sizes = [5, 40]
-    steps = [weighted_indices(sizes, [1.0, 3.0], 8, step, 7, shuffle) for step in range(30)]
-    assert [weighted_indices(sizes, [1.0, 3.0], 8, step, 7, shuffle) for step in reversed(range(30))] == steps[::-1]
+
+    def order(seed: int) -> PromptOrder:
+        cfg = data_config(train_batch_size=8, train_file_weights=[1.0, 3.0], shuffle=shuffle)
+        return PromptOrder(cfg, [5, 40], seed)
+
+    starts = range(0, 240, 8)
+    steps = [order(7).indices(order(7).next_batch(start)) for start in starts]
+    assert [order(7).indices(order(7).next_batch(start)) for start in reversed(starts)] == steps[::-1]
+    assert order(7).indices(range(240)) == [i for drawn in steps for i in drawn], "the batch size changes no position"
+    assert order(7).epoch_length == 40 and order(7).next_batch(36) == range(36, 44)
     for drawn in steps:
         assert sum(i < 5 for i in drawn) == 2
     small = [i for drawn in steps for i in drawn if i < 5]
@@ -366,18 +373,18 @@ def test_weighted_order(shuffle: bool) -> None:
     assert all(sorted(large[k : k + 40]) == list(range(5, 45)) for k in range(0, 160, 40))
     assert (small[:5] == small[5:10]) is not shuffle
     assert (large[:40] == list(range(5, 45))) is not shuffle
-    assert weighted_indices(sizes, [1.0, 3.0], 8, 0, 8, True) != weighted_indices(sizes, [1.0, 3.0], 8, 0, 7, True)
+    assert (order(8).indices(range(8)) != order(7).indices(range(8))) is shuffle
 
 
 def test_weights_of_settings() -> None:
     cfg = data_config(train_batch_size=4, train_file_weights=[1.0, 1.0], shuffle=False)
     cfg.train_files = ["a", "b"]
-    assert indices_of_batch(cfg, [3, 3], 0, 1) == [0, 3, 1, 4]
+    assert PromptOrder(cfg, [3, 3], 1).indices(range(4)) == [0, 3, 1, 4]
     with pytest.raises(UserError, match=r"data.train_file_weights: there are no prompts of b to draw"):
         check_weights(cfg, [3, 0])
     cfg.train_file_weights = []
     check_weights(cfg, [3, 0])
-    assert indices_of_batch(cfg, [3, 3], 0, 1) == [0, 1, 2, 3]
+    assert PromptOrder(cfg, [3, 3], 1).indices(range(4)) == [0, 1, 2, 3]
 
 
 def test_a_prompt_that_is_drawn_twice_has_other_seeds() -> None:

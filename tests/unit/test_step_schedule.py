@@ -47,7 +47,7 @@ def test_run_ends_with_its_last_step_or_at_its_target() -> None:
     assert not schedule(target_val_acc=None).is_last(2, 2, 1.0)
 
 
-def test_run_of_epochs_ends_when_their_batches_are_drawn() -> None:
+def test_run_of_epochs_ends_when_their_prompts_are_drawn() -> None:
     """Draw several batches in a step, as algorithm.filter_groups does: there are fewer steps then."""
     found = schedule(test_freq=5, save_freq=5)
     drawn = {1: 3, 2: 6, 3: 9}
