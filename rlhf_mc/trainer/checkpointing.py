@@ -34,33 +34,14 @@ from rlhf_mc.trainer.pool.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
 
 _WITHOUT_EFFECT = {
-    f"trainer.{key}"
-    for key in (
-        "default_local_dir",
-        "resume_mode",
-        "resume_from_path",
-        "resume_changed_inputs",
-        "save_freq",
-        "export_freq",
-        "max_ckpt_to_keep",
-        "keep_best",
-        "async_save",
-        "logger",
-        "project_name",
-        "experiment_name",
-        "log_val_generations",
-        "log_train_generations",
-        "best_metric",
-        "rollout_data_dir",
-        "validation_data_dir",
-        "val_only",
-        "planner",
-        "dist_timeout_seconds",
-        "heartbeat_timeout_seconds",
-        "preemption_grace_seconds",
+    f"trainer.{key}" for key in (
+        "default_local_dir", "resume_mode", "resume_from_path", "resume_changed_inputs", "save_freq", "export_freq",
+        "max_ckpt_to_keep", "keep_best", "async_save", "logger", "project_name", "experiment_name",
+        "log_val_generations", "log_train_generations", "best_metric", "rollout_data_dir", "validation_data_dir",
+        "val_only", "planner", "dist_timeout_seconds", "heartbeat_timeout_seconds", "preemption_grace_seconds",
         "stop_before_minutes",
-    )  # fmt: skip
-}
+    )
+}  # fmt: skip
 """Settings that do not change what is computed."""
 _SKIPPED = "consecutive_skipped_updates"
 
