@@ -79,6 +79,31 @@ def test_values_of_a_json_line_keep_their_types(tmp_path: Path, tokenizer: PreTr
     assert (second.ground_truth, second.extra_info) == (["4", 4.5], {"b": [None]})
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [None, {"c": 2}]}}}
+OTHER_CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": "Bern"}}}
+CONVERSATION = [
+    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL, OTHER_CALL]},
+    {"role": "tool", "content": [{"type": "text", "text": "3"}]},
+]
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
+def test_messages_have_texts_and_no_nulls(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Check fields that parquet fills in all rows and in all calls, beside a column of empty lists."""
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + "{% endfor %}{% endfor %}")
+    rows = [{**make_row(), "prompt": CONVERSATION, "images": [], "tools": None}]
+    path = (write_lines if file == "a.jsonl" else write_table)(tmp_path / file, rows)
+    (prompt,) = load_prompts([path], tokenizer, data_config(), -1, with_messages=True)
+    user, call, tool = prompt.messages
+    assert (user["content"], call["content"], tool["content"]) == ("1+2?", "", "3")
+    assert call["tool_calls"] == [CALL, OTHER_CALL] and "tool_calls" not in user
+    assert rendered(prompt, tokenizer) == '1+2?{"a": 1, "b": [null, {"c": 2}]}{"city": "Bern"}3'
+
+
 def test_columns_that_may_be_absent(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "1+1="}]
     for path in (write_lines(tmp_path / "a.jsonl", rows), write_table(tmp_path / "a.parquet", rows)):
@@ -103,6 +128,9 @@ def test_who_needs_the_columns_of_rules() -> None:
 # ---------------------------------------------------------------- bad rows
 
 BAD = [
+    ({"images": ["a.png"]}, "column 'images' is not read: prompts and models are of text alone; drop this column"),
+    ({"tools": [{"type": "function"}]}, "column 'tools' is not read: the tools of all rows are those of"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}, "expected a role and a text"),
     ({"prompt": None}, "column 'prompt' is null"),
     ({"prompt": []}, "column 'prompt' is []"),
     ({"prompt": ""}, "column 'prompt' is ''"),

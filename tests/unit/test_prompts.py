@@ -282,6 +282,9 @@ def test_missing_column(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, colu
         ({"prompt": []}, "'prompt' is []"),
         ({"prompt": [{"role": "user", "content": None}]}, "expected a role and a text content"),
         ({"prompt": [{"role": None, "content": "1"}]}, "expected a role and a text content"),
+        ({"images": [{"bytes": b"png"}]}, "column 'images' is not read: prompts and models are of text alone; drop"),
+        ({"videos": ["a.mp4"]}, "column 'videos' is not read"),
+        ({"tools": '[{"type": "function"}]'}, "column 'tools' is not read: the tools of all rows are those of"),
         ({"prompt": [{"role": "system", "content": "1"}]}, "refuses the prompt (no system messages here)"),
         ({"data_source": None}, "'data_source' is null, expected a string"),
         ({"reward_model": None}, "'reward_model' has no field 'ground_truth'"),
@@ -290,7 +293,8 @@ def test_missing_column(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, colu
 def test_bad_row_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, change: dict[str, Any], words: str
 ) -> None:
-    path = write_table(tmp_path / "a.parquet", [make_row(), make_row(), {**make_row(), **change}])
+    others = {**dict.fromkeys(change), **make_row()}
+    path = write_table(tmp_path / "a.parquet", [others, others, {**others, **change}])
     message = error_of([path], tokenizer)
     assert message.startswith(f"data.train_files {path}, row 2: ")
     assert words in message
