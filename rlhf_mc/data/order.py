@@ -4,9 +4,10 @@ continues with the next prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,12 @@ class PromptOrder:
         """Return the position of the prompt before which there are `count`, without the remainder of each epoch."""
         epoch, place = divmod(count, self.batches_per_epoch * self.batch_size)
         return epoch * self.epoch_length + place
+
+    def after_batches(self, num_batches: int, sizes: Mapping[str, Any]) -> int:
+        """Return the position after so many batches of these sizes, the settings of another run."""
+        cfg = replace(self.cfg, train_batch_size=sizes["train_batch_size"], gen_batch_size=sizes["gen_batch_size"])
+        order = replace(self, cfg=cfg)
+        return order.position(num_batches * order.batch_size)
 
     def indices(self, positions: range) -> list[int]:
         """Return the indices of the prompts at consecutive positions.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import recorded, without_secrets
 from rlhf_mc.config.yaml_reader import yaml_text
-from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import check_metrics
@@ -35,8 +35,8 @@ from rlhf_mc.trainer.run import Run
 
 _WITHOUT_EFFECT = {
     f"trainer.{key}" for key in (
-        "default_local_dir", "resume_mode", "resume_from_path", "resume_changed_inputs", "save_freq", "export_freq",
-        "max_ckpt_to_keep", "keep_best", "async_save", "logger", "project_name", "experiment_name",
+        "default_local_dir", "resume_mode", "resume_from_path", "resume_changed_inputs", "save_freq", "save_minutes",
+        "export_freq", "max_ckpt_to_keep", "keep_best", "async_save", "logger", "project_name", "experiment_name",
         "log_val_generations", "log_train_generations", "best_metric", "rollout_data_dir", "validation_data_dir",
         "val_only", "planner", "dist_timeout_seconds", "heartbeat_timeout_seconds", "preemption_grace_seconds",
         "stop_before_minutes",
@@ -80,6 +80,8 @@ class Checkpoints:
         self._buffers = HostBuffers() if self._cfg.async_save else None
         self._in_flight: Save | None = None
         self._saved: int | None = None
+        self._begun_at = time.monotonic()
+        """Time at which the last checkpoint was begun, or the run."""
         self._lock = Lock(self._root)
         self.position = Position()
         self._candidate: float | None = None
@@ -279,7 +281,10 @@ class Checkpoints:
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self._run.response_lengths.load_state_dict(loop["response_lengths"])
-            self.position = Position(**_with_prompts(loop["position"], config["data"], prompt_order(self._run)))
+            position = dict(loop["position"])
+            if batches := position.pop("num_batches", 0):  # of an earlier version
+                position["num_prompts"] = prompt_order(self._run).after_batches(batches, config["data"])
+            self.position = Position(**position)
             self.position.num_prompts = load_pool(self._run, loop["group_pool"], path, self.position.num_prompts)
             self._logged = loop["logged"]
             self._skipped = dict(loop[_SKIPPED])
@@ -308,13 +313,19 @@ class Checkpoints:
         be rolled back to. A rank may call it by itself."""
         self._is_healthy = is_healthy
         if is_healthy:
-            self.position.last_healthy_step = self._saved if self._in_flight is None else self._in_flight.step
+            saved = self._saved if self._in_flight is None else self._in_flight.step
+            self.position.last_healthy_step = self._run.schedule.milestone_before(step, saved)
         self.position.step = step
         self.position.num_prompts = num_prompts
         self.position.accuracy = accuracy
         name = self._cfg.best_metric
         self._candidate = accuracy if name is None else metrics.get(name)
         self._record_loop_state()
+
+    def is_save_due(self) -> bool:
+        """Return whether trainer.save_minutes asks for a checkpoint, by rank 0's clock. Every rank must call it."""
+        minutes = self._cfg.save_minutes
+        return minutes is not None and gather_objects(time.monotonic() - self._begun_at >= 60 * minutes)[0]
 
     def _record_loop_state(self) -> None:
         """Copy the loop's state at the end of a step. Phases of the next step change it before `save_now` saves it."""
@@ -331,6 +342,7 @@ class Checkpoints:
         trainer.async_save and without `wait` it is written during the next steps. `commit` or `commit_if_written`
         completes it."""
         self.commit()
+        self._begun_at = time.monotonic()
         position = self.position
         best = -math.inf if position.best_accuracy is None else position.best_accuracy
         if self._candidate is not None and self._candidate >= best:
@@ -402,8 +414,9 @@ class Checkpoints:
     def _remove_old(self) -> None:
         steps = directory.steps_with_checkpoint(self._root)
         best = {self.position.best_step} if self._cfg.keep_best else set()
-        for step in directory.to_remove(steps, self._cfg.max_ckpt_to_keep, best | self._rolled_back_to()):
-            directory.remove(self._root, step)
+        for kind in self._run.schedule.kinds(steps):
+            for step in directory.to_remove(kind, self._cfg.max_ckpt_to_keep, best | self._rolled_back_to()):
+                directory.remove(self._root, step)
         if self._cfg.max_ckpt_to_keep is not None:
             ownership.drop_observations(self._root, 0, directory.steps_with_checkpoint(self._root)[0])
 
@@ -427,16 +440,6 @@ class Checkpoints:
                 )
             )
             raise UserError(f"{error}; {kept}") from error
-
-
-def _with_prompts(position: dict[str, Any], data: dict[str, Any], order: PromptOrder) -> dict[str, Any]:
-    """Return a checkpoint's position with num_prompts; earlier versions counted batches. data: its settings."""
-    others = dict(position)
-    if (num_batches := others.pop("num_batches", None)) is None:
-        return others
-    sizes = {key: data[key] for key in ("train_batch_size", "gen_batch_size")}
-    theirs = replace(order, cfg=replace(order.cfg, **sizes))
-    return {**others, "num_prompts": theirs.position(num_batches * theirs.batch_size)}
 
 
 def _print(line: str) -> None:

@@ -95,7 +95,7 @@ class Lifecycle:
         if run.schedule.is_export_due(state.step) and not healthy.acting:
             export(run, state, self._directory / EXPORT / f"global_step_{state.step}", self._checkpoints.run_id)
         self._checkpoints.step_done(state.step, state.num_prompts, accuracy, state.metrics, healthy.is_healthy)
-        if run.schedule.is_save_due(state.step, state.num_prompts, accuracy):
+        if run.schedule.is_save_due(state.step, state.num_prompts, accuracy) or self._checkpoints.is_save_due():
             self._checkpoints.save(state.timer)
 
     def log_step(self, state: StepState, batch: RaggedBatch) -> None:

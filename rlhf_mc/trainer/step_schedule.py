@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf_mc.config.roles import saves_checkpoints
 from rlhf_mc.config.schema import TrainerConfig
 
 
@@ -40,9 +42,22 @@ class StepSchedule:
         return freq > 0 and step % freq == 0
 
     def is_save_due(self, step: int, num_prompts: int, accuracy: float | None) -> bool:
-        """Return whether trainer.save_freq asks for a checkpoint of the step, with its validation accuracy if any."""
+        """Return whether trainer.save_freq asks for a checkpoint of the step, with its validation accuracy if any, or
+        the end of the run does."""
+        is_last = self.is_last(step, num_prompts, accuracy) and saves_checkpoints(self.trainer)
+        return is_last or (self.trainer.save_freq > 0 and step % self.trainer.save_freq == 0)
+
+    def kinds(self, saved: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the saved steps that trainer.save_freq asks for, and those that save_minutes does."""
         freq = self.trainer.save_freq
-        return freq > 0 and (step % freq == 0 or self.is_last(step, num_prompts, accuracy))
+        of_freq = [step for step in saved if self.trainer.save_minutes is None or (freq > 0 and step % freq == 0)]
+        return of_freq, [step for step in saved if step not in of_freq]
+
+    def milestone_before(self, step: int, saved: int | None) -> int | None:
+        """Return the last step before this one that trainer.save_freq asked for: the last saved one, unless
+        save_minutes saves others too. A roll-back depends on it, and must not depend on a clock."""
+        freq = self.trainer.save_freq
+        return saved if self.trainer.save_minutes is None or freq == -1 else (step - 1) // freq * freq
 
     def is_last(self, step: int, num_prompts: int, accuracy: float | None) -> bool:
         """Return whether the run ends after the step, with its validation accuracy if any."""

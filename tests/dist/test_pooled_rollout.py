@@ -190,8 +190,15 @@ def test_a_checkpoint_has_the_pool_in_a_file_of_its_own(config: Path, partial: l
 
 
 def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: list[dict[str, Any]]) -> None:
+    """Check too that trainer.save_minutes saves, deletes none that save_freq asks for, and changes nothing else."""
     start = config.parent / "partial" / "global_step_3"
-    resumed = train(2, "resumed", *PARTIAL[:2], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}")
+    settings = [*PARTIAL[:2], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
+    settings += ["trainer.save_freq=4", "trainer.save_minutes=1e-6", "trainer.max_ckpt_to_keep=1"]
+    resumed = train(2, "resumed", *settings)
+    assert sorted(path.name for path in (config.parent / "resumed").glob("global_step_*")) == [
+        "global_step_4",
+        "global_step_6",
+    ]
     for part, whole in zip(resumed, partial, strict=True):
         assert [step["step"] for step in part["steps"]] == [4, 5, 6]
         for step, other in zip(part["steps"], whole["steps"][3:], strict=True):

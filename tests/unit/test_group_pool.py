@@ -23,7 +23,6 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.planner.storage import pool_bytes
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.trainer import generate
-from rlhf_mc.trainer.checkpointing import _with_prompts
 from rlhf_mc.trainer.generate import prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pool import pooled_rollout
@@ -241,9 +240,7 @@ def test_a_run_without_a_pool_continues_with_its_next_prompt(config_file: Path, 
     assert position == 4 and prompt_order(run).next_batch(position) == range(4, 4 + size)
     rest = 12 - 4 - (8 // size) * size
     assert load_pool(run, GroupPool().state_dict(), tmp_path, 12 - rest) == 12
-    batches_counted = {"step": 2, "num_batches": 2}
-    stored_data = {"train_batch_size": 2, "gen_batch_size": None}
-    assert _with_prompts(batches_counted, stored_data, prompt_order(run)) == {"step": 2, "num_prompts": 4}
+    assert prompt_order(run).after_batches(2, {"train_batch_size": 2, "gen_batch_size": None}) == 4
 
 
 @pytest.mark.parametrize(
