@@ -249,8 +249,8 @@ class TrainerConfig:
     """Steps between training checkpoints, from which the run can resume. They are written to global_step_<n>/. There is
     one after the last step too. -1: never."""
     save_minutes: Annotated[float, Range(0, MOST_SECONDS / 60, open=True)] | None = None
-    """Save also after the first step that ends so many minutes after the last checkpoint was begun, by rank 0's clock.
-    null: never."""
+    """Minutes between training checkpoints, beside those of save_freq: after the first step that ends this long after
+    the last checkpoint was begun, by rank 0's clock. null: never."""
     async_save: bool = True
     """Continue training while the files of a checkpoint are written, from a copy in host memory."""
     max_ckpt_to_keep: Count | None = None

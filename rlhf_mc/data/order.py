@@ -49,7 +49,7 @@ class PromptOrder:
             position += left
         return range(position, position + self.batch_size)
 
-    def batch_of(self, position: int) -> tuple[int, range]:
+    def batch_at(self, position: int) -> tuple[int, range]:
         """Return number and positions of the batch of a position, in a run whose batches all have this size."""
         epoch, place = divmod(position, self.epoch_length)
         batch = place // self.batch_size
@@ -69,7 +69,7 @@ class PromptOrder:
         return epoch * self.epoch_length + place
 
     def after_batches(self, num_batches: int, sizes: Mapping[str, Any]) -> int:
-        """Return the position after so many batches of these sizes, the settings of another run."""
+        """Return the position after num_batches batches of these sizes, the settings of another run."""
         cfg = replace(self.cfg, train_batch_size=sizes["train_batch_size"], gen_batch_size=sizes["gen_batch_size"])
         order = replace(self, cfg=cfg)
         return order.position(num_batches * order.batch_size)

@@ -34,7 +34,7 @@ UNREAD = {
 
 
 def is_filled(value: Any) -> bool:
-    """Return whether a column of UNREAD has something in a row."""
+    """Return whether a column of UNREAD has a value in this row."""
     return json_files.without_nulls(value) not in (None, False, "", [], {}, [None], [{}], "[]", "{}", "null")
 
 

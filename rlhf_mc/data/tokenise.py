@@ -147,6 +147,7 @@ def _content(message: dict[str, Any]) -> str | None:
     None if it is no text."""
     content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, list) and content:
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        return "".join(texts) if len(texts) == len(content) and all(isinstance(text, str) for text in texts) else None
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts = [part["text"] for part in parts if part.get("type") == "text" and isinstance(part.get("text"), str)]
+        return "".join(texts) if len(texts) == len(parts) else None
     return content if isinstance(content, str) else None

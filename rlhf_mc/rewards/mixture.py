@@ -160,6 +160,6 @@ def row_problem(row: RewardRow) -> str | None:
         if not str(row.ground_truth).strip():
             return f"reward_model.ground_truth is empty; the rule {part} needs an answer to compare with"
         if not rule.can_read(row.ground_truth):
-            found = repr(row.ground_truth)[:60]
-            return f"reward_model.ground_truth is {found}; it must be {rule.reads} for the rule {part}"
+            truth = repr(row.ground_truth)[:60]
+            return f"reward_model.ground_truth is {truth}; it must be {rule.reads} for the rule {part}"
     return None

@@ -144,7 +144,7 @@ def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
     seeds are those of the step that trains on them where steps train on the prompts that they have drawn."""
     order = prompt_order(run)
     groups = []
-    for (number, batch), members in itertools.groupby(positions, order.batch_of):
+    for (number, batch), members in itertools.groupby(positions, order.batch_at):
         prompts = run.train_prompts.at(order.indices(batch))
         n = run.config.rollout.n
         seeds = sampling_seeds(run.config.trainer.seed, TRAINING, number + 1, prompts, n)

@@ -422,7 +422,7 @@ def test_positions_without_the_remainder_of_each_epoch(num_prompts: int, size: i
     positions = [order.position(i) for i in range(3 * count)]
     assert [order.count(position) for position in positions] == list(range(3 * count))
     assert all(position % num_prompts < count for position in positions)
-    numbers = [order.batch_of(position) for position in positions[::size]]
+    numbers = [order.batch_at(position) for position in positions[::size]]
     assert [number for number, _ in numbers] == list(range(3 * order.batches_per_epoch))
     assert all(order.next_batch(batch.start) == batch for _, batch in numbers)
 
