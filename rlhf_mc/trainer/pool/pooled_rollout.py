@@ -124,7 +124,10 @@ def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_prompts: int) 
     if not state["num_groups"]:
         return _position(run) if has_pool(run.config.rollout) else prompt_order(run).next_batch(num_prompts).start
     arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
-    groups = new_groups(run, arrays["positions"].tolist())
+    positions = arrays["positions"].tolist()
+    if "seeds" not in arrays:  # written by an earlier version, which counted without the remainder of each epoch
+        run.group_pool.num_drawn, *positions = map(prompt_order(run).position, [state["num_drawn"], *positions])
+    groups = new_groups(run, positions)
     groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
     if not run.config.rollout.partial_rollout:
         groups = [group.restarted() for group in groups]
