@@ -223,6 +223,7 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
         train_prompts=Prompts(count),
         response_lengths=lengths,
         group_pool=GroupPool(),
+        schedule=SimpleNamespace(ends_by_epochs=False),
         rewards=None,
         tokenizer=None,
         groups=SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1)),
