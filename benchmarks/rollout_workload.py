@@ -223,6 +223,7 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
         train_prompts=Prompts(count),
         response_lengths=lengths,
         group_pool=GroupPool(),
+        schedule=SimpleNamespace(ends_by_epochs=False),
         rewards=None,
         tokenizer=None,
         groups=SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1)),
@@ -246,7 +247,7 @@ def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) 
         counts = step > warm_up
         is_counted(counts)
         run.rollout.weights_updated()
-        state = begin_step(step, RankStatus())
+        state = begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
         before = _tokens_of(run)
         with replaced(generate, "ScoreStream", NoScores):
             _, batch, _ = rollout_of_step(run, state)

@@ -204,7 +204,7 @@ def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
     alone = EnginesAlone(run)
     counted = []
     for step in range(1, rounds + 2):  # the first is a warm-up
-        state = step_state.begin_step(step, RankStatus())
+        state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
         stop = StopRequests(run.config.trainer)
         batches = []
         row = {"step": timed(lambda: batches.append(loop.one_step(run, state, stop)))}  # noqa: B023

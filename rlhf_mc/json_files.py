@@ -36,3 +36,11 @@ def read(path: str | os.PathLike[str]) -> Any:
 def readable_text(value: Any) -> str:
     """Return JSON on one line for people to read: only what UTF-8 cannot encode, a lone surrogate, is escaped."""
     return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the fields of objects that are null, at all depths; elements of lists stay. Parquet has
+    the fields of any row in all rows."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -15,7 +15,7 @@ from rlhf_mc.config.fields import check_values
 from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import PASSES, absent_roles, tokens_on_rank, uses_critic, uses_reference
+from rlhf_mc.config.roles import PASSES, absent_roles, saves_checkpoints, tokens_on_rank, uses_critic, uses_reference
 from rlhf_mc.config.schema import (
     Config,
     MegatronConfig,
@@ -287,9 +287,13 @@ def _checkpoints(cfg: Config) -> Iterator[str]:
             f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is {yaml_text(path)};"
             " set both (resume_path, and a path) or neither"
         )
-    for key in ("max_ckpt_to_keep", "keep_best"):
-        if (value := getattr(trainer, key)) and trainer.save_freq == -1:
-            yield f"trainer.{key} is {value}; that needs trainer.save_freq of at least 1"
+    if trainer.max_ckpt_to_keep and not saves_checkpoints(trainer):
+        yield (
+            f"trainer.max_ckpt_to_keep is {trainer.max_ckpt_to_keep}; that needs trainer.save_freq of at least 1, or"
+            " trainer.save_minutes"
+        )
+    if trainer.keep_best and trainer.save_freq == -1:
+        yield "trainer.keep_best is True; that needs trainer.save_freq of at least 1"
     if trainer.keep_best and (trainer.test_freq == -1 or trainer.save_freq % trainer.test_freq):
         yield (
             f"trainer.keep_best is true; that needs a validation at every save: trainer.test_freq is"

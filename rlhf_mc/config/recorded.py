@@ -22,6 +22,7 @@ WITHOUT_EFFECT = {
         "resume_from_path",
         "resume_changed_inputs",
         "save_freq",
+        "save_minutes",
         "export_freq",
         "max_ckpt_to_keep",
         "keep_best",

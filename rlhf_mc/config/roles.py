@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs, RouterReplayMode
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config, DataConfig, MegatronConfig, RolloutConfig, get_setting, reward_models, roles
+from rlhf_mc.config.schema import (
+    Config,
+    DataConfig,
+    MegatronConfig,
+    RolloutConfig,
+    TrainerConfig,
+    get_setting,
+    reward_models,
+    roles,
+)
 
 PASSES = {
     "old_log_prob": "rollout.log_prob",
@@ -85,6 +94,11 @@ def balances_experts(cfg: Config, has_experts: bool, has_bias: bool) -> bool:
 def adapts_kl_loss(cfg: Config) -> bool:
     """Return whether the controller of algorithm.kl_ctrl sets the coefficient of the KL loss."""
     return cfg.algorithm.kl_ctrl.type == "adaptive" and not cfg.algorithm.use_kl_in_reward
+
+
+def saves_checkpoints(trainer: TrainerConfig) -> bool:
+    """Return whether the run writes training checkpoints without being asked to stop."""
+    return trainer.save_freq > 0 or trainer.save_minutes is not None
 
 
 def prompts_per_batch(data: DataConfig) -> int:

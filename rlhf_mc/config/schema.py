@@ -249,10 +249,14 @@ class TrainerConfig:
     save_freq: CountOrMinus1 = -1
     """Steps between training checkpoints, from which the run can resume. They are written to global_step_<n>/. There is
     one after the last step too. -1: never."""
+    save_minutes: Annotated[float, Range(0, MOST_SECONDS / 60, open=True)] | None = None
+    """Minutes between training checkpoints, beside those of save_freq: after the first step that ends this long after
+    the last checkpoint was begun, by rank 0's clock. null: never."""
     async_save: bool = True
     """Continue training while the files of a checkpoint are written, from a copy in host memory."""
     max_ckpt_to_keep: Count | None = None
-    """Number of training checkpoints to keep. Older ones are deleted once a new one is complete. null: keep all."""
+    """Number of training checkpoints to keep of those that save_freq asks for, and apart from these of those of
+    save_minutes. Older ones are deleted once a new one is complete. null: keep all."""
     keep_best: bool = False
     """Also keep the checkpoint with the highest best_metric."""
     best_metric: str | None = None

@@ -1,11 +1,13 @@
-"""The order in which training draws prompts: a function of the seed and the number of the batch alone, so that a
-resumed run continues with the next batch.
+"""The order in which training draws prompts: a function of the seed and the position alone, so that a resumed run
+continues with the next prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +16,97 @@ from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import DataConfig
 
 
-def indices_of_batch(cfg: DataConfig, file_sizes: Sequence[int], number: int, seed: int) -> list[int]:
-    """Return the indices of the prompts of a batch of the run. number: of the batch, from 0. file_sizes: prompts of
-    each training file."""
-    size = prompts_per_batch(cfg)
-    if cfg.train_file_weights:
-        return weighted_indices(file_sizes, cfg.train_file_weights, size, number, seed, cfg.shuffle)
-    return prompt_indices(sum(file_sizes), size, number, seed, cfg.shuffle)
+@dataclass(frozen=True)
+class PromptOrder:
+    """The order in which a run draws its prompts. A position is a place in it, from 0: epoch * epoch_length + place in
+    the epoch. It does not depend on the batch size. Each epoch ends with a remainder that fills no batch."""
+
+    cfg: DataConfig
+    file_sizes: Sequence[int]
+    """Prompts of each training file."""
+    seed: int
+
+    @property
+    def batch_size(self) -> int:
+        """Number of prompts of a batch."""
+        return prompts_per_batch(self.cfg)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of whole batches in one pass over the prompts."""
+        return sum(self.file_sizes) // self.batch_size
+
+    @property
+    def epoch_length(self) -> int:
+        """Positions of one pass over the prompts. With data.train_file_weights it has no remainder: the files are
+        passed over at their own pace."""
+        return self.batches_per_epoch * self.batch_size if self.cfg.train_file_weights else sum(self.file_sizes)
+
+    def next_batch(self, position: int) -> range:
+        """Return the positions of the first batch from this position on. It does not cross the end of an epoch."""
+        left = self.epoch_length - position % self.epoch_length
+        if left < self.batch_size and not self.cfg.train_file_weights:
+            position += left
+        return range(position, position + self.batch_size)
+
+    def batch_at(self, position: int) -> tuple[int, range]:
+        """Return number and positions of the batch of a position, in a run whose batches all have this size."""
+        epoch, place = divmod(position, self.epoch_length)
+        batch = place // self.batch_size
+        start = epoch * self.epoch_length + batch * self.batch_size
+        end = min(start + self.batch_size, (epoch + 1) * self.epoch_length)
+        return epoch * self.batches_per_epoch + batch, range(start, end)
+
+    def count(self, position: int) -> int:
+        """Return the number of prompts before this position, without the remainder of each epoch."""
+        epoch, place = divmod(position, self.epoch_length)
+        in_batches = self.batches_per_epoch * self.batch_size
+        return epoch * in_batches + min(place, in_batches)
+
+    def position(self, count: int) -> int:
+        """Return the position of the prompt before which there are `count`, without the remainder of each epoch."""
+        epoch, place = divmod(count, self.batches_per_epoch * self.batch_size)
+        return epoch * self.epoch_length + place
+
+    def after_batches(self, num_batches: int, sizes: Mapping[str, Any]) -> int:
+        """Return the position after num_batches batches of these sizes, the settings of another run."""
+        cfg = replace(self.cfg, train_batch_size=sizes["train_batch_size"], gen_batch_size=sizes["gen_batch_size"])
+        order = replace(self, cfg=cfg)
+        return order.position(num_batches * order.batch_size)
+
+    def indices(self, positions: range) -> list[int]:
+        """Return the indices of the prompts at consecutive positions.
+
+        The order of each epoch is drawn from (seed, epoch); without shuffle it is the order of the files."""
+        if self.cfg.train_file_weights:
+            return self._weighted(positions)
+        orders: dict[int, np.ndarray] = {}
+        return [self._index(orders, *divmod(position, self.epoch_length)) for position in positions]
+
+    def _index(self, orders: dict[int, np.ndarray], epoch: int, place: int) -> int:
+        if not self.cfg.shuffle:
+            return place
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.epoch_length)
+        return int(orders[epoch][place])
+
+    def _weighted(self, positions: range) -> list[int]:
+        """Return the indices of prompts of the files in proportion to their weights.
+
+        Of the first k draws of the run, file i has its share of k to within one for each file before it. Each file is
+        passed over at its own pace, in an order that is drawn from (seed, its pass, file)."""
+        sizes = self.file_sizes
+        counts = draws_of_files(self.cfg.train_file_weights, positions.start, positions.stop)
+        files = np.argmax(np.diff(counts, axis=0), axis=1)
+        starts = np.cumsum([0, *sizes])
+        orders: dict[tuple[int, int], np.ndarray] = {}
+        out = []
+        for file, before in zip(files.tolist(), counts[:-1], strict=True):
+            turn, place = divmod(int(before[file]), sizes[file])
+            if self.cfg.shuffle and (file, turn) not in orders:
+                orders[file, turn] = np.random.default_rng((self.seed, turn, file)).permutation(sizes[file])
+            out.append(int(starts[file] + (orders[file, turn][place] if self.cfg.shuffle else place)))
+        return out
 
 
 def check_weights(cfg: DataConfig, file_sizes: Sequence[int]) -> None:
@@ -35,43 +121,6 @@ def check_batch(cfg: DataConfig, num_prompts: int) -> None:
     if prompts_per_batch(cfg) > num_prompts:
         name = "train_batch_size" if cfg.gen_batch_size is None else "gen_batch_size"
         raise UserError(f"data.{name} is {prompts_per_batch(cfg)}; there are only {num_prompts} training prompts")
-
-
-def batches_per_epoch(num_prompts: int, batch_size: int) -> int:
-    """Return the number of whole batches in one pass over the prompts. The remainder is not used in that pass."""
-    return num_prompts // batch_size
-
-
-def prompt_indices(num_prompts: int, batch_size: int, number: int, seed: int, shuffle: bool) -> list[int]:
-    """Return the indices of the prompts of a batch (from 0), a function of the arguments alone.
-
-    The order of each epoch is drawn from (seed, epoch); without shuffle it is the order of the files.
-    """
-    epoch, batch = divmod(number, batches_per_epoch(num_prompts, batch_size))
-    order = np.random.default_rng((seed, epoch)).permutation(num_prompts) if shuffle else np.arange(num_prompts)
-    return [int(i) for i in order[batch * batch_size : (batch + 1) * batch_size]]
-
-
-def weighted_indices(
-    sizes: Sequence[int], weights: Sequence[float], batch_size: int, number: int, seed: int, shuffle: bool
-) -> list[int]:
-    """Return the indices of the prompts of a batch (from 0), a function of the arguments alone: files in proportion to
-    their weights.
-
-    Of the first k draws of the run, file i has its share of k to within one for each file before it. Each file is
-    passed over at its own pace, in an order that is drawn from (seed, its pass, file).
-    """
-    counts = draws_of_files(weights, number * batch_size, (number + 1) * batch_size)
-    files = np.argmax(np.diff(counts, axis=0), axis=1)
-    starts = np.cumsum([0, *sizes])
-    orders: dict[tuple[int, int], np.ndarray] = {}
-    out = []
-    for file, before in zip(files.tolist(), counts[:-1], strict=True):
-        turn, position = divmod(int(before[file]), sizes[file])
-        if shuffle and (file, turn) not in orders:
-            orders[file, turn] = np.random.default_rng((seed, turn, file)).permutation(sizes[file])
-        out.append(int(starts[file] + (orders[file, turn][position] if shuffle else position)))
-    return out
 
 
 def draws_of_files(weights: Sequence[float], first: int, last: int) -> np.ndarray:

@@ -22,6 +22,20 @@ REFERENCE = "reward_model"
 EXTRA = "extra_info"
 AGENT = "agent_name"
 """Column of the agent: whether a row's conversation has tools."""
+_MEDIA_READ_TOGETHER = 16
+_NO_MEDIA = ": prompts and models are of text alone"
+UNREAD = {
+    "images": _NO_MEDIA,
+    "videos": _NO_MEDIA,
+    "audios": _NO_MEDIA,
+    "tools": ": the tools of all rows are those of rollout.environment or data.apply_chat_template_kwargs",
+}
+"""Columns that other trainers read and this one does not, and why."""
+
+
+def is_filled(value: Any) -> bool:
+    """Return whether a column of UNREAD has a value in this row."""
+    return json_files.without_nulls(value) not in (None, False, "", [], {}, [None], [{}], "[]", "{}", "null")
 
 
 class Rows(Protocol):
@@ -265,7 +279,14 @@ def open_rows(path: str, cfg: DataConfig, by_rule: bool) -> Rows:
     with _parquet_file(path, required) as file:
         others = [name for name in (*needed_columns(cfg), EXTRA, AGENT) if name not in required]
         optional = [name for name in others if name in file.schema_arrow.names]
-        return ParquetRows(file.read(columns=[*required, *optional]))
+        table = file.read(columns=[*required, *optional])
+        for name in UNREAD:
+            if name in file.schema_arrow.names and name not in table.column_names:
+                # Whether each row has some, since images may not fit into memory.
+                batches = file.iter_batches(_MEDIA_READ_TOGETHER, columns=[name])
+                filled = [is_filled(value) for batch in batches for value in batch.column(0).to_pylist()]
+                table = table.append_column(name, pa.array(filled, pa.bool_()))
+        return ParquetRows(table)
 
 
 def digest(path: str) -> str:

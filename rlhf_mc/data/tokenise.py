@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc import json_files
 from rlhf_mc.config.environment_schema import SINGLE_TURN_AGENT, TOOL_AGENT
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE
+from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, UNREAD, is_filled
 from rlhf_mc.data.tokenizer import render
 
 
@@ -58,6 +59,11 @@ class RowTokenizer:
         reference = row.get(REFERENCE, {"ground_truth": None})
         if not isinstance(reference, dict) or "ground_truth" not in reference:
             raise UserError(f"{where}: column {REFERENCE!r} has no field 'ground_truth'")
+        for name, hint in UNREAD.items():
+            if is_filled(row.get(name)):
+                raise UserError(
+                    f"{where}: column {name!r} is not read{hint}; drop this column, or the rows that have it"
+                )
         extra_info = row.get(EXTRA) or {}
         if not isinstance(extra_info, dict):
             raise UserError(f"{where}: column {EXTRA!r} is not a struct but {type(extra_info).__name__}")
@@ -116,17 +122,32 @@ def _shown(value: Any) -> str:
 
 
 def chat_messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
-    """Return the chat messages of a prompt, without the fields that parquet filled with null."""
+    """Return the chat messages of a prompt, without the fields that are null (parquet has each field in all messages),
+    and with texts as contents."""
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise UserError(f"{where}: column {column!r} is {_shown(prompt)}, expected chat messages or a non-empty string")
-    for message in prompt:
-        fields = message if isinstance(message, dict) else {}
-        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+    messages = []
+    for message in json_files.without_nulls(prompt):
+        fields = dict(message) if isinstance(message, dict) else {}
+        content = _content(fields)
+        if not isinstance(fields.get("role"), str) or content is None:
             raise UserError(
                 f"{where}: column {column!r} has the message {repr(message)[:60]}, expected a role and a text content"
             )
-    if not any(message["content"].strip() for message in prompt):
+        messages.append({**fields, "content": content})
+    if not any(message["content"].strip() for message in messages):
         raise UserError(f"{where}: column {column!r} is {repr(prompt)[:60]}, whose messages are all empty")
-    return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+    return messages
+
+
+def _content(message: dict[str, Any]) -> str | None:
+    """Return the content of a message as text: parts of text one after the other, no text beside tool calls. Return
+    None if it is no text."""
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if isinstance(content, list) and content:
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts = [part["text"] for part in parts if part.get("type") == "text" and isinstance(part.get("text"), str)]
+        return "".join(texts) if len(texts) == len(parts) else None
+    return content if isinstance(content, str) else None

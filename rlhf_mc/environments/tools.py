@@ -63,11 +63,8 @@ class ToolEnvironment:
     async def reset(self, row: dict[str, Any]) -> None:
         """Begin."""
         self._is_single = row["agent_name"] == SINGLE_TURN_AGENT
-        given = row["extra_info"].get("tools_kwargs") or {}
-        # A parquet file has each field in all rows.
-        self._kwargs = {
-            name: {key: one for key, one in (kwargs or {}).items() if one} for name, kwargs in given.items()
-        }
+        # A null of a parquet file must not replace the default of a tool's argument.
+        self._kwargs = json_files.without_nulls(row["extra_info"].get("tools_kwargs") or {})
         self._agent_data = SimpleNamespace(messages=row["prompt"], tools_kwargs=self._kwargs, extra_fields={})
 
     async def step(self, response: str, tool_calls: Sequence[ToolCall]) -> StepResult:

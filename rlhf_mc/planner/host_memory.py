@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.roles import saves_checkpoints
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.lengths import responses_per_prompt
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
@@ -76,7 +77,7 @@ def _rank_bytes(cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory
             if settings.optimizer_offload:
                 parts[f"{role} optimizer"] = state.optimizer
             copies += saved_bytes(state, training_mesh(settings, world))
-    if cfg.trainer.save_freq > 0 and cfg.trainer.async_save:
+    if saves_checkpoints(cfg.trainer) and cfg.trainer.async_save:
         parts["asynchronous save"] = copies
     responses = cfg.data.train_batch_size * responses_per_prompt(cfg)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length

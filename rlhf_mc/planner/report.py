@@ -84,7 +84,9 @@ def host_table(host: NodeMemory, storage: Storage) -> str:
     sizes = sum_by_name(("offloads" if is_offload[name] else name, size) for name, size in host.parts.items())
     lines = [f"host memory of node {host.node}, GB: {host.total / GB:.1f}: {_gigabytes(sizes)}"]
     if storage.checkpoints == 0:
-        lines.append(f"no training checkpoints (trainer.save_freq); an export has {storage.export / GB:.1f} GB")
+        lines.append(
+            f"no training checkpoints (trainer.save_freq, save_minutes); an export has {storage.export / GB:.1f} GB"
+        )
         return "\n".join(lines)
     space = "every save adds one"
     if storage.space is not None:

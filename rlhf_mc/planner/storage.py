@@ -67,7 +67,8 @@ def plan_storage(
         for rank in ranks.ranks:
             read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + rank_bytes
     kept = trainer.max_ckpt_to_keep
-    checkpoints = 0 if trainer.save_freq < 1 else None if kept is None else kept + trainer.keep_best + 1
+    kinds = (trainer.save_freq > 0) + (trainer.save_minutes is not None)
+    checkpoints = 0 if kinds == 0 else None if kept is None else kinds * kept + trainer.keep_best + 1
     return Storage(
         tensors + pool,
         weight_bytes(shapes["actor"], cfg.actor.megatron),

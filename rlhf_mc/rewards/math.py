@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_mc.rewards import answer_forms as forms
 from rlhf_mc.rewards.equivalence import Comparison, Undecided
+from rlhf_mc.rewards.ground_truths import truth_text
 from rlhf_mc.runtime.console import print_line
 
 MAX_ANSWER_CHARS = 1000
@@ -60,7 +61,7 @@ def score_answer(answer: str | None, ground_truth: Any) -> dict[str, float]:
     """Return compute_score's result for an answer that was taken from a response."""
     if answer is None:
         return {"score": 0.0, "undecided": 0.0}
-    truth = str(ground_truth)
+    truth = truth_text(ground_truth)
     boxed_truth = last_boxed(truth)
     truth = (truth if boxed_truth is None else boxed_truth).strip()
     try:

@@ -159,6 +159,7 @@ def row_problem(row: RewardRow) -> str | None:
             return f"reward_model.ground_truth is null; the rule {part} needs an answer to compare with"
         if not str(row.ground_truth).strip():
             return f"reward_model.ground_truth is empty; the rule {part} needs an answer to compare with"
-        if problem := rule.truth_problem(row.ground_truth):
-            return f"{problem} for the rule {part}"
+        if not rule.can_read(row.ground_truth):
+            truth = repr(row.ground_truth)[:60]
+            return f"reward_model.ground_truth is {truth}; it must be {rule.reads} for the rule {part}"
     return None

@@ -9,9 +9,16 @@ from typing import Any
 
 from rlhf_mc.rewards import math as math_rule
 from rlhf_mc.rewards import text_rules, verl_rules
+from rlhf_mc.rewards.ground_truths import accepted_answers, is_plain, is_solution, truth_text
 
 RewardFunction = Callable[..., Any]
 """compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}"""
+
+
+_NUMBER = "a number such as 54, -1,234 or 3.5"
+_TEXTS = 'a text, a number, a list of these, or {"target": list}'
+_ANSWER = "an answer, as a text or number, and no whole solution"
+_BOX = "\\boxed{*}"
 
 
 @dataclass(frozen=True)
@@ -23,33 +30,62 @@ class RewardRule:
     """Data sources, or patterns of them, that it scores where reward.mixture does not list them."""
     needs_truth: bool = True
     """It compares with the ground truth, so its score is the accuracy of the response. False: a rule on the format."""
-    truth_problem: Callable[[Any], str | None] = lambda truth: None
-    """Return why the rule cannot compare with a ground truth, or None."""
+    reads: str = ""
+    """Ground truths that it can read, in words."""
+    forms: tuple[str, ...] = ()
+    """Responses in which it finds the answer *. It can read a ground truth that is right in one of them."""
     answer: Callable[[str], str | None] | None = None
     """Return the answer in a response, or None. Not set: the rule compares no single answer."""
 
+    def can_read(self, ground_truth: Any) -> bool:
+        """Return whether the rule can compare with a ground truth: some answer is right."""
+        if self.reads == _TEXTS:
+            truths = accepted_answers(ground_truth)
+            return all(map(is_plain, truths)) and any(truth_text(truth).strip() for truth in truths)
+        if not is_plain(ground_truth):
+            return False
+        text = truth_text(ground_truth).strip()
+        if self.reads == _ANSWER and is_solution(text) and math_rule.last_boxed(text) is None:
+            return False
+        return any(self._is_right(form.replace("*", text), ground_truth) for form in self.forms)
+
+    def _is_right(self, response: str, ground_truth: Any) -> bool:
+        result = self.function("", response, ground_truth)
+        return bool((result["score"] if isinstance(result, dict) else result) == 1.0)
+
 
 RULES = {
-    "gsm8k_strict": RewardRule(text_rules.gsm8k_strict, ("openai/gsm8k",), answer=text_rules.gsm8k_answer),
-    "gsm8k_flexible": RewardRule(text_rules.gsm8k_flexible, answer=text_rules.last_number),
+    "gsm8k_strict": RewardRule(
+        text_rules.gsm8k_strict, ("openai/gsm8k",), reads=_NUMBER, forms=("#### *",), answer=text_rules.gsm8k_answer
+    ),
+    "gsm8k_flexible": RewardRule(text_rules.gsm8k_flexible, reads=_NUMBER, forms=("*",), answer=text_rules.last_number),
     "math": RewardRule(
         math_rule.compute_score,
         ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        reads=_ANSWER,
+        forms=(_BOX,),
         answer=math_rule.last_boxed,
     ),
-    "math_string": RewardRule(verl_rules.math_string, answer=verl_rules.last_box),
+    "math_string": RewardRule(verl_rules.math_string, reads=_ANSWER, forms=(_BOX,), answer=verl_rules.last_box),
     "math_dapo": RewardRule(
-        verl_rules.math_dapo, ("math_dapo", "math", "math_dapo_reasoning", "aime*"), answer=verl_rules.dapo_answer
+        verl_rules.math_dapo,
+        ("math_dapo", "math", "math_dapo_reasoning", "aime*"),
+        reads=_ANSWER,
+        forms=("Answer: *", _BOX),
+        answer=verl_rules.dapo_answer,
     ),
-    "numina": RewardRule(verl_rules.numina, ("numina_*",), answer=verl_rules.numina_answer),
-    "exact_match": RewardRule(text_rules.exact_match, ("arithmetic",), answer=str.strip),
+    "numina": RewardRule(
+        verl_rules.numina, ("numina_*",), reads=_ANSWER, forms=(_BOX,), answer=verl_rules.numina_answer
+    ),
+    "exact_match": RewardRule(text_rules.exact_match, ("arithmetic",), reads=_TEXTS, answer=str.strip),
     "multiple_choice": RewardRule(
         text_rules.multiple_choice,
         ("hellaswag", "Rowan/hellaswag"),
-        truth_problem=text_rules.choice_problem,
+        reads="a letter A-Z or an index from 0 to 9",
+        forms=("*",),
         answer=text_rules.extract_choice,
     ),
-    "f1": RewardRule(text_rules.f1, ("squad", "rajpurkar/squad")),
+    "f1": RewardRule(text_rules.f1, ("squad", "rajpurkar/squad"), reads=_TEXTS),
     "boxed_format": RewardRule(text_rules.boxed_format, needs_truth=False),
     "gsm8k_format": RewardRule(text_rules.gsm8k_format, needs_truth=False),
     "think_format": RewardRule(text_rules.think_format, needs_truth=False),

@@ -9,6 +9,7 @@ import string
 from collections import Counter
 from typing import Any
 
+from rlhf_mc.rewards.ground_truths import accepted_answers, truth_text
 from rlhf_mc.rewards.math import last_boxed
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -53,21 +54,12 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _gsm8k_truth(ground_truth: Any) -> str:
-    return str(ground_truth).strip().replace(",", "")
-
-
-def accepted_answers(ground_truth: Any) -> list[str]:
-    """Return the accepted answers: the ground truth, each of a list, or each of {"target": list}, without outer white
-    space."""
-    if isinstance(ground_truth, dict) and "target" in ground_truth:
-        ground_truth = ground_truth["target"]
-    many = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
-    return [str(one).strip() for one in many]
+    return truth_text(ground_truth).strip().replace(",", "")
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Return 1.0 if the response, stripped of white space, is an accepted answer, else 0.0."""
-    return float(solution_str.strip() in accepted_answers(ground_truth))
+    return float(solution_str.strip() in [truth_text(truth).strip() for truth in accepted_answers(ground_truth)])
 
 
 def f1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
@@ -77,7 +69,7 @@ def f1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any =
     It is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, without punctuation and articles; precision and
     recall over the words, with their multiplicity."""
     words = _normalised_words(solution_str)
-    truths = [_normalised_words(truth) for truth in accepted_answers(ground_truth)]
+    truths = [_normalised_words(truth_text(truth)) for truth in accepted_answers(ground_truth)]
     return {
         "score": max((_token_f1(words, truth) for truth in truths), default=0.0),
         "acc": float(words in truths),
@@ -103,7 +95,7 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extr
     A response without a choice, such as an ending in words, chooses that one of the texts extra_info["choices"] with
     which it has the highest token F1, if only one has it."""
     choice = extract_choice(solution_str)
-    truth = _index(str(ground_truth).strip())
+    truth = _index(truth_text(ground_truth).strip())
     if choice is not None:
         return float(_index(choice) == truth)
     words = _normalised_words(solution_str)
@@ -126,15 +118,10 @@ def extract_choice(text: str) -> str | None:
 
 
 def _index(choice: str) -> int:
+    """Return the place of a choice, from 0; -1: it is none."""
+    if len(choice) != 1:
+        return -1
     return int(choice) if choice.isdecimal() else ord(choice) - ord("A")
-
-
-def choice_problem(ground_truth: Any) -> str | None:
-    """Return why a ground truth is no choice, or None."""
-    text = str(ground_truth).strip()
-    if _BARE_CHOICE.fullmatch(text) and len(text) == 1:
-        return None
-    return f"reward_model.ground_truth is {repr(ground_truth)[:40]}; it must be a letter A-Z or an index from 0 to 9"
 
 
 def boxed_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

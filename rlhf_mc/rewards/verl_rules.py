@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from rlhf_mc.rewards import math as math_rule
+from rlhf_mc.rewards.ground_truths import truth_text
 
 # ---------------------------------------------------------------- math_string
 
@@ -32,7 +33,7 @@ def math_string(data_source: str, solution_str: str, ground_truth: Any, extra_in
     answer = last_box(solution_str)
     if answer is None:
         return 0.0
-    truth = str(ground_truth)
+    truth = truth_text(ground_truth)
     try:
         return float(_normalised(answer) == _normalised(truth))
     except _Unreadable:
@@ -131,7 +132,7 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info
     Minerva (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D), else -1.0, and as "acc" 1.0 or 0.0. A response
     without "Answer:" is right if its last \boxed{...} is the ground truth, character for character."""
     answer, is_normalised = _dapo_answer(solution_str)
-    truth = str(ground_truth)
+    truth = truth_text(ground_truth)
     is_right = answer == (dapo_normalised(truth) if is_normalised else truth)
     return {"score": 1.0 if is_right else -1.0, "acc": float(is_right)}
 

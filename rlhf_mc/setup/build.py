@@ -23,7 +23,6 @@ from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.roles import (
     adapts_kl_loss,
     balances_experts,
-    prompts_per_batch,
     router_replay,
     token_budgets,
     uses_critic,
@@ -33,7 +32,7 @@ from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, 
 from rlhf_mc.config.unread import unread_line
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
-from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights
+from rlhf_mc.data.order import PromptOrder, check_batch, check_weights
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
@@ -107,9 +106,10 @@ def build_run(cfg: Config) -> Run:
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
     check_weights(cfg.data, train_prompts.file_sizes)
     check_batch(cfg.data, len(train_prompts))
-    per_epoch = batches_per_epoch(len(train_prompts), prompts_per_batch(cfg.data))
-    total_batches = cfg.trainer.total_epochs * per_epoch
-    total_steps = cfg.trainer.total_training_steps or total_batches  # a step draws at least one batch
+    order = PromptOrder(cfg.data, train_prompts.file_sizes, cfg.trainer.seed)
+    total_prompts = cfg.trainer.total_epochs * order.epoch_length
+    # A step draws at least one batch.
+    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * order.batches_per_epoch
 
     starts = on_every_rank(lambda: _starts(cfg, factory, tokenizer, conversations))
     with working("planning"):
@@ -150,7 +150,7 @@ def build_run(cfg: Config) -> Run:
         stop_token_ids=stops,
         train_prompts=train_prompts,
         val_prompts=val_prompts,
-        schedule=StepSchedule(cfg.trainer, total_steps, total_batches, bool(val_prompts)),
+        schedule=StepSchedule(cfg.trainer, total_steps, total_prompts, bool(val_prompts)),
         token_budgets=budgets,
         inputs=inputs,
         rewards=rewards,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
+from rlhf_mc.trainer.generate import prompt_order
 from rlhf_mc.trainer.pool.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
 
@@ -40,9 +42,9 @@ class Position:
 
     step: int = 0
     """The last complete step."""
-    num_batches: int = 0
-    """Batches of prompts that the steps up to it have drawn: with algorithm.filter_groups more than steps. Kept groups
-    do not count, groups that were dropped as too stale do."""
+    num_prompts: int = 0
+    """Position in the order of prompts (data/order.py) after those that the steps up to it have drawn. Kept groups do
+    not count, groups that were dropped as too stale do."""
     accuracy: float | None = None
     """Mean validation accuracy after that step; None without a validation."""
     best_step: int | None = None
@@ -68,6 +70,8 @@ class Checkpoints:
         self._buffers = HostBuffers() if self._cfg.async_save else None
         self._in_flight: Save | None = None
         self._saved: int | None = None
+        self._begun_at = time.monotonic()
+        """Time at which the last checkpoint was begun, or the run."""
         self._lock = Lock(self._root)
         self.position = Position()
         self._candidate: float | None = None
@@ -288,8 +292,11 @@ class Checkpoints:
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self._run.response_lengths.load_state_dict(loop["response_lengths"])
-            self.position = Position(**loop["position"])
-            load_pool(self._run, loop["group_pool"], path, self.position.num_batches)
+            position = dict(loop["position"])
+            if batches := position.pop("num_batches", 0):  # of an earlier version
+                position["num_prompts"] = prompt_order(self._run).after_batches(batches, config["data"])
+            self.position = Position(**position)
+            self.position.num_prompts = load_pool(self._run, loop["group_pool"], path, self.position.num_prompts)
             self._logged = loop["logged"]
             self._skipped = dict(loop[_SKIPPED])
             self.run_id = run_id
@@ -310,20 +317,26 @@ class Checkpoints:
     # ------------------------------------------------------------ save
 
     def step_done(
-        self, step: int, num_batches: int, accuracy: float | None, metrics: Mapping[str, float], is_healthy: bool = True
+        self, step: int, num_prompts: int, accuracy: float | None, metrics: Mapping[str, float], is_healthy: bool = True
     ) -> None:
-        """Record that a step is complete. num_batches: batches of prompts drawn so far. accuracy: of a validation after
-        it, if any. metrics: the step's. is_healthy: none of them shows weights that a run should not be rolled back
-        to. A rank may call it by itself."""
+        """Record that a step is complete. num_prompts: position in the order of prompts so far. accuracy: of a
+        validation after it, if any. metrics: the step's. is_healthy: none of them shows weights that a run should not
+        be rolled back to. A rank may call it by itself."""
         self._is_healthy = is_healthy
         if is_healthy:
-            self.position.last_healthy_step = self._saved if self._in_flight is None else self._in_flight.step
+            saved = self._saved if self._in_flight is None else self._in_flight.step
+            self.position.last_healthy_step = self._run.schedule.milestone_before(step, saved)
         self.position.step = step
-        self.position.num_batches = num_batches
+        self.position.num_prompts = num_prompts
         self.position.accuracy = accuracy
         name = self._cfg.best_metric
         self._candidate = accuracy if name is None else metrics.get(name)
         self._record_loop_state()
+
+    def is_save_due(self) -> bool:
+        """Return whether trainer.save_minutes asks for a checkpoint, by rank 0's clock. Every rank must call it."""
+        minutes = self._cfg.save_minutes
+        return minutes is not None and gather_objects(time.monotonic() - self._begun_at >= 60 * minutes)[0]
 
     def _record_loop_state(self) -> None:
         """Copy the loop's state at the end of a step. Phases of the next step change it before `save_now` saves it."""
@@ -340,6 +353,7 @@ class Checkpoints:
         trainer.async_save and without `wait` it is written during the next steps. `commit` or `commit_if_written`
         completes it."""
         self.commit()
+        self._begun_at = time.monotonic()
         position = self.position
         best = -math.inf if position.best_accuracy is None else position.best_accuracy
         if self._candidate is not None and self._candidate >= best:
@@ -411,8 +425,9 @@ class Checkpoints:
     def _remove_old(self) -> None:
         steps = directory.steps_with_checkpoint(self._root)
         best = {self.position.best_step} if self._cfg.keep_best else set()
-        for step in directory.to_remove(steps, self._cfg.max_ckpt_to_keep, best | self._rolled_back_to()):
-            directory.remove(self._root, step)
+        for kind in self._run.schedule.kinds(steps):
+            for step in directory.to_remove(kind, self._cfg.max_ckpt_to_keep, best | self._rolled_back_to()):
+                directory.remove(self._root, step)
         if self._cfg.max_ckpt_to_keep is not None:
             ownership.drop_observations(self._root, 0, directory.steps_with_checkpoint(self._root)[0])
 

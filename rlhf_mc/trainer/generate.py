@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch, Responses, build_batch
-from rlhf_mc.data.order import indices_of_batch
+from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.observability.metrics import PhaseTimer
@@ -134,19 +134,22 @@ def wake_weights(run: Run, state: StepState) -> None:
         update_weights(run, state.timer)
 
 
+def prompt_order(run: Run) -> PromptOrder:
+    """Return the order in which the run draws its prompts."""
+    return PromptOrder(run.config.data, run.train_prompts.file_sizes, run.config.trainer.seed)
+
+
 def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
     """Return the groups at these places of the order in which the run draws its prompts, with nothing generated. Their
     seeds are those of the step that trains on them where steps train on the prompts that they have drawn."""
-    data = run.config.data
-    size = prompts_per_batch(data)
+    order = prompt_order(run)
     groups = []
-    for number, places in itertools.groupby(positions, lambda position: position // size):
-        indices = indices_of_batch(data, run.train_prompts.file_sizes, number, run.config.trainer.seed)
-        prompts = run.train_prompts.at(indices)
+    for (number, batch), members in itertools.groupby(positions, order.batch_at):
+        prompts = run.train_prompts.at(order.indices(batch))
         n = run.config.rollout.n
         seeds = sampling_seeds(run.config.trainer.seed, TRAINING, number + 1, prompts, n)
-        for position in places:
-            place = position % size
+        for position in members:
+            place = position - batch.start
             group = Group(position, prompts[place], seeds[place * n : (place + 1) * n], [NOTHING] * n, [])
             groups.append(group.restarted())
     return groups
@@ -245,11 +248,12 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
     """Generate rollout.n responses to each prompt of the next batch with the current weights, and a greedy one if the
     advantage estimator needs it. Return the prompt of each response, the batch, and the scores to come."""
     cfg = run.config
-    indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
-    drawn = run.train_prompts.at(indices)
+    order = prompt_order(run)
+    positions = order.next_batch(state.num_prompts)
+    drawn = run.train_prompts.at(order.indices(positions))
     wake_weights(run, state)
-    first = state.num_batches * len(drawn) * cfg.rollout.n
-    state.num_batches += 1
+    first = positions.start * cfg.rollout.n
+    state.num_prompts = order.next_batch(positions.stop).start
     with run.offload_schedule.phase(state.timer, "gen"):
         seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, drawn, cfg.rollout.n, state.drawn)
         prompts = repeat_prompts(drawn, cfg.rollout.n)

@@ -69,7 +69,7 @@ class Lifecycle:
             while (
                 act(run.config.health, run.adjustments, self._checkpoints, position.step, self._health) == "continues"
             ):
-                if run.schedule.is_last(position.step, position.num_batches, position.accuracy):
+                if run.schedule.is_last(position.step, position.num_prompts, position.accuracy):
                     self._finish()
                     return
                 yield position.step + 1
@@ -84,7 +84,7 @@ class Lifecycle:
         factor = self._run.adjustments.learning_rate_factor(step)
         for model in self._run.trained_models():
             model.scale_learning_rate(factor)
-        return begin_step(step, self._status, self._checkpoints.position.num_batches)
+        return begin_step(step, self._status, self._checkpoints.position.num_prompts)
 
     def save_step(self, state: StepState, accuracy: float | None) -> None:
         """Check the health of a complete step, and export and save where that is due. accuracy: of the validation after
@@ -94,8 +94,8 @@ class Lifecycle:
         healthy = self._health.last
         if run.schedule.is_export_due(state.step) and not healthy.acting:
             export(run, state, self._directory / EXPORT / f"global_step_{state.step}", self._checkpoints.run_id)
-        self._checkpoints.step_done(state.step, state.num_batches, accuracy, state.metrics, healthy.is_healthy)
-        if run.schedule.is_save_due(state.step, state.num_batches, accuracy):
+        self._checkpoints.step_done(state.step, state.num_prompts, accuracy, state.metrics, healthy.is_healthy)
+        if run.schedule.is_save_due(state.step, state.num_prompts, accuracy) or self._checkpoints.is_save_due():
             self._checkpoints.save(state.timer)
 
     def log_step(self, state: StepState, batch: RaggedBatch) -> None:

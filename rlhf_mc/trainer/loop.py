@@ -65,7 +65,7 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Iterator[Step]:
             state = life.begin_step(number)
             with profiled(run.config, number, state.timer, run.groups):
                 batch = one_step(run, state, stop)
-                is_due = run.schedule.is_validation_due(number, state.num_batches)
+                is_due = run.schedule.is_validation_due(number, state.num_prompts)
                 accuracy = validate(run, state) if is_due else None
                 life.save_step(state, accuracy)
             life.log_step(state, batch)

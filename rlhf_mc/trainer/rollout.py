@@ -15,7 +15,6 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import has_pool, prompts_per_batch
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
-from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
@@ -121,14 +120,12 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
 def next_groups(run: Run, state: StepState, count: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
     """Generate the groups of the next batch of prompts, or the `count` groups that end first of those that
     rollout.tail_batching or partial_rollout generate at once."""
-    data = run.config.data
-    pool = run.group_pool
     if has_pool(run.config.rollout):
         return pooled_rollout(run, state, count)
-    if pool.groups or pool.num_drawn % prompts_per_batch(data):
+    if run.group_pool.groups:
         # The run had a pool before a resume: no prompt of it is lost or trained on twice.
-        return pooled_rollout(run, state, data.train_batch_size)
-    pool.num_drawn = 0  # batches alone count, also with another data.train_batch_size after a resume
+        return pooled_rollout(run, state, run.config.data.train_batch_size)
+    run.group_pool.num_drawn = 0  # from here on state.num_prompts counts
     return generate_batch(run, state)
 
 
@@ -140,8 +137,7 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
     cfg = run.config
     wanted = cfg.data.train_batch_size
     size = prompts_per_batch(cfg.data)
-    per_epoch = batches_per_epoch(len(run.train_prompts), size)
-    most = cfg.algorithm.filter_groups.max_num_gen_batches or per_epoch
+    most = cfg.algorithm.filter_groups.max_num_gen_batches or len(run.train_prompts) // size
     most_in_vain = max(BATCHES_IN_VAIN * size, GROUPS_IN_VAIN)
     groups = SampledGroups(cfg.rollout.n, cfg.algorithm.filter_groups.metric)
     num_batches = 0

@@ -13,11 +13,9 @@ import torch
 from rlhf_mc import platform
 from rlhf_mc.architectures.operations import forward_flops, training_flops
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.balance import Cost, assign_to_replicas, sequence_costs
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.machine.facts import memory
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.gpt_model import DTYPES
@@ -26,6 +24,7 @@ from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.planner.gpus import device_bfloat16
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
+from rlhf_mc.trainer.generate import prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState, slowest_rank_times
@@ -53,14 +52,13 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
         state.metrics["actor/entropy_coeff"] = coeff
     sources = [prompt.data_source for prompt in state.prompts]
     state.metrics.update(response_lengths_by_source(batch, sources, data.max_response_length))
-    per_epoch = batches_per_epoch(len(run.train_prompts), prompts_per_batch(data))
     times = state.timer.result()
     seconds = times["timing_s/step"]
     tokens = int(batch.seq_lens.sum())
     state.metrics.update(
         {
             "training/global_step": state.step,
-            "training/epoch": (state.num_batches - 1) // per_epoch,
+            "training/epoch": (state.num_prompts - 1) // prompt_order(run).epoch_length,
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds / run.groups.mesh.world,

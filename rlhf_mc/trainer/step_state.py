@@ -21,8 +21,8 @@ class StepState:
     """1 for the first; 0 before it."""
     timer: PhaseTimer
     metrics: dict[str, float] = field(default_factory=dict)
-    num_batches: int = 0
-    """Batches of prompts that the run has drawn so far."""
+    num_prompts: int = 0
+    """Position in the order of prompts (data/order.py) after those that the run has drawn so far."""
     num_rollouts: int = 0
     """Rollouts of this step that were replayed (trainer.replay)."""
     num_generated: int = 0
@@ -37,12 +37,11 @@ class StepState:
     """By `timing_s/<phase>` the function that returns the seconds of the slowest rank."""
 
 
-def begin_step(step: int, status: RankStatus, num_batches: int | None = None) -> StepState:
-    """Return the state of a new step, whose timer keeps `status` up to date. num_batches: batches of prompts that
-    earlier steps have drawn; None: one each."""
+def begin_step(step: int, status: RankStatus, num_prompts: int = 0) -> StepState:
+    """Return the state of a new step, whose timer keeps `status` up to date. num_prompts: position in the order of
+    prompts after those that earlier steps have drawn."""
     status.step = step
-    num_batches = max(step - 1, 0) if num_batches is None else num_batches
-    return StepState(step, PhaseTimer(platform.synchronize, status), num_batches=num_batches)
+    return StepState(step, PhaseTimer(platform.synchronize, status), num_prompts=num_prompts)
 
 
 def start_slowest_rank(state: StepState, phase: str) -> None:

@@ -65,7 +65,7 @@ def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
     """Return the coefficient of the entropy bonus in a step, from 1 to total_steps."""
     if cfg.entropy_coeff_end is None or total_steps == 1:
         return cfg.entropy_coeff
-    done = (step - 1) / (total_steps - 1)
+    done = min((step - 1) / (total_steps - 1), 1.0)  # more steps after a resume with smaller batches
     return cfg.entropy_coeff + done * (cfg.entropy_coeff_end - cfg.entropy_coeff)
 
 

@@ -74,7 +74,7 @@ def two_steps(
     with built_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
         headlines = start_table.start_lines(run)
         for step in (1, 2):
-            state = step_state.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             steps.append(dict(state.metrics))

@@ -62,7 +62,7 @@ def steps(config_path: str, overrides: list[str]) -> list[dict[str, float]]:
     metrics = []
     with built_run(config_path, overrides) as run:
         for step in (1, 2):
-            state = step_state.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
             loop.one_step(run, state, StopRequests(run.config.trainer))
             metrics.append(dict(state.metrics))
     return metrics

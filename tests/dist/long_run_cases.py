@@ -58,7 +58,7 @@ def run_steps(
     paths = [Path(path) if path else None for path in (record_to, replay_from)]
     with built_run(config_path, overrides) as run, rollouts(*paths):
         for step in range(1, steps + 1):
-            state = step_state.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             assert isinstance(batch.scores, torch.Tensor)
             scores.append(float(batch.scores.mean()))

@@ -183,7 +183,7 @@ def two_steps(config_path: str, overrides: Sequence[str]) -> list[tuple[str, dic
     out = []
     with built_run(config_path, list(overrides)) as run:
         for step in (1, 2):
-            state = step_state.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
             watch = contextlib.nullcontext(lambda: -1.0) if run.actor.replay is None else counted_choices(run.actor)
             with watch as share:
                 batch = loop.one_step(run, state, StopRequests(run.config.trainer))

@@ -160,7 +160,7 @@ def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]
         logprob_check.logger.addHandler(handler)
         try:
             for step in (1, 2):
-                state = step_state.begin_step(step, RankStatus())
+                state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
                 loop.one_step(run, state, StopRequests(run.config.trainer))
         finally:
             logprob_check.logger.removeHandler(handler)
@@ -174,7 +174,7 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
     prompt_tokens = []
     with built_run(config_path, []) as run:
         for step in (1, 2):
-            state = step_state.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             prompt_tokens.append(int(batch.prompt_lens[dist.get_rank() :: dist.get_world_size()].sum()))
             steps.append(dict(state.metrics))

@@ -190,14 +190,36 @@ def test_a_checkpoint_has_the_pool_in_a_file_of_its_own(config: Path, partial: l
 
 
 def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: list[dict[str, Any]]) -> None:
+    """Check too that trainer.save_minutes saves, deletes none that save_freq asks for, and changes nothing else."""
     start = config.parent / "partial" / "global_step_3"
-    resumed = train(2, "resumed", *PARTIAL[:2], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}")
+    settings = [*PARTIAL[:2], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
+    settings += ["trainer.save_freq=4", "trainer.save_minutes=1e-6", "trainer.max_ckpt_to_keep=1"]
+    resumed = train(2, "resumed", *settings)
+    assert sorted(path.name for path in (config.parent / "resumed").glob("global_step_*")) == [
+        "global_step_4",
+        "global_step_6",
+    ]
     for part, whole in zip(resumed, partial, strict=True):
         assert [step["step"] for step in part["steps"]] == [4, 5, 6]
         for step, other in zip(part["steps"], whole["steps"][3:], strict=True):
             assert _decisions(step) == _decisions(other)
             assert step["metrics"]["actor/loss"] == other["metrics"]["actor/loss"]
         _assert_same_weights(part, whole)
+
+
+def test_a_resume_with_another_batch_size_ends_the_epoch_with_its_own_prompts(
+    train: Any, config: Path, partial: list[dict[str, Any]]
+) -> None:
+    """Check that kept groups continue, and that each prompt of the epoch is trained on once."""
+    start = config.parent / "partial" / "global_step_3"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "trainer.save_freq=1"]
+    resume += [*PARTIAL[:2], "data.train_batch_size=6", "trainer.total_epochs=1"]
+    resume += [f"{role}.ppo_mini_batch_size=3" for role in ("actor", "critic")]
+    rest = train(1, "larger_batches", *resume, "trainer.total_training_steps=null")[0]["steps"]
+    trained = Counter(prompt for step in [*partial[0]["steps"][:3], *rest] for prompt in step["prompts"])
+    assert set(trained.values()) == {N} and len(trained) == NEEDED * PER_EPOCH
+    assert [step["step"] for step in rest] == [4, 5] and max(rest[0]["ages"]) > 0
+    assert [step["metrics"]["training/epoch"] for step in rest] == [0, 0]
 
 
 def test_kept_responses_keep_the_experts_that_were_chosen_for_them(

@@ -82,7 +82,7 @@ def test_contradictions_are_refused(config_file: Path, overrides: tuple[str, ...
 def test_entropy_coefficient_is_annealed_to_its_end(config_file: Path) -> None:
     actor = load(config_file, "actor.entropy_coeff=0.4", "actor.entropy_coeff_end=0.1").actor
     assert [entropy_coeff(actor, step, 4) for step in (1, 2, 3, 4)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    assert entropy_coeff(actor, 1, 1) == 0.4
+    assert entropy_coeff(actor, 1, 1) == 0.4 and entropy_coeff(actor, 9, 4) == pytest.approx(0.1)
     constant = load(config_file, "actor.entropy_coeff=0.4").actor
     assert entropy_coeff(constant, 4, 4) == 0.4
 

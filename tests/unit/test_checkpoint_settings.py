@@ -22,6 +22,7 @@ def config(**trainer: Any) -> Config:
         {},
         {"resume_mode": "disable"},
         {"resume_mode": "resume_path", "resume_from_path": "other/global_step_5"},
+        {"save_minutes": 0.5, "max_ckpt_to_keep": 2},
         {"save_freq": 4, "max_ckpt_to_keep": 1, "keep_best": True, "test_freq": 2},
     ],
 )
@@ -39,6 +40,7 @@ def test_consistent_settings_are_accepted(trainer: dict[str, Any]) -> None:
         ({"keep_best": True}, "trainer.keep_best is True; that needs trainer.save_freq"),
         ({"keep_best": True, "save_freq": 3, "test_freq": 2}, "must divide trainer.save_freq, 3"),
         ({"keep_best": True, "save_freq": 3}, "a validation at every save"),
+        ({"save_minutes": 0}, "trainer.save_minutes is 0; it must be above 0"),
         ({"export_freq": 0}, "trainer.export_freq is 0"),
     ],
 )

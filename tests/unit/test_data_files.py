@@ -23,7 +23,7 @@ from rlhf_mc.config.schema import Config, ModelConfig, TrainerConfig
 from rlhf_mc.data import tokenise
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.dataset import Prompts
-from rlhf_mc.data.order import check_weights, draws_of_files, indices_of_batch, weighted_indices
+from rlhf_mc.data.order import PromptOrder, check_weights, draws_of_files
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
@@ -79,6 +79,31 @@ def test_values_of_a_json_line_keep_their_types(tmp_path: Path, tokenizer: PreTr
     assert (second.ground_truth, second.extra_info) == (["4", 4.5], {"b": [None]})
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [None, {"c": 2}]}}}
+OTHER_CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": "Bern"}}}
+CONVERSATION = [
+    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL, OTHER_CALL]},
+    {"role": "tool", "content": [{"type": "text", "text": "3"}]},
+]
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
+def test_messages_have_texts_and_no_nulls(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Check fields that parquet fills in all rows and in all calls, beside a column of empty lists."""
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + "{% endfor %}{% endfor %}")
+    rows = [{**make_row(), "prompt": CONVERSATION, "images": [], "tools": None}]
+    path = (write_lines if file == "a.jsonl" else write_table)(tmp_path / file, rows)
+    (prompt,) = load_prompts([path], tokenizer, data_config(), -1, with_messages=True)
+    user, call, tool = prompt.messages
+    assert (user["content"], call["content"], tool["content"]) == ("1+2?", "", "3")
+    assert call["tool_calls"] == [CALL, OTHER_CALL] and "tool_calls" not in user
+    assert rendered(prompt, tokenizer) == '1+2?{"a": 1, "b": [null, {"c": 2}]}{"city": "Bern"}3'
+
+
 def test_columns_that_may_be_absent(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "1+1="}]
     for path in (write_lines(tmp_path / "a.jsonl", rows), write_table(tmp_path / "a.parquet", rows)):
@@ -103,6 +128,9 @@ def test_who_needs_the_columns_of_rules() -> None:
 # ---------------------------------------------------------------- bad rows
 
 BAD = [
+    ({"images": ["a.png"]}, "column 'images' is not read: prompts and models are of text alone; drop this column"),
+    ({"tools": [{"type": "function"}]}, "column 'tools' is not read: the tools of all rows are those of"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}, "expected a role and a text"),
     ({"prompt": None}, "column 'prompt' is null"),
     ({"prompt": []}, "column 'prompt' is []"),
     ({"prompt": ""}, "column 'prompt' is ''"),
@@ -355,9 +383,16 @@ def test_draws_follow_the_weights(weights: list[float]) -> None:
 def test_weighted_order(shuffle: bool) -> None:
     """Check that each file is passed over completely before one of its prompts comes again, at its own pace, and that a
     step's prompts are a function of the step alone."""
-    sizes = [5, 40]
-    steps = [weighted_indices(sizes, [1.0, 3.0], 8, step, 7, shuffle) for step in range(30)]
-    assert [weighted_indices(sizes, [1.0, 3.0], 8, step, 7, shuffle) for step in reversed(range(30))] == steps[::-1]
+
+    def order(seed: int) -> PromptOrder:
+        cfg = data_config(train_batch_size=8, train_file_weights=[1.0, 3.0], shuffle=shuffle)
+        return PromptOrder(cfg, [5, 40], seed)
+
+    starts = range(0, 240, 8)
+    steps = [order(7).indices(order(7).next_batch(start)) for start in starts]
+    assert [order(7).indices(order(7).next_batch(start)) for start in reversed(starts)] == steps[::-1]
+    assert order(7).indices(range(240)) == [i for drawn in steps for i in drawn], "the batch size changes no position"
+    assert order(7).epoch_length == 40 and order(7).next_batch(36) == range(36, 44)
     for drawn in steps:
         assert sum(i < 5 for i in drawn) == 2
     small = [i for drawn in steps for i in drawn if i < 5]
@@ -366,18 +401,18 @@ def test_weighted_order(shuffle: bool) -> None:
     assert all(sorted(large[k : k + 40]) == list(range(5, 45)) for k in range(0, 160, 40))
     assert (small[:5] == small[5:10]) is not shuffle
     assert (large[:40] == list(range(5, 45))) is not shuffle
-    assert weighted_indices(sizes, [1.0, 3.0], 8, 0, 8, True) != weighted_indices(sizes, [1.0, 3.0], 8, 0, 7, True)
+    assert (order(8).indices(range(8)) != order(7).indices(range(8))) is shuffle
 
 
 def test_weights_of_settings() -> None:
     cfg = data_config(train_batch_size=4, train_file_weights=[1.0, 1.0], shuffle=False)
     cfg.train_files = ["a", "b"]
-    assert indices_of_batch(cfg, [3, 3], 0, 1) == [0, 3, 1, 4]
+    assert PromptOrder(cfg, [3, 3], 1).indices(range(4)) == [0, 3, 1, 4]
     with pytest.raises(UserError, match=r"data.train_file_weights: there are no prompts of b to draw"):
         check_weights(cfg, [3, 0])
     cfg.train_file_weights = []
     check_weights(cfg, [3, 0])
-    assert indices_of_batch(cfg, [3, 3], 0, 1) == [0, 1, 2, 3]
+    assert PromptOrder(cfg, [3, 3], 1).indices(range(4)) == [0, 1, 2, 3]
 
 
 def test_a_prompt_that_is_drawn_twice_has_other_seeds() -> None:

@@ -210,11 +210,11 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(generate, "generate", record)
     monkeypatch.setattr(generate, "new_stream", lambda run, prompts: SimpleNamespace(submit=lambda responses: None))
-    state = begin_step(3, RankStatus(), num_batches=7)
+    state = begin_step(3, RankStatus(), num_prompts=7 * 3)
     for awake in ({WEIGHTS, KV_CACHE}, {WEIGHTS, KV_CACHE}, set()):
         run.rollout.awake = awake
         generate.generate_batch(run, state)
-    assert state.num_batches == 10
+    assert state.num_prompts == 10 * 3, "a batch of each epoch, whose third prompt fills none"
     batches = [call for call in calls if call != "weights"]
     assert [call if call == "weights" else "" for call in calls] == ["", "", "weights", ""]
     assert len({prompts for prompts, _ in batches}) > 1

@@ -449,7 +449,8 @@ from verl.utils.rollout_trace import rollout_trace_op
 class Counter(BaseTool):
     counts = {}
 
-    async def create(self, instance_id=None, **kwargs):
+    async def create(self, instance_id=None, step=10, **kwargs):
+        self.config["step"] += step - 10
         instance_id, answer = await super().create(instance_id, **kwargs)
         self.counts[instance_id] = kwargs["create_kwargs"]["start"]
         return instance_id, answer
@@ -525,7 +526,7 @@ def observations(one: Generation) -> list[str]:
 @pytest.mark.slow
 def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capfd: pytest.CaptureFixture[str]) -> None:
     """Check a function, and a class of verl's with a row's arguments, which has an instance for each conversation."""
-    kwargs = {"count": {"create_kwargs": {"start": 5}, "calc_reward_kwargs": {"factor": 2}}, "add": None}
+    kwargs = {"count": {"create_kwargs": {"start": 5, "step": None}, "calc_reward_kwargs": {"factor": 2}}, "add": None}
     environments, conversations = begun(tools, 5000, extra_info={"tools_kwargs": kwargs})
     schemas = environments.prompt_arguments["tools"]
     assert [one["function"]["name"] for one in schemas] == ["add", "fault", "count"]

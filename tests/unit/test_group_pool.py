@@ -23,12 +23,14 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.planner.storage import pool_bytes
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.trainer import generate
+from rlhf_mc.trainer.generate import prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pool import pooled_rollout
 from rlhf_mc.trainer.pool.group_pool import POOL_FILE, Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
 from rlhf_mc.trainer.pool.pooled_rollout import load_pool, off_policy_metrics
 from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.scores import GroupScores
+from rlhf_mc.trainer.step_schedule import StepSchedule
 from rlhf_mc.trainer.step_state import StepState
 
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
@@ -174,7 +176,8 @@ class Prompts:
 def _run(config_file: Path, *overrides: str, shift: int = 0) -> Any:
     cfg = load(config_file, "data.train_batch_size=4", "rollout.n=2", CORRECTION, *overrides)
     run = {"train_prompts": Prompts(shift), "group_pool": GroupPool(), "journal": None, "environments": None}
-    return SimpleNamespace(config=cfg, actor=SimpleNamespace(replay=None), **run)
+    schedule = StepSchedule(cfg.trainer, 100, 12 * cfg.trainer.total_epochs, False)
+    return SimpleNamespace(config=cfg, actor=SimpleNamespace(replay=None), schedule=schedule, **run)
 
 
 PARTIAL = "rollout.partial_rollout=true"
@@ -185,6 +188,7 @@ TAIL = "rollout.tail_batching=true"
     ("overrides", "shift", "words"),
     [
         ((PARTIAL,), 0, ""),
+        ((PARTIAL, "data.train_batch_size=3"), 0, ""),
         ((PARTIAL,), 1, "1 groups that earlier steps have begun are generated anew"),
         ((PARTIAL, "rollout.n=3"), 0, "1 groups"),
         ((PARTIAL, "trainer.seed=7"), 0, "1 groups"),
@@ -209,7 +213,7 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
     run.group_pool.num_drawn = 9
     state = stored(run.group_pool, tmp_path)
     other = _run(config_file, *overrides, shift=shift)
-    load_pool(other, state, tmp_path, 1)
+    assert load_pool(other, state, tmp_path, 4) == 7, "nine are drawn, two of them are in the pool"
     said = capsys.readouterr().err
     assert words in said if words else not said
     pool = other.group_pool
@@ -218,7 +222,7 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
         assert len(group.seeds) == len(group.responses) == len(group.versions) == other.config.rollout.n
         assert words == "" or group.first_version is None
     if not words:
-        assert pool.groups[0].responses == first.responses
+        assert pool.groups[0].responses == first.responses and pool.groups[0].seeds == first.seeds
 
 
 def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
@@ -226,6 +230,45 @@ def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
     sizes = ["algorithm.filter_groups.enable=true", "data.gen_batch_size=3"]
     groups = pooled_rollout.new_groups(_run(config_file, PARTIAL, *sizes), range(12))
     assert sorted(group.prompt.index for group in groups) == list(range(12))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 8])
+def test_a_run_without_a_pool_continues_with_its_next_prompt(config_file: Path, tmp_path: Path, size: int) -> None:
+    """Check a resume after four of 12 prompts with another batch size. The remainder of an epoch fills no batch."""
+    run = _run(config_file, f"data.train_batch_size={size}")
+    position = load_pool(run, GroupPool().state_dict(), tmp_path, 4)
+    assert position == 4 and prompt_order(run).next_batch(position) == range(4, 4 + size)
+    rest = 12 - 4 - (8 // size) * size
+    assert load_pool(run, GroupPool().state_dict(), tmp_path, 12 - rest) == 12
+    assert prompt_order(run).after_batches(2, {"train_batch_size": 2, "gen_batch_size": None}) == 4
+
+
+@pytest.mark.parametrize(
+    ("epochs", "drawn", "left", "expected"),
+    [
+        (1, 8, 3, [*range(3), *range(8, 12)]),  # seven groups, of eight in flight: the epoch has no other prompt
+        (1, 12, 4, [*range(4)]),
+        (1, 12, 2, [0, 1, 12, 13]),  # groups were dropped as too stale
+        (2, 8, 3, [*range(3), *range(8, 13)]),
+    ],
+)
+def test_the_last_epoch_ends_with_its_own_prompts(
+    config_file: Path, epochs: int, drawn: int, left: int, expected: list[int]
+) -> None:
+    run = _run(config_file, PARTIAL, f"trainer.total_epochs={epochs}")
+    run.group_pool.groups = pooled_rollout.new_groups(run, range(left))
+    run.group_pool.num_drawn = drawn
+    groups, _ = pooled_rollout._partial(run, StepState(2, PhaseTimer()), 4)
+    assert [group.position for group in groups] == expected
+
+
+def test_tail_batching_leaves_no_prompt_at_the_end_of_a_run(config_file: Path) -> None:
+    """Check three groups of an earlier batch size: they are trained on before one of another epoch is."""
+    run = _run(config_file, TAIL, "trainer.total_epochs=1")
+    run.group_pool.groups = pooled_rollout.new_groups(run, [3, 4, 5])
+    run.group_pool.num_drawn = 12
+    groups, enough = pooled_rollout._tail(run)
+    assert [group.position for group in groups] == [3, 4, 5, 12] and enough is None
 
 
 def test_a_step_of_tail_batching_has_enough_groups_after_any_change(config_file: Path) -> None:

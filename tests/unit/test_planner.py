@@ -164,14 +164,15 @@ def test_table_of_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("trainer.save_freq=-1", "no training checkpoints (trainer.save_freq); an export has 1.0 GB"),
+        ("trainer.save_freq=-1", "no training checkpoints (trainer.save_freq, save_minutes); an export has 1.0 GB"),
         ("trainer.max_ckpt_to_keep=null", "every save adds one"),
         ("trainer.max_ckpt_to_keep=1", "2 of them and an export take 28."),
+        ("trainer.max_ckpt_to_keep=1 trainer.save_minutes=30", "3 of them and an export take 42."),
     ],
 )
 def test_checkpoints_of_one_gpu(capsys: pytest.CaptureFixture[str], setting: str, text: str) -> None:
     keeps = ["trainer.max_ckpt_to_keep=null"] if "save_freq" in setting else []
-    assert main([*PLAN_SMALL, *keeps, setting]) == 0
+    assert main([*PLAN_SMALL, *keeps, *setting.split()]) == 0
     out = capsys.readouterr().out
     assert text in out
     assert "traffic: none, there is one rank" in out

@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import threading
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.order import batches_per_epoch, check_batch, prompt_indices
+from rlhf_mc.data.order import PromptOrder, check_batch
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import write_prompts
 from rlhf_mc.data.tokenizer import load_tokenizer
@@ -281,6 +282,9 @@ def test_missing_column(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, colu
         ({"prompt": []}, "'prompt' is []"),
         ({"prompt": [{"role": "user", "content": None}]}, "expected a role and a text content"),
         ({"prompt": [{"role": None, "content": "1"}]}, "expected a role and a text content"),
+        ({"images": [{"bytes": b"png"}]}, "column 'images' is not read: prompts and models are of text alone; drop"),
+        ({"videos": ["a.mp4"]}, "column 'videos' is not read"),
+        ({"tools": '[{"type": "function"}]'}, "column 'tools' is not read: the tools of all rows are those of"),
         ({"prompt": [{"role": "system", "content": "1"}]}, "refuses the prompt (no system messages here)"),
         ({"data_source": None}, "'data_source' is null, expected a string"),
         ({"reward_model": None}, "'reward_model' has no field 'ground_truth'"),
@@ -289,7 +293,8 @@ def test_missing_column(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, colu
 def test_bad_row_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, change: dict[str, Any], words: str
 ) -> None:
-    path = write_table(tmp_path / "a.parquet", [make_row(), make_row(), {**make_row(), **change}])
+    others = {**dict.fromkeys(change), **make_row()}
+    path = write_table(tmp_path / "a.parquet", [others, others, {**others, **change}])
     message = error_of([path], tokenizer)
     assert message.startswith(f"data.train_files {path}, row 2: ")
     assert words in message
@@ -357,34 +362,69 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- order
 
 
+def prompt_order(num_prompts: int, batch_size: int, seed: int = 7, shuffle: bool = True) -> PromptOrder:
+    return PromptOrder(DataConfig([], train_batch_size=batch_size, shuffle=shuffle), [num_prompts], seed)
+
+
+def batches(order: PromptOrder, count: int, position: int = 0) -> tuple[list[list[int]], int]:
+    """Return the prompts of the next `count` batches, and the position after them."""
+    found = []
+    for _ in range(count):
+        positions = order.next_batch(position)
+        found.append(order.indices(positions))
+        position = positions.stop
+    return found, position
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_epoch_takes_every_prompt_at_most_once(shuffle: bool) -> None:
-    num_prompts = 23
-    batch_size = 5
-    per_epoch = batches_per_epoch(num_prompts, batch_size)
-    assert per_epoch == 4
+    order = prompt_order(23, 5, shuffle=shuffle)
+    assert order.batches_per_epoch == 4
+    drawn, _ = batches(order, 12)
     for epoch in range(3):
-        steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
-        drawn = [i for s in steps for i in prompt_indices(num_prompts, batch_size, s, 7, shuffle)]
-        assert len(drawn) == len(set(drawn)) == 20
-        assert set(drawn) <= set(range(num_prompts))
-        assert (drawn == list(range(20))) is not shuffle
+        prompts = [*chain(*drawn[4 * epoch : 4 * epoch + 4])]
+        assert len(prompts) == len(set(prompts)) == 20
+        assert set(prompts) <= set(range(23))
+        assert (prompts == list(range(20))) is not shuffle
 
 
 def test_order_depends_on_seed_and_epoch() -> None:
-    def epoch(number: int, seed: int) -> list[int]:
-        return [i for s in range(4) for i in prompt_indices(20, 5, 4 * number + s, seed, True)]
-
-    assert sorted(epoch(0, 1)) == sorted(epoch(1, 1)) == list(range(20))
-    assert epoch(0, 1) != epoch(1, 1)
-    assert epoch(0, 1) != epoch(0, 2)
+    drawn = {seed: batches(prompt_order(20, 5, seed), 8)[0] for seed in (1, 2)}
+    epochs = [[*chain(*drawn[seed][first : first + 4])] for seed, first in ((1, 0), (1, 4), (2, 0))]
+    assert all(sorted(prompts) == list(range(20)) for prompts in epochs)
+    assert epochs[0] != epochs[1] and epochs[0] != epochs[2]
 
 
-def test_order_of_a_step_is_independent_of_earlier_steps() -> None:
+def test_order_of_a_position_is_independent_of_earlier_ones() -> None:
     """Draw as a resumed run does: neither earlier calls nor the global random state matter."""
-    forward = [prompt_indices(23, 5, step, 3, True) for step in range(9)]
+    order = prompt_order(23, 5, 3)
+    starts = [23 * epoch + 5 * batch for epoch in range(3) for batch in range(4)]
     np.random.seed(0)
-    assert [prompt_indices(23, 5, step, 3, True) for step in reversed(range(9))] == forward[::-1]
+    backward = [order.indices(order.next_batch(start)) for start in reversed(starts)]
+    assert batches(order, 12)[0] == backward[::-1]
+
+
+@pytest.mark.parametrize("size", [8, 12, 16, 24, 32, 48])
+def test_another_batch_size_continues_at_the_same_prompt(size: int) -> None:
+    """Check three batches of 16 of 96 prompts: no size repeats one of them, or passes over the prompts after them."""
+    first, position = batches(prompt_order(96, 16), 3)
+    order = prompt_order(96, size)
+    rest, position = batches(order, 48 // size, position)
+    prompts = [*chain(*first, *rest)]
+    assert len(prompts) == len(set(prompts)) and prompts == order.indices(range(len(prompts)))
+    assert order.next_batch(position).start == 96, "the next batch begins the next epoch"
+
+
+@pytest.mark.parametrize(("num_prompts", "size"), [(96, 16), (100, 16), (23, 5)])
+def test_positions_without_the_remainder_of_each_epoch(num_prompts: int, size: int) -> None:
+    order = prompt_order(num_prompts, size)
+    count = order.batches_per_epoch * size
+    positions = [order.position(i) for i in range(3 * count)]
+    assert [order.count(position) for position in positions] == list(range(3 * count))
+    assert all(position % num_prompts < count for position in positions)
+    numbers = [order.batch_at(position) for position in positions[::size]]
+    assert [number for number, _ in numbers] == list(range(3 * order.batches_per_epoch))
+    assert all(order.next_batch(batch.start) == batch for _, batch in numbers)
 
 
 def test_batch_larger_than_the_data() -> None:
@@ -393,4 +433,4 @@ def test_batch_larger_than_the_data() -> None:
     with pytest.raises(UserError, match=r"data\.gen_batch_size is 6; there are only 5 training prompts"):
         check_batch(DataConfig([], train_batch_size=5, gen_batch_size=6), 5)
     check_batch(DataConfig([], train_batch_size=4), 4)
-    assert sorted(prompt_indices(4, 4, 9, 1, True)) == [0, 1, 2, 3]
+    assert sorted(prompt_order(4, 4).indices(range(36, 40))) == [0, 1, 2, 3]

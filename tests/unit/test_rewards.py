@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.registry import RULE_OF_SOURCE
+from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES
 from rlhf_mc.runtime import work, worker_process
 
 
@@ -93,6 +95,55 @@ def test_unknown_data_source_is_found_before_training() -> None:
 def test_missing_ground_truth_is_found_before_training() -> None:
     with pytest.raises(UserError, match=r"row 3 .*ground_truth is null"):
         RewardManager(CustomRewardFunctionConfig(), RewardConfig()).check([make_prompt(3, "arithmetic", None)])
+
+
+SOLUTION = "She sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips altogether.\n#### 72"
+
+
+@pytest.mark.parametrize(
+    ("rule", "read", "refused"),
+    [
+        ("gsm8k_strict", [54, 54.0, Decimal("54.00"), "1,234", " -3.5 "], ["$54", "54 clips", True, SOLUTION]),
+        ("gsm8k_flexible", [54, 54.0, "1,234", "-3.5"], ["$54", "18.", "fifty", SOLUTION]),
+        (
+            "math",
+            [54, 54.0, r"\frac{1}{2}", r"\boxed{5}", "$54", r"so \boxed{72}. It is"],
+            [r"\frac{1", r"\text{}", SOLUTION],
+        ),
+        (
+            "math_string",
+            [54.0, r"\frac12", "(1,2)"],
+            [r"\boxed{5}", "The answer is 72", r"so \boxed{72}. It is", SOLUTION],
+        ),
+        ("math_dapo", [54.0, "$54$", r"\boxed{5}", "1,000"], ["x\n" * 60, "x" * 400, SOLUTION]),
+        ("numina", [54.0, "1/2", "x is odd"], ["Answer: 5", SOLUTION]),
+        ("exact_match", [54.0, "$54", ["a", 5.0], {"target": ["a"]}, SOLUTION], [[], [""], [["a"]], {"a": 1}, [None]]),
+        ("f1", [54.0, "Paris", ["Paris", "Lyon"]], [{"text": ["Paris"]}, [{"text": "Paris"}]]),
+        ("multiple_choice", ["C", 2, 2.0, "2"], ["c", "(C)", "Paris", 10, True]),
+    ],
+)
+def test_ground_truths_that_no_answer_equals_are_found_before_training(
+    rule: str, read: list[Any], refused: list[Any]
+) -> None:
+    """Check lists, dicts and values that are not finite of every rule, too."""
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig(mixture={"*": {rule: 1.0}}))
+    manager.check([make_prompt(i, "mine", truth) for i, truth in enumerate(read)])
+    several = rule in ("exact_match", "f1")
+    for truth in (*refused, math.nan, math.inf, {"a": "b"}, b"5", *([] if several else [["5"], {"target": ["5"]}])):
+        with pytest.raises(UserError, match=rf"row 3 .*ground_truth is .*; it must be .* for the rule {rule}"):
+            manager.check([make_prompt(3, "mine", truth)])
+
+
+@pytest.mark.parametrize(
+    ("rule", "response"),
+    [("gsm8k_strict", "#### 54"), ("gsm8k_flexible", "it is 54"), ("exact_match", "54"), ("f1", "54")]
+    + [(rule, r"Answer: 54 \boxed{54}") for rule in ("math", "math_string", "numina")]
+    + [("math_dapo", "Answer: 54")],
+)
+@pytest.mark.parametrize("truth", [54, 54.0, Decimal("54.00"), "54"])
+def test_a_float_that_is_a_whole_number_is_read_as_an_integer(rule: str, response: str, truth: Any) -> None:
+    assert RULES[rule]._is_right(response, truth)
+    assert RULES["multiple_choice"]._is_right("C", 2.0)
 
 
 # ---------------------------------------------------------------- a user's function

@@ -40,6 +40,16 @@ def test_checkpoint_is_due_every_save_freq_steps_and_at_the_end() -> None:
     assert not any(schedule(save_freq=-1).is_save_due(step, step, 1.0) for step in range(1, STEPS + 1))
 
 
+def test_checkpoints_of_save_minutes_are_kept_apart() -> None:
+    """Check too that a roll-back does not depend on them."""
+    assert schedule(save_freq=3).kinds([2, 3, 6]) == ([2, 3, 6], [])
+    assert schedule(save_freq=3, save_minutes=1).kinds([2, 3, 5, 6]) == ([3, 6], [2, 5])
+    assert schedule(save_minutes=1).kinds([2, 3]) == ([], [2, 3])
+    assert [schedule(save_freq=3).milestone_before(step, 5) for step in (6, 7)] == [5, 5]
+    assert [schedule(save_freq=3, save_minutes=1).milestone_before(step, 5) for step in (3, 4, 6, 7)] == [0, 3, 3, 6]
+    assert [step for step in (6, 7) if schedule(save_minutes=1).is_save_due(step, step, None)] == [7]
+
+
 def test_run_ends_with_its_last_step_or_at_its_target() -> None:
     found = schedule(test_freq=1, target_val_acc=0.5)
     assert [step for step in range(STEPS + 3) if found.is_last(step, step, None)] == [7, 8, 9]
@@ -47,7 +57,7 @@ def test_run_ends_with_its_last_step_or_at_its_target() -> None:
     assert not schedule(target_val_acc=None).is_last(2, 2, 1.0)
 
 
-def test_run_of_epochs_ends_when_their_batches_are_drawn() -> None:
+def test_run_of_epochs_ends_when_their_prompts_are_drawn() -> None:
     """Draw several batches in a step, as algorithm.filter_groups does: there are fewer steps then."""
     found = schedule(test_freq=5, save_freq=5)
     drawn = {1: 3, 2: 6, 3: 9}

@@ -211,7 +211,7 @@ def step_speed(report: Report, sizes: Sizes) -> None:
 
 
 def _step(run: Run, step: int) -> tuple[StepState, RaggedBatch]:
-    state = step_state.begin_step(step, RankStatus())
+    state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
     return state, loop.one_step(run, state, StopRequests(run.config.trainer))
 
 

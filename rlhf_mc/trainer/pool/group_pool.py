@@ -96,7 +96,7 @@ class GroupPool:
         self.groups: Sequence[Group] = ()
         """A step replaces the sequence, and changes no group."""
         self.num_drawn = 0
-        """Prompts that the run has drawn; 0 where it draws whole batches, without a pool."""
+        """Position of the next prompt that the run draws; 0 where it draws whole batches, without a pool."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the checkpoint, without the groups."""
@@ -140,6 +140,7 @@ def _write(groups: Sequence[Group], path: Path) -> None:
     np.savez(
         path,
         positions=np.array([group.position for group in groups]),
+        seeds=np.array([group.seeds for group in groups]),
         fingerprints=np.array([group.fingerprint for group in groups]),
         finished=np.array([[one.finished for one in group.responses] for group in groups]),
         lens=np.array([[len(one.token_ids) for one in group.responses] for group in groups]),
@@ -156,16 +157,20 @@ def load_groups(
 ) -> list[Group]:
     """Return the groups of the arrays of _write. new_groups: those of its positions, with nothing generated.
     A response that is longer than max_tokens, which may be lower than when it was generated, is cut there. A group has
-    nothing generated if its position now has another prompt or other seeds, if the run had an environment and has none
-    or the reverse, or if a longer response is a conversation: data or settings have changed."""
+    nothing generated if its position now has another prompt or another number of responses, if the run had an
+    environment and has none or the reverse, or if a longer response is a conversation: data or settings have changed.
+    Seeds are those of the file, since new ones depend on data.train_batch_size."""
     tokens = arrays["tokens"]
     log_probs = arrays["log_probs"]
     versions = np.repeat(arrays["versions"], arrays["version_lens"])
     groups = []
     end = 0
     columns = (arrays[name].tolist() for name in ("fingerprints", "lens", "finished"))
+    # Files of earlier versions have no seeds.
+    seeds = arrays["seeds"].tolist() if "seeds" in arrays else [group.seeds for group in new_groups]
     states = json_files.parse(str(arrays["conversations"]))
-    for group, fingerprint, lens, finished, of_group in zip(new_groups, *columns, states, strict=True):
+    for new, its_seeds, fingerprint, lens, finished, of_group in zip(new_groups, seeds, *columns, states, strict=True):
+        group = replace(new, seeds=its_seeds)
         responses = []
         of_versions = []
         for length, is_finished in zip(lens, finished, strict=True):
@@ -175,10 +180,11 @@ def load_groups(
             responses.append(Generation(tokens[cut].tolist(), log_probs[cut].tolist(), whole))
             of_versions.append(versions[cut])
         conversations = {int(i): ConversationState.from_dict(one) for i, one in of_group.items()}
-        is_same = group.fingerprint == fingerprint and has_environment == bool(conversations)
-        if is_same and not (conversations and max(lens) > max_tokens):
-            group = replace(group, responses=responses, versions=of_versions, conversations=conversations)
-        groups.append(group)
+        is_same = group.fingerprint == fingerprint and len(its_seeds) == len(new.seeds)
+        if not is_same or has_environment != bool(conversations) or (conversations and max(lens) > max_tokens):
+            groups.append(new)
+        else:
+            groups.append(replace(group, responses=responses, versions=of_versions, conversations=conversations))
     return groups
 
 

@@ -4,6 +4,7 @@ generates the others again, rollout.partial_rollout continues them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ import numpy as np
 import torch
 
 from rlhf_mc.checkpoint.training_state import read_arrays
-from rlhf_mc.config.roles import estimator_needs, prompts_in_flight, prompts_per_batch
+from rlhf_mc.config.roles import estimator_needs, has_pool, prompts_in_flight
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
-from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
@@ -24,6 +24,7 @@ from rlhf_mc.trainer.generate import (
     generate,
     new_groups,
     new_stream,
+    prompt_order,
     repeat_prompts,
     wake_weights,
 )
@@ -97,7 +98,7 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     else:
         state.metrics["train/tail_groups"] = len(others)
     run.group_pool.groups = others
-    state.num_batches = (run.group_pool.num_drawn - len(others)) // prompts_per_batch(cfg.data)
+    state.num_prompts = _position(run)
     with run.offload_schedule.phase(state.timer, "reward"):
         scores.submit(is_taken)
     has_greedy = estimator_needs(cfg.algorithm).greedy_baseline
@@ -113,19 +114,23 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     return prompts, batch, stream
 
 
-def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_batches: int) -> None:
-    """Load the pool of the checkpoint at path, from which the next step continues. num_batches: batches of prompts that
-    the run has drawn, each trained on at once where the run had no pool. Every rank must call it."""
+def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_prompts: int) -> int:
+    """Load the pool of the checkpoint at path, from which the next step continues. num_prompts: position of the run in
+    the order of prompts. Return it for the present data.train_batch_size. Every rank must call it."""
     if run.environments is not None:
         run.environments.end_kept()  # of later steps, before a roll-back
     run.group_pool.groups = ()
-    run.group_pool.num_drawn = max(num_batches * prompts_per_batch(run.config.data), state["num_drawn"])
+    run.group_pool.num_drawn = state["num_drawn"] or num_prompts
     if not state["num_groups"]:
-        return
+        return _position(run) if has_pool(run.config.rollout) else prompt_order(run).next_batch(num_prompts).start
     arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
-    groups = new_groups(run, arrays["positions"].tolist())
-    if run.config.rollout.partial_rollout:
-        groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
+    positions = arrays["positions"].tolist()
+    if "seeds" not in arrays:  # written by an earlier version, which counted without the remainder of each epoch
+        run.group_pool.num_drawn, *positions = map(prompt_order(run).position, [state["num_drawn"], *positions])
+    groups = new_groups(run, positions)
+    groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
+    if not run.config.rollout.partial_rollout:
+        groups = [group.restarted() for group in groups]
     run.group_pool.groups = groups
     if (replay := run.actor.replay) is not None:
         files = sorted(path.glob(EXPERTS_FILE.format("*")))[run.groups.rank :: run.groups.mesh.world]
@@ -137,13 +142,29 @@ def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_batches: int) 
             f"warning: {num_anew} groups that earlier steps have begun are generated anew: data or settings changed",
             rank_0_only=True,
         )
+    return _position(run)
+
+
+def _position(run: Run) -> int:
+    """Return the position in the order of prompts of a run that has trained on all that it has drawn, except for as
+    many as are in the pool."""
+    order = prompt_order(run)
+    return order.position(order.count(run.group_pool.num_drawn) - len(run.group_pool.groups))
 
 
 def _draw(run: Run, count: int) -> list[Group]:
     """Return the groups of the next prompts of the run."""
-    first = run.group_pool.num_drawn
-    run.group_pool.num_drawn += count
-    return new_groups(run, range(first, first + count))
+    order = prompt_order(run)
+    first = order.count(run.group_pool.num_drawn)
+    run.group_pool.num_drawn = order.position(first + count)
+    return new_groups(run, [order.position(i) for i in range(first, first + count)])
+
+
+def _num_left(run: Run) -> float:
+    """Return the number of prompts that the run has yet to draw; infinity if trainer.total_training_steps ends it."""
+    order = prompt_order(run)
+    total = order.count(run.schedule.total_prompts) if run.schedule.ends_by_epochs else math.inf
+    return total - order.count(run.group_pool.num_drawn)
 
 
 def _tail(run: Run) -> tuple[list[Group], Enough | None]:
@@ -153,14 +174,15 @@ def _tail(run: Run) -> tuple[list[Group], Enough | None]:
     left = list(run.group_pool.groups)
     if len(left) >= needed:
         return left[:needed], None
-    size = prompts_per_batch(run.config.data)
-    per_epoch = size * batches_per_epoch(len(run.train_prompts), size)
+    order = prompt_order(run)
+    per_epoch = order.count(order.epoch_length)
     # An epoch ends without groups that are left: it has a multiple of `needed`, of which each step takes that many.
-    num_new = min(prompts_in_flight(run.config), per_epoch - run.group_pool.num_drawn % per_epoch)
+    in_epoch = per_epoch - order.count(run.group_pool.num_drawn) % per_epoch
+    num_new = min(prompts_in_flight(run.config), in_epoch, _num_left(run))
     if num_new < needed:
         # As many, unless a change of settings has left another number: then some of the next epoch too.
         return [*left, *_draw(run, needed - len(left))], None
-    return _draw(run, num_new), lambda is_complete: is_complete.sum() >= needed
+    return _draw(run, int(num_new)), lambda is_complete: is_complete.sum() >= needed
 
 
 def _partial(run: Run, state: StepState, needed: int) -> tuple[list[Group], Enough]:
@@ -168,7 +190,9 @@ def _partial(run: Run, state: StepState, needed: int) -> tuple[list[Group], Enou
     cfg = run.config
     version = state.step - 1
     left = oldest_first(drop_stale(run.group_pool.groups, version, cfg.rollout), version)
-    groups = [*left, *_draw(run, max(0, prompts_in_flight(cfg) - len(left)))]
+    # The last epoch ends with its own prompts, unless too few for a step are left of them.
+    num_new = max(needed - len(left), min(prompts_in_flight(cfg) - len(left), _num_left(run)), 0)
+    groups = [*left, *_draw(run, int(num_new))]
     spans = np.array([group.span(version) for group in groups])
     return groups, lambda is_complete: may_end(spans, is_complete, needed, cfg.data.train_batch_size, cfg.rollout)
 
