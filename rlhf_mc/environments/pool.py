@@ -17,9 +17,10 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.protocol import StepResult, where
-from rlhf_mc.rewards.results import Failure
-from rlhf_mc.runtime.worker_process import WorkerProcess
+from rlhf_mc.rewards.results import Failure, FailureReason
+from rlhf_mc.runtime.worker_process import WorkerEndedError, WorkerProcess
 
+_Answer = tuple[Key, StepResult | FailureReason]
 _MESSAGE_SECONDS = 60.0
 _MOST_FURTHER = 16
 """Worker processes beyond num_workers, in which the call that has ended one is sought."""
@@ -30,7 +31,7 @@ class _Worker:
 
     def __init__(self, cfg: EnvironmentConfig, messages: SimpleQueue[tuple[_Worker, Any]]) -> None:
         """messages: gets what the process sends, and last a Failure, once it has ended."""
-        self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg)
+        self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg.timeout_seconds, _Answer, cfg)
         self.sent: dict[Key, float] = {}
         """When the turns that it has not answered were sent, by conversation, the earliest first."""
         self.loaded_at = math.inf
@@ -39,29 +40,39 @@ class _Worker:
         """The schemas of tools. Raises UserError if the user's file cannot be used."""
         self._cfg = cfg
         self._messages = messages
-        self.turns: SimpleQueue[Turn] = SimpleQueue()
-        """To send to the process."""
-        Thread(target=self._read, daemon=True).start()
-        Thread(target=self._write, daemon=True).start()
+        self.turns: SimpleQueue[Turn | None] = SimpleQueue()
+        """To send to the process; None: no more."""
+        self._threads = [Thread(target=target, daemon=True) for target in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the process and its threads."""
+        self.process.end()
+        self.turns.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.process.close()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # _read notes the end
-            while True:
-                self.process.connection.send(self.turns.get())
+        with contextlib.suppress(WorkerEndedError):  # _read notes the end
+            while (turn := self.turns.get()) is not None:
+                self.process.send(turn)
 
     def _read(self) -> None:
         try:
             setting = "rollout.environment.timeout_seconds"
-            self.loaded.set_result(self.process.loaded(where(self._cfg), self._cfg.timeout_seconds, setting))
+            self.loaded.set_result(self.process.loaded(where(self._cfg), setting, list[dict[str, Any]]))
             self.loaded_at = time.monotonic()
             while True:
                 if self.process.wait_for_message(_MESSAGE_SECONDS):
-                    self._messages.put((self, self.process.receive()))
-        except UserError as error:
-            self.loaded.set_exception(error)
+                    key, answer = self.process.receive()
+                    is_failure = isinstance(answer, FailureReason)
+                    self._messages.put((self, (key, Failure(*answer) if is_failure else answer)))
+        except (UserError, WorkerEndedError) as error:
+            if not self.loaded.done():
+                self.loaded.set_exception(error)
             self._messages.put((self, Failure("exited", str(error))))
-        except (EOFError, OSError):
-            self._messages.put((self, Failure("exited", f"its worker process ended, {self.process.describe_end()}")))
 
 
 class EnvironmentPool:
@@ -106,8 +117,9 @@ class EnvironmentPool:
             if latest < max(one.loaded_at, next(iter(one.sent.values()), math.inf)):
                 continue
             # The environments block the process: none keeps its limit.
+            place = one.process.blocking_call()
             self._end(one)
-            problem = f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked"
+            problem = f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked{place}"
             failure = Failure("timeout", f"{problem} (an async method may wait by await alone)")
             answers |= {key: failure if sent <= latest else None for key, sent in one.sent.items()}
         return answers
@@ -154,7 +166,7 @@ class EnvironmentPool:
     def _end(self, worker: _Worker) -> None:
         """End a worker process."""
         self._workers.remove(worker)
-        worker.process.close()
+        worker.close()
 
     def _unanswered(self, worker: _Worker, failure: Failure) -> dict[Key, Failure | None]:
         """Return what becomes of the calls that a process had when it ended by itself. Any of them may have ended it:

@@ -398,7 +398,7 @@ def test_constructors_do_not_block_the_process(tmp_path: Path) -> None:
         ("class Other: pass", "has no function 'Environment' (rollout.environment.name)"),
         ("class Environment:\n    def __init__(self): raise ValueError(3)", "building an object raised ValueError: 3"),
         ("class Environment:\n    def reset(self, row): pass", "has no method step"),
-        ("import os; os._exit(3)", "importing it ended the worker process, with exit code 3"),
+        ("import os; os._exit(3)", "importing it failed: its worker process ended, with exit code 3"),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_one_line(user_file: str, text: str, message: str) -> None:
