@@ -152,6 +152,8 @@ def main(parent: int, descriptors: tuple[int, int]) -> None:
     program."""
     connection, send = guarded_connection(parent, descriptors)
     (cfg,) = connection.recv()
+    runner = asyncio.Runner()
+    runner.get_loop()  # the current one of the user's file too
     try:
         conversations = EnvironmentsOfWorker(cfg)
         send(conversations.tool_schemas)
@@ -161,4 +163,4 @@ def main(parent: int, descriptors: tuple[int, int]) -> None:
     except BaseException as error:  # user code outside of a call: an attribute that raises
         send(UserError(f"{where(cfg)}: raised {describe_error(error)}"))
         return
-    asyncio.run(_serve(connection, send, conversations))
+    runner.run(_serve(connection, send, conversations))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,11 +18,14 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.protocol import StepResult, where
+from rlhf_mc.machine.facts import cores
 from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.runtime.worker_process import WorkerEndedError, WorkerProcess
 
 _Answer = tuple[Key, StepResult | FailureReason]
 _MESSAGE_SECONDS = 60.0
+_MOST_BY_CORES = 4
+"""Worker processes without num_workers."""
 _MOST_FURTHER = 16
 """Worker processes beyond num_workers, in which the call that has ended one is sought."""
 
@@ -75,6 +79,13 @@ class _Worker:
             self._messages.put((self, Failure("exited", str(error))))
 
 
+def _default_num_workers() -> int:
+    """Return the number of cores of a rank of this node, up to a limit: each worker has the memory
+    of what the user's file imports."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(1, cores()[0] // num_ranks), _MOST_BY_CORES)
+
+
 class EnvironmentPool:
     """The environments of this rank's conversations."""
 
@@ -83,7 +94,8 @@ class EnvironmentPool:
         self._cfg = cfg
         self._messages: SimpleQueue[tuple[_Worker, Any]] = SimpleQueue()
         self._workers: list[_Worker] = []
-        self._of_new: list[_Worker | None] = [None] * cfg.num_workers
+        self._num_workers = cfg.num_workers or _default_num_workers()
+        self._of_new: list[_Worker | None] = [None] * self._num_workers
         """Those that new conversations get."""
         self._homes: dict[Key, _Worker] = {}
         """The worker of each conversation that has begun, or is to begin again there."""
@@ -148,7 +160,7 @@ class EnvironmentPool:
 
     def _next(self) -> _Worker:
         """Return the worker of the next conversation."""
-        place = self._num_begun % self._cfg.num_workers
+        place = self._num_begun % self._num_workers
         self._num_begun += 1
         worker = self._of_new[place]
         if worker is None or worker not in self._workers:
@@ -173,7 +185,7 @@ class EnvironmentPool:
         each half begins again in a process of its own, until a call is alone."""
         calls = [*worker.sent]
         has_imported = worker.loaded.exception() is None
-        if len(calls) <= 1 or not has_imported or len(self._workers) >= self._cfg.num_workers + _MOST_FURTHER:
+        if len(calls) <= 1 or not has_imported or len(self._workers) >= self._num_workers + _MOST_FURTHER:
             return dict.fromkeys(calls, failure)
         for half in (calls[::2], calls[1::2]):
             self._homes |= dict.fromkeys(half, self._start())

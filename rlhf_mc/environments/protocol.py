@@ -22,7 +22,7 @@ SECTION = "rollout.environment"
 _FURTHER = frozenset({"token_ids", "tool_calls"})
 _CUT = "...(truncated)..."
 _NO_OBSERVATION = "no text, tokens or messages"
-_MOST_OTHER_BYTES = 1 << 20
+_MOST_OTHER_BYTES = 1 << 18
 Sliceable = TypeVar("Sliceable", str, list[Any])
 
 Observation = str | Sequence[int | dict[str, str]]
@@ -75,7 +75,7 @@ def where(cfg: EnvironmentConfig) -> str:
 
 
 def most_answer_bytes(cfg: EnvironmentConfig) -> int:
-    """Return the largest size of an answer: observations of the largest length in UTF-8, and a MiB
+    """Return the largest size of an answer: observations of the largest length in UTF-8, and 256 KiB
     for numbers, further messages and their other texts."""
     num_observations = cfg.max_parallel_calls if cfg.has_tools else 1
     return min(4 * num_observations * cfg.max_observation_length + _MOST_OTHER_BYTES, MOST_BYTES)

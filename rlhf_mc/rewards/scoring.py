@@ -243,6 +243,8 @@ async def awaited(result: Awaitable[Any], limit: float | None, problem: str) -> 
     if not done:
         task.cancel()
         raise Failure("timeout", problem.format(f"{limit:g}"))
+    if task.cancelled():
+        raise Failure("raised", "cancelled its own task")
     value, error = task.result()
     if error is None:
         return value

@@ -110,6 +110,7 @@ def begun(
 ) -> tuple[EnvironmentManager, Conversations]:
     """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields. Their journal is beside
     the file."""
+    cfg.num_workers = cfg.num_workers or 1
     data = DataConfig(train_files=[], max_response_length=limit)
     directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
     journal = ObservationJournal(directory, replayed, 0, 0)
@@ -465,6 +466,10 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         print("released at", self.counts.pop(instance_id), flush=True)
+
+class Wrong:
+    def __init__(self, config, tool_schema):
+        self.tool_schema = ["count"]
 """
 CONFIG = """
 tools:
@@ -507,6 +512,10 @@ def tools(user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> En
             "tools.yaml: AttributeError: module 'own_classes' has no attribute 'Other'",
         ),
         (CONFIG.replace("name: count", "title: count"), "tools.yaml: ValueError: tool_schema has no function.name"),
+        (CONFIG.replace("name: count", "name: 3"), "Counter: its schema is no tool's: Expected `str`, got `int`"),
+        (CONFIG.replace("parameters: {", "parameters: []  # {"), "Expected `object | null`, got `array`"),
+        (CONFIG.replace("Counter", "Wrong"), "Wrong: its schema is no tool's: 'list' object has no attribute"),
+        (CONFIG.replace("Count.", '"\\ud800"'), "Counter: its schema is no tool's: 'utf-8' codec can't encode"),
     ],
 )
 def test_a_tool_file_that_cannot_be_used_is_one_line(tools: EnvironmentConfig, text: str, message: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import LostProcessError, UserError
+from rlhf_mc.environments import pool as environment_pool
 from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.pool import EnvironmentPool
 from rlhf_mc.environments.protocol import StepResult
@@ -69,9 +70,9 @@ OBSERVATIONS = {
     "forks()": "parent",
 }
 REASONS = {
-    "message(name='x' * 20_000_000)": "returned messages of more than 1,048,608 bytes",
-    "message('', '') * 300_000": "returned messages of more than 1,048,608 bytes",
-    "message('', '') * 90_000": "its answer has 1,440,062 bytes; at most 1,048,608 are allowed",
+    "message(name='x' * 20_000_000)": "returned messages of more than 262,176 bytes",
+    "message('', '') * 300_000": "returned messages of more than 262,176 bytes",
+    "message('', '') * 20_000": "its answer has 320,060 bytes; at most 262,176 are allowed",
     "[2**70]": "its answer cannot be sent (can't serialize ints",
     "[np.int64(7)]": "an observation with int64 in it: no text, tokens or messages",
     "np.zeros(2)": "returned an observation of ndarray",
@@ -180,16 +181,34 @@ class Environment:
             except BaseException:
                 pass
         await asyncio.sleep(0.4)
+        if self.kind == "cancels":
+            asyncio.current_task().cancel()
         return "", 1.0, True, {}
 """,
     )
     cfg.timeout_seconds = 0.5
     pool = EnvironmentPool(cfg)
-    ignoring, other = answers(pool, ["ignores", ""])
+    ignoring, canceled, other = answers(pool, ["ignores", "cancels", ""])
+    assert isinstance(canceled, Failure) and canceled.problem == "cancelled its own task"
     assert isinstance(ignoring, Failure) and ignoring.problem.startswith("no answer after 0.5 s (")
     assert other == StepResult("", 1.0, True, {})
     time.sleep(2.0)
     assert pool.take(0.1) == {} and len(pool._workers) == 1
+    pool.close()
+
+
+@pytest.mark.parametrize(("num_cores", "num_ranks", "wanted"), [(2, 8, 1), (16, 8, 2), (192, 8, 4)])
+def test_workers_are_by_the_cores_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_cores: int, num_ranks: int, wanted: int
+) -> None:
+    monkeypatch.setattr(environment_pool, "cores", lambda: (num_cores, num_cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    text = "class Environment:\n    def reset(self, row): pass\n    def step(self, response): return '', 0.0, True, {}"
+    cfg = write(tmp_path, text)
+    cfg.num_workers = None
+    pool = EnvironmentPool(cfg)
+    answers(pool, [""] * 5)
+    assert len(pool._workers) == wanted
     pool.close()
 
 
