@@ -36,7 +36,7 @@ def describe_blocking_call(stacks: str) -> str:
     which may hold the interpreter's lock; "" where there is none."""
     calls: dict[str, None] = {}
     for text in stacks.split("\n\n"):
-        stack = [_Frame(*found) for found in _FRAME.findall(text)]
+        stack = [_Frame(*fields) for fields in _FRAME.findall(text)]
         if (call := _call(stack)) is None:
             continue
         if stack[-1].file == "<string>":  # the program that WorkerProcess starts

@@ -172,7 +172,7 @@ class WorkerProcess:
 
 
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[bool, msgspec.Raw])
-"""Whether the message is the text of a UserError, and the message."""
+"""Decodes whether the message is the text of a UserError, and the message."""
 
 
 def guarded_connection(parent: int, descriptors: tuple[int, int]) -> tuple[Connection, Callable[..., None]]:

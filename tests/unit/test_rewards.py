@@ -241,21 +241,21 @@ def test_what_an_async_function_keeps_works_in_each_call(tmp_path: Path) -> None
         """
         import asyncio
         one = asyncio.Semaphore(1)
-        beats = 0
+        ticks = 0
         task = None
 
-        async def beat():
-            global beats
+        async def tick():
+            global ticks
             while True:
-                beats += 1
+                ticks += 1
                 await asyncio.sleep(0.01)
 
         async def compute_score(solution_str, **row):
             global task
-            task = task or asyncio.create_task(beat())
+            task = task or asyncio.create_task(tick())
             async with one:
                 await asyncio.sleep(0.01)
-            return {"score": 1.0, "beats": beats, "has_ended": task.done()}
+            return {"score": 1.0, "ticks": ticks, "has_ended": task.done()}
         """,
     )
     prompts = [make_prompt(i) for i in range(3)]
@@ -263,7 +263,7 @@ def test_what_an_async_function_keeps_works_in_each_call(tmp_path: Path) -> None
     time.sleep(0.5)
     second = score(manager, prompts, ["4"] * 3)
     assert not any(row["has_ended"] for row in second) and len({row["score"] for row in first + second}) == 1
-    assert second[0]["beats"] > first[-1]["beats"] + 10, "it runs between the calls"
+    assert second[0]["ticks"] > first[-1]["ticks"] + 10, "it runs between the calls"
 
 
 def test_async_function_that_ignores_its_cancellation_fails_alone(tmp_path: Path) -> None:
