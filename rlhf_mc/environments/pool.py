@@ -100,8 +100,12 @@ class EnvironmentPool:
         self._homes: dict[Key, _Worker] = {}
         """The worker of each conversation that has begun, or is to begin again there."""
         self._num_begun = 0
-        self.tool_schemas = self._next().loaded.result()
-        """Of the tools that the model may call, as the chat template gets them."""
+        try:
+            self.tool_schemas = self._next().loaded.result()
+            """Of the tools that the model may call, as the chat template gets them."""
+        except UserError:
+            self.close()
+            raise
 
     def submit(self, turn: Turn) -> None:
         """Send a turn to the conversation's environment."""

@@ -113,7 +113,9 @@ class Scorer:
             self._runner.run(self._score_in_loop(receive, done, progress))
         while True:
             rows = receive()
-            from_remote = self._runner.run(self._ask_endpoint(rows, progress))
+            from_remote = {}
+            if self._remote is not None:
+                from_remote = self._runner.run(self._ask_endpoint(rows, progress))
             _run_at_once(self._score_all(rows, from_remote, done))
 
     async def _score_in_loop(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import socket
@@ -60,7 +61,7 @@ class WorkerProcess:
         self._messages = msgspec.msgpack.Decoder(messages)
         self._socket, theirs = socket.socketpair()
         # A process that stops within a message must not stop the rank's thread.
-        seconds = struct.pack("ll", int(self._limit + IMPORT_SECONDS), 0)
+        seconds = struct.pack("ll", math.ceil(self._limit + IMPORT_SECONDS), 0)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, seconds)
         self.connection = Connection(os.dup(self._socket.fileno()))
@@ -131,8 +132,13 @@ class WorkerProcess:
         raise UserError(text)
 
     def _end(self) -> WorkerEndedError:
-        """Wait for the end of the process. Return its exit code or signal as an error."""
-        code = self._process.wait()
+        """Wait for the end of the process. Return its exit code or signal as an error. End a process
+        that only has lost the pipe, or does not read from it."""
+        try:
+            code = self._process.wait(guard.END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(guard.END)
+            return WorkerEndedError("its worker process has closed the pipe to the rank, or does not read from it")
         if code >= 0:
             return WorkerEndedError(f"its worker process ended, with exit code {code}")
         name = f"signal {-code}"  # a real-time signal has no other name

@@ -18,6 +18,7 @@ from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.pool import EnvironmentPool
 from rlhf_mc.environments.protocol import StepResult
 from rlhf_mc.rewards.results import Failure
+from rlhf_mc.runtime import guard, worker_process
 
 HOSTILE = """
 import asyncio, collections, ctypes, enum, os, sys, threading, time
@@ -247,6 +248,14 @@ def test_step_may_be_an_attribute_of_the_object(tmp_path: Path, text: str) -> No
     pool.close()
 
 
+WRITES = """
+for fd in range(3, 99):
+    try: os.write(fd, {text})
+    except OSError: pass
+time.sleep(60)
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "message", "error"),
     [
@@ -257,17 +266,38 @@ def test_step_may_be_an_attribute_of_the_object(tmp_path: Path, text: str) -> No
         ),
         ("os.kill(os.getpid(), 9)", "its worker process ended, by SIGKILL (out of memory?)", LostProcessError),
         ("os.kill(os.getpid(), 40)", "its worker process ended, by signal 40", UserError),
-        (
-            "for fd in range(3, 99):\n    try: os.write(fd, b'\\0\\0\\0\\1x')\n    except OSError: pass\n"
-            "time.sleep(60)",
-            "has sent no message that can be read",
-            UserError,
-        ),
+        (WRITES.format(text=b"\0\0\0\1x"), "has sent no message that can be read", UserError),
+        (WRITES.format(text=b"\x7f\0\0\7x"), "has sent no message that can be read", UserError),
+        ("os.closerange(3, 99); time.sleep(60)", "its worker process has closed the pipe", UserError),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_one_line(
-    tmp_path: Path, text: str, message: str, error: type[UserError]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str, error: type[UserError]
 ) -> None:
+    monkeypatch.setattr(guard, "END_SECONDS", 0.3)
+    before = threading.active_count()
     with pytest.raises(UserError) as caught:
         EnvironmentPool(write(tmp_path, text))
     assert message in str(caught.value) and type(caught.value) is error
+    assert threading.active_count() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (WRITES.format(text=b"\0\0\0\7x"), "has sent no message that can be read"),
+        (
+            "time.sleep(60)",
+            "not imported after 1.5 s (rollout.environment.timeout_seconds), at environment.py:39 in <module>",
+        ),
+    ],
+)
+def test_loading_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    """Check a process that stops within a message too."""
+    monkeypatch.setattr(worker_process, "IMPORT_SECONDS", 1.5)
+    cfg = write(tmp_path, text)
+    cfg.timeout_seconds = 0.1
+    with pytest.raises(UserError) as caught:
+        EnvironmentPool(cfg)
+    assert message in str(caught.value)
