@@ -112,7 +112,7 @@ class ToolEnvironment:
         self._info["tool_calls"] += 1
         try:
             parameters = self._parameters(call)
-            text, reward, numbers = _results(await self._awaited(self._run(call.name, parameters)))
+            text, reward, numbers = await self._awaited(self._run(call.name, parameters))
             self._info |= numbers
             rewards.append(reward)
         except _InvalidCallError as error:
@@ -144,7 +144,7 @@ class ToolEnvironment:
                 raise _InvalidCallError(f"{call.name}: {error}") from error
         return parameters
 
-    async def _run(self, name: str, parameters: dict[str, Any]) -> Any:
+    async def _run(self, name: str, parameters: dict[str, Any]) -> tuple[str, float, dict[str, float]]:
         tool = self._tools[name]
         async with self._lock:
             if name not in self._instances:
@@ -152,16 +152,20 @@ class ToolEnvironment:
                 created = await tool.create(create_kwargs=kwargs, **kwargs)  # verl passes one or the other, by version
                 self._instances[name] = created[0] if isinstance(created, tuple) else created
         kwargs = self._row_arguments(name, "execute_kwargs")
-        return await tool.execute(self._instances[name], parameters, agent_data=self._agent_data, **kwargs)
+        answer = await tool.execute(self._instances[name], parameters, agent_data=self._agent_data, **kwargs)
+        return _results(answer)
 
     async def _calc_reward(self, name: str, failures: list[FailureReason]) -> None:
         """Add the reward that a tool gives the conversation to the numbers."""
         kwargs = self._row_arguments(name, "calc_reward_kwargs")
         try:
-            reward = await self._awaited(self._tools[name].calc_reward(self._instances[name], **kwargs))
-            self._info[f"calc_reward/{name}"] = checked(reward or 0.0)["score"]
+            self._info[f"calc_reward/{name}"] = await self._awaited(self._reward(name, kwargs))
         except Failure as failure:
             failures.append(FailureReason(failure.kind, f"calc_reward of the tool {name!r} {failure.problem}"))
+
+    async def _reward(self, name: str, kwargs: dict[str, Any]) -> float:
+        reward = await self._tools[name].calc_reward(self._instances[name], **kwargs)
+        return checked(reward or 0.0)["score"]
 
     async def _awaited(self, result: Any) -> Any:
         problem = f"gave no answer after {{}} s ({SECTION}.timeout_seconds)"

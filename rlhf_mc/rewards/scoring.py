@@ -147,7 +147,7 @@ class Scorer:
                 outcome = failure
             except UserError:
                 raise
-            except Exception as error:  # the user's own number class
+            except BaseException as error:  # the user's own number class
                 outcome = Failure("raised", f"raised {describe_error(error)}")
             done(i, outcome)
 

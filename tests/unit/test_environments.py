@@ -438,6 +438,8 @@ def fault(kind: str):
         raise SystemExit("no more")
     if kind == "hangs":
         time.sleep(2)
+    if kind == "text":
+        return type("Text", (), {"__str__": lambda self: exit(3)})()
     return "m" * 2**20 if kind == "megabyte" else ("four", 1.0, {}, 4)
 
 def _helper(): ...
@@ -564,6 +566,7 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
         call("fault", kind="raises"): "Error: raised SystemExit: no more",
         call("fault", kind="hangs"): "Error: gave no answer after 0.5 s",
         call("fault", kind="four"): "Error: returned 4 values",
+        call("fault", kind="text"): "Error: raised SystemExit: 3",
         call("fault", kind="megabyte"): "m" * 50 + "...(truncated)..." + "m" * 50,
         call("nothing"): "Error: there is no tool 'nothing'; the tools are add, fault, count",
         call("add", c=1): "Error: add: missing a required argument: 'a'",
@@ -575,8 +578,8 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
     for found, text in zip(observations(ended[0]), wanted.values(), strict=True):
         assert found.startswith(f"\n<tool>{text}") and len(found) < 200
     episode = conversations.episode(0)
-    assert episode.failed_calls == {"raised": 2, "timeout": 1, "invalid": 1} and episode.failure is None
-    assert episode.info == {"tool_calls": 9, "invalid_calls": 4}
+    assert episode.failed_calls == {"raised": 3, "timeout": 1, "invalid": 1} and episode.failure is None
+    assert episode.info == {"tool_calls": 10, "invalid_calls": 4}
     environments.close()
 
 

@@ -176,6 +176,7 @@ def test_async_functions_run_concurrently(tmp_path: Path) -> None:
         ("return 10**400", ("expected a number", "too large")),
         ("return float('-inf')", ("returned -inf, expected a finite number",)),
         ("return None", ("returned None, expected a number",)),
+        ("return type('N', (float,), {'__float__': lambda self: exit(7)})(1.0)", ("raised SystemExit: 7",)),
         ("return '1.0'", ("returned '1.0', expected a number",)),
         ("return [1.0]", ("returned [1.0], expected a number",)),
         ("return {'acc': 1.0}", ("without 'score'", "['acc']")),

@@ -148,25 +148,30 @@ class Environment:
             assert str(answer).isascii()
 
 
-@pytest.mark.parametrize(
-    ("body", "place"),
-    [
-        ("async def step(self, response):\n  time.sleep(60)", "step"),
-        ("async def step(self, response):\n  threading.Event().wait()", "step (threading.py:"),
-        ("def step(self, response):\n  ctypes.PyDLL(None).sleep(60)", "step"),
-    ],
-)
-def test_the_call_that_blocks_a_process_is_named(tmp_path: Path, body: str, place: str) -> None:
-    """Check with a call that keeps the interpreter's lock too."""
-    text = body.replace("\n  ", "\n        if self.kind: ") + "\n        return '', 0.0, True, {}"
-    cfg = write(tmp_path, f"class Environment:\n    def reset(self, row): self.kind = row['kind']\n    {text}\n")
+def test_the_call_that_blocks_a_process_is_named(tmp_path: Path) -> None:
+    """Check a call within a module, and one that keeps the interpreter's lock."""
+    cfg = write(
+        tmp_path,
+        """
+class Environment:
+    def reset(self, row): self.kind = row["kind"]
+    async def sleep(self):
+        time.sleep(60)  # 43
+    async def wait(self):
+        threading.Event().wait()  # 45
+    def step(self, response):
+        if self.kind == "lock":
+            ctypes.PyDLL(None).sleep(60)  # 48
+        return getattr(self, self.kind)()
+""",
+    )
     cfg.timeout_seconds = 0.3
-    line = Path(str(cfg.path)).read_text().splitlines().index(f"        if self.kind: {body.split(chr(10))[1].strip()}")
+    cfg.num_workers = 3
     pool = EnvironmentPool(cfg)
-    (answer,) = answers(pool, ["blocks"])
+    wanted = ["43 in sleep", "45 in wait (threading.py:", "48 in step"]
+    for answer, place in zip(answers(pool, ["sleep", "wait", "lock"]), wanted, strict=True):
+        assert isinstance(answer, Failure) and f"is blocked, at environment.py:{place}" in answer.problem
     pool.close()
-    assert isinstance(answer, Failure)
-    assert f"is blocked, at environment.py:{line + 1} in {place}" in answer.problem
 
 
 def test_a_coroutine_that_ignores_cancellation_fails_alone(tmp_path: Path) -> None:
@@ -193,24 +198,22 @@ class Environment:
     assert isinstance(canceled, Failure) and canceled.problem == "cancelled its own task"
     assert isinstance(ignoring, Failure) and ignoring.problem.startswith("no answer after 0.5 s (")
     assert other == StepResult("", 1.0, True, {})
-    time.sleep(2.0)
+    time.sleep(1.2)  # longer than the rank waits for a process that does not answer
     assert pool.take(0.1) == {} and len(pool._workers) == 1
     pool.close()
 
 
-@pytest.mark.parametrize(("num_cores", "num_ranks", "wanted"), [(2, 8, 1), (16, 8, 2), (192, 8, 4)])
-def test_workers_are_by_the_cores_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_cores: int, num_ranks: int, wanted: int
-) -> None:
-    monkeypatch.setattr(environment_pool, "cores", lambda: (num_cores, num_cores))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+def test_workers_are_by_the_cores_of_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     text = "class Environment:\n    def reset(self, row): pass\n    def step(self, response): return '', 0.0, True, {}"
     cfg = write(tmp_path, text)
     cfg.num_workers = None
-    pool = EnvironmentPool(cfg)
-    answers(pool, [""] * 5)
-    assert len(pool._workers) == wanted
-    pool.close()
+    for num_cores, wanted in ((2, 1), (16, 2), (192, 4)):
+        monkeypatch.setattr(environment_pool, "cores", lambda num_cores=num_cores: (num_cores, num_cores))
+        pool = EnvironmentPool(cfg)
+        answers(pool, [""] * (wanted + 1))
+        assert len(pool._workers) == wanted
+        pool.close()
 
 
 def test_threads_and_descriptors_end_with_their_worker(tmp_path: Path) -> None:
