@@ -65,8 +65,8 @@ class WorkerProcess:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, seconds)
         self.connection = Connection(os.dup(self._socket.fileno()))
-        self._stacks = os.memfd_create("stacks")
-        descriptors = (theirs.fileno(), self._stacks)
+        self._stacks = open(os.memfd_create("stacks"), "rb", buffering=0)  # noqa: SIM115
+        descriptors = (theirs.fileno(), self._stacks.fileno())
         code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import main\nmain({os.getpid()}, {descriptors})"
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", code],
@@ -153,10 +153,11 @@ class WorkerProcess:
         self._process.send_signal(guard.STACKS)
         deadline = time.monotonic() + _STACKS_SECONDS
         size = 0
-        while time.monotonic() < deadline and (size == 0 or size < os.fstat(self._stacks).st_size):
-            size = os.fstat(self._stacks).st_size
+        stacks = self._stacks.fileno()
+        while time.monotonic() < deadline and (size == 0 or size < os.fstat(stacks).st_size):
+            size = os.fstat(stacks).st_size
             time.sleep(0.02)
-        return describe_blocking_call(os.pread(self._stacks, size, 0).decode(errors="replace"))
+        return describe_blocking_call(os.pread(stacks, size, 0).decode(errors="replace"))
 
     def end(self) -> None:
         """End the process and all that it has started, and what threads receive or send."""
@@ -174,7 +175,7 @@ class WorkerProcess:
         self.end()
         self._socket.close()
         self.connection.close()
-        os.close(self._stacks)
+        self._stacks.close()
 
 
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[bool, msgspec.Raw])
