@@ -23,6 +23,7 @@ setup(
         "PyYAML",
         "math-verify[antlr4-13-2]==0.9.0",  # scores MATH; other versions have other verdicts
         "httpx",  # asks a remote reward endpoint
+        "msgspec",  # messages of worker processes
         "shfmt-py",  # parses verl's shell scripts
         "tensorboard",
         "tqdm",

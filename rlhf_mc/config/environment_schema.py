@@ -47,9 +47,9 @@ class EnvironmentConfig:
     """Part of a longer observation that is left out."""
     timeout_seconds: PositiveSeconds = 60.0
     """Time limit of the environment's answer to a turn, and of each tool call."""
-    num_workers: Annotated[int, Range(1, 1_024)] = 1
+    num_workers: Annotated[int, Range(1, 1_024)] | None = None
     """Worker processes per rank, each with many conversations at a time. One that an environment ends or blocks is
-    replaced, and its other conversations are begun again."""
+    replaced, and its other conversations are begun again. null: the machine's cores per rank, at most 4."""
     default_observation: str | None = None
     """Observation where the environment raises, exceeds timeout_seconds, returns something else than it should, or ends
     its worker process: a text, with the marks that the chat template would add. {error} is replaced by the reason.

@@ -23,6 +23,11 @@ class NodeError(UserError):
     """A UserError about a file on this node. Other nodes may have the file, so each node reports its own error."""
 
 
+class LostProcessError(UserError):
+    """A process of the user's code was killed, for memory perhaps. It is reported as a UserError
+    is, with the exit code of other errors: the next attempt may succeed."""
+
+
 class JoinError(Exception):
     """Not all ranks of the run have joined."""
 

@@ -77,4 +77,8 @@ def describe_error(error: BaseException) -> str:
     """Return an exception as one line, with the file and line where it was raised."""
     frames = list(traceback.walk_tb(error.__traceback__))
     line = f" ({os.path.basename(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
-    return f"{type(error).__name__}: {one_line(str(error), MOST_ERROR_CHARACTERS)}{line}"
+    try:
+        text = str(error)
+    except BaseException as second:  # the user's own class may raise anything
+        text = f"(its text raises {type(second).__name__})"
+    return f"{type(error).__name__}: {one_line(text, MOST_ERROR_CHARACTERS)}{line}"

@@ -5,7 +5,6 @@ torch nor numpy.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -21,11 +20,14 @@ from rlhf_mc.environments.protocol import (
     ToolCall,
     called,
     checked_answer,
+    further_arguments,
     load_environment,
+    most_answer_bytes,
+    where,
 )
-from rlhf_mc.rewards.results import Failure
+from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.scoring import awaited
-from rlhf_mc.runtime.worker_process import guarded_connection
+from rlhf_mc.runtime.worker_process import MessageError, guarded_connection
 
 _MOST_THREADS = 256
 """Calls of environments without async methods at a time."""
@@ -52,7 +54,7 @@ class EnvironmentsOfWorker:
     """The environments of this process."""
 
     def __init__(self, cfg: EnvironmentConfig) -> None:
-        self._cfg = cfg
+        self.cfg = cfg
         self.tool_schemas: list[dict[str, Any]] = []
         """Of the tools that the model may call."""
         self._class: type
@@ -63,10 +65,9 @@ class EnvironmentsOfWorker:
             tools, self.tool_schemas = load_tools(cfg)
             self._class = ToolEnvironment
             self._kwargs = {"tools": tools, "cfg": cfg}
+            self._further = further_arguments(ToolEnvironment)
         else:
-            self._class = load_environment(cfg)
-        self._further = {"token_ids", "tool_calls"}.intersection(inspect.signature(self._class.step).parameters)  # type: ignore[attr-defined]
-        """Arguments of `step` beside the text."""
+            self._class, self._further = load_environment(cfg)
         self._limit = None if cfg.has_tools else cfg.timeout_seconds  # each call of a tool has the limit
         self.threads = ThreadPoolExecutor(_MOST_THREADS)
         self._environments: dict[Key, Environment] = {}
@@ -75,21 +76,22 @@ class EnvironmentsOfWorker:
         """Return the environment's answer to a turn, or why there is none."""
         setting = "rollout.environment.timeout_seconds"
         try:
-            result = await awaited(self._step(turn), self._limit, f"no answer after {{}} s ({setting})")
-            return checked_answer(result, self._cfg)
+            answer: StepResult = await awaited(self._answer(turn), self._limit, f"no answer after {{}} s ({setting})")
+            return answer
         except Failure as failure:
             return failure
-        except Exception as error:  # the user's own number class
-            return Failure("raised", f"raised {describe_error(error)}")
 
     async def end(self, key: Key) -> None:
         """Close the environment of a conversation. An error is of no importance any more."""
         environment = self._environments.pop(key, None)
         if environment is not None and hasattr(environment, "close"):
             try:
-                await awaited(called(environment.close), self._cfg.timeout_seconds, "not closed after {} s")
+                await awaited(called(environment.close), self.cfg.timeout_seconds, "not closed after {} s")
             except Failure:
                 return
+
+    async def _answer(self, turn: Turn) -> StepResult:
+        return checked_answer(await self._step(turn), self.cfg)
 
     async def _step(self, turn: Turn) -> Any:
         if turn.row is not None:
@@ -99,7 +101,7 @@ class EnvironmentsOfWorker:
             except BaseException:
                 await self.end(turn.key)
                 raise
-            if self._cfg.first_observation:
+            if self.cfg.first_observation:
                 return first, 0.0, False, {}
             if first is not None:
                 raise Failure("invalid", f"reset returned {type(first).__name__} without {SECTION}.first_observation")
@@ -109,7 +111,7 @@ class EnvironmentsOfWorker:
         return await called(self._environments[turn.key].step, turn.response, **further)
 
 
-async def _serve(connection: Connection, send: Callable[[object], None], conversations: EnvironmentsOfWorker) -> None:
+async def _serve(connection: Connection, send: Callable[..., None], conversations: EnvironmentsOfWorker) -> None:
     """Answer the turns that the rank sends, until it ends."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(conversations.threads)
@@ -118,7 +120,12 @@ async def _serve(connection: Connection, send: Callable[[object], None], convers
     of_turns: dict[Key, asyncio.Task[None]] = {}
 
     async def answer(turn: Turn) -> None:
-        send((turn.key, await conversations.answer(turn)))
+        answer = await conversations.answer(turn)
+        message = answer.reason if isinstance(answer, Failure) else answer
+        try:
+            send((turn.key, message), most_answer_bytes(conversations.cfg))
+        except MessageError as error:
+            send((turn.key, FailureReason("invalid", f"its answer {error}")))
 
     def read() -> None:
         try:
@@ -140,15 +147,20 @@ async def _serve(connection: Connection, send: Callable[[object], None], convers
     await has_ended
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(parent: int, descriptors: tuple[int, int]) -> None:
     """Run the environments of the conversations that the rank sends, until it ends. This is the worker process's
     program."""
-    connection, send = guarded_connection(descriptor, parent)
+    connection, send = guarded_connection(parent, descriptors)
+    (cfg,) = connection.recv()
+    runner = asyncio.Runner()
+    runner.get_loop()  # the current one of the user's file too
     try:
-        (cfg,) = connection.recv()
         conversations = EnvironmentsOfWorker(cfg)
+        send(conversations.tool_schemas)
     except UserError as error:
-        send(UserError(str(error)))
+        send(error)
         return
-    send(conversations.tool_schemas)
-    asyncio.run(_serve(connection, send, conversations))
+    except BaseException as error:  # user code outside of a call: an attribute that raises
+        send(UserError(f"{where(cfg)}: raised {describe_error(error)}"))
+        return
+    runner.run(_serve(connection, send, conversations))

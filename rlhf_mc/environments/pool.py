@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,10 +18,14 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.protocol import StepResult, where
-from rlhf_mc.rewards.results import Failure
-from rlhf_mc.runtime.worker_process import WorkerProcess
+from rlhf_mc.machine.facts import cores
+from rlhf_mc.rewards.results import Failure, FailureReason
+from rlhf_mc.runtime.worker_process import WorkerEndedError, WorkerProcess
 
+_Answer = tuple[Key, StepResult | FailureReason]
 _MESSAGE_SECONDS = 60.0
+_MOST_BY_CORES = 4
+"""Worker processes without num_workers."""
 _MOST_FURTHER = 16
 """Worker processes beyond num_workers, in which the call that has ended one is sought."""
 
@@ -30,7 +35,7 @@ class _Worker:
 
     def __init__(self, cfg: EnvironmentConfig, messages: SimpleQueue[tuple[_Worker, Any]]) -> None:
         """messages: gets what the process sends, and last a Failure, once it has ended."""
-        self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg)
+        self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg.timeout_seconds, _Answer, cfg)
         self.sent: dict[Key, float] = {}
         """When the turns that it has not answered were sent, by conversation, the earliest first."""
         self.loaded_at = math.inf
@@ -39,29 +44,46 @@ class _Worker:
         """The schemas of tools. Raises UserError if the user's file cannot be used."""
         self._cfg = cfg
         self._messages = messages
-        self.turns: SimpleQueue[Turn] = SimpleQueue()
-        """To send to the process."""
-        Thread(target=self._read, daemon=True).start()
-        Thread(target=self._write, daemon=True).start()
+        self.turns: SimpleQueue[Turn | None] = SimpleQueue()
+        """To send to the process; None: no more."""
+        self._threads = [Thread(target=target, daemon=True) for target in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the process and its threads."""
+        self.process.end()
+        self.turns.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.process.close()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # _read notes the end
-            while True:
-                self.process.connection.send(self.turns.get())
+        with contextlib.suppress(WorkerEndedError):  # _read notes the end
+            while (turn := self.turns.get()) is not None:
+                self.process.send(turn)
 
     def _read(self) -> None:
         try:
             setting = "rollout.environment.timeout_seconds"
-            self.loaded.set_result(self.process.loaded(where(self._cfg), self._cfg.timeout_seconds, setting))
+            self.loaded.set_result(self.process.loaded(where(self._cfg), setting, list[dict[str, Any]]))
             self.loaded_at = time.monotonic()
             while True:
                 if self.process.wait_for_message(_MESSAGE_SECONDS):
-                    self._messages.put((self, self.process.receive()))
-        except UserError as error:
-            self.loaded.set_exception(error)
+                    key, answer = self.process.receive()
+                    is_failure = isinstance(answer, FailureReason)
+                    self._messages.put((self, (key, Failure(*answer) if is_failure else answer)))
+        except (UserError, WorkerEndedError) as error:
+            if not self.loaded.done():
+                self.loaded.set_exception(error)
             self._messages.put((self, Failure("exited", str(error))))
-        except (EOFError, OSError):
-            self._messages.put((self, Failure("exited", f"its worker process ended, {self.process.describe_end()}")))
+
+
+def _default_num_workers() -> int:
+    """Return the number of cores of a rank of this node, up to a limit: each worker has the memory
+    of what the user's file imports."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(1, cores()[0] // num_ranks), _MOST_BY_CORES)
 
 
 class EnvironmentPool:
@@ -72,13 +94,18 @@ class EnvironmentPool:
         self._cfg = cfg
         self._messages: SimpleQueue[tuple[_Worker, Any]] = SimpleQueue()
         self._workers: list[_Worker] = []
-        self._of_new: list[_Worker | None] = [None] * cfg.num_workers
+        self._num_workers = cfg.num_workers or _default_num_workers()
+        self._of_new: list[_Worker | None] = [None] * self._num_workers
         """Those that new conversations get."""
         self._homes: dict[Key, _Worker] = {}
         """The worker of each conversation that has begun, or is to begin again there."""
         self._num_begun = 0
-        self.tool_schemas = self._next().loaded.result()
-        """Of the tools that the model may call, as the chat template gets them."""
+        try:
+            self.tool_schemas = self._next().loaded.result()
+            """Of the tools that the model may call, as the chat template gets them."""
+        except UserError:
+            self.close()
+            raise
 
     def submit(self, turn: Turn) -> None:
         """Send a turn to the conversation's environment."""
@@ -106,8 +133,9 @@ class EnvironmentPool:
             if latest < max(one.loaded_at, next(iter(one.sent.values()), math.inf)):
                 continue
             # The environments block the process: none keeps its limit.
+            place = one.process.blocking_call()
             self._end(one)
-            problem = f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked"
+            problem = f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked{place}"
             failure = Failure("timeout", f"{problem} (an async method may wait by await alone)")
             answers |= {key: failure if sent <= latest else None for key, sent in one.sent.items()}
         return answers
@@ -136,7 +164,7 @@ class EnvironmentPool:
 
     def _next(self) -> _Worker:
         """Return the worker of the next conversation."""
-        place = self._num_begun % self._cfg.num_workers
+        place = self._num_begun % self._num_workers
         self._num_begun += 1
         worker = self._of_new[place]
         if worker is None or worker not in self._workers:
@@ -154,14 +182,14 @@ class EnvironmentPool:
     def _end(self, worker: _Worker) -> None:
         """End a worker process."""
         self._workers.remove(worker)
-        worker.process.close()
+        worker.close()
 
     def _unanswered(self, worker: _Worker, failure: Failure) -> dict[Key, Failure | None]:
         """Return what becomes of the calls that a process had when it ended by itself. Any of them may have ended it:
         each half begins again in a process of its own, until a call is alone."""
         calls = [*worker.sent]
         has_imported = worker.loaded.exception() is None
-        if len(calls) <= 1 or not has_imported or len(self._workers) >= self._cfg.num_workers + _MOST_FURTHER:
+        if len(calls) <= 1 or not has_imported or len(self._workers) >= self._num_workers + _MOST_FURTHER:
             return dict.fromkeys(calls, failure)
         for half in (calls[::2], calls[1::2]):
             self._homes |= dict.fromkeys(half, self._start())

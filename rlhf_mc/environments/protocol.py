@@ -6,21 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.user_function import describe_error, load_attribute
-from rlhf_mc.rewards.results import Failure
+from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.returned import checked
+from rlhf_mc.runtime.worker_process import MOST_BYTES
 
 SECTION = "rollout.environment"
+_FURTHER = frozenset({"token_ids", "tool_calls"})
 _CUT = "...(truncated)..."
-Sliceable = TypeVar("Sliceable", str, list[int])
+_NO_OBSERVATION = "no text, tokens or messages"
+_MOST_OTHER_BYTES = 1 << 18
+Sliceable = TypeVar("Sliceable", str, list[Any])
 
-Observation = str | list[int] | list[dict[str, str]]
+Observation = str | Sequence[int | dict[str, str]]
 """Text, tokens, or chat messages, which the chat template renders."""
 
 
@@ -58,7 +63,7 @@ class StepResult:
     reward: float
     done: bool
     info: Mapping[str, float]
-    failures: Sequence[Failure] = ()
+    failures: tuple[FailureReason, ...] = ()
     """Of tools: the observation says so."""
 
 
@@ -69,10 +74,17 @@ def where(cfg: EnvironmentConfig) -> str:
     return f"{SECTION} {cfg.name} of {cfg.path}"
 
 
-def load_environment(cfg: EnvironmentConfig) -> type:
-    """Return the user's class. Raise UserError if the file is missing, if importing it or building an object raises, or
-    if the class lacks a method."""
-    environment = load_attribute(SECTION, str(cfg.path), cfg.name, f" ({SECTION}.name)")
+def most_answer_bytes(cfg: EnvironmentConfig) -> int:
+    """Return the largest size of an answer: observations of the largest length in UTF-8, and 256 KiB
+    for numbers, further messages and their other texts."""
+    num_observations = cfg.max_parallel_calls if cfg.has_tools else 1
+    return min(4 * num_observations * cfg.max_observation_length + _MOST_OTHER_BYTES, MOST_BYTES)
+
+
+def load_environment(cfg: EnvironmentConfig) -> tuple[type, Collection[str]]:
+    """Return the user's class, and the further arguments of its `step`. Raise UserError if the file
+    is missing, if importing it or building an object raises, or if an object lacks a method."""
+    environment: type = load_attribute(SECTION, str(cfg.path), cfg.name, f" ({SECTION}.name)")
     try:
         one = environment(**cfg.kwargs)
     except BaseException as error:  # the user's code may raise anything, SystemExit included
@@ -80,21 +92,38 @@ def load_environment(cfg: EnvironmentConfig) -> type:
     for method in ("reset", "step"):
         if not callable(getattr(one, method, None)):
             raise UserError(f"{where(cfg)}: has no method {method} (docs/environments.md)")
-    loaded: type = environment
-    return loaded
+    return environment, further_arguments(one)
+
+
+def further_arguments(environment: Any) -> Collection[str]:
+    """Return the arguments of `step` beside the text."""
+    try:
+        return _FURTHER.intersection(inspect.signature(environment.step).parameters)
+    except (TypeError, ValueError):  # it has no signature
+        return ()
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a user's function or method returns. One that is not async runs in a thread."""
+    """Return what a user's function or method returns. One that is not async runs in a thread.
+    Raise Failure if it raises there: asyncio's futures take no StopIteration."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    result = await asyncio.get_running_loop().run_in_executor(None, lambda: function(*args, **kwargs))
+
+    def call() -> tuple[Any, BaseException | None]:
+        try:
+            return function(*args, **kwargs), None
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
+            return None, error
+
+    result, error = await asyncio.get_running_loop().run_in_executor(None, call)
+    if error is not None:
+        raise Failure("raised", f"raised {describe_error(error)}") from error
     return await result if inspect.isawaitable(result) else result  # of a decorated coroutine function
 
 
 def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:
     """Return what `step` has returned. Raise Failure if it is something else than it should be."""
-    if isinstance(result, StepResult):  # of tools
+    if cfg.has_tools and isinstance(result, StepResult):
         return result
     if not isinstance(result, tuple) or len(result) != 4:
         raise Failure("invalid", f"step returned {type(result).__name__}, not (observation, reward, done, info)")
@@ -109,28 +138,51 @@ def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:
 
 def _observation(value: Any, cfg: EnvironmentConfig) -> Observation:
     """Return a user's observation, truncated to its largest length."""
-    if value is None or (isinstance(value, Sequence) and not value):
-        return ""
     if isinstance(value, str):
         return truncated(value, cfg)
-    if isinstance(value, list | tuple) and all(type(token) is int and token >= 0 for token in value):
-        return truncated(list(value), cfg)
-    if isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
-        messages = [{key: text for key, text in one.items() if isinstance(text, str)} for one in value]
-        if all({"role", "content"} <= one.keys() for one in messages):
-            return [{**one, "content": truncated(one["content"], cfg)} for one in messages]
-    raise Failure("invalid", f"returned an observation of {type(value).__name__}: no text, tokens or messages")
+    if value is None or (isinstance(value, Sequence) and not value):
+        return ""
+    if isinstance(value, list | tuple):
+        tokens = truncated([*value], cfg)
+        if all(type(token) is int and token >= 0 for token in tokens):
+            return tokens
+        return _messages(value, cfg)
+    raise Failure("invalid", f"returned an observation of {type(value).__name__}: {_NO_OBSERVATION}")
+
+
+def _messages(value: Sequence[Any], cfg: EnvironmentConfig) -> list[dict[str, str]]:
+    """Return a user's messages, with their texts alone."""
+    most = most_answer_bytes(cfg)
+    size = 0
+    messages = []
+    for one in value:
+        if not isinstance(one, Mapping):
+            raise Failure("invalid", f"returned an observation with {type(one).__name__} in it: {_NO_OBSERVATION}")
+        items = [(unicode(key), text) for key, text in one.items() if isinstance(key, str) and isinstance(text, str)]
+        texts = {key: truncated(text, cfg) if key == "content" else unicode(text) for key, text in items}
+        if not {"role", "content"} <= texts.keys():
+            raise Failure("invalid", "returned a message without a text as role and one as content")
+        size += sum(map(len, itertools.chain(texts.keys(), texts.values())))
+        if size > most:  # sending it counts the bytes
+            raise Failure("invalid", f"returned messages of more than {most:,} bytes")
+        messages.append(texts)
+    return messages
 
 
 def truncated(value: Sliceable, cfg: EnvironmentConfig) -> Sliceable:
     """Return the value without what exceeds max_observation_length. A text has a mark there, and marks in place of what
     is not Unicode."""
     if isinstance(value, str):
-        value = value.encode("utf-8", "replace").decode("utf-8")
+        value = str.__str__(value)  # of a class of the user's own, without its methods
     excess = len(value) - cfg.max_observation_length
-    if excess <= 0:
-        return value
     start = {"left": 0, "right": cfg.max_observation_length, "middle": cfg.max_observation_length // 2}[cfg.truncate]
-    if isinstance(value, str):
-        return value[:start] + _CUT + value[start + excess :]
-    return value[:start] + value[start + excess :]
+    if excess > 0:
+        mark: Any = _CUT if isinstance(value, str) else []
+        value = value[:start] + mark + value[start + excess :]
+    return unicode(value) if isinstance(value, str) else value
+
+
+def unicode(text: str) -> str:
+    """Return a text, of a class of the user's own too, as a plain one, with marks in place of what
+    is not Unicode."""
+    return str.encode(text, "utf-8", "replace").decode("utf-8")

@@ -12,22 +12,37 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import yaml
 
 from rlhf_mc import json_files
 from rlhf_mc.config.environment_schema import SINGLE_TURN_AGENT, EnvironmentConfig
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.masking import one_line
 from rlhf_mc.config.user_function import describe_error, load_file
 from rlhf_mc.environments import verl_tools
 from rlhf_mc.environments.protocol import SECTION, StepResult, ToolCall, called, truncated
-from rlhf_mc.rewards.results import Failure
+from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.returned import checked
 from rlhf_mc.rewards.scoring import awaited
 
 Schema = dict[str, Any]
 """A tool as the chat template gets it: {"type": "function", "function": {"name": ..., ...}}."""
+
+
+class _Function(msgspec.Struct):
+    """The fields of a schema that all formats of tool calls read."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+    type: Literal["function"] = "function"
 
 
 class _FunctionTool(verl_tools.BaseTool):
@@ -70,11 +85,11 @@ class ToolEnvironment:
     async def step(self, response: str, tool_calls: Sequence[ToolCall]) -> StepResult:
         """Run the calls of a turn, at the same time."""
         self._num_turns += 1
-        failures: list[Failure] = []
+        failures: list[FailureReason] = []
         if self._is_single or not tool_calls or self._num_turns >= self._cfg.max_turns:
             with_rewards = [name for name in self._instances if not isinstance(self._tools[name], _FunctionTool)]
             await asyncio.gather(*(self._calc_reward(name, failures) for name in with_rewards))
-            return StepResult("", 0.0, True, self._info, failures)
+            return StepResult("", 0.0, True, self._info, tuple(failures))
         calls = tool_calls[: self._cfg.max_parallel_calls]
         rewards: list[float] = []
         answers = await asyncio.gather(*(self._answer(call, rewards, failures) for call in calls))
@@ -82,19 +97,19 @@ class ToolEnvironment:
             {"role": "tool", "name": call.name or "unknown", "tool_call_id": call.number, "content": text}
             for call, text in zip(calls, answers, strict=True)
         ]
-        return StepResult(messages, sum(rewards), False, self._info, failures)
+        return StepResult(messages, sum(rewards), False, self._info, tuple(failures))
 
     async def close(self) -> None:
         """Release the instances."""
         for name, instance in self._instances.items():
             await self._tools[name].release(instance, **self._row_arguments(name, "release_kwargs"))
 
-    async def _answer(self, call: ToolCall, rewards: list[float], failures: list[Failure]) -> str:
+    async def _answer(self, call: ToolCall, rewards: list[float], failures: list[FailureReason]) -> str:
         """Run a call. Return its answer, or what was wrong."""
         self._info["tool_calls"] += 1
         try:
             parameters = self._parameters(call)
-            text, reward, numbers = _results(await self._awaited(self._run(call.name, parameters)))
+            text, reward, numbers = await self._awaited(self._run(call.name, parameters))
             self._info |= numbers
             rewards.append(reward)
         except _InvalidCallError as error:
@@ -102,7 +117,7 @@ class ToolEnvironment:
             text = f"Error: {error}"
         except Exception as error:  # of the user's own classes among them
             failure = error if isinstance(error, Failure) else Failure("invalid", f"returned {describe_error(error)}")
-            failures.append(Failure(failure.kind, f"the tool {call.name!r} {failure.problem}"))
+            failures.append(FailureReason(failure.kind, f"the tool {call.name!r} {failure.problem}"))
             text = f"Error: {failure.problem}"
         return truncated(text, self._cfg)
 
@@ -126,7 +141,7 @@ class ToolEnvironment:
                 raise _InvalidCallError(f"{call.name}: {error}") from error
         return parameters
 
-    async def _run(self, name: str, parameters: dict[str, Any]) -> Any:
+    async def _run(self, name: str, parameters: dict[str, Any]) -> tuple[str, float, dict[str, float]]:
         tool = self._tools[name]
         async with self._lock:
             if name not in self._instances:
@@ -134,16 +149,20 @@ class ToolEnvironment:
                 created = await tool.create(create_kwargs=kwargs, **kwargs)  # verl passes one or the other, by version
                 self._instances[name] = created[0] if isinstance(created, tuple) else created
         kwargs = self._row_arguments(name, "execute_kwargs")
-        return await tool.execute(self._instances[name], parameters, agent_data=self._agent_data, **kwargs)
+        answer = await tool.execute(self._instances[name], parameters, agent_data=self._agent_data, **kwargs)
+        return _results(answer)
 
-    async def _calc_reward(self, name: str, failures: list[Failure]) -> None:
+    async def _calc_reward(self, name: str, failures: list[FailureReason]) -> None:
         """Add the reward that a tool gives the conversation to the numbers."""
         kwargs = self._row_arguments(name, "calc_reward_kwargs")
         try:
-            reward = await self._awaited(self._tools[name].calc_reward(self._instances[name], **kwargs))
-            self._info[f"calc_reward/{name}"] = checked(reward or 0.0)["score"]
+            self._info[f"calc_reward/{name}"] = await self._awaited(self._reward(name, kwargs))
         except Failure as failure:
-            failures.append(Failure(failure.kind, f"calc_reward of the tool {name!r} {failure.problem}"))
+            failures.append(FailureReason(failure.kind, f"calc_reward of the tool {name!r} {failure.problem}"))
+
+    async def _reward(self, name: str, kwargs: dict[str, Any]) -> float:
+        reward = await self._tools[name].calc_reward(self._instances[name], **kwargs)
+        return checked(reward or 0.0)["score"]
 
     async def _awaited(self, result: Any) -> Any:
         problem = f"gave no answer after {{}} s ({SECTION}.timeout_seconds)"
@@ -205,12 +224,13 @@ def _load_functions(path: str) -> list[tuple[Any, Schema]]:
     tools = []
     for name, (function, schema) in functions.items():
         try:
-            schema = get_json_schema(function) if schema is None else _dumped(schema)
+            given = get_json_schema(function) if schema is None else schema
         except Exception as error:  # transformers has a type for each part that is missing
             raise UserError(
                 f"{setting} {path}: {name} needs type hints, and a docstring with a line for each argument under Args:;"
                 f" if it is no tool its name must begin with _ ({' '.join(str(error).split())[:300]})"
             ) from error
+        schema = _dumped(given, f"{setting} {path}: {name}")
         schema["function"]["name"] = name
         schema["function"].pop("return", None)
         tools.append((_FunctionTool(function), schema))
@@ -238,7 +258,7 @@ def _load_classes(path: str) -> list[tuple[Any, Schema]]:
             fields = entry.get("tool_schema")
             schema = None if fields is None else schema_class.model_validate(fields)
             tool = getattr(importlib.import_module(module), name)(config=config, tool_schema=schema)
-            tools.append((tool, _dumped(tool.tool_schema)))
+            tools.append((tool, _dumped(tool.tool_schema, f"{where}: {name}")))
     except UserError:
         raise
     except BaseException as error:  # the user's code may raise anything, SystemExit included
@@ -246,7 +266,13 @@ def _load_classes(path: str) -> list[tuple[Any, Schema]]:
     return tools
 
 
-def _dumped(schema: Any) -> Schema:
-    """Return a schema of verl's classes as the chat template gets it there."""
-    dumped: Schema = schema if isinstance(schema, dict) else schema.model_dump(exclude_unset=True, exclude_none=True)
+def _dumped(schema: Any, where: str) -> Schema:
+    """Return a schema, of verl's classes too, as JSON data. Raise UserError if it is no tool's."""
+    try:
+        if not isinstance(schema, dict):
+            schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+        dumped: Schema = msgspec.json.decode(msgspec.json.encode(schema))
+        msgspec.convert(dumped, _Tool)
+    except Exception as error:  # of the user's classes too
+        raise UserError(f"{where}: its schema is no tool's: {one_line(str(error), 300)}") from error
     return dumped

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import LostProcessError, UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import Mixture, row_problem
@@ -192,7 +192,7 @@ class RewardManager:
         message = f"{failure.origin or custom_score_name(self._custom)}: {row.name}: {failure.problem}"
         default = self._reward.default_score
         if default is None:
-            raise UserError(message)
+            raise LostProcessError(message) if failure.is_killed else UserError(message)
         self._failures += 1
         if self._failures <= _MAX_REPORTED or self._failures % 100 == 0:
             print_line(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlhf_mc.config.reward_schema import OverlongBufferConfig
 from rlhf_mc.rewards.registry import RULES
@@ -130,16 +130,32 @@ class Score:
         return replace(self, score=self.score + contribution, parts={**self.parts, part: contribution})
 
 
+class FailureReason(NamedTuple):
+    """A failure as a worker process sends it."""
+
+    kind: FailureKind
+    problem: str
+    """One line, without the row."""
+    origin: str | None = None
+    """The setting that failed; None: the user's function or the rule."""
+
+
 class Failure(Exception):
     """The reason why a row has no score. It is raised while the row is scored."""
 
-    def __init__(self, kind: FailureKind, problem: str, origin: str | None = None) -> None:
-        """problem: one line, without the row. origin: the setting that failed; None: the user's function or the
-        rule."""
-        super().__init__(kind, problem, origin)
+    def __init__(self, kind: FailureKind, problem: str, origin: str | None = None, is_killed: bool = False) -> None:
+        """kind, problem, origin: as FailureReason has them. is_killed: its process was killed, for
+        memory perhaps."""
+        super().__init__(kind, problem, origin, is_killed)
         self.kind = kind
         self.problem = problem
         self.origin = origin
+        self.is_killed = is_killed
+
+    @property
+    def reason(self) -> FailureReason:
+        """The failure without its process."""
+        return FailureReason(self.kind, self.problem, self.origin)
 
 
 # ---------------------------------------------------------------- scores of a step

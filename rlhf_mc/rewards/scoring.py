@@ -10,9 +10,10 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.masking import cut
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.mixture import row_problem
@@ -85,9 +86,12 @@ def custom_score_name(cfg: CustomRewardFunctionConfig) -> str:
 
 
 class Scorer:
-    """Scores rows in this process. Its only state is the user's function."""
+    """Scores rows in this process. Its only state is the user's function, and the event loop, to
+    which what an async function keeps is bound: locks, sessions of HTTP clients."""
 
     def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
+        self._runner = asyncio.Runner()
+        self._runner.get_loop()  # the current one of the user's file too
         self._custom = None if custom.path is None else load_reward_function(custom)
         self._remote = None if reward.remote.url is None else RemoteReward(reward.remote, reward.timeout_seconds)
         self._limit = reward.timeout_seconds
@@ -102,18 +106,33 @@ class Scorer:
         """The user's function takes all rows in one call."""
         return self._custom is not None and self._custom.is_batched
 
-    def score(self, rows: Sequence[RewardRow], done: Done, progress: Callable[[], None]) -> None:
-        """Call `done` for each row. Before, call `progress` for each answer of the remote endpoint."""
-        from_remote = {}
-        if self._remote is not None:
-            indices = [i for i, row in enumerate(rows) if REMOTE in row.parts]
-            answers = asyncio.run(self._remote.score([rows[i] for i in indices], progress))
-            from_remote = dict(zip(indices, answers, strict=True))
-        scoring = self._score_all(rows, from_remote, done)
+    def score(self, receive: Callable[[], Sequence[RewardRow]], done: Done, progress: Callable[[], None]) -> NoReturn:
+        """Score the rows that `receive` returns, until it raises. Call `done` for each. Before,
+        call `progress` for each answer of the remote endpoint."""
         if self._custom is not None and self._custom.is_async:
-            asyncio.run(scoring)
-        else:
-            _run_at_once(scoring)
+            self._runner.run(self._score_in_loop(receive, done, progress))
+        while True:
+            rows = receive()
+            from_remote = {}
+            if self._remote is not None:
+                from_remote = self._runner.run(self._ask_endpoint(rows, progress))
+            _run_at_once(self._score_all(rows, from_remote, done))
+
+    async def _score_in_loop(
+        self, receive: Callable[[], Sequence[RewardRow]], done: Done, progress: Callable[[], None]
+    ) -> NoReturn:
+        """Score as `score` does, in one event loop, which runs between the calls too."""
+        while True:
+            rows = await asyncio.to_thread(receive)
+            await self._score_all(rows, await self._ask_endpoint(rows, progress), done)
+
+    async def _ask_endpoint(self, rows: Sequence[RewardRow], progress: Callable[[], None]) -> dict[int, Any]:
+        """Return the remote endpoint's answers by row."""
+        indices = [i for i, row in enumerate(rows) if REMOTE in row.parts]
+        if self._remote is None or not indices:
+            return {}
+        answers = await self._remote.score([rows[i] for i in indices], progress)
+        return dict(zip(indices, answers, strict=True))
 
     async def _score_all(self, rows: Sequence[RewardRow], from_remote: dict[int, Any], done: Done) -> None:
         """Score the rows. from_remote: the endpoint's answers by row."""
@@ -128,7 +147,7 @@ class Scorer:
                 outcome = failure
             except UserError:
                 raise
-            except Exception as error:  # the user's own number class
+            except BaseException as error:  # the user's own number class
                 outcome = Failure("raised", f"raised {describe_error(error)}")
             done(i, outcome)
 
@@ -164,7 +183,7 @@ class Scorer:
                 answer = RULES[part].answer
                 named = None if answer is None else answer(row.response) or ""
             if pred is None and named is not None:
-                pred = str(named)
+                pred = _text(named)
             parts[part] = weight * result.pop("score")
             extra = result | extra
         total = sum(parts.values())
@@ -209,20 +228,36 @@ class Scorer:
 
 async def awaited(result: Awaitable[Any], limit: float | None, problem: str) -> Any:
     """Return what a user's coroutine returns within `limit` seconds (None: in any time). Raise Failure if it raises, or
-    takes longer: `problem` with the limit in place of {}."""
-    timeout = asyncio.timeout(limit)
+    takes longer: `problem` with the limit in place of {}. A coroutine that ignores its cancellation continues."""
+
+    async def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return await result, None
+        except BaseException as error:  # as in _call_custom; a task would raise it in the event loop
+            return None, error
+
+    task = asyncio.create_task(outcome())
     try:
-        async with timeout:
-            return await result
-    except Failure:
+        done, _ = await asyncio.wait({task}, timeout=limit)
+    except asyncio.CancelledError:  # the program ends the call
+        task.cancel()
         raise
-    except BaseException as error:  # as in _call_custom
-        if timeout.expired():
-            raise Failure("timeout", problem.format(f"{limit:g}")) from None
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # the program ends the scoring
-        raise Failure("raised", f"raised {describe_error(error)}") from error
+    if not done:
+        task.cancel()
+        raise Failure("timeout", problem.format(f"{limit:g}"))
+    if task.cancelled():
+        raise Failure("raised", "cancelled its own task")
+    value, error = task.result()
+    if error is None:
+        return value
+    if isinstance(error, Failure):
+        raise error
+    raise Failure("raised", f"raised {describe_error(error)}") from error
+
+
+def _text(named: Any) -> str:
+    """Return an answer as a plain text, cut, with marks in place of what is not Unicode."""
+    return cut(str.encode(str(named), "utf-8", "replace").decode("utf-8"))
 
 
 def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:

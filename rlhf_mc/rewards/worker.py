@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.rewards.results import Failure, RewardRow, Score
+from rlhf_mc.rewards.results import Failure, FailureReason, RewardRow, Score
 from rlhf_mc.rewards.scoring import Scorer, custom_score_name
-from rlhf_mc.runtime.worker_process import WorkerProcess, guarded_connection
+from rlhf_mc.runtime.worker_process import MessageError, WorkerEndedError, WorkerProcess, guarded_connection
 
 _EXTRA_SECONDS = 1.0
+_Outcome = tuple[int, Score | FailureReason] | None
+"""A row by its place among those that the rank has sent, and its score. None: the remote endpoint
+has answered."""
 
 
 class Worker:
@@ -28,7 +31,7 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        self._process = WorkerProcess(__name__, self._custom, self._reward)
+        self._process = WorkerProcess(__name__, self._reward.timeout_seconds, _Outcome, self._custom, self._reward)
         self._loading = True
         self._scores_together = False
         self._is_batched = False
@@ -38,7 +41,7 @@ class Worker:
         loading fails."""
         if self._loading:
             name = custom_score_name(self._custom)
-            loaded = self._process.loaded(name, self._reward.timeout_seconds, "reward.timeout_seconds")
+            loaded = self._process.loaded(name, "reward.timeout_seconds", tuple[bool, bool])
             self._scores_together, self._is_batched = loaded
             self._loading = False
         return self._scores_together, self._is_batched
@@ -76,19 +79,20 @@ class Worker:
         keeps_limit = self._scores_together or self._reward.remote.url is not None
         patience = limit + _EXTRA_SECONDS + 0.1 * limit if keeps_limit else limit
         try:
-            self._process.connection.send([rows[i] for i in left])
+            self._process.send([rows[i] for i in left])
             while len(scores) < len(rows):
                 if not self._process.wait_for_message(patience):
-                    return Failure("timeout", f"no score after {limit:g} s (reward.timeout_seconds)")
+                    place = self._process.blocking_call()
+                    return Failure("timeout", f"no score after {limit:g} s (reward.timeout_seconds){place}")
                 message = self._process.receive()
-                if message is None:  # the remote endpoint has answered
+                if message is None:
                     continue
-                place, outcome = message
-                i = left[place]
-                scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
+                index, outcome = message
+                i = left[index]
+                scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], Failure(*outcome))
                 self.num_scored += 1
-        except (EOFError, OSError):
-            return Failure("exited", f"its worker process ended, {self._process.describe_end()}")
+        except WorkerEndedError as end:
+            return Failure("exited", str(end), is_killed=end.is_killed)
         return None
 
     def close(self) -> None:
@@ -96,21 +100,26 @@ class Worker:
         self._process.close()
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(parent: int, descriptors: tuple[int, int]) -> None:
     """Score the rows that the rank sends, until it ends. This is the worker process's program."""
-    connection, send = guarded_connection(descriptor, parent)
+    connection, send = guarded_connection(parent, descriptors)
+
+    def send_outcome(index: int, outcome: Score | Failure) -> None:
+        try:
+            send((index, outcome.reason if isinstance(outcome, Failure) else outcome))
+        except MessageError as error:
+            send((index, FailureReason("invalid", f"its score {error}")))
+
     custom: CustomRewardFunctionConfig | None = None
     try:
         custom, reward = connection.recv()
         scorer = Scorer(custom, reward)
         send((scorer.scores_together, scorer.is_batched))
-        while True:
-            rows = connection.recv()
-            scorer.score(rows, lambda *scored: send(scored), lambda: send(None))
-    except EOFError:  # the rank has ended
+        scorer.score(connection.recv, send_outcome, lambda: send(None))
+    except (EOFError, OSError):  # the rank has ended
         return
     except UserError as error:
-        send(UserError(str(error)))
+        send(error)
     except BaseException as error:  # user code outside of the call: its own number class, a task not awaited
         if custom is not None:
             send(UserError(f"{custom_score_name(custom)}: raised {describe_error(error)}"))

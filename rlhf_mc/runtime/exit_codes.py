@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from rlhf_mc.config.errors import JoinError, NodeError, UserError
+from rlhf_mc.config.errors import JoinError, LostProcessError, NodeError, UserError
 from rlhf_mc.config.masking import cut
 from rlhf_mc.runtime import error_report
 from rlhf_mc.runtime.console import write_line
@@ -51,7 +51,7 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         line = " ".join(str(error).splitlines())
         error_report.report(f"{program}: error: {line}", key=line, of_this_node=isinstance(error, NodeError))
         error_report.wait_for_reports()
-        return EXIT_USER_ERROR
+        return EXIT_ERROR if isinstance(error, LostProcessError) else EXIT_USER_ERROR
     except JoinError as error:
         line = f"{program}: error on rank {os.environ.get('RANK', '0')}: {error}"
         if error.prints:

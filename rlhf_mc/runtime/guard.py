@@ -20,6 +20,8 @@ from rlhf_mc.runtime.parent_death import adopt_orphans, exit_with_parent, signal
 
 END = signal.SIGRTMIN
 """Signal with which the parent ends the guard and all below it. Schedulers and shells send others, to whole groups."""
+STACKS = signal.SIGRTMIN + 1
+"""Signal with which the parent asks the guarded process for its stacks (worker_process.py)."""
 END_SECONDS = 5.0
 """Time for the processes to end. One that waits for a disk may take longer."""
 _LOOK_SECONDS = 1.0
@@ -30,14 +32,14 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, s
 def guarded(parent: int, descriptors: Iterable[int]) -> None:
     """Become the guard, and return in its new child, which is killed when the guard ends. parent: the process that has
     started this one. descriptors: what the child alone holds open. Call it before threads are started."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, END})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, END, STACKS})
     adopt_orphans()
     signal_with_parent(parent, signal.SIGCHLD)
     guard = os.getpid()
     child = os.fork()
     if child == 0:
         exit_with_parent(guard)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, END})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, END, STACKS})
         return
     for descriptor in descriptors:
         os.close(descriptor)
@@ -51,9 +53,11 @@ def _guard(child: int, parent: int) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     status = None
     while status is None and os.getppid() == parent:
-        received = signal.sigtimedwait({signal.SIGCHLD, END}, _LOOK_SECONDS)
+        received = signal.sigtimedwait({signal.SIGCHLD, END, STACKS}, _LOOK_SECONDS)
         if received is not None and received.si_signo == END:
             break
+        if received is not None and received.si_signo == STACKS:
+            os.kill(child, STACKS)
         status = _reap(child)
     _end_descendants()
     code = 0 if status is None else os.waitstatus_to_exitcode(status)

@@ -110,6 +110,7 @@ def begun(
 ) -> tuple[EnvironmentManager, Conversations]:
     """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields. Their journal is beside
     the file."""
+    cfg.num_workers = cfg.num_workers or 1
     data = DataConfig(train_files=[], max_response_length=limit)
     directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
     journal = ObservationJournal(directory, replayed, 0, 0)
@@ -398,7 +399,7 @@ def test_constructors_do_not_block_the_process(tmp_path: Path) -> None:
         ("class Other: pass", "has no function 'Environment' (rollout.environment.name)"),
         ("class Environment:\n    def __init__(self): raise ValueError(3)", "building an object raised ValueError: 3"),
         ("class Environment:\n    def reset(self, row): pass", "has no method step"),
-        ("import os; os._exit(3)", "importing it ended the worker process, with exit code 3"),
+        ("import os; os._exit(3)", "importing it failed: its worker process ended, with exit code 3"),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_one_line(user_file: str, text: str, message: str) -> None:
@@ -437,6 +438,8 @@ def fault(kind: str):
         raise SystemExit("no more")
     if kind == "hangs":
         time.sleep(2)
+    if kind == "text":
+        return type("Text", (), {"__str__": lambda self: exit(3)})()
     return "m" * 2**20 if kind == "megabyte" else ("four", 1.0, {}, 4)
 
 def _helper(): ...
@@ -466,6 +469,10 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         print("released at", self.counts.pop(instance_id), flush=True)
+
+class Wrong:
+    def __init__(self, config, tool_schema):
+        self.tool_schema = ["count"]
 """
 CONFIG = """
 tools:
@@ -508,6 +515,10 @@ def tools(user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> En
             "tools.yaml: AttributeError: module 'own_classes' has no attribute 'Other'",
         ),
         (CONFIG.replace("name: count", "title: count"), "tools.yaml: ValueError: tool_schema has no function.name"),
+        (CONFIG.replace("name: count", "name: 3"), "Counter: its schema is no tool's: Expected `str`, got `int`"),
+        (CONFIG.replace("parameters: {", "parameters: []  # {"), "Expected `object | null`, got `array`"),
+        (CONFIG.replace("Counter", "Wrong"), "Wrong: its schema is no tool's: 'list' object has no attribute"),
+        (CONFIG.replace("Count.", '"\\ud800"'), "Counter: its schema is no tool's: 'utf-8' codec can't encode"),
     ],
 )
 def test_a_tool_file_that_cannot_be_used_is_one_line(tools: EnvironmentConfig, text: str, message: str) -> None:
@@ -556,6 +567,7 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
         call("fault", kind="raises"): "Error: raised SystemExit: no more",
         call("fault", kind="hangs"): "Error: gave no answer after 0.5 s",
         call("fault", kind="four"): "Error: returned 4 values",
+        call("fault", kind="text"): "Error: raised SystemExit: 3",
         call("fault", kind="megabyte"): "m" * 50 + "...(truncated)..." + "m" * 50,
         call("nothing"): "Error: there is no tool 'nothing'; the tools are add, fault, count",
         call("add", c=1): "Error: add: missing a required argument: 'a'",
@@ -567,8 +579,8 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
     for found, text in zip(observations(ended[0]), wanted.values(), strict=True):
         assert found.startswith(f"\n<tool>{text}") and len(found) < 200
     episode = conversations.episode(0)
-    assert episode.failed_calls == {"raised": 2, "timeout": 1, "invalid": 1} and episode.failure is None
-    assert episode.info == {"tool_calls": 9, "invalid_calls": 4}
+    assert episode.failed_calls == {"raised": 3, "timeout": 1, "invalid": 1} and episode.failure is None
+    assert episode.info == {"tool_calls": 10, "invalid_calls": 4}
     environments.close()
 
 

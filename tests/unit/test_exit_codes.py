@@ -36,8 +36,9 @@ def run_with_full_disk(code: str, **env: str) -> subprocess.CompletedProcess[byt
         ("exit_now(exit_code('rlhf_mc', lambda: sys.exit(0)))", 1),
         ("def f(): raise KeyboardInterrupt\nexit_now(exit_code('rlhf_mc', f))", 130),
         ("from rlhf_mc.config.errors import UserError\ndef f(): raise UserError('no')\nexit_now(exit_code('x', f))", 2),
+        ("def f(): raise LostProcessError('no')\nexit_now(exit_code('x', f))", 1),
     ],
-    ids=["from a thread", "exit_now", "exception", "sys.exit(0)", "Ctrl-C", "UserError"],
+    ids=["from a thread", "exit_now", "exception", "sys.exit(0)", "Ctrl-C", "UserError", "LostProcessError"],
 )
 def test_full_disk_does_not_prevent_exit(code: str, expected: int) -> None:
     done = run_with_full_disk(code, TORCHELASTIC_ERROR_FILE="/dev/full", RLHF_MC_EXIT_CODE_FILE="/dev/full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import signal
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from runs import is_running, kill, wait_until
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import LostProcessError, UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.manager import RewardManager
@@ -226,6 +227,7 @@ def test_async_functions_run_concurrently(tmp_path: Path) -> None:
         ("return 10**400", ("expected a number", "too large")),
         ("return float('-inf')", ("returned -inf, expected a finite number",)),
         ("return None", ("returned None, expected a number",)),
+        ("return type('N', (float,), {'__float__': lambda self: exit(7)})(1.0)", ("raised SystemExit: 7",)),
         ("return '1.0'", ("returned '1.0', expected a number",)),
         ("return [1.0]", ("returned [1.0], expected a number",)),
         ("return {'acc': 1.0}", ("without 'score'", "['acc']")),
@@ -256,7 +258,11 @@ def test_custom_function_that_fails_names_the_row(tmp_path: Path, kind: str, bod
         ("import no_such_module_at_all\n", "compute_score", ("importing it raised ModuleNotFoundError", "reward.py:1")),
         ("import sys\nsys.exit(0)\n", "compute_score", ("importing it raised SystemExit: 0", "reward.py:2")),
         ("raise KeyboardInterrupt\n", "compute_score", ("importing it raised KeyboardInterrupt", "reward.py:1")),
-        ("import os\nos._exit(0)\n", "compute_score", ("importing it ended the worker process, with exit code 0",)),
+        (
+            "import os\nos._exit(0)\n",
+            "compute_score",
+            ("importing it failed: its worker process ended, with exit code 0",),
+        ),
         ("def compute_score(:\n", "compute_score", ("importing it raised SyntaxError",)),
         ("def other(): pass\n", "compute_score", ("has no function 'compute_score' (custom_reward_function.name)",)),
         ("compute_score = 3\n", "compute_score", ("'compute_score' is not a function but int",)),
@@ -280,9 +286,77 @@ def test_custom_file_missing(tmp_path: Path) -> None:
         RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "reward.txt")), RewardConfig())
 
 
-def test_async_function_can_be_called_again(tmp_path: Path) -> None:
-    manager = custom(tmp_path, "async def compute_score(**row): return 1.0\n")
-    assert [score(manager, [make_prompt()], ["4"]) for _ in range(2)] == [[{"score": 1.0}]] * 2
+def test_what_an_async_function_keeps_works_in_each_call(tmp_path: Path) -> None:
+    """Check a lock that is bound to the event loop once a call waits for it, and a task in the background."""
+    manager = custom(
+        tmp_path,
+        """
+        import asyncio
+        one = asyncio.Semaphore(1)
+        ticks = 0
+        task = None
+
+        async def tick():
+            global ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.01)
+
+        async def compute_score(solution_str, **row):
+            global task
+            task = task or asyncio.create_task(tick())
+            async with one:
+                await asyncio.sleep(0.01)
+            return {"score": 1.0, "ticks": ticks, "has_ended": task.done()}
+        """,
+    )
+    prompts = [make_prompt(i) for i in range(3)]
+    first = score(manager, prompts, ["4"] * 3)
+    time.sleep(0.5)
+    second = score(manager, prompts, ["4"] * 3)
+    assert not any(row["has_ended"] for row in second) and len({row["score"] for row in first + second}) == 1
+    assert second[0]["ticks"] > first[-1]["ticks"] + 10, "it runs between the calls"
+
+
+def test_async_function_that_ignores_its_cancellation_fails_alone(tmp_path: Path) -> None:
+    manager = custom(
+        tmp_path,
+        """
+        import asyncio
+        async def compute_score(solution_str, **row):
+            while solution_str == "ignores":
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    pass
+            return 1.0
+        """,
+        reward=RewardConfig(1, 0.5, default_score=-1.0),
+    )
+    process = manager._workers[0]._process
+    for _ in range(2):
+        scores = score(manager, [make_prompt(0), make_prompt(1)], ["ignores", "4"])
+        assert scores == [{"score": -1.0}, {"score": 1.0}]
+    assert manager._workers[0]._process is process, "it has not been replaced"
+
+
+def test_scores_of_a_worker_are_plain_data(tmp_path: Path) -> None:
+    """Check an answer whose class would run code where it is unpickled, and a date of a row, which stays one."""
+    manager = custom(
+        tmp_path,
+        """
+        import os
+        class Runs(str):
+            def __reduce__(self):
+                return os.abort, ()
+        def compute_score(solution_str, extra_info, **row):
+            return {"score": extra_info["date"].year, "pred": Runs(solution_str), Runs("n"): 1}
+        """,
+    )
+    prompts = [make_prompt(date=datetime.date(2026, 1, 1))] * 3
+    scores = manager.submit(prompts, ["4", chr(0xD800), "4" * 10**6]).result()
+    assert [(row.score, type(row.pred), dict(row.extra)) for row in scores] == [(2026.0, str, {"n": 1.0})] * 3
+    assert [row.pred for row in scores[:2]] == ["4", "?"] and len(scores[2].pred or "") < 5000
 
 
 # ---------------------------------------------------------------- worker processes
@@ -416,9 +490,14 @@ def test_rank_continues_while_workers_score(in_workers: Callable[..., RewardMana
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("while True: pass", ("no score after 1.5 s (reward.timeout_seconds)",)),
-        ("time.sleep(1000)", ("no score after 1.5 s (reward.timeout_seconds)",)),
+        ("while True: pass", ("no score after 1.5 s (reward.timeout_seconds), at reward.py:5 in",)),
+        ("time.sleep(1000)", ("no score after 1.5 s (reward.timeout_seconds), at reward.py:5 in",)),
         ("os.kill(os.getpid(), 9)", ("its worker process ended, by SIGKILL (out of memory?)",)),
+        (
+            "[os.write(i, b'\\0\\0\\0\\1x') for i in range(3, 99)"
+            " if 'socket' in os.path.realpath(f'/proc/self/fd/{i}')]",
+            ("no message that can be read",),
+        ),
         ("os._exit(0)", ("its worker process ended, with exit code 0",)),
         ("os._exit(3)", ("its worker process ended, with exit code 3",)),
         ("raise KeyError(1)", ("raised KeyError: 1 (reward.py:5)",)),
@@ -436,6 +515,7 @@ def test_row_that_a_worker_cannot_score_is_a_one_line_error(
     )
     with pytest.raises(UserError) as caught:
         score(manager, [make_prompt(6), make_prompt(17), make_prompt(18)], ["fine", "bad", "fine"])
+    assert isinstance(caught.value, LostProcessError) == ("kill" in body), "another attempt may succeed"
     message = str(caught.value)
     assert "\n" not in message
     for word in (*words, "row 17", "data_source 'mine'", "compute_score", "reward.py"):
@@ -445,7 +525,9 @@ def test_row_that_a_worker_cannot_score_is_a_one_line_error(
 
 def test_endless_import_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "IMPORT_SECONDS", 0.1)
-    with pytest.raises(UserError, match=r"reward\.py: not imported after 0\.3 s \(reward\.timeout_seconds\)"):
+    with pytest.raises(
+        UserError, match=r"reward\.py: not imported after 0\.3 s \(reward\.timeout_seconds\), at reward\.py:2 in"
+    ):
         custom(tmp_path, "import time\ntime.sleep(1000)\n", reward=RewardConfig(1, 0.3))
 
 
