@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +32,9 @@ from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer.generate import prompt_order
 from rlhf_mc.trainer.pool.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.step_state import Position
 
 _SKIPPED = "consecutive_skipped_updates"
-
-
-@dataclass
-class Position:
-    """The position of a run between two steps, without its models."""
-
-    step: int = 0
-    """The last complete step."""
-    num_prompts: int = 0
-    """Position in the order of prompts (data/order.py) after those that the steps up to it have drawn. Kept groups do
-    not count, groups that were dropped as too stale do."""
-    accuracy: float | None = None
-    """Mean validation accuracy after that step; None without a validation."""
-    best_step: int | None = None
-    """The saved step of the highest trainer.best_metric, the latest of equal ones."""
-    best_accuracy: float | None = None
-    """That step's trainer.best_metric."""
-    best_metric: str | None = None
-    """The trainer.best_metric of best_accuracy."""
-    last_healthy_step: int | None = None
-    """The latest saved step after which the next one was healthy too: the metrics of a step show the weights before
-    its updates."""
 
 
 class Checkpoints:

@@ -29,14 +29,14 @@ from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import all_have_left, on_every_rank, on_rank_0, record_next_step
 from rlhf_mc.trainer import evaluate
-from rlhf_mc.trainer.checkpointing import Checkpoints, Position
+from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act
 from rlhf_mc.trainer.rollout import TooFewGroups
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import record_histograms, samples_path
 from rlhf_mc.trainer.start_table import show_start
 from rlhf_mc.trainer.step_report import log, print_on_console
-from rlhf_mc.trainer.step_state import StepState, begin_step
+from rlhf_mc.trainer.step_state import Position, StepState, begin_step
 
 
 class Lifecycle:

@@ -1,4 +1,4 @@
-"""The state of one step: its timer, and what its phases pass to later ones."""
+"""The state of one step: its timer, and what its phases pass to later ones. The position of a run between two steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,28 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import start_max_over_ranks
+
+
+@dataclass
+class Position:
+    """The position of a run between two steps, without its models."""
+
+    step: int = 0
+    """The last complete step."""
+    num_prompts: int = 0
+    """Position in the order of prompts (data/order.py) after those that the steps up to it have drawn. Kept groups do
+    not count, groups that were dropped as too stale do."""
+    accuracy: float | None = None
+    """Mean validation accuracy after that step; None without a validation."""
+    best_step: int | None = None
+    """The saved step of the highest trainer.best_metric, the latest of equal ones."""
+    best_accuracy: float | None = None
+    """That step's trainer.best_metric."""
+    best_metric: str | None = None
+    """The trainer.best_metric of best_accuracy."""
+    last_healthy_step: int | None = None
+    """The latest saved step after which the next one was healthy too: the metrics of a step show the weights before
+    its updates."""
 
 
 @dataclass

@@ -24,8 +24,9 @@ from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.run_files import SUCCESS_FILE
 from rlhf_mc.trainer import checkpointing, loop
-from rlhf_mc.trainer.checkpointing import Checkpoints, Position
+from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.step_state import Position
 
 Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
 """Blocks of one rank: key, shape of the whole tensor, box in it, bytes of the elements."""

@@ -21,7 +21,8 @@ from rlhf_mc.runtime import preemption
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests, job_end
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import lifecycle, loop
-from rlhf_mc.trainer.checkpointing import Checkpoints, Position
+from rlhf_mc.trainer.checkpointing import Checkpoints
+from rlhf_mc.trainer.step_state import Position
 
 pytestmark = pytest.mark.slow
 
