@@ -284,8 +284,8 @@ def _tokens(row: Row) -> dict[str, list[Any]]:
     columns = row.get("tokens")
     if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
         return {}
-    is_whole = {"text", "response_mask"} <= columns.keys() and len(set(map(len, columns.values()))) == 1
-    return columns if is_whole else {}
+    has_all = {"text", "response_mask"} <= columns.keys()
+    return columns if has_all and len(set(map(len, columns.values()))) == 1 else {}
 
 
 def _turns(row: Row) -> list[tuple[str, str]]:

@@ -49,11 +49,11 @@ def shown_tokens(columns: Mapping[str, Sequence[Any]], most: int) -> dict[str, A
 def scales(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the values that tokens of the page have: name, title, and the size of a value that has the strongest
     colour. shown: of `shown_tokens`."""
-    found = []
+    entries = []
     for name, (title, _, least) in _VALUES.items():
-        values = [value for one in shown if one for value in one["values"].get(name, ()) if value is not None]
-        sizes = sorted(map(abs, values))
+        columns = [one["values"].get(name, ()) for one in shown if one]
+        sizes = sorted(abs(value) for column in columns for value in column if value is not None)
         if sizes:
             usual = sizes[int(_IN_SCALE * (len(sizes) - 1))] or sizes[-1] or 1.0
-            found.append({"name": name, "title": title, "scale": short(max(usual, least))})
-    return found
+            entries.append({"name": name, "title": title, "scale": short(max(usual, least))})
+    return entries

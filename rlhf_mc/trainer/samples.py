@@ -110,7 +110,7 @@ def token_columns(tokenizer: PreTrainedTokenizerBase, batch: RaggedBatch) -> lis
     }
     mask = [True] * len(batch.tokens) if batch.response_mask is None else batch.response_mask.tolist()
     drawn = itertools.count()
-    rows = []
+    rows: list[dict[str, list[Any]]] = []
     for response, end in zip(batch.responses(), batch.seq_lens.cumsum(0).tolist(), strict=True):
         places = [next(drawn) if is_drawn else None for is_drawn in mask[end - len(response) : end]][:MAX_TOKENS]
         columns = {name: [None if at is None else values[at] for at in places] for name, values in numbers.items()}
@@ -124,7 +124,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
     tokens is at its last one, and the others are empty."""
     decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     texts = [""] * len(token_ids)
-    start, end = 0, 0  # tokens whose text is complete, decoded anew: a space may depend on the token before it
+    start = end = 0  # tokens whose text is complete, decoded anew: a space may depend on the token before it
     for i in range(len(token_ids)):
         text = decode(token_ids[start : i + 1])
         if not text.endswith("\ufffd") or i + 1 == len(token_ids):

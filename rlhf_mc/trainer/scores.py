@@ -212,7 +212,8 @@ def record_tokens(run: Run, state: StepState, batch: RaggedBatch) -> None:
         return
     directory = str(Path(cfg.default_local_dir) / TRAIN_GENERATIONS)
     some = batch.select(rows)
-    prompts, scores = [state.prompts[i] for i in rows], [state.scores[i] for i in rows]
+    prompts = [state.prompts[i] for i in rows]
+    scores = [state.scores[i] for i in rows]
     keep_samples(run.tokenizer, directory, state.step, prompts, some.responses(), scores, some)
 
 
