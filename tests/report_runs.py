@@ -134,4 +134,29 @@ def write_samples(root: Path, step: int) -> None:
     folder.mkdir(exist_ok=True)
     row = {"input": "Name a prime.", "output": f"{step} </script><b>", "gts": "7", "score": 0.5, "step": step}
     row["turns"] = [("response", row["output"]), ("observation", "right"), ("response", "end")]
-    write_lines(folder / f"{step}.jsonl", [row])
+    row |= {"length": 900, "tokens": TOKENS | {"text": [str(step), *TOKENS["text"][1:]]}}
+    own = {"input": f"Name a prime above {step}.", "output": "<i>no", "gts": "", "score": -1.0, "step": step}
+    write_lines(folder / f"{step}.jsonl", [row, own | {"length": 2, "tokens": OWN_TOKENS}])
+
+
+TOKENS: dict[str, list[Any]] = {
+    "text": [
+        "",
+        " </script>",
+        "<b>",
+        "\n",
+        "right",
+        '" onmouseover=alert(1) ',
+        "</span><img src=x>",
+        "\ud800\u202e<|end|>",
+    ],
+    "response_mask": [1, 1, 1, 1, 0, 1, 1, 1],
+    "rollout_log_probs": [-0.5, -1.0, -2.0, -0.1, None, -3.0, -0.25, -0.125],
+    "old_log_probs": [-0.5, -1.0, -2.25, -0.1, None, -3.0, -0.25, -0.125],
+    "ref_log_probs": [-0.5, -1.0, -2.0, -0.1, None, -1.0, -0.25, -0.125],
+    "values": [0.1, 0.2, 0.3, 0.4, None, 0.5, 0.6, 0.7],
+    "advantages": [2.0, 1.0, 0.25, -0.5, None, -1.0, -2.0, None],
+    "kept": [1, 1, 0, 1, None, 1, 1, 1],
+}
+"""Of a response with one turn of an environment, and of hostile texts."""
+OWN_TOKENS: dict[str, list[Any]] = {"text": ["<i>", "no"], "response_mask": [1, 1], "advantages": [1.0, -1.0]}

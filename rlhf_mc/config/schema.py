@@ -282,7 +282,8 @@ class TrainerConfig:
     """Number of validation generations that are written as text at each validation."""
     log_train_generations: CountOrZero = 8
     """Number of generations that are kept of the first training step and of every tenth one, in
-    default_local_dir/train_generations/<step>.jsonl, one of each prompt first."""
+    default_local_dir/train_generations/<step>.jsonl, of each prompt up to 4 first: texts, scores, and of the first 512
+    tokens log-probs, values and advantages."""
     validation_data_dir: str | None = None
     """Directory for all generations of each validation, as <step>.jsonl: input, output, gts, score, parts of the score,
     length; null: none."""

@@ -16,8 +16,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.observability import catalog
+from rlhf_mc.report import tokens
 from rlhf_mc.report.charts import axis_limits, charts, curves, length_histograms, marks, phase_times, short
-from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, RunRecord, Sample, number, read_run
+from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, RunRecord, Sample, evenly_spaced, number, read_run
 from rlhf_mc.run_files import differences
 
 MAX_SAMPLES = 16
@@ -81,6 +82,7 @@ def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]
     """Return what the page's script draws."""
     points, bars = axis_limits([run.rows for run in runs])
     samples = max(FEW_SAMPLES, min(MAX_SAMPLES, MAX_TOTAL_SAMPLES // max(len(runs), 1)))
+    most_tokens = tokens.MAX_TOKENS // max(tokens.MAX_STEPS * len(runs) * samples, 1)
     drawn: list[dict[str, Any]] = [
         {
             "name": name,
@@ -92,12 +94,17 @@ def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]
                 {"step": row["step"]} | {key: str(row.get(key)) for key in ("rule", "metric", "event", "text")}
                 for row in run.health[-MAX_EVENTS:]
             ],
-            "samples": {"validation": _kept(run.validation, samples), "training": _kept(run.training, samples)},
+            "samples": {
+                "validation": _kept(run.validation, samples),
+                "training": _kept(run.training, samples, most_tokens),
+            },
         }
         for run, name in zip(runs, names, strict=True)
     ]
+    shown = [one["tokens"] for run in drawn for kept in run["samples"]["training"].values() for one in kept]
     keys = sorted({key for run in drawn for key in run["curves"]["metrics"]})
-    return {"runs": drawn, "charts": charts(keys), "metrics": {key: _meaning(key) for key in keys}}
+    meanings = {key: _meaning(key) for key in keys}
+    return {"runs": drawn, "charts": charts(keys), "metrics": meanings, "tokens": tokens.scales(shown)}
 
 
 def run_names(roots: Sequence[Path]) -> list[str]:
@@ -187,19 +194,22 @@ def _shown(value: Any) -> str:
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _kept(steps: Mapping[int, Sequence[Sample]], most: int) -> dict[int, list[dict[str, Any]]]:
-    """Return the first `most` samples of each step, cut to MAX_CHARACTERS."""
-    return {step: [_sample(sample) for sample in samples[:most]] for step, samples in steps.items()}
+def _kept(steps: Mapping[int, Sequence[Sample]], most: int, most_tokens: int = 0) -> dict[int, list[dict[str, Any]]]:
+    """Return the first `most` samples of each step, cut to MAX_CHARACTERS, and in some steps the tokens of each."""
+    with_tokens = [step for step, samples in steps.items() if any(one.tokens for one in samples)]
+    limits = dict.fromkeys(evenly_spaced(with_tokens, tokens.MAX_STEPS), most_tokens)
+    return {step: [_sample(one, limits.get(step, 0)) for one in samples[:most]] for step, samples in steps.items()}
 
 
-def _sample(sample: Sample) -> dict[str, Any]:
+def _sample(sample: Sample, most_tokens: int) -> dict[str, Any]:
     left = MAX_CHARACTERS
     turns = []
     for kind, text in sample.turns:
         turns.append((kind, _cut(text, left)))
         left = max(0, left - len(text))
-    texts = {"prompt": sample.prompt, "truth": sample.ground_truth}
-    return {**{name: _cut(text) for name, text in texts.items()}, "turns": turns, "score": short(sample.score)}
+    texts = {"prompt": _cut(sample.prompt), "truth": _cut(sample.ground_truth), "turns": turns}
+    shown = tokens.shown_tokens(sample.tokens, most_tokens)
+    return {**texts, "score": short(sample.score), "length": short(sample.length), "tokens": shown}
 
 
 def _cut(text: str, most: int = MAX_CHARACTERS) -> str:

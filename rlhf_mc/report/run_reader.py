@@ -41,6 +41,10 @@ class Sample:
     """Kind ("response", or "observation" of an environment) and text. A response of one turn has one."""
     ground_truth: str
     score: float | None
+    length: float | None = None
+    """In tokens."""
+    tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns of one length, as samples.token_columns has them; empty: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -265,10 +269,23 @@ def _text_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
 
 def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     """Return the samples of a file that samples.write_samples has written."""
-    return [
-        Sample(str(row.get("input", "")), _turns(row), str(row.get("gts", "")), number(row.get("score")))
-        for row in _rows(path, problems, name=name)
-    ]
+    samples = []
+    for row in _rows(path, problems, name=name):
+        texts = (str(row.get("input", "")), _turns(row), str(row.get("gts", "")))
+        samples.append(Sample(*texts, number(row.get("score")), number(row.get("length")), _tokens(row)))
+        if row.get("tokens") and not samples[-1].tokens:
+            problems.append(f"{name}: the tokens of response {len(samples)} are not columns of one length")
+    return samples
+
+
+def _tokens(row: Row) -> dict[str, list[Any]]:
+    """Return the columns of a response's tokens; empty unless they are lists of one length, with those that the page
+    needs."""
+    columns = row.get("tokens")
+    if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
+        return {}
+    has_all = {"text", "response_mask"} <= columns.keys()
+    return columns if has_all and len(set(map(len, columns.values()))) == 1 else {}
 
 
 def _turns(row: Row) -> list[tuple[str, str]]:

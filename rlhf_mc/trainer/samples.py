@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,14 @@ from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.rewards.results import Episode, Score
 from rlhf_mc.run_files import HISTOGRAMS_FILE
 
+FEW_OF_PROMPT = 4
+"""Responses to one prompt that can be compared, before those to other prompts."""
+
 
 def some_of_each_prompt(num_responses: int, n: int, count: int) -> list[int]:
-    """Return the indices of `count` responses of a batch, or of all if it has fewer: the first response of each prompt,
-    then the second of each, and so on. n: responses per prompt, which are consecutive."""
-    return [i for first in range(n) for i in range(first, num_responses, n)][:count]
+    """Return the indices of `count` responses of a batch, or of all if it has fewer: the first FEW_OF_PROMPT responses
+    of each prompt, prompt by prompt, then the next of each. n: responses per prompt, which are consecutive."""
+    return sorted(range(num_responses), key=lambda i: (i % n // FEW_OF_PROMPT, i))[:count]
 
 
 def samples_path(directory: Path, step: int) -> Path:
@@ -37,20 +42,23 @@ def write_samples(
     prompts: Sequence[Prompt],
     responses: Sequence[Sequence[int]],
     scores: Sequence[Score],
+    batch: RaggedBatch | None = None,
 ) -> None:
     """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names them; data_source,
     length in tokens, parts (each part's contribution to the score), extra (further numbers of the reward functions)
-    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has them. One rank calls
-    it.
+    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has them. batch: of these
+    responses, for tokens, as `token_columns` has them; None: without. One rank calls it.
 
     A file of the same step, from before a resume, is replaced."""
     inputs = tokenizer.batch_decode([list(prompt.token_ids) for prompt in prompts], skip_special_tokens=True)
     outputs = tokenizer.batch_decode([list(response) for response in responses], skip_special_tokens=True)
+    tokens = [{}] * len(prompts) if batch is None else [{"tokens": one} for one in token_columns(tokenizer, batch)]
     directory.mkdir(parents=True, exist_ok=True)
     path = samples_path(directory, step)
     unfinished = path.with_suffix(".jsonl.part")
     with unfinished.open("w", encoding="utf-8") as file:
-        for prompt, text, output, response, score in zip(prompts, inputs, outputs, responses, scores, strict=True):
+        columns = zip(prompts, inputs, outputs, responses, scores, tokens, strict=True)
+        for prompt, text, output, response, score, more in columns:
             row = {
                 "input": text,
                 "output": output,
@@ -65,7 +73,7 @@ def write_samples(
             }
             if score.episode is not None:
                 row["turns"] = split_turns(tokenizer, response, score.episode)
-            file.write(json_files.readable_text(row) + "\n")
+            file.write(json_files.readable_text(row | more) + "\n")
     unfinished.replace(path)
 
 
@@ -83,6 +91,46 @@ def split_turns(
     kinds = itertools.cycle((RESPONSE, OBSERVATION))
     parts = [(kind, response[start:end]) for kind, (start, end) in zip(kinds, itertools.pairwise(places), strict=False)]
     return [(kind, tokenizer.decode(part, skip_special_tokens=False)) for kind, part in parts if part]
+
+
+MAX_TOKENS = 512
+"""Tokens of a response that `token_columns` has."""
+TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "kept")
+"""Fields of RaggedBatch that `token_columns` has."""
+
+
+def token_columns(tokenizer: PreTrainedTokenizerBase, batch: RaggedBatch) -> list[dict[str, list[Any]]]:
+    """Return of each response its first MAX_TOKENS tokens, as columns of one length: text, as `token_texts`;
+    response_mask, 0 for the tokens of observations; those of TOKEN_FIELDS that the batch has, with 6 decimals, None for
+    the tokens of observations and what is not finite."""
+    numbers = {
+        name: [round(value, 6) if math.isfinite(value) else None for value in field.tolist()]
+        for name in TOKEN_FIELDS
+        if (field := getattr(batch, name)) is not None
+    }
+    mask = [True] * len(batch.tokens) if batch.response_mask is None else batch.response_mask.tolist()
+    drawn = itertools.count()
+    rows: list[dict[str, list[Any]]] = []
+    for response, end in zip(batch.responses(), batch.seq_lens.cumsum(0).tolist(), strict=True):
+        places = [next(drawn) if is_drawn else None for is_drawn in mask[end - len(response) : end]][:MAX_TOKENS]
+        columns = {name: [None if at is None else values[at] for at in places] for name, values in numbers.items()}
+        texts = token_texts(tokenizer, response[:MAX_TOKENS])
+        rows.append({"text": texts, "response_mask": [int(place is not None) for place in places], **columns})
+    return rows
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds to the text before it, special tokens included. A character of several
+    tokens is at its last one, and the others are empty."""
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    texts = [""] * len(token_ids)
+    start = end = 0  # tokens whose text is complete, decoded anew: a space may depend on the token before it
+    for i in range(len(token_ids)):
+        text = decode(token_ids[start : i + 1])
+        if not text.endswith("\ufffd") or i + 1 == len(token_ids):
+            texts[i] = text[len(decode(token_ids[start:end])) :]
+            start, end = end, i + 1
+    return texts
 
 
 MAX_BINS = 64
@@ -122,7 +170,9 @@ def keep_samples(
     prompts: list[Prompt],
     responses: list[list[int]],
     scores: list[Score],
+    batch: RaggedBatch | None = None,
 ) -> None:
     """Write all generations to <directory>/<step>.jsonl, unless there is none. Only rank 0 calls it."""
     if directory is not None:
-        best_effort(directory, lambda: write_samples(Path(directory), step, tokenizer, prompts, responses, scores))
+        root = Path(directory)
+        best_effort(directory, lambda: write_samples(root, step, tokenizer, prompts, responses, scores, batch))

@@ -196,18 +196,25 @@ def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.
 
 
 def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:
-    """Write the responses that are trained on to trainer.rollout_data_dir, and in the first step and every tenth one
-    some of them to train_generations/."""
+    """Write the responses that are trained on to trainer.rollout_data_dir."""
+    state.scores = scores
+    if run.groups.rank == 0:
+        directory = run.config.trainer.rollout_data_dir
+        keep_samples(run.tokenizer, directory, state.step, prompts, batch.responses(), scores)
+
+
+def record_tokens(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """Write some responses, token by token, to train_generations/ in the first step and every tenth one. Any rank may
+    call it; rank 0 writes."""
     cfg = run.config.trainer
-    if run.groups.rank != 0:
+    rows = some_of_each_prompt(batch.num_sequences, run.config.rollout.n, cfg.log_train_generations)
+    if run.groups.rank != 0 or not rows or (state.step > 1 and state.step % _TRAIN_LOG_STEPS):
         return
-    responses = batch.responses()
-    keep_samples(run.tokenizer, cfg.rollout_data_dir, state.step, prompts, responses, scores)
-    if state.step == 1 or state.step % _TRAIN_LOG_STEPS == 0:
-        rows = some_of_each_prompt(len(prompts), run.config.rollout.n, cfg.log_train_generations)
-        directory = str(Path(cfg.default_local_dir) / TRAIN_GENERATIONS) if rows else None
-        some = [prompts[i] for i in rows], [responses[i] for i in rows], [scores[i] for i in rows]
-        keep_samples(run.tokenizer, directory, state.step, *some)
+    directory = str(Path(cfg.default_local_dir) / TRAIN_GENERATIONS)
+    some = batch.select(rows)
+    prompts = [state.prompts[i] for i in rows]
+    scores = [state.scores[i] for i in rows]
+    keep_samples(run.tokenizer, directory, state.step, prompts, some.responses(), scores, some)
 
 
 def score_by_reward_model(

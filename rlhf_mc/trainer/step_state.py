@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rlhf_mc import platform
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import start_max_over_ranks
 
@@ -53,6 +54,8 @@ class StepState:
     """Number of times that this step has drawn each prompt, by its index."""
     prompts: Sequence[Prompt] = ()
     """The prompt of each response of this step's batch."""
+    scores: Sequence[Score] = ()
+    """The score of each response of this step's batch, with its parts."""
     greedy: RaggedBatch | None = None
     """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
     slowest: dict[str, Callable[[], float]] = field(default_factory=dict)

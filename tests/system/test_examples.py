@@ -272,6 +272,10 @@ def test_calculator_on_gsm8k(tmp_path: Path) -> None:
     texts = "".join(path.read_text() for path in (tmp_path / "run" / "train_generations").iterdir())
     for answer in ("</tool_call>42", "Error: division by zero"):
         assert answer in texts
+    for row in map(json.loads, texts.splitlines()):
+        tokens = zip(row["tokens"]["text"], row["tokens"]["response_mask"], strict=True)
+        observed = [text for kind, text in row["turns"] if kind == "observation"]
+        assert "".join(text for text, is_drawn in tokens if not is_drawn) == "".join(observed)
 
 
 TOOL_CONFIG = """

@@ -264,3 +264,54 @@ def test_samples_are_chosen_by_kind_and_step(opened: Any) -> None:
     assert "At step 100: 6" in page.locator(".pair").first.inner_text()
     page.locator("#sample-tools button", has_text="Training").press("Enter")
     assert "500 </script><b>" in page.locator(".pair").first.inner_text()
+
+
+def test_tokens_are_coloured_by_a_value(opened: Any) -> None:
+    page = opened("one")
+    page.locator("#sample-tools button", has_text="Training").press("Enter")
+    assert page.locator("#sample-tools select").count() == 4
+    steps = [page.locator("#sample-tools select").nth(i).input_value() for i in range(3)]
+    assert steps == ["0:0", "0:200", "0:500"], "the first, a middle one and the last"
+    assert page.locator("#sample-table img, #sample-table b, #sample-table i, #sample-table script").count() == 0
+    first = page.locator(".tokens").first
+    assert first.inner_text() == (
+        '0 </script><b>↵\nright" onmouseover=alert(1) </span><img src=x>\ud800\u202e<|end|> … (900 tokens)'
+    )
+    spans = first.locator("span")
+    assert spans.count() == 8 and spans.evaluate_all("all => all.filter((one) => one.onmouseover).length") == 0
+    assert spans.nth(2).get_attribute("title").split("\n")[:3] == ["token 3", "advantage: 0.25", "critic's value: 0.3"]
+    assert spans.evaluate_all("all => all.map((one) => one.className)")[2:5] == ["left-out", "drawn", "outside"]
+
+    assert first.evaluate(
+        """(tokens) => {
+          const range = document.createRange();
+          range.selectNodeContents(tokens.lastChild);
+          const [note, token] = [range, tokens.lastElementChild].map((one) => one.getBoundingClientRect());
+          return note.left >= token.right - 1 || note.top >= token.bottom - 1;
+        }"""
+    ), "no token turns the text after it around"
+
+    def levels() -> list[str]:
+        colours = spans.evaluate_all("all => all.map((one) => one.style.background)")
+        return [colour.removeprefix("var(--").removesuffix(")") for colour in colours]
+
+    assert levels() == ["high3", "high2", "card", "low1", "card", "low2", "low3", "card"]
+    scale = page.locator(".scale span")
+    for name, ends in (("engine", ["≤ -0.25", "0", "≥ 0.25"]), ("loss", ["left out", "environment's", "in the loss"])):
+        page.locator("#colour").select_option(name)
+        assert levels()[2] == "low3" and scale.all_inner_texts() == ends
+    assert levels()[:2] == ["high3", "high3"]
+    own = page.locator(".pair", has_text="Name a prime above").first
+    assert own.inner_text().count("Name a prime above") == 3 and "score -1" in own.inner_text()
+    for width in (WIDE, NARROW):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate(OVERLAPS)["out"] == []
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            for name in ("advantage", "value", "log_prob"):
+                page.locator("#colour").select_option(name)
+                assert page.evaluate(CONTRASTS) == []
+    page.locator("#colour").select_option("")
+    assert page.locator(".tokens").count() == 0 and "0 </script><b>" in page.locator(".pair").first.inner_text()
+    page.locator("#sample-tools select").first.select_option(label="long_run, step 100")
+    assert "100 </script><b>" in page.locator(".pair").first.inner_text()

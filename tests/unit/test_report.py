@@ -336,6 +336,59 @@ def test_samples_are_of_some_steps(tmp_path: Path) -> None:
     assert list(read_run(tmp_path, 1).training) == [99]
 
 
+def test_tokens_have_the_values_that_are_recorded(root: Path) -> None:
+    data = data_in(render_page([read_run(root)]))
+    assert [(value["name"], value["scale"]) for value in data["tokens"]] == [
+        ("advantage", 2), ("value", 0.7), ("log_prob", 3), ("engine", 0.25), ("reference", 2), ("loss", 1)
+    ]  # fmt: skip
+    kept = data["runs"][0]["samples"]["training"]
+    assert [step for step, samples in kept.items() if samples[0]["tokens"]] == ["0", "16", "40"]
+    first, own = kept["16"]
+    assert first["tokens"]["text"][:4] == ["16", " </script>", "<b>", "\n"] and first["length"] == 900
+    values = first["tokens"]["values"]
+    assert values["engine"] == [0, 0, -0.25, 0, None, 0, 0, 0] and values["reference"][5] == -2
+    assert values["loss"] == [1, 1, -1, 1, None, 1, 1, 1] and values["advantage"][-1] is None
+    assert own["tokens"]["values"] == {"advantage": [1, -1], "loss": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [1], "text", {"text": ["a"]}, {"text": ["a"], "response_mask": [1, 1]}, {"text": "a", "response_mask": [1]},
+        {"text": ["a"], "response_mask": [1], "values": {"0": 1}},
+    ],
+)  # fmt: skip
+def test_odd_tokens_are_named_and_left_out(tmp_path: Path, odd: Any) -> None:
+    report_runs.write_samples(tmp_path, 3)
+    (tmp_path / "run.json").write_text("{}")
+    path = tmp_path / "train_generations" / "3.jsonl"
+    row = json.loads(path.read_text().splitlines()[0])
+    report_runs.write_lines(path, [row, {**row, "tokens": odd}])
+    run = read_run(tmp_path)
+    assert "train_generations/3.jsonl: the tokens of response 2 are not columns of one length" in run.problems
+    first, second = data_in(render_page([run]))["runs"][0]["samples"]["training"]["3"]
+    assert first["tokens"] and second["tokens"] == {} and second["turns"]
+    strange = {"text": [None, {"<b>": 1}], "response_mask": ["0", []], "values": [10**400, "1"], "kept": [None, 0]}
+    report_runs.write_lines(path, [{**row, "tokens": strange, "length": "many"}])
+    (found,) = data_in(render_page([read_run(tmp_path)]))["runs"][0]["samples"]["training"]["3"]
+    assert found["tokens"] == {"text": ["None", "{'<b>': 1}"], "values": {"value": [None, None], "loss": [1, -1]}}
+
+
+def test_page_of_many_long_responses_is_small(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    folder = tmp_path / "train_generations"
+    folder.mkdir()
+    columns = {name: [-1.234567] * 3000 for name in report_runs.TOKENS} | {"text": ["x" * 99] * 3000}
+    for step in range(1, 5):
+        report_runs.write_lines(folder / f"{step}.jsonl", [{"input": "a", "tokens": columns, "length": 3000}] * 20)
+    data = data_in(render_page([read_run(tmp_path)]))
+    samples = [one for step in data["runs"][0]["samples"]["training"].values() for one in step]
+    lengths = [len(one["tokens"]["text"]) for one in samples if one["tokens"]]
+    assert lengths == [500] * 48 and len(json.dumps(data)) < 3_000_000
+    data = data_in(render_page([read_run(tmp_path, 1)] * 100))
+    assert sum(len(one["tokens"]["text"]) for run in data["runs"] for one in run["samples"]["training"]["4"]) == 8000
+
+
 # ---------------------------------------------------------------- the tool
 
 

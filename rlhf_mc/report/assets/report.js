@@ -271,17 +271,19 @@ function addLengths(run) {
 
 // ------------------------------------------------------------ generations
 
-const FEW = 6; // prompts that are shown at first
+const FEW = 6; // rows that are shown at first
 const KINDS = { validation: "Validation", training: "Training" };
 
 function columnsOf(kind) {
   return DATA.runs.flatMap((run, r) => Object.keys(run.samples[kind]).map((step) => ({ id: `${r}:${step}`, run, step, name: `${run.name}, step ${step}`, samples: run.samples[kind][step] })));
 }
 
-// At first: the first and the last step of one run, or the last step of each of several runs.
+// At first: of one run the first and the last step, or those with tokens; the last step of each of several runs.
 function firstColumns(columns) {
-  if (DATA.runs.length === 1) return columns.length > 1 ? [columns[0], columns[columns.length - 1]] : columns;
-  return DATA.runs.map((run) => columns.filter((column) => column.run === run).pop()).filter(Boolean).slice(0, 4);
+  if (DATA.runs.length > 1) return DATA.runs.map((run) => columns.filter((column) => column.run === run).pop()).filter(Boolean).slice(0, 4);
+  const detailed = columns.filter((column) => column.samples.some((sample) => sample.tokens.text));
+  if (detailed.length > 1) return detailed;
+  return columns.length > 1 ? [columns[0], columns[columns.length - 1]] : columns;
 }
 
 function addSamples() {
@@ -301,7 +303,7 @@ function addSamples() {
       return select;
     });
     const show = () => showSamples(selects.map((select) => columns.find((column) => column.id === select.value)));
-    tools.replaceChildren(...buttons, ...selects);
+    tools.replaceChildren(...buttons, ...selects, ...(kind === "training" && DATA.tokens.length ? tokenTools(show) : []));
     show();
   };
   const buttons = kinds.map((one) => {
@@ -317,25 +319,65 @@ function addSamples() {
   choose();
 }
 
-// A prompt of each row, and below it the response of each column to it.
-function showSamples(columns) {
-  const prompts = [...new Set(columns.flatMap((column) => column.samples.map((sample) => sample.prompt)))];
-  const shared = (prompt) => columns.filter((column) => column.samples.some((sample) => sample.prompt === prompt)).length;
-  prompts.sort((a, b) => shared(b) - shared(a));
-  const rows = prompts.map((prompt) => {
-    const truth = columns.flatMap((column) => column.samples).find((sample) => sample.prompt === prompt).truth;
-    const cells = columns.map((column) => {
-      const found = column.samples.filter((sample) => sample.prompt === prompt);
-      const texts = found.length ? found.flatMap((sample) => [
-        ...sample.turns.map(([kind, text]) => element("div", { class: `generation ${kind}`, title: kind }, text || "(empty)")),
-        element("div", { class: "label" }, `score ${shown(sample.score)}`),
-      ]) : [element("div", { class: "label" }, "not kept at this step")];
-      return element("div", {}, element("div", { class: "label" }, column.name), ...texts);
-    });
-    const head = element("div", {}, element("div", { class: "label" }, `Prompt${truth ? `; ground truth ${truth}` : ""}`), element("div", { class: "generation" }, prompt));
-    return element("div", { class: "pair" }, head, element("div", { class: "columns" }, ...cells));
+// The value that colours tokens, with its scale; undefined: the responses are plain text.
+let coloured = DATA.tokens[0];
+const LEVELS = ["low3", "low2", "low1", "card", "high1", "high2", "high3"].map((name) => `background: var(--${name})`);
+
+function tokenTools(show) {
+  const select = element("select", { id: "colour" }, ...DATA.tokens.map((value) => element("option", { value: value.name }, value.title)), element("option", { value: "" }, "plain text"));
+  const scale = element("span", { class: "scale" });
+  const choose = () => {
+    coloured = DATA.tokens.find((value) => value.name === select.value);
+    const ends = coloured?.name === "loss" ? ["left out", "environment's", "in the loss"] : coloured ? [`≤ ${shown(-coloured.scale)}`, "0", `≥ ${shown(coloured.scale)}`] : [];
+    scale.replaceChildren(...ends.map((text, i) => element("span", { style: LEVELS[3 * i] }, text)));
+  };
+  select.value = coloured ? coloured.name : "";
+  select.addEventListener("change", () => { choose(); show(); });
+  choose();
+  const note = "First, middle and last step. The pointer reads a token's numbers; italic: an environment's; struck out: not in the loss.";
+  return [element("span", { class: "tool" }, element("label", { for: "colour" }, "Colour tokens by"), " ", select), scale, element("p", { class: "note" }, note)];
+}
+
+function tokenSpans({ tokens, length }) {
+  const spans = tokens.text.map((text, i) => {
+    const read = DATA.tokens.filter((value) => tokens.values[value.name]).map((value) => `${value.title}: ${shown(tokens.values[value.name][i])}`);
+    const value = (tokens.values[coloured.name] || [])[i];
+    const level = typeof value === "number" ? 3 + Math.sign(value) * Math.round(3 * Math.min(1, Math.abs(value) / coloured.scale)) : 3;
+    const kind = tokens.values.loss[i] === null ? "outside" : tokens.values.loss[i] < 0 ? "left-out" : "drawn";
+    return element("span", { class: kind, style: LEVELS[level], title: [`token ${i + 1}`, ...read].join("\n") }, text.replaceAll("\n", "↵\n") || "·");
   });
-  const more = element("button", { type: "button" }, `Show all ${rows.length} prompts`);
+  return length > spans.length ? [...spans, ` … (${length} tokens)`] : spans;
+}
+
+function responseParts(sample) {
+  const parts = sample.tokens.text && coloured
+    ? [element("div", { class: "generation tokens" }, ...tokenSpans(sample))]
+    : sample.turns.map(([kind, text]) => element("div", { class: `generation ${kind}`, title: kind }, text || "(empty)"));
+  return [...parts, element("div", { class: "label" }, `score ${shown(sample.score)}`)];
+}
+
+// A prompt that several columns have, in a row with their responses below it. Each column's other prompts, each with
+// its responses, are below one another.
+function showSamples(columns) {
+  const prompts = columns.map((column) => [...new Set(column.samples.map((sample) => sample.prompt))]);
+  const shared = (prompt) => prompts.filter((some) => some.includes(prompt)).length;
+  const common = [...new Set(prompts.flat())].filter((prompt) => columns.length === 1 || shared(prompt) > 1).sort((a, b) => shared(b) - shared(a));
+  const head = (prompt) => {
+    const truth = columns.flatMap((column) => column.samples).find((sample) => sample.prompt === prompt).truth;
+    return element("div", {}, element("div", { class: "label" }, `Prompt${truth ? `; ground truth ${truth}` : ""}`), element("div", { class: "generation" }, prompt));
+  };
+  const cell = (column, prompt, ...above) => {
+    const found = column.samples.filter((sample) => sample.prompt === prompt);
+    const parts = found.length ? found.flatMap(responseParts) : [element("div", { class: "label" }, "not kept at this step")];
+    return element("div", {}, element("div", { class: "label" }, column.name), ...above, ...parts);
+  };
+  const rowOf = (above, cells) => element("div", { class: "pair" }, ...above, element("div", { class: "columns" }, ...cells));
+  const rows = common.map((prompt) => rowOf([head(prompt)], columns.map((column) => cell(column, prompt))));
+  const others = prompts.map((some) => some.filter((prompt) => !common.includes(prompt)));
+  for (let i = 0; others.some((some) => i < some.length); i++) {
+    rows.push(rowOf([], columns.map((column, k) => (others[k][i] === undefined ? element("div") : cell(column, others[k][i], head(others[k][i]))))));
+  }
+  const more = element("button", { type: "button" }, `Show all ${rows.length} rows`);
   more.addEventListener("click", () => {
     more.remove();
     byId("sample-table").append(...rows.slice(FEW));
