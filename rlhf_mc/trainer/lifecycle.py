@@ -34,6 +34,7 @@ from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act
 from rlhf_mc.trainer.rollout import TooFewGroups
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import record_histograms, samples_path
+from rlhf_mc.trainer.scores import record_tokens
 from rlhf_mc.trainer.start_table import show_start
 from rlhf_mc.trainer.step_report import log, print_on_console
 from rlhf_mc.trainer.step_state import Position, StepState, begin_step
@@ -99,8 +100,9 @@ class Lifecycle:
             self._checkpoints.save(state.timer)
 
     def log_step(self, state: StepState, batch: RaggedBatch) -> None:
-        """Log the metrics of a complete step, and commit a checkpoint that is written."""
+        """Log the metrics and some responses of a complete step, and commit a checkpoint that is written."""
         log(self._sinks, state)
+        record_tokens(self._run, state, batch)
         record_histograms(self._run.config, self._run.groups.rank, self._checkpoints.run_id, state.step, batch)
         self._checkpoints.commit_if_written()
         self._stop.steps_done += 1

@@ -19,7 +19,7 @@ from rlhf_mc.trainer.lifecycle import Lifecycle
 from rlhf_mc.trainer.log_probs import log_probs
 from rlhf_mc.trainer.rollout import rollout
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import record_tokens, rewards
+from rlhf_mc.trainer.scores import rewards
 from rlhf_mc.trainer.step_report import step_metrics
 from rlhf_mc.trainer.step_state import StepState
 from rlhf_mc.trainer.update import update_actor, update_critic
@@ -35,7 +35,6 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
         batch = log_probs(run, state, batch)  # old and reference log-probs, values
         batch = rewards(run, state, prompts, batch, pending, stop)
         batch = compute_advantages(run, state, batch)
-        record_tokens(run, state, batch)  # of some responses, for the report
         update_critic(run, state, batch)
         update_actor(run, state, batch)
     step_metrics(run, state, batch)
