@@ -24,7 +24,7 @@ from rlhf_mc.config.errors import error_reason
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.runtime.console import print_line
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the same inputs give other tokens, or the file's layout changes."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _SETTINGS = (

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AddedToken
 
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
@@ -52,7 +53,9 @@ class Environment:
         is_faulty = self.number == 1 and self.turn == (1 if self.kind == "blocks" else 2)
         kind = self.kind if is_faulty else "echo"
         if kind == "raises":
-            raise SystemExit("no more")
+            raise SystemExit("no more <stop>")
+        if self.kind == "says":
+            return f"<stop>{response}", 0.0, self.turn == 2, {}
         if kind == "hangs":
             await asyncio.sleep(60)
         if kind == "blocks":
@@ -69,17 +72,26 @@ class Environment:
 """
 
 
+STOP = 0x110000
+
+
 class Letters:
-    """A tokenizer whose tokens are the letters' code points."""
+    """A tokenizer whose tokens are the letters' code points, and one for the control token <stop>."""
+
+    chat_template = ""
+    is_fast = False
+    added_tokens_decoder = {0x110000: AddedToken("<stop>", special=True)}
 
     def __len__(self) -> int:
-        return 0x110000
+        return 0x110001
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, tokens))
+        stop = "" if skip_special_tokens else "<stop>"
+        return "".join(stop if token == STOP else chr(token) for token in tokens)
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
+        parts = re.split("(<stop>)", text)
+        return {"input_ids": [token for part in parts for token in ([STOP] if part == "<stop>" else map(ord, part))]}
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool, tools: Sequence[Any] = ()
@@ -138,7 +150,7 @@ def played(
         finished = {}
         for request in running:
             room = (request.max_tokens or 0) - len(request.begun.token_ids)
-            drawn = [*map(ord, next(texts[request.number])), 2][:room]
+            drawn = [*Letters()(next(texts[request.number]), False)["input_ids"], 2][:room]
             tokens = [*request.begun.token_ids, *drawn]
             log_probs = [*request.begun.log_probs, *[-1.0] * len(drawn)]
             finished[request.number] = Generation(tokens, log_probs, finished=drawn[-1] == 2)
@@ -165,6 +177,25 @@ def test_conversation_appends_observations_until_the_end(user_file: str) -> None
     conversations.submit({1: Generation([3, 2], [-1.0, -1.0], True)})
     assert conversations.abort() == {1: Generation([3, 2], [-1.0, -1.0], True)}
     assert [(one.waits, one.ended) for one in conversations.states().values()] == [(False, False), (True, False)]
+    environments.close()
+
+
+@pytest.mark.parametrize(("skips", "splits"), [(True, True), (True, False), (False, True), (False, False)])
+def test_control_tokens_in_texts_are_kept_where_a_setting_says_so(user_file: str, skips: bool, splits: bool) -> None:
+    settings = {"skip_special_tokens": skips, "split_special_tokens": splits}
+    environments, conversations = begun(EnvironmentConfig(user_file, kwargs={"kind": "says"}, **settings))
+    ended = played(conversations, ["a<stop>", "b"])
+    text = "<stop>a\2" if skips else "<stop>a<stop>\2"
+    observation = [*map(ord, text)] if splits else Letters()(text, False)["input_ids"]
+    assert ended[0].token_ids == [ord("a"), STOP, 2, *observation, ord("b"), 2]
+    environments.close()
+
+
+def test_the_default_observation_has_control_tokens_and_its_reason_none(user_file: str) -> None:
+    cfg = EnvironmentConfig(user_file, kwargs={"kind": "raises"}, default_observation="<stop>{error}")
+    environments, conversations = begun(cfg, limit=100)
+    ended = played(conversations)
+    assert ended[1].token_ids.count(STOP) == 1 and "no more <stop>" in Letters().decode(ended[1].token_ids)
     environments.close()
 
 
@@ -248,7 +279,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "raises": ("raised", "raised SystemExit: no more"),
     "hangs": ("timeout", "no answer after 0.5 s"),
     "wrong": ("invalid", "observation of bytes"),
-    "no token": ("invalid", "step returned the token 1000000000000; the tokenizer has 1114112"),
+    "no token": ("invalid", "step returned the token 1000000000000; the tokenizer has 1114113"),
     "done": ("invalid", "step returned 'no' as done, not a bool"),
 }
 
@@ -620,6 +651,10 @@ def _glm(role: str, content: str, is_last: bool) -> str:
     return {"user": "U", "assistant": "A"}[role] + content
 
 
+def _without_end(role: str, content: str, is_last: bool) -> str:
+    return f"<{role}>{content}"
+
+
 def _gpt_oss(role: str, content: str, is_last: bool) -> str:
     """Render a message. The last response has another end token than those before, which have no thoughts."""
     text = content.rpartition(")")[2]
@@ -634,10 +669,14 @@ def _gpt_oss(role: str, content: str, is_last: bool) -> str:
         (_glm, "h", "UhiA"),
         (_gpt_oss, "hR", "<user>hiE<assistant>"),
         (_gpt_oss, "h", "E<user>hiE<assistant>"),
+        (_without_end, "hO", "<user>hi<assistant>"),
+        (_without_end, "h", "<user>hi<assistant>"),
     ],
 )
 def test_observations_follow_the_end_token_of_the_turn(rendered: Callable[..., str], turn: str, wanted: str) -> None:
-    assert observed(rendered, turn) == wanted
+    """Check contents with an end token too: it ends no turn, and no text before it is lost."""
+    for content in ("hi", "hOi", "O<stop>"):
+        assert observed(rendered, turn, content) == wanted.replace("hi", content)
 
 
 def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> str:
@@ -649,9 +688,11 @@ def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> st
         return "".join(texts) + rendered("assistant", "", False).rstrip("E") * add_generation_prompt
 
     tokenizer.apply_chat_template = render  # type: ignore[method-assign, assignment]
-    observations = ObservationTokenizer(tokenizer, [*map(ord, "UOR")], {"tools": ["one"]})  # type: ignore[arg-type]
+    stops = [*map(ord, "UOR"), STOP]
+    observations = ObservationTokenizer(tokenizer, stops, {"tools": ["one"]}, EnvironmentConfig())  # type: ignore[arg-type]
     messages = [{"role": "user", "content": content}]
     tokens = observations.tokens(messages, [*map(ord, turn)])
+    assert STOP not in tokens
     observations.check([{"role": "user", "content": "?"}], turn, [], [])  # an empty observation has no messages
     observations.check([{"role": "user", "content": "?"}], turn.rstrip("R"), messages, tokens)
     return tokenizer.decode(tokens)
