@@ -27,6 +27,8 @@ class RewardRule:
     """Return why the rule cannot compare with a ground truth, or None."""
     answer: Callable[[str], str | None] | None = None
     """Return the answer in a response, or None. Not set: the rule compares no single answer."""
+    reads: tuple[str, ...] = ()
+    """What it reads and a tokenizer may have as special tokens: its responses are then decoded with these."""
 
 
 RULES = {
@@ -52,7 +54,7 @@ RULES = {
     "f1": RewardRule(text_rules.f1, ("squad", "rajpurkar/squad")),
     "boxed_format": RewardRule(text_rules.boxed_format, needs_truth=False),
     "gsm8k_format": RewardRule(text_rules.gsm8k_format, needs_truth=False),
-    "think_format": RewardRule(text_rules.think_format, needs_truth=False),
+    "think_format": RewardRule(text_rules.think_format, needs_truth=False, reads=("<think>", "</think>")),
 }
 """Name of the rule, as in reward.mixture -> the rule."""
 

@@ -61,7 +61,7 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import importing, working
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.setup.gpu_settings import for_this_device
-from rlhf_mc.setup.scorable import check_mixture, scorable
+from rlhf_mc.setup.scorable import check_mixture, print_special_tokens, scorable
 from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
@@ -89,7 +89,7 @@ def build_run(cfg: Config) -> Run:
     check_free(Path(cfg.trainer.default_local_dir))
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
-    stops = stop_token_ids(cfg.model.path, tokenizer)
+    stops = on_every_rank(lambda: stop_token_ids(cfg.model.path, tokenizer))
     environments = _environments(cfg, tokenizer, stops, rank) if cfg.rollout.environment.is_set else None
     train_prompts, val_prompts = _prompts(cfg, tokenizer, bool(conversations), environments)
     # The user's files may be missing on one node.
@@ -99,6 +99,7 @@ def build_run(cfg: Config) -> Run:
     rewards = on_every_rank(
         lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers, cfg.rollout.environment)
     )
+    print_special_tokens(cfg, rewards, tokenizer)
     check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
     train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)

@@ -210,7 +210,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
             ("rollout.environment.first_observation=true", "rollout.environment.function_tool_path=tools.py"),
             ("rollout.environment.first_observation is true, and nothing reads it without rollout.environment.path",),
         ),
-        (("rollout.environment.max_turns=3",), ("rollout.environment.max_turns is 3", "without", "path, function_tool")),
+        (("rollout.environment.max_turns=3",), ("max_turns is 3", "without", "path, function_tool_path or")),
         (
             ("rollout.environment.max_parallel_calls=2", "rollout.environment.path=game.py"),
             ("rollout.environment.max_parallel_calls is 2", "without rollout.environment.function_tool_path or"),
