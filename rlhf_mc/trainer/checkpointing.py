@@ -297,7 +297,7 @@ class Checkpoints:
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self._run.response_lengths.load_state_dict(loop["response_lengths"])
             self.position = Position(**loop["position"])
-            load_pool(self._run, loop["group_pool"], path, self.position.num_batches)
+            load_pool(self._run, loop["group_pool"], path, self.position.step, self.position.num_batches)
             self._logged = loop["logged"]
             self._skipped = dict(loop[_SKIPPED])
             self.run_id = run_id

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_mc.checkpoint.training_state import read_arrays
+from rlhf_mc.checkpoint.training_state import read_arrays, reading_state
 from rlhf_mc.config.roles import estimator_needs, prompts_in_flight, prompts_per_batch
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import batches_per_epoch
@@ -31,6 +31,7 @@ from rlhf_mc.trainer.pool.group_pool import (
     EXPERTS_FILE,
     POOL_FILE,
     Group,
+    check_arrays,
     drop_stale,
     load_experts,
     load_groups,
@@ -113,9 +114,9 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     return prompts, batch, stream
 
 
-def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_batches: int) -> None:
-    """Load the pool of the checkpoint at path, from which the next step continues. num_batches: batches of prompts that
-    the run has drawn, each trained on at once where the run had no pool. Every rank must call it."""
+def load_pool(run: Run, state: Mapping[str, Any], path: Path, step: int, num_batches: int) -> None:
+    """Load the pool of the checkpoint at path, of this step. num_batches: batches of prompts that the run has drawn,
+    each trained on at once where the run had no pool. Every rank must call it."""
     if run.environments is not None:
         run.environments.end_kept()  # of later steps, before a roll-back
     run.group_pool.groups = ()
@@ -123,14 +124,24 @@ def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_batches: int) 
     if not state["num_groups"]:
         return
     arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
-    groups = new_groups(run, arrays["positions"].tolist())
-    if run.config.rollout.partial_rollout:
-        groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
+    shape = run.actor.shape
+    with reading_state(path, POOL_FILE):
+        check_arrays(arrays, state["num_groups"], run.group_pool.num_drawn, step, shape.vocab_size)
+        groups = new_groups(run, arrays["positions"].tolist())
+        if run.config.rollout.partial_rollout:
+            groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
     run.group_pool.groups = groups
     if (replay := run.actor.replay) is not None:
         files = sorted(path.glob(EXPERTS_FILE.format("*")))[run.groups.rank :: run.groups.mesh.world]
-        parts = on_every_rank(lambda: [load_experts(read_arrays(file)) for file in files])
-        replay.held = {number: one for part in parts for number, one in part.items()}
+
+        def experts() -> dict[int, np.ndarray]:
+            held: dict[int, np.ndarray] = {}
+            for file in files:
+                with reading_state(path, file.name):
+                    held |= load_experts(read_arrays(file), shape.num_experts)
+            return held
+
+        replay.held = on_every_rank(experts)
     pairs = zip(groups, arrays["lens"], strict=True)
     if num_anew := sum(group.first_version is None and lens.any() for group, lens in pairs):
         print_line(
