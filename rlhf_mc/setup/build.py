@@ -191,7 +191,8 @@ def _environments(
     def build() -> EnvironmentManager:
         root = None if cfg.trainer.val_only else Path(cfg.trainer.default_local_dir)
         digest = environment_digest(environment, cfg.data.max_response_length)
-        journal = ObservationJournal(root, cfg.trainer.replay, rank, digest)
+        bounds = len(tokenizer), cfg.data.max_response_length
+        journal = ObservationJournal(root, cfg.trainer.replay, rank, digest, *bounds)
         return EnvironmentManager(environment, cfg.data, tokenizer, stops, journal)
 
     return on_every_rank(build, "rollout.environment")

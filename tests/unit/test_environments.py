@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Arrivals, Request
+from rlhf_mc.run_files import checked_line
 
 USER_FILE = """
 import asyncio, time
@@ -124,7 +125,7 @@ def begun(
     the file."""
     data = DataConfig(train_files=[], max_response_length=limit)
     directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
-    journal = ObservationJournal(directory, replayed, 0, 0)
+    journal = ObservationJournal(directory, replayed, 0, 0, STOP + 1, limit)
     environments = EnvironmentManager(cfg, data, Letters(), (2,), journal)  # type: ignore[arg-type]
     environments.connect([[0]])
     prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i, **fields) for i in range(2)]
@@ -245,13 +246,98 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
 def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    journal = ObservationJournal(tmp_path, None, 0, 0)
+    journal = ObservationJournal(tmp_path, None, 0, 0, 0, 0)
     (tmp_path / "observations").write_text("no directory")
     for step in (1, 2):
         journal.begin_step(step)
         for turn in range(2):
             journal.record({((0, 0, turn), 0): Reply(1)})
     assert capfd.readouterr().err.count("observations cannot be written (File exists); the run continues") == 2
+
+
+ROW = {"step": 1, "place": [0, 3, 1], "digest": 7, "environment": 0}
+REPLY = Reply(2, [5, 6], 0.5, {"acc": 1.0}, False, ["raised"], False)
+
+
+def read_journal(directory: Path, replayed: str | None = None) -> dict[int, Reply]:
+    """Return the answers to the turn of ROW, by their digests."""
+    journal = ObservationJournal(directory, replayed, 0, 0, num_tokens=10, max_tokens=4)
+    journal.begin_step(1)
+    journal.load()
+    return dict(journal.at((0, 3, 1)))
+
+
+def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    journal = ObservationJournal(tmp_path, None, 0, 0, 10, 4)
+    journal.begin_step(1)
+    for digest in (7, 8):
+        journal.record({((0, 3, 1), digest): replace(REPLY, at=digest)})
+    answers = read_journal(tmp_path)
+    assert answers == {digest: replace(REPLY, at=digest) for digest in (7, 8)}
+    assert "warning" not in capfd.readouterr().err
+    (path,) = tmp_path.glob("observations/*")
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert read_journal(tmp_path).items() <= answers.items()
+        assert capfd.readouterr().err.count("warning: ") == 1, (bit, bytes(flipped))
+    path.write_bytes(content.replace(b'"at": 7', b'"at": 6'))
+    with pytest.raises(UserError, match=r"^trainer\.replay: .*, line 2: its checksum is wrong$"):
+        read_journal(tmp_path, str(tmp_path))
+    path.write_bytes(content[:-9])
+    assert read_journal(tmp_path, str(tmp_path)).keys() == {7}
+    assert "line 3: is incomplete (of a killed process, or damaged); it is left out" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", 2),
+        ("step", True),
+        ("place", [0, 3]),
+        ("place", [0, "3", 1]),
+        ("place", [0, 3, 1, 0]),
+        ("place", None),
+        ("digest", -1),
+        ("environment", "0"),
+        ("reply", []),
+        ("reply", {}),
+        ("at", 10**12),
+        ("at", 2.0),
+        ("token_ids", [10]),
+        ("token_ids", [1] * 5),
+        ("token_ids", "12"),
+        ("token_ids", [[1]]),
+        ("reward", "1"),
+        ("reward", float("nan")),
+        ("reward", 1e300),
+        ("info", {"acc": "1"}),
+        ("info", []),
+        ("ends", "no"),
+        ("failed", ["other"]),
+        ("failed", [[]]),
+        ("failed", "raised"),
+        ("is_fatal", True),
+        ("other", 1),
+    ],
+)
+def test_a_forged_row_of_the_journal_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, value: Any
+) -> None:
+    (tmp_path / "observations").mkdir()
+    row: dict[str, Any] = {**ROW, "reply": asdict(REPLY)}
+    if name in row:
+        row[name] = value
+    else:
+        row["reply"][name] = value
+    (tmp_path / "observations" / "step_000001_0.jsonl").write_text(checked_line(row))
+    assert read_journal(tmp_path) == {}
+    assert capfd.readouterr().err.count("line 1: is no answer of this step") == 1
+    with pytest.raises(UserError, match="line 1: is no answer of this step") as caught:
+        read_journal(tmp_path, str(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_environment_that_is_begun_again_gets_the_earlier_turns(

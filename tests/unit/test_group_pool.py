@@ -322,7 +322,8 @@ def test_a_replayed_step_may_be_repeated(config_file: Path, tmp_path: Path) -> N
     run = _run(config_file, PARTIAL, f"trainer.default_local_dir={tmp_path}")
     writer = RolloutJournal(run.config)
     for position in (4, 5):
-        groups = pooled_rollout.new_groups(run, [position])
+        (new,) = pooled_rollout.new_groups(run, [position])
+        groups = [new.continued([Generation([7], [-1.0], True)] * 2, 2)]
         writer.record(3, groups, groups)
     filtered = ["algorithm.filter_groups.enable=true", f"trainer.replay={tmp_path}"]
     journal = RolloutJournal(_run(config_file, PARTIAL, *filtered).config)
