@@ -97,19 +97,19 @@ class CheckedRows:
 
 def checked_rows(path: Path) -> CheckedRows:
     """Return the lines of a file of checked lines; none if it is missing."""
-    found = CheckedRows()
+    checked = CheckedRows()
     try:
         lines = text_lines(path)
     except FileNotFoundError:
-        return found
+        return checked
     for number, line in enumerate(lines, 1):
         text = "{" + line[len(_checksum("")) : -1]
         row = _object(text) if line == f"{_checksum(text)}{text[1:]}\n" else None
         if row is not None:
-            found.rows[number] = row
+            checked.rows[number] = row
         elif line != "\n":
-            (found.changed if line.endswith("}\n") else found.incomplete).append(number)
-    return found
+            (checked.changed if line.endswith("}\n") else checked.incomplete).append(number)
+    return checked
 
 
 def _checksum(text: str) -> str:

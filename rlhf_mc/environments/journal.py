@@ -155,7 +155,7 @@ class ObservationJournal:
                 problems[number] = f"is no answer of this step ({type(error).__name__}: {error})"
         if problems and self.is_replay:
             raise UserError(f"trainer.replay: {path}, line {min(problems)}: {problems[min(problems)]}")
-        problems |= dict.fromkeys(lines.incomplete, "is incomplete (of a killed process, or damaged)")
+        problems |= dict.fromkeys(lines.incomplete, "is incomplete (of a killed process, or corrupt)")
         if problems:
             more = f"; so are {len(problems) - 1} others" if len(problems) > 1 else ""
             print_line(f"warning: {path}, line {min(problems)}: {problems[min(problems)]}; it is left out{more}")

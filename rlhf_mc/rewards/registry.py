@@ -28,7 +28,7 @@ class RewardRule:
     answer: Callable[[str], str | None] | None = None
     """Return the answer in a response, or None. Not set: the rule compares no single answer."""
     reads: tuple[str, ...] = ()
-    """What it reads and a tokenizer may have as special tokens: its responses are then decoded with these."""
+    """Its tags: responses are decoded with those of them that are special tokens."""
 
 
 RULES = {

@@ -93,11 +93,11 @@ class ScoreStream:
         numbers = sorted(self._held) if self._rewards.is_batched else list(self._held)
         prompts = [self._prompts[number] for number in numbers]
         decode = self._tokenizer.batch_decode
-        responses = [list(self._held[number]) for number in numbers]
-        texts = decode(responses, skip_special_tokens=True)
+        tokens = [list(self._held[number]) for number in numbers]
+        texts = decode(tokens, skip_special_tokens=True)
         special = [
-            self._special.of(self._rewards.parts(prompt, self._training), response)
-            for prompt, response in zip(prompts, responses, strict=True)
+            self._special.of(self._rewards.parts(prompt, self._training), token_ids)
+            for prompt, token_ids in zip(prompts, tokens, strict=True)
         ]
         prompt_texts = None
         if self._rewards.needs_prompts:

@@ -288,7 +288,7 @@ def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd:
         read_journal(tmp_path, str(tmp_path))
     path.write_bytes(content[:-9])
     assert read_journal(tmp_path, str(tmp_path)).keys() == {7}
-    assert "line 3: is incomplete (of a killed process, or damaged); it is left out" in capfd.readouterr().err
+    assert "line 3: is incomplete (of a killed process, or corrupt); it is left out" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -135,11 +135,11 @@ def load_pool(run: Run, state: Mapping[str, Any], path: Path, step: int, num_bat
         files = sorted(path.glob(EXPERTS_FILE.format("*")))[run.groups.rank :: run.groups.mesh.world]
 
         def experts() -> dict[int, np.ndarray]:
-            held: dict[int, np.ndarray] = {}
+            experts_by_number: dict[int, np.ndarray] = {}
             for file in files:
                 with reading_state(path, file.name):
-                    held |= load_experts(read_arrays(file), shape.num_experts)
-            return held
+                    experts_by_number |= load_experts(read_arrays(file), shape.num_experts)
+            return experts_by_number
 
         replay.held = on_every_rank(experts)
     pairs = zip(groups, arrays["lens"], strict=True)
