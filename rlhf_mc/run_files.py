@@ -108,7 +108,8 @@ def checked_rows(path: Path) -> CheckedRows:
         if row is not None:
             checked.rows[number] = row
         elif line != "\n":
-            (checked.changed if line.endswith("}\n") else checked.incomplete).append(number)
+            ends = line.endswith("}\n") and line.count("}") >= line.count("{")
+            (checked.changed if ends else checked.incomplete).append(number)
     return checked
 
 

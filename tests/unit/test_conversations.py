@@ -51,6 +51,8 @@ def test_conversation_is_rendered_as_by_transformers(template: str, tmp_path: Pa
     expected = own.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
     found = own.tokens(prompt(*messages), "2")
     assert found.tolist() == expected and found[-1] == own.tokenizer.eos_token_id
+    written = own.tokens(prompt(*messages), "2<|end|><|bot|>")
+    assert [(written == end).sum() for end in (own.tokenizer.eos_token_id, found[0])] == [4, 4]
     batch = conversation_batch([found, found[-1:]])
     assert batch.tokens.tolist() == [*expected, expected[-1]]
     assert batch.seq_lens.tolist() == [len(expected), 1] and batch.response_lens.tolist() == [1, 1]
