@@ -5,7 +5,10 @@ incomplete. No torch here.
 from __future__ import annotations
 
 import functools
+import json
+import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,45 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     for line in lines:
         if line.endswith("\n") and (row := _object(line)) is not None and isinstance(row.get("step"), int):
             yield line, row
+
+
+def checked_line(row: Row) -> str:
+    """Return a row as a line of JSON that begins with the CRC-32 of the rest."""
+    text = json.dumps(row)
+    return f"{_checksum(text)}{text[1:]}\n"
+
+
+@dataclass
+class CheckedRows:
+    """The lines of a file of checked lines, by their numbers, from 1. Empty ones are left out."""
+
+    rows: dict[int, Row] = field(default_factory=dict)
+    changed: list[int] = field(default_factory=list)
+    """Those whose checksum is wrong."""
+    incomplete: list[int] = field(default_factory=list)
+    """Those that do not end as a row: a killed process may leave one."""
+
+
+def checked_rows(path: Path) -> CheckedRows:
+    """Return the lines of a file of checked lines; none if it is missing."""
+    checked = CheckedRows()
+    try:
+        lines = text_lines(path)
+    except FileNotFoundError:
+        return checked
+    for number, line in enumerate(lines, 1):
+        text = "{" + line[len(_checksum("")) : -1]
+        row = _object(text) if line == f"{_checksum(text)}{text[1:]}\n" else None
+        if row is not None:
+            checked.rows[number] = row
+        elif line != "\n":
+            ends = line.endswith("}\n") and line.count("}") >= line.count("{")
+            (checked.changed if ends else checked.incomplete).append(number)
+    return checked
+
+
+def _checksum(text: str) -> str:
+    return f'{{"crc32": "{zlib.crc32(text.encode()):08x}", '
 
 
 def steps_logged(path: Path) -> list[int]:

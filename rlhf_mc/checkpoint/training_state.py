@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import platform as python_platform
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -111,14 +110,14 @@ def load(path: Path, models: Sequence[TrainedModel]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def reading_state(path: Path) -> Iterator[None]:
-    """Raise CorruptCheckpoint, on every rank alike, if the content of state.json is not as a run writes it."""
+def reading_state(path: Path, name: str = STATE) -> Iterator[None]:
+    """Raise CorruptCheckpoint, on every rank alike, if the content of a file is not as a run writes it."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, UserError):
             raise
-        raise CorruptCheckpoint(f"{path / STATE}: corrupt ({type(error).__name__}: {error})") from error
+        raise CorruptCheckpoint(f"{path / name}: corrupt ({type(error).__name__}: {error})") from error
 
 
 def stored_origin(path: Path) -> tuple[Inputs, str]:
@@ -146,7 +145,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             return dict(file)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a corrupt archive raises any exception
         raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
 
 

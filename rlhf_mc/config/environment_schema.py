@@ -45,6 +45,11 @@ class EnvironmentConfig:
     tokens. A longer one is truncated."""
     truncate: Literal["left", "right", "middle"] = "middle"
     """Part of a longer observation that is left out."""
+    skip_special_tokens: bool = True
+    """The text of a turn, as `step` gets it, has no special tokens; false: it has them, the end token too."""
+    split_special_tokens: bool = True
+    """Control tokens that an observation's text has written out stay text, as in messages; false: they are those
+    tokens, for an environment that writes the marks of the chat template itself."""
     timeout_seconds: PositiveSeconds = 60.0
     """Time limit of the environment's answer to a turn, and of each tool call."""
     num_workers: Annotated[int, Range(1, 1_024)] | None = None
@@ -52,7 +57,8 @@ class EnvironmentConfig:
     replaced, and its other conversations are begun again. null: the machine's cores per rank, at most 4."""
     default_observation: str | None = None
     """Observation where the environment raises, exceeds timeout_seconds, returns something else than it should, or ends
-    its worker process: a text, with the marks that the chat template would add. {error} is replaced by the reason.
+    its worker process: a text, with the marks and control tokens that the chat template would add. {error} is replaced
+    by the reason, whose control tokens stay text.
     null: the conversation ends with default_score."""
     default_score: Number = 0.0
     """Score by the environment of a conversation that ends because the environment failed."""

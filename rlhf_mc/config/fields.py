@@ -157,7 +157,7 @@ def describe(hint: Any) -> str:
     if origin is tuple:
         return f"a list of {len(args)}, each entry {describe(args[0])}"
     names = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
-    return "a mapping" if origin is dict else names[hint]
+    return "a mapping with string keys and JSON values" if origin is dict else names[hint]
 
 
 def show(value: Any) -> str:

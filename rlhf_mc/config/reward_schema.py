@@ -23,6 +23,8 @@ class CustomRewardFunctionConfig:
     ground_truths, extra_infos), or be a class with such a __call__, of which each worker makes one object."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class's constructor, or of each call of the function."""
+    skip_special_tokens: bool = True
+    """Responses are decoded without special tokens; false: with them, the end token too."""
 
 
 @dataclass

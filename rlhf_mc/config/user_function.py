@@ -4,6 +4,7 @@ advantage estimator, a policy loss.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -35,8 +36,7 @@ def load_file(setting: str, path: str) -> ModuleType:
     where = f"{setting} {path}"
     if not os.path.isfile(path):
         raise UserError(f"{where}: no such file")
-    section = setting.rpartition(".")[0].replace(".", "_")
-    module_name = f"rlhf_mc_{section}_{os.path.splitext(os.path.basename(path))[0]}"
+    module_name = _module_name(setting.rpartition(".")[0].replace(".", "_"), path)
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{where}: not a Python file (its name must end in .py)")
@@ -47,6 +47,21 @@ def load_file(setting: str, path: str) -> ModuleType:
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
     return module
+
+
+def _module_name(section: str, path: str) -> str:
+    """Return the name of a file's module: that of the file, so that a spawned process can import it, unless another
+    module has it. The directory of the file becomes the last one in which modules are looked for."""
+    directory, file = os.path.split(os.path.abspath(path))
+    name = os.path.splitext(file)[0]
+    if directory not in sys.path:
+        sys.path.append(directory)
+    importlib.invalidate_caches()
+    with contextlib.suppress(ImportError, ValueError):  # a dotted name; a module without a spec
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(path):
+            return name
+    return f"rlhf_mc_{section}_{name}"
 
 
 def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.data.tokenizer import load_tokenizer, render
+from rlhf_mc.data.tokenizer import ChatText, ChatTokenizer, load_tokenizer
 
 
 class ConversationTokenizer:
@@ -26,15 +26,16 @@ class ConversationTokenizer:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, self.key, chat_template_path, template_key)
         if self.tokenizer.chat_template is None:
             raise UserError(f"{self.key} {path}: the tokenizer has no chat template; give one in {template_key}")
+        self._chats = ChatTokenizer(self.tokenizer)
 
-    def text(self, prompt: Prompt, response: str) -> str:
+    def text(self, prompt: Prompt, response: str) -> ChatText:
         """Return the rendered conversation. Raise UserError, naming the prompt's row, if the template fails."""
         messages = [*prompt.messages, {"role": "assistant", "content": response}]
-        return render(self.tokenizer, messages, {}, prompt.where, False, f"the chat template of {self.key}")
+        return self._chats.render(messages, {}, prompt.where, False, f"the chat template of {self.key}")
 
     def tokens(self, prompt: Prompt, response: str) -> np.ndarray:
         """Return the tokens of the rendered conversation, at least one, int32. The text has the special tokens."""
-        tokens = list(self.tokenizer(self.text(prompt, response), add_special_tokens=False)["input_ids"])
+        tokens = self._chats.tokens(self.text(prompt, response))
         if not tokens:
             raise UserError(f"{prompt.where}: the chat template of {self.key} gives a text without tokens")
         return np.array(tokens, np.int32)

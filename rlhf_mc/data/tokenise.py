@@ -11,7 +11,7 @@ from rlhf_mc.config.environment_schema import SINGLE_TURN_AGENT, TOOL_AGENT
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, UNREAD, is_filled
-from rlhf_mc.data.tokenizer import render
+from rlhf_mc.data.tokenizer import ChatText, ChatTokenizer
 
 
 class TooLongError(UserError):
@@ -24,6 +24,7 @@ class RowTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, by_rule: bool) -> None:
         """by_rule: as `scored_by_rule` returns."""
         self._tokenizer = tokenizer
+        self._chats = ChatTokenizer(tokenizer)
         self._cfg = cfg
         self._by_rule = by_rule
         self._most_characters = cfg.max_prompt_length * _most_characters_of_a_token(tokenizer)
@@ -32,14 +33,14 @@ class RowTokenizer:
         """Return the tokens of the row's prompt, and whether they were truncated. Raise TooLongError if it has too
         many, and UserError if a column is not as expected. `where` begins the message: file and row."""
         self._check_columns(row, where)
-        text, add_special_tokens = self._text(row, where)
+        chat, add_special_tokens = self._text(row, where)
         cfg = self._cfg
         limit = cfg.max_prompt_length
         cuts = cfg.truncation != "error"
         hint = f"data.max_prompt_length {limit}; raise that, or set data.filter_overlong_prompts: true"
-        if len(text) > self._most_characters and not cuts:
-            raise TooLongError(f"{where}: the prompt has {len(text)} characters, too many for {hint}")
-        token_ids = self._encode(text, add_special_tokens, where)
+        if len(chat.text) > self._most_characters and not cuts:
+            raise TooLongError(f"{where}: the prompt has {len(chat.text)} characters, too many for {hint}")
+        token_ids = self._encode(chat, add_special_tokens, where)
         if not token_ids:
             raise UserError(f"{where}: the prompt has no tokens")
         if len(token_ids) <= limit:
@@ -68,11 +69,12 @@ class RowTokenizer:
         if not isinstance(extra_info, dict):
             raise UserError(f"{where}: column {EXTRA!r} is not a struct but {type(extra_info).__name__}")
 
-    def _text(self, row: dict[str, Any], where: str) -> tuple[str, bool]:
-        """Return the text, and whether the tokenizer has to add special tokens: the text of a template has them."""
+    def _text(self, row: dict[str, Any], where: str) -> tuple[ChatText, bool]:
+        """Return the text, and whether the tokenizer has to add special tokens: the text of a template has them.
+        Control tokens in messages are text. A prompt without a template is the whole text, and may have them."""
         prompt = row.get(self._cfg.prompt_key)
         if isinstance(prompt, str) and prompt.strip() and self._tokenizer.chat_template is None:
-            return prompt, True
+            return ChatText(prompt), True
         messages = chat_messages(prompt, where, self._cfg.prompt_key)
         if self._tokenizer.chat_template is None:
             raise UserError(
@@ -87,11 +89,11 @@ class RowTokenizer:
                 )
             del arguments["tools"]
         add_generation_prompt = arguments.pop("add_generation_prompt", True)
-        return render(self._tokenizer, messages, arguments, where, add_generation_prompt), False
+        return self._chats.render(messages, arguments, where, add_generation_prompt), False
 
-    def _encode(self, text: str, add_special_tokens: bool, where: str) -> list[int]:
+    def _encode(self, chat: ChatText, add_special_tokens: bool, where: str) -> list[int]:
         try:
-            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+            return self._chats.tokens(chat, add_special_tokens)
         except Exception as error:  # as in load_tokenizer
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{where}: the prompt cannot be tokenised ({type(error).__name__}: {reason})") from error

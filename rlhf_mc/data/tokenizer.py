@@ -1,12 +1,15 @@
-"""Loading of a tokenizer with its chat template, and rendering of chats by the template."""
+"""Loading of a tokenizer with its chat template, rendering of chats by the template, and their tokens."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +21,11 @@ from rlhf_mc.config.errors import NodeError, UserError, error_reason
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which a directory with a tokenizer has one."""
+THINK_TAGS = ("<think>", "</think>")
+"""Tags around the thoughts of a response. Some tokenizers have them as special tokens."""
+_TAG = re.compile(r"</?[\w-]+>")
+_MARKS = range(0x10FFFD, 0x100000, -1)
+"""Code points for private use, the last of Unicode: no tokenizer merges them with others."""
 LIMIT_SECONDS = 10.0
 """Limit of processor time for one prompt: a template is a program of the checkpoint. Templates take less than a
 thousandth of it."""
@@ -134,3 +142,104 @@ def _time_limit() -> Iterator[None]:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     raise _Timeout
+
+
+# ---------------------------------------------------------------- tokens of chats
+
+
+@dataclass(frozen=True)
+class ChatText:
+    """A rendered chat."""
+
+    text: str
+    mark: str = ""
+    """A character that is not in the messages. In `text` it follows the first character of each control token that a
+    message has written out. Empty: none has."""
+
+
+class ChatTokenizer:
+    """Makes tokens of chats. A control token that is written out in a message stays text: no content can end its
+    message and begin one of another role.
+
+    Control tokens are the special tokens of the tokenizer, and others that it has as a whole and that the chat template
+    names (DeepSeek's <｜User｜>), except tags such as <tool_call>. A response may have THINK_TAGS, since templates look
+    for them there. Chats without a written control token have the tokens of the rendered text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        template = str(tokenizer.chat_template)
+        control = {
+            token.content
+            for token in tokenizer.added_tokens_decoder.values()
+            if token.special or (token.content in template and not _TAG.fullmatch(token.content))
+        }
+        # One character cannot be marked, and is no mark of a message in any template.
+        self._control = frozenset(text for text in control if len(text) > 1)
+        self._lens = sorted({len(text) for text in self._control})
+        first = "".join(sorted({text[0] for text in self._control}))
+        self._first = re.compile(f"[{re.escape(first)}]" if first else "(?!)")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        where: str,
+        add_generation_prompt: bool = True,
+        template: str = "the tokenizer's chat template",
+    ) -> ChatText:
+        """Return the rendered messages, as `render` does."""
+        mark = ""
+        if any(self._has_control(message) for message in messages):
+            mark = _unused_character(json.dumps(list(messages), ensure_ascii=False, default=str))
+            messages = [self._marked(message, mark, message.get("role") == "assistant") for message in messages]
+        return ChatText(render(self.tokenizer, messages, arguments, where, add_generation_prompt, template), mark)
+
+    def plain(self, text: str) -> ChatText:
+        """Return a text whose control tokens stay text."""
+        mark = _unused_character(text) if self._has_control(text) else ""
+        return ChatText(self._marked(text, mark), mark)
+
+    def tokens(self, chat: ChatText, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a chat. add_special_tokens: those that the tokenizer adds around a text."""
+        if not chat.mark:
+            return list(self.tokenizer(chat.text, add_special_tokens=add_special_tokens)["input_ids"])
+        if not self.tokenizer.is_fast:  # no offsets
+            parts = chat.text.split(chat.mark)
+            return [token for part in parts for token in self.tokenizer(part, add_special_tokens=False)["input_ids"]]
+        encoded = self.tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True)
+        return [
+            token
+            for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            if chat.text[start : max(start + 1, end)] != chat.mark  # a byte of a character may have an empty span
+        ]
+
+    def _has_control(self, value: Any) -> bool:
+        """Return whether a text of the value, which is as JSON has it, has a control token."""
+        if isinstance(value, str):
+            return next(self._places(value), None) is not None
+        if isinstance(value, Mapping):
+            return any(self._has_control(key) or self._has_control(one) for key, one in value.items())
+        return isinstance(value, list | tuple) and any(map(self._has_control, value))
+
+    def _marked(self, value: Any, mark: str, is_response: bool = False) -> Any:
+        """Return the value with the mark after the first character of each control token in its texts."""
+        if isinstance(value, str):
+            kept = THINK_TAGS if is_response else ()
+            ends = [place + 1 for place in self._places(value) if not value.startswith(kept, place)]
+            return mark.join(value[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True))
+        if isinstance(value, Mapping):
+            marked = [[self._marked(one, mark, is_response) for one in pair] for pair in value.items()]
+            return dict(marked)
+        return [self._marked(one, mark, is_response) for one in value] if isinstance(value, list | tuple) else value
+
+    def _places(self, text: str) -> Iterator[int]:
+        """Yield the places of control tokens, which may overlap."""
+        for match in self._first.finditer(text):
+            place = match.start()
+            if any(text[place : place + length] in self._control for length in self._lens):
+                yield place
+
+
+def _unused_character(text: str) -> str:
+    """Return a mark that the text does not have."""
+    return next(mark for mark in map(chr, _MARKS) if mark not in text)

@@ -58,7 +58,7 @@ class EnvironmentManager:
         arguments = data.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
         self.prompt_arguments = arguments | ({"add_generation_prompt": False} if cfg.first_observation else {})
         """Of the chat template, for prompts."""
-        self.observations = ObservationTokenizer(tokenizer, stop_token_ids, arguments)
+        self.observations = ObservationTokenizer(tokenizer, stop_token_ids, arguments, cfg)
         self.parser = _parser(cfg, tokenizer, stop_token_ids, tools) if tools else None
         self.sent: dict[Key, int] = {}
         """Of each conversation whose environment this rank has, the turns that it has got."""
@@ -129,7 +129,7 @@ class EnvironmentManager:
             return
         self.sent[key] = sent + 1
         self._pending.add(key)
-        text = self.tokenizer.decode(turns[sent], skip_special_tokens=True)
+        text = self.tokenizer.decode(turns[sent], skip_special_tokens=self.cfg.skip_special_tokens)
         parser = self.parser if has_room or sent + 1 < len(turns) else None
         calls = [] if parser is None else [ToolCall(*call) for call in parser.calls(turns[sent])]
         begins = first == 0 and (sent == 0 or not self.cfg.first_observation)

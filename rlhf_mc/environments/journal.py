@@ -5,19 +5,19 @@ the time of an answer decides, are the same.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, get_args
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.rewards.results import FailureKind
-from rlhf_mc.run_files import OBSERVATIONS, observation_files, read_rows
+from rlhf_mc.rewards.returned import MAX_FLOAT32
+from rlhf_mc.run_files import OBSERVATIONS, Row, checked_line, checked_rows, observation_files
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_results, my_share
 
@@ -46,6 +46,8 @@ conversation, which is that of the response in the run, or in the call for greed
 from 0. Any engine may have the conversation."""
 END = -1
 """In place of the conversation: the row is of the end of the call on the engine `turn`."""
+_MOST_ITERATIONS = 10_000_000
+"""Iterations of a call up to which an answer may come: 28 hours of an idle engine. A replay passes through all."""
 
 
 def environment_digest(cfg: EnvironmentConfig, max_response_length: int) -> int:
@@ -59,9 +61,12 @@ class ObservationJournal:
     """The journal that this rank writes, and the answers of the present step in the journal of all ranks: of this run
     before it was killed, or of the run that it replays."""
 
-    def __init__(self, root: Path | None, replayed: str | None, rank: int, environment: int) -> None:
+    def __init__(
+        self, root: Path | None, replayed: str | None, rank: int, environment: int, num_tokens: int, max_tokens: int
+    ) -> None:
         """root: the run's directory; None: nothing is written or read. replayed: trainer.replay. environment: CRC-32 of
-        the environment."""
+        the environment. num_tokens: of the tokenizer. max_tokens: data.max_response_length."""
+        self._bounds = num_tokens, max_tokens
         self.is_replay = replayed is not None
         self._root = root
         self._source = Path(replayed) if replayed is not None else root
@@ -94,7 +99,9 @@ class ObservationJournal:
                 " continue from a checkpoint without it"
             )
         files = [path for step, path in steps if step == self.step]
-        parts = gather_results(lambda: [row for i in my_share(len(files)) for row in _read(files[i])], OBSERVATIONS)
+        parts = gather_results(
+            lambda: [row for i in my_share(len(files)) for row in self._read(files[i])], OBSERVATIONS
+        )
         self._replies = defaultdict(dict)
         for place, digest, environment, reply in (row for part in parts for row in part):
             # Answers of another environment are not those that this one would give.
@@ -122,7 +129,7 @@ class ObservationJournal:
         text = ""
         for (place, digest), reply in answers.items():
             row = {"step": self.step, "place": place, "digest": digest, "environment": self._environment}
-            text += json.dumps({**row, "reply": asdict(reply)}) + "\n"
+            text += checked_line({**row, "reply": asdict(reply)})
 
         def append() -> None:
             if self._file is None:
@@ -134,11 +141,54 @@ class ObservationJournal:
 
         self._is_writable = best_effort(OBSERVATIONS, append)
 
+    def _read(self, path: Path) -> list[tuple[Place, int, int, Reply]]:
+        """Return place, digest, environment and reply of each row of a file. A row that is not as a run has written it
+        is left out with a warning: its answer comes from the environment. In a replay raise UserError, unless a killed
+        process may have left it."""
+        lines = checked_rows(path)
+        rows = []
+        problems = dict.fromkeys(lines.changed, "its checksum is wrong")
+        for number, row in lines.rows.items():
+            try:
+                rows.append(_checked(row, self.step, *self._bounds))
+            except (TypeError, KeyError, ValueError) as error:
+                problems[number] = f"is no answer of this step ({type(error).__name__}: {error})"
+        if problems and self.is_replay:
+            raise UserError(f"trainer.replay: {path}, line {min(problems)}: {problems[min(problems)]}")
+        problems |= dict.fromkeys(lines.incomplete, "is incomplete (of a killed process, or corrupt)")
+        if problems:
+            more = f"; so are {len(problems) - 1} others" if len(problems) > 1 else ""
+            print_line(f"warning: {path}, line {min(problems)}: {problems[min(problems)]}; it is left out{more}")
+        return rows
 
-def _read(path: Path) -> list[tuple[Place, int, int, Reply]]:
-    """Return place, digest, environment and reply of each row of a file. Raise UserError for another file."""
-    try:
-        rows = [row for _, row in read_rows(path)]
-        return [(tuple(row["place"]), row["digest"], row["environment"], Reply(**row["reply"])) for row in rows]
-    except (TypeError, KeyError):
-        raise UserError(f"{path}: is no journal of observations: a row has other fields") from None
+
+def _checked(row: Row, step: int, num_tokens: int, max_tokens: int) -> tuple[Place, int, int, Reply]:
+    """Return place, digest, environment and reply of a row. Raise ValueError, TypeError or KeyError if it is not as
+    `record` writes it in this step."""
+    place = row["place"]
+    reply = Reply(**row["reply"])
+    for name, value, wanted in (
+        ("step", row["step"], _is_int(row["step"], step, step)),
+        ("place", place, all(_is_int(one, least) for one, least in zip(place, (0, END, 0), strict=True))),
+        ("digest", row["digest"], _is_int(row["digest"], most=2**32 - 1)),
+        ("environment", row["environment"], _is_int(row["environment"], most=2**32 - 1)),
+        ("at", reply.at, _is_int(reply.at, most=_MOST_ITERATIONS)),
+        ("token_ids", reply.token_ids, isinstance(reply.token_ids, list) and len(reply.token_ids) <= max_tokens),
+        ("token_ids", reply.token_ids, all(_is_int(token, most=num_tokens - 1) for token in reply.token_ids)),
+        ("reward", reply.reward, _is_number(reply.reward)),
+        ("info", reply.info, isinstance(reply.info, dict) and all(map(_is_number, reply.info.values()))),
+        ("ends", reply.ends, type(reply.ends) is bool and type(reply.is_fatal) is bool),
+        ("failed", reply.failed, isinstance(reply.failed, list) and {*reply.failed} <= {*get_args(FailureKind)}),
+        ("is_fatal", reply.is_fatal, bool(reply.failed and reply.ends) or not reply.is_fatal),
+    ):
+        if not wanted:
+            raise ValueError(f"{name} is {repr(value)[:60]}")
+    return tuple(place), row["digest"], row["environment"], reply
+
+
+def _is_int(value: Any, least: int = 0, most: int = 2**53) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_FLOAT32

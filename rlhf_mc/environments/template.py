@@ -1,18 +1,20 @@
-"""The tokens of an observation: text as it is, chat messages as the chat template adds them to a conversation. What the
-model has drawn is never rendered or tokenised again.
+"""The tokens of an observation: text as it is, chat messages as the chat template adds them to a conversation. Control
+tokens that they have written out stay text. What the model has drawn is never rendered or tokenised again.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.tokenizer import render
-from rlhf_mc.environments.protocol import Observation
+from rlhf_mc.data.tokenizer import ChatText, ChatTokenizer
+from rlhf_mc.environments.protocol import Observation, truncated
 from rlhf_mc.rewards.results import Failure
 from rlhf_mc.runtime.console import print_line
 
@@ -24,10 +26,16 @@ class ObservationTokenizer:
     """Makes tokens of observations."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], arguments: Mapping[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        arguments: Mapping[str, Any],
+        cfg: EnvironmentConfig,
     ) -> None:
         """arguments: of the chat template."""
         self._tokenizer = tokenizer
+        self._chats = ChatTokenizer(tokenizer)
+        self._cfg = cfg
         self._stop = frozenset(stop_token_ids)
         self._arguments = arguments
         self._is_checked = False
@@ -41,7 +49,8 @@ class ObservationTokenizer:
         turn yet, the messages that they follow. Raise Failure if the chat template refuses the messages, or if a
         conversation without them is not the beginning of one with them."""
         if isinstance(observation, str):
-            return self._tokens(observation)
+            splits = self._cfg.split_special_tokens
+            return self._chats.tokens(self._chats.plain(observation) if splits else ChatText(observation))
         messages = [one for one in observation if isinstance(one, dict)]
         if len(messages) < len(observation) or not messages:
             tokens = [token for token in observation if isinstance(token, int)]
@@ -53,10 +62,12 @@ class ObservationTokenizer:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)
         # The response ends with the first end token after the generation prompt, of which the template may render a
-        # part alone. What it adds after the end token (a line break) belongs to the observation.
+        # part alone. What it adds after the end token (a line break) belongs to the observation. With another content
+        # the tokens up to the observation's are the same: an end token that comes later ends no response.
         begun = self._rendered([_QUESTION], True)
-        start = next((i for i, pair in enumerate(zip(begun, after, strict=False)) if pair[0] != pair[1]), len(begun))
-        end = next((i for i in range(start, len(after)) if after[i] in self._stop), None)
+        other = self._after([_QUESTION], ".", [{**one, "content": f".{one['content']}"} for one in messages])
+        start = _num_equal(begun, after)
+        end = next((i for i in range(start, _num_equal(other, after)) if after[i] in self._stop), None)
         if end is not None and turn[-1] == after[end]:
             return after[end + 1 :]
         response = [_QUESTION, {"role": "assistant", "content": "."}]
@@ -68,6 +79,13 @@ class ObservationTokenizer:
             # Or the end token begins the next message (GLM): the turn may have that of another role.
             return after[end + (has_end and turn[-1] in self._stop) :]
         return self._difference(response, after)
+
+    def default_tokens(self, problem: str) -> list[int]:
+        """Return the tokens of rollout.environment.default_observation, with its control tokens. problem: replaces
+        {error}, and has none."""
+        chat = self._chats.plain(problem)
+        text = truncated((self._cfg.default_observation or "").replace("{error}", chat.text), self._cfg)
+        return self._chats.tokens(replace(chat, text=text))
 
     def check(
         self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Observation, tokens: Sequence[int]
@@ -96,7 +114,7 @@ class ObservationTokenizer:
         """Warn if the template does not render tools, as that of DeepSeek-V3.1's checkpoint."""
         with contextlib.suppress(UserError):  # of a template that asks for another prompt
             texts = [
-                render(self._tokenizer, [_QUESTION], {**self._arguments, "tools": tools}, "a question")
+                self._chats.render([_QUESTION], {**self._arguments, "tools": tools}, "a question").text
                 for tools in (self._arguments["tools"], None)
             ]
             if texts[0] == texts[1]:
@@ -141,10 +159,13 @@ class ObservationTokenizer:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         try:
-            text = render(self._tokenizer, messages, self._arguments, "an observation", add_generation_prompt)
+            chat = self._chats.render(messages, self._arguments, "an observation", add_generation_prompt)
         except UserError as error:
             raise Failure("invalid", str(error)) from error
-        return self._tokens(text)
+        return self._chats.tokens(chat)
 
-    def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

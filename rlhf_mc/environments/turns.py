@@ -19,7 +19,7 @@ from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.environments.conversation import Conversation, ConversationState, Status
 from rlhf_mc.environments.environment_worker import Key
 from rlhf_mc.environments.journal import END, Reply
-from rlhf_mc.environments.protocol import StepResult, truncated
+from rlhf_mc.environments.protocol import StepResult
 from rlhf_mc.rewards.results import Episode, Failure, FailureKind
 from rlhf_mc.rollout.base import Arrivals, Request
 from rlhf_mc.topology.consensus import gather_objects
@@ -240,9 +240,8 @@ class Conversations:
             if is_first and cfg.default_observation is None:
                 what = "begins without a first observation"
             self._run.report(one.prompt, answer.problem, what)
-            text = truncated((cfg.default_observation or "").replace("{error}", answer.problem), cfg)
-            answer = StepResult(text, 0.0, is_fatal, {})
-            tokens = self._tokens(one, turn, answer)
+            tokens = [] if is_fatal else self._run.observations.default_tokens(answer.problem)
+            answer = StepResult("", 0.0, is_fatal, {})
         room = self._run.max_response_length - len(one.response.token_ids) - is_first
         is_last = answer.done or (not is_first and one.episode.num_turns + 1 >= cfg.max_turns)
         # An observation that does not fit is cut: the response is then truncated, as one of a single turn is.

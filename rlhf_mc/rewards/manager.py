@@ -11,7 +11,8 @@ from rlhf_mc.config.errors import LostProcessError, UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import Mixture, row_problem
-from rlhf_mc.rewards.results import DEFAULT, Episode, Failure, RewardRow, Score
+from rlhf_mc.rewards.registry import RULES
+from rlhf_mc.rewards.results import CUSTOM, DEFAULT, Episode, Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import Names
 from rlhf_mc.rewards.scoring import custom_score_name
 from rlhf_mc.rewards.worker import Worker
@@ -112,7 +113,7 @@ class RewardManager:
         default = self._reward.default_score
         unscored = 0
         for prompt in prompts:
-            row = self._row(prompt, "", "", None, training)
+            row = self._row(prompt, "", "", None, {}, training)
             if (problem := row_problem(row)) is None:
                 continue
             if default is None:
@@ -122,6 +123,16 @@ class RewardManager:
                 first = f"{row.name}: {problem}"
         if unscored:
             print_line(f"warning: {unscored} prompts score reward.default_score {default:g}; {first}")
+
+    def parts(self, prompt: Prompt, training: bool) -> Mapping[str, float]:
+        """Return the weights of the parts of the score of the prompt's responses."""
+        return (self.mixture.training if training else self.mixture.validation)(prompt.data_source)
+
+    @property
+    def special_tokens(self) -> dict[str, Sequence[str] | None]:
+        """The special tokens, where the tokenizer has them, with which a part reads responses; None: all."""
+        read: dict[str, Sequence[str] | None] = {name: rule.reads for name, rule in RULES.items() if rule.reads}
+        return read if self._custom.skip_special_tokens else {**read, CUSTOM: None}
 
     @property
     def needs_prompts(self) -> bool:
@@ -136,17 +147,20 @@ class RewardManager:
         texts: Sequence[str] | None = None,
         earlier: PendingScores | None = None,
         episodes: Sequence[Episode | None] | None = None,
+        with_special_tokens: Sequence[Mapping[str, str]] | None = None,
     ) -> PendingScores:
         """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
         responses. Errors are raised by PendingScores.result.
 
         training: by the weights of training, else of validation. Parts of reward models are not added here.
         texts: the prompts as text, with `needs_prompts`. earlier: scores to come, behind which these are added.
-        episodes: what the environments of the responses gave."""
+        episodes: what the environments of the responses gave. with_special_tokens: as RewardRow has them."""
         pending = PendingScores(self._names) if earlier is None else earlier
         texts = [""] * len(prompts) if texts is None else texts
         episodes = [None] * len(prompts) if episodes is None else episodes
-        rows = [self._row(*row, training) for row in zip(prompts, responses, texts, episodes, strict=True)]
+        special = [{}] * len(prompts) if with_special_tokens is None else with_special_tokens
+        columns = zip(prompts, responses, texts, episodes, special, strict=True)
+        rows = [self._row(*row, training=training) for row in columns]
         first = pending.num_rows
         pending.num_rows += len(rows)
         if any(not self.mixture.is_by_models(row.parts) for row in rows):
@@ -164,10 +178,25 @@ class RewardManager:
             worker.close()
         self._workers.clear()
 
-    def _row(self, prompt: Prompt, response: str, text: str, episode: Episode | None, training: bool) -> RewardRow:
-        weights = (self.mixture.training if training else self.mixture.validation)(prompt.data_source)
+    def _row(
+        self,
+        prompt: Prompt,
+        response: str,
+        text: str,
+        episode: Episode | None,
+        special: Mapping[str, str],
+        training: bool,
+    ) -> RewardRow:
         return RewardRow(
-            prompt.where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights, text, episode
+            prompt.where,
+            prompt.data_source,
+            response,
+            prompt.ground_truth,
+            prompt.extra_info,
+            self.parts(prompt, training),
+            text,
+            episode,
+            special,
         )
 
     def _start_workers(self, count: int) -> list[Worker]:

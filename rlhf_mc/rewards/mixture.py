@@ -65,7 +65,7 @@ class Mixture:
                 f"{' and '.join(functions[part][0] for part in self._set)} are both set and reward.mixture is empty;"
                 " weigh both in reward.mixture"
             )
-        used = {part for parts in self._weights.values() for part in parts}
+        used = self.listed_parts
         for part, (key, is_set) in available.items():
             if part in used and not is_set:
                 raise UserError(
@@ -78,6 +78,11 @@ class Mixture:
                 raise UserError(
                     f"{key} is set and no data source of reward.mixture has the part {part!r}; it would never be used"
                 )
+
+    @property
+    def listed_parts(self) -> frozenset[str]:
+        """The parts that reward.mixture lists."""
+        return frozenset(part for parts in self._weights.values() for part in parts)
 
     @property
     def sources(self) -> frozenset[str]:

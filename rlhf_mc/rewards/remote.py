@@ -18,7 +18,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.masking import HIDDEN, masked, one_line
 from rlhf_mc.config.reward_schema import RemoteRewardConfig
 from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.rewards.results import Failure, RewardRow
+from rlhf_mc.rewards.results import REMOTE, Failure, RewardRow
 from rlhf_mc.rewards.returned import checked
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class RemoteReward:
 
     def _request(self, row: RewardRow) -> dict[str, Any]:
         if self._cfg.api == "http":
-            return {"prompt": row.prompt, **row.arguments()}
+            return {"prompt": row.prompt, **row.arguments(REMOTE)}
         texts = {"prompt": row.prompt, "response": row.response, "ground_truth": str(row.ground_truth)}
         question = _PLACEHOLDER.sub(lambda match: texts[match[1]], self._cfg.template)
         return {

@@ -78,17 +78,19 @@ class RewardRow:
     """The prompt as text, for the remote endpoint alone."""
     episode: Episode | None = None
     """Of the row's environment, if the run has one."""
+    with_special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """The response as the parts read it that need special tokens, by part."""
 
     @property
     def name(self) -> str:
         """The row with its data source, for messages."""
         return f"{self.where} (data_source {self.data_source!r})"
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of a RewardFunction."""
+    def arguments(self, part: str) -> dict[str, Any]:
+        """Return the keyword arguments of a RewardFunction, which computes this part."""
         return {
             "data_source": self.data_source,
-            "solution_str": self.response,
+            "solution_str": self.with_special_tokens.get(part, self.response),
             "ground_truth": self.ground_truth,
             "extra_info": dict(self.extra_info),
         }

@@ -200,7 +200,7 @@ class Scorer:
         if custom.is_batched:
             return _raised(from_batch)
         try:
-            result = custom.function(**row.arguments(), **custom.kwargs)
+            result = custom.function(**row.arguments(CUSTOM), **custom.kwargs)
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             raise Failure("raised", f"raised {describe_error(error)}") from error
         return await awaited(result, self._limit, _NO_SCORE) if custom.is_async else result
@@ -209,7 +209,7 @@ class Scorer:
         """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
         Failure of the whole call."""
         indices = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
-        columns = zip(*(rows[i].arguments().values() for i in indices), strict=True)
+        columns = zip(*(rows[i].arguments(CUSTOM).values() for i in indices), strict=True)
         if not indices:
             return {}
         try:
@@ -281,7 +281,7 @@ def _apply_rule(part: str, row: RewardRow) -> dict[str, float]:
     unless the rule returns one."""
     rule = RULES[part]
     try:
-        result = checked(rule.function(**row.arguments()))
+        result = checked(rule.function(**row.arguments(part)))
     except UserError:
         raise
     except Exception as error:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import KLController
+from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
@@ -61,7 +62,7 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import importing, working
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.setup.gpu_settings import for_this_device
-from rlhf_mc.setup.scorable import check_mixture, scorable
+from rlhf_mc.setup.scorable import check_mixture, print_special_tokens, scorable
 from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
@@ -91,7 +92,8 @@ def build_run(cfg: Config) -> Run:
     check_free(Path(cfg.trainer.default_local_dir))
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
-    stops = stop_token_ids(cfg.model.path, tokenizer)
+    vocab_size = on_every_rank(lambda: model_shapes(cfg)["actor"][1].vocab_size)
+    stops = on_every_rank(lambda: stop_token_ids(cfg.model.path, tokenizer, vocab_size))
     environments = _environments(cfg, tokenizer, stops, rank) if cfg.rollout.environment.is_set else None
     train_prompts, val_prompts = _prompts(cfg, tokenizer, bool(conversations), environments)
     # The user's files may be missing on one node.
@@ -101,6 +103,7 @@ def build_run(cfg: Config) -> Run:
     rewards = on_every_rank(
         lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers, cfg.rollout.environment)
     )
+    print_special_tokens(cfg, rewards, tokenizer)
     check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
     train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
@@ -193,7 +196,8 @@ def _environments(
     def build() -> EnvironmentManager:
         root = None if cfg.trainer.val_only else Path(cfg.trainer.default_local_dir)
         digest = environment_digest(environment, cfg.data.max_response_length)
-        journal = ObservationJournal(root, cfg.trainer.replay, rank, digest)
+        bounds = len(tokenizer), cfg.data.max_response_length
+        journal = ObservationJournal(root, cfg.trainer.replay, rank, digest, *bounds)
         return EnvironmentManager(environment, cfg.data, tokenizer, stops, journal)
 
     return on_every_rank(build, "rollout.environment")
@@ -384,16 +388,21 @@ def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbC
     )
 
 
-def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the end tokens of the tokenizer and of generation_config.json, as vLLM and transformers use them."""
+def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
+    """Return the end tokens of the tokenizer and of generation_config.json, as vLLM and transformers use them. Raise
+    UserError for one that the model does not have. vocab_size: of the model."""
     ids = {int(tokenizer.eos_token_id)}
     path = Path(model_path) / "generation_config.json"
     if path.exists():
         extra = read_config(model_path, path.name).get("eos_token_id")
         tokens = extra if isinstance(extra, list) else [] if extra is None else [extra]
-        if not all(isinstance(token, int) for token in tokens):
+        if not all(type(token) is int for token in tokens):
             raise UserError(f"{path}: eos_token_id is {str(extra)[:80]}; expected a token's number, or a list of them")
         ids.update(tokens)
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            source = "the tokenizer's eos_token" if token == tokenizer.eos_token_id else f"{path}: eos_token_id"
+            raise UserError(f"{source} is {token}; the model's vocab_size is {vocab_size} (config.json)")
     return tuple(sorted(ids))
 
 

@@ -1,5 +1,6 @@
 """The check, before training starts, that each prompt can be scored: its data source has a rule, the rule a reference
-answer to compare with, and a reward model's chat template accepts the prompt.
+answer to compare with, and a reward model's chat template accepts the prompt. Lines say which special tokens rules and
+functions see.
 """
 
 from __future__ import annotations
@@ -8,15 +9,21 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection
 
+from transformers import PreTrainedTokenizerBase
+
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.prompts import NAMED
+from rlhf_mc.data.tokenizer import THINK_TAGS
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.mixture import check_sources
-from rlhf_mc.runtime.console import global_rank
+from rlhf_mc.rewards.registry import RULES
+from rlhf_mc.runtime.console import global_rank, print_line
 from rlhf_mc.topology.consensus import gather_objects, my_share
+from rlhf_mc.trainer.scores import SpecialTokenTexts
 
 _READ_TOGETHER = 1000
 """Prompts that check_mixture reads together."""
@@ -56,6 +63,27 @@ def scorable(
         named = "; ".join(list(problems.values())[:NAMED]) + ("; ..." if len(problems) > NAMED else "")
         logger.warning("%d of %d prompts skipped (data.on_bad_row): %s", len(problems), len(prompts), named)
     return prompts.without(problems)
+
+
+def print_special_tokens(cfg: Config, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print, on rank 0, which rules read special tokens of the tokenizer, and whether the tags of thoughts are special
+    tokens that a function or environment of the user's does not see."""
+    for part, read in SpecialTokenTexts(tokenizer, rewards.special_tokens).read.items():
+        if read and part in rewards.mixture.listed_parts and part in RULES:
+            line = f"reward.mixture: {part} gets responses with the special tokens {', '.join(read)}"
+            print_line(f"{line}, which it reads", rank_0_only=True)
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    tags = [tag for tag in THINK_TAGS if tag in special]
+    for section, is_set, skips in (
+        ("custom_reward_function", cfg.custom_reward_function.path, cfg.custom_reward_function.skip_special_tokens),
+        ("rollout.environment", cfg.rollout.environment.path, cfg.rollout.environment.skip_special_tokens),
+    ):
+        if tags and is_set and skips:
+            print_line(
+                f"warning: {section} gets responses without {' and '.join(tags)}, which are special tokens of the"
+                f" tokenizer; {section}.skip_special_tokens=false keeps them",
+                rank_0_only=True,
+            )
 
 
 def check_mixture(listed: Collection[str], *read: Prompts) -> None:

@@ -275,7 +275,7 @@ class Checkpoints:
             if batches := position.pop("num_batches", 0):  # of an earlier version
                 position["num_prompts"] = prompt_order(self._run).after_batches(batches, config["data"])
             self.position = Position(**position)
-            self.position.num_prompts = load_pool(self._run, loop["group_pool"], path, self.position.num_prompts)
+            self.position.num_prompts = load_pool(self._run, loop["group_pool"], path, self.position)
             self._logged = loop["logged"]
             self._skipped = dict(loop[_SKIPPED])
             self.run_id = run_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,33 @@ _TRAIN_LOG_STEPS = 10
 """Steps between those of which train_generations/ has some responses."""
 
 
+class SpecialTokenTexts:
+    """The texts of responses for the parts of the score that read special tokens, which other parts do not see."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, Sequence[str] | None]) -> None:
+        """special_tokens: as of RewardManager."""
+        self._tokenizer = tokenizer
+        numbers = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.read = {
+            part: [text for text in numbers if tokens is None or text in tokens]
+            for part, tokens in special_tokens.items()
+        }
+        """By part the special tokens of the tokenizer that it reads."""
+        self._left_out = {
+            part: {number for text, number in numbers.items() if text not in read}
+            for part, read in self.read.items()
+            if read
+        }
+
+    def of(self, parts: Iterable[str], token_ids: Sequence[int]) -> dict[str, str]:
+        """Return the text of a response for each of these parts that reads special tokens."""
+        texts = {}
+        for part in self._left_out.keys() & parts:
+            tokens = [token for token in token_ids if token not in self._left_out[part]]
+            texts[part] = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return texts
+
+
 class ScoreStream:
     """The scores of responses that are submitted to reward workers as they end, while others are generated. A response
     is named by its number, and scored by one rank, whichever that is."""
@@ -46,6 +73,7 @@ class ScoreStream:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._training = training
+        self._special = SpecialTokenTexts(tokenizer, rewards.special_tokens)
         self._numbers: list[int] = []
         self._held: dict[int, Sequence[int]] = {}
         """Responses that wait for others, to be scored together."""
@@ -65,14 +93,19 @@ class ScoreStream:
         numbers = sorted(self._held) if self._rewards.is_batched else list(self._held)
         prompts = [self._prompts[number] for number in numbers]
         decode = self._tokenizer.batch_decode
-        texts = decode([list(self._held[number]) for number in numbers], skip_special_tokens=True)
+        tokens = [list(self._held[number]) for number in numbers]
+        texts = decode(tokens, skip_special_tokens=True)
+        special = [
+            self._special.of(self._rewards.parts(prompt, self._training), token_ids)
+            for prompt, token_ids in zip(prompts, tokens, strict=True)
+        ]
         prompt_texts = None
         if self._rewards.needs_prompts:
             prompt_texts = decode([prompt.token_ids for prompt in prompts], skip_special_tokens=True)
         self._held.clear()
         self._numbers += numbers
         episodes = [self.episodes.pop(number, None) for number in numbers]
-        self._rewards.submit(prompts, texts, self._training, prompt_texts, self._pending, episodes)
+        self._rewards.submit(prompts, texts, self._training, prompt_texts, self._pending, episodes, special)
 
     def select(self, numbers: Sequence[int]) -> None:
         """Number these responses 0, 1, ... in this order. No other response has been or may be submitted."""

@@ -297,7 +297,7 @@ def conversations(
 
     data = DataConfig(train_files=[], max_response_length=limit)
     cfg = EnvironmentConfig(path, max_tokens_per_turn=6)
-    journal = ObservationJournal(None, None, dist.get_rank(), 0)
+    journal = ObservationJournal(None, None, dist.get_rank(), 0, 0, 0)
     environments = EnvironmentManager(cfg, data, load_tokenizer(checkpoint), (1, 2, 3), journal)
     try:
         for groups in layouts:

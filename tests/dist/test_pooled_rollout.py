@@ -14,6 +14,8 @@ import pool_cases
 import pytest
 from tiny import make_workspace, write_config
 
+from rlhf_mc.run_files import checked_line, checked_rows
+
 N = 2
 NEEDED = 4
 KEPT = "training/off_policy/kept_groups"
@@ -308,24 +310,27 @@ def test_a_step_that_generates_nothing_is_replayed(train: Any, config: Path) -> 
 
 
 def _journal(config: Path, name: str, change: Any) -> str:
-    """Write a changed copy of the journal to a directory. Return the setting that replays it."""
-    lines = (config.parent / "partial" / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    """Write a copy of the journal to a directory, with changed lines. Return the setting that replays it."""
+    lines = [checked_line(row) for row in checked_rows(config.parent / "partial" / "rollouts.jsonl").rows.values()]
     (config.parent / name).mkdir()
     (config.parent / name / "rollouts.jsonl").write_text("".join(change(lines)))
     return f"trainer.replay={config.parent / name}"
 
 
-def _with_a_longer_response(line: str) -> str:
-    """Return a row whose first response is longer than any."""
+def _changed(line: str, name: str, change: Any, new_name: str | None = None) -> str:
+    """Return a line with a checksum of which one field is changed, and its name."""
     row = json.loads(line)
-    row["lens"][0][0] = LIMIT + 1
-    return json.dumps(row) + "\n"
+    del row["crc32"]
+    value = change(row.pop(name))
+    return checked_line({**row, new_name or name: value})
 
 
-def _changed(line: str, name: str, change: Any) -> str:
-    """Return a row of which one field is changed."""
+def _with_length(line: str, length: int) -> str:
+    """Return a line in which a response that the step has trained on has this length."""
     row = json.loads(line)
-    return json.dumps({**row, name: change(row[name])}) + "\n"
+    first = row["positions"].index(row["taken"][0])
+    row["lens"][first][0] = length
+    return _changed(line, "lens", lambda _: row["lens"])
 
 
 @pytest.mark.parametrize(
@@ -337,19 +342,22 @@ def _changed(line: str, name: str, change: Any) -> str:
             lambda lines: [lines[0][:30]],
             "rollouts.jsonl has no rows; a run writes it with rollout.tail_batching",
         ),
-        ("seed", lambda lines: [line.replace('"seed": 1', '"seed": 9') for line in lines], "is of a run with seed 9"),
+        ("flipped", lambda lines: [lines[0], lines[1].replace("0", "1", 1)], "line 2: its checksum is wrong"),
+        ("seed", lambda lines: [_changed(line, "seed", lambda _: 9) for line in lines], "is of a run with seed 9"),
         (
             "limit",
-            lambda lines: [line.replace('"max_response_length": 48', '"max_response_length": 99') for line in lines],
+            lambda lines: [_changed(line, "max_response_length", lambda _: 99) for line in lines],
             "is of a run with seed 1, train_batch_size 4, n 2, max_response_length 99",
         ),
-        ("other", lambda lines: [line.replace('"taken"', '"took"') for line in lines], "is no journal of rollouts"),
-        ("sizes", lambda lines: [_changed(lines[0], "lens", lambda lens: lens[:-1])], "row 1: positions has 8 groups"),
+        ("other", lambda lines: [_changed(lines[0], "taken", list, "took")], "is no journal of rollouts"),
+        ("sizes", lambda lines: [_changed(lines[0], "lens", lambda lens: lens[:-1])], "line 1: positions has 8 groups"),
         ("n", lambda lines: [_changed(lines[0], "lens", lambda lens: [lens[0][:1], *lens[1:]])], "[1, 2] responses"),
         ("taken", lambda lines: [_changed(lines[0], "taken", lambda taken: taken[:-1])], "taken has 3 groups; this"),
         ("alone", lambda lines: [_changed(lines[0], "taken", lambda taken: [*taken, 99])], "or in taken alone"),
         ("texts", lambda lines: [_changed(lines[0], "positions", lambda all: ["0", *all[1:]])], "not all integers"),
-        ("drawn", lambda lines: [_with_a_longer_response(lines[0])], "tokens and "),
+        ("long", lambda lines: [_with_length(lines[0], LIMIT + 1)], f"lens has {LIMIT + 1}; a response has at most"),
+        ("none", lambda lines: [_with_length(lines[0], 0)], "lens has 0 for a group that"),
+        ("drawn", lambda lines: [_with_length(lines[0], LIMIT - 1)], "tokens and "),
     ],
 )
 def test_a_journal_that_cannot_be_replayed_is_one_line(

@@ -28,7 +28,8 @@ from config_files import MINIMAL, error_of, load
          "a list, each entry one of console, jsonl, tensorboard, wandb, mlflow, swanlab"),
         ("data.val_files=[1]", "the list [1]", "a list, each entry a string"),
         ("actor.optim.betas=[0.9]", "the list [0.9]", "a list of 2, each entry a finite number"),
-        ("data.apply_chat_template_kwargs=x", "the string 'x'", "a mapping"),
+        ("data.apply_chat_template_kwargs=x", "the string 'x'", "a mapping with string keys and JSON values"),
+        ("data.apply_chat_template_kwargs={1: 2}", "the mapping {1: 2}", "a mapping with string keys and JSON values"),
     ],
 )  # fmt: skip
 def test_wrong_type_names_value_and_expected_type(config_file: Path, override: str, found: str, expected: str) -> None:

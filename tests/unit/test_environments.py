@@ -9,13 +9,14 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AddedToken
 
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
@@ -31,6 +32,7 @@ from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Arrivals, Request
+from rlhf_mc.run_files import checked_line
 
 USER_FILE = """
 import asyncio, time
@@ -52,7 +54,9 @@ class Environment:
         is_faulty = self.number == 1 and self.turn == (1 if self.kind == "blocks" else 2)
         kind = self.kind if is_faulty else "echo"
         if kind == "raises":
-            raise SystemExit("no more")
+            raise SystemExit("no more <stop>")
+        if self.kind == "says":
+            return f"<stop>{response}", 0.0, self.turn == 2, {}
         if kind == "hangs":
             await asyncio.sleep(60)
         if kind == "blocks":
@@ -69,17 +73,26 @@ class Environment:
 """
 
 
+STOP = 0x110000
+
+
 class Letters:
-    """A tokenizer whose tokens are the letters' code points."""
+    """A tokenizer whose tokens are the letters' code points, and one for the control token <stop>."""
+
+    chat_template = ""
+    is_fast = False
+    added_tokens_decoder = {0x110000: AddedToken("<stop>", special=True)}
 
     def __len__(self) -> int:
-        return 0x110000
+        return 0x110001
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, tokens))
+        stop = "" if skip_special_tokens else "<stop>"
+        return "".join(stop if token == STOP else chr(token) for token in tokens)
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
+        parts = re.split("(<stop>)", text)
+        return {"input_ids": [token for part in parts for token in ([STOP] if part == "<stop>" else map(ord, part))]}
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool, tools: Sequence[Any] = ()
@@ -113,7 +126,7 @@ def begun(
     cfg.num_workers = cfg.num_workers or 1
     data = DataConfig(train_files=[], max_response_length=limit)
     directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
-    journal = ObservationJournal(directory, replayed, 0, 0)
+    journal = ObservationJournal(directory, replayed, 0, 0, STOP + 1, limit)
     environments = EnvironmentManager(cfg, data, Letters(), (2,), journal)  # type: ignore[arg-type]
     environments.connect([[0]])
     prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i, **fields) for i in range(2)]
@@ -139,7 +152,7 @@ def played(
         finished = {}
         for request in running:
             room = (request.max_tokens or 0) - len(request.begun.token_ids)
-            drawn = [*map(ord, next(texts[request.number])), 2][:room]
+            drawn = [*Letters()(next(texts[request.number]), False)["input_ids"], 2][:room]
             tokens = [*request.begun.token_ids, *drawn]
             log_probs = [*request.begun.log_probs, *[-1.0] * len(drawn)]
             finished[request.number] = Generation(tokens, log_probs, finished=drawn[-1] == 2)
@@ -166,6 +179,25 @@ def test_conversation_appends_observations_until_the_end(user_file: str) -> None
     conversations.submit({1: Generation([3, 2], [-1.0, -1.0], True)})
     assert conversations.abort() == {1: Generation([3, 2], [-1.0, -1.0], True)}
     assert [(one.waits, one.ended) for one in conversations.states().values()] == [(False, False), (True, False)]
+    environments.close()
+
+
+@pytest.mark.parametrize(("skips", "splits"), [(True, True), (True, False), (False, True), (False, False)])
+def test_control_tokens_in_texts_are_kept_where_a_setting_says_so(user_file: str, skips: bool, splits: bool) -> None:
+    settings = {"skip_special_tokens": skips, "split_special_tokens": splits}
+    environments, conversations = begun(EnvironmentConfig(user_file, kwargs={"kind": "says"}, **settings))
+    ended = played(conversations, ["a<stop>", "b"])
+    text = "<stop>a\2" if skips else "<stop>a<stop>\2"
+    observation = [*map(ord, text)] if splits else Letters()(text, False)["input_ids"]
+    assert ended[0].token_ids == [ord("a"), STOP, 2, *observation, ord("b"), 2]
+    environments.close()
+
+
+def test_the_default_observation_has_control_tokens_and_its_reason_none(user_file: str) -> None:
+    cfg = EnvironmentConfig(user_file, kwargs={"kind": "raises"}, default_observation="<stop>{error}")
+    environments, conversations = begun(cfg, limit=100)
+    ended = played(conversations)
+    assert ended[1].token_ids.count(STOP) == 1 and "no more <stop>" in Letters().decode(ended[1].token_ids)
     environments.close()
 
 
@@ -215,13 +247,99 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
 def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    journal = ObservationJournal(tmp_path, None, 0, 0)
+    journal = ObservationJournal(tmp_path, None, 0, 0, 0, 0)
     (tmp_path / "observations").write_text("no directory")
     for step in (1, 2):
         journal.begin_step(step)
         for turn in range(2):
             journal.record({((0, 0, turn), 0): Reply(1)})
     assert capfd.readouterr().err.count("observations cannot be written (File exists); the run continues") == 2
+
+
+ROW = {"step": 1, "place": [0, 3, 1], "digest": 7, "environment": 0}
+REPLY = Reply(2, [5, 6], 0.5, {"acc": 1.0}, False, ["raised"], False)
+
+
+def read_journal(directory: Path, replayed: str | None = None) -> dict[int, Reply]:
+    """Return the answers to the turn of ROW, by their digests."""
+    journal = ObservationJournal(directory, replayed, 0, 0, num_tokens=10, max_tokens=4)
+    journal.begin_step(1)
+    journal.load()
+    return dict(journal.at((0, 3, 1)))
+
+
+def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    journal = ObservationJournal(tmp_path, None, 0, 0, 10, 4)
+    journal.begin_step(1)
+    for digest in (7, 8):
+        journal.record({((0, 3, 1), digest): replace(REPLY, at=digest)})
+    answers = read_journal(tmp_path)
+    assert answers == {digest: replace(REPLY, at=digest) for digest in (7, 8)}
+    assert "warning" not in capfd.readouterr().err
+    (path,) = tmp_path.glob("observations/*")
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert read_journal(tmp_path).items() <= answers.items()
+        assert capfd.readouterr().err.count("warning: ") == 1, (bit, bytes(flipped))
+    path.write_bytes(content.replace(b'"at": 7', b'"at": 6'))
+    with pytest.raises(UserError, match=r"^trainer\.replay: .*, line 2: its checksum is wrong$"):
+        read_journal(tmp_path, str(tmp_path))
+    for size in (9, 2):  # the second one ends within the two last braces, and a resumed run has ended the line
+        path.write_bytes(content[:-size] + b"\n")
+        assert read_journal(tmp_path, str(tmp_path)).keys() == {7}
+        assert "line 3: is incomplete (of a killed process, or corrupt); it is left out" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", 2),
+        ("step", True),
+        ("place", [0, 3]),
+        ("place", [0, "3", 1]),
+        ("place", [0, 3, 1, 0]),
+        ("place", None),
+        ("digest", -1),
+        ("environment", "0"),
+        ("reply", []),
+        ("reply", {}),
+        ("at", 10**12),
+        ("at", 2.0),
+        ("token_ids", [10]),
+        ("token_ids", [1] * 5),
+        ("token_ids", "12"),
+        ("token_ids", [[1]]),
+        ("reward", "1"),
+        ("reward", float("nan")),
+        ("reward", 1e300),
+        ("info", {"acc": "1"}),
+        ("info", []),
+        ("ends", "no"),
+        ("failed", ["other"]),
+        ("failed", [[]]),
+        ("failed", "raised"),
+        ("is_fatal", True),
+        ("other", 1),
+    ],
+)
+def test_a_forged_row_of_the_journal_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, value: Any
+) -> None:
+    (tmp_path / "observations").mkdir()
+    row: dict[str, Any] = {**ROW, "reply": asdict(REPLY)}
+    if name in row:
+        row[name] = value
+    else:
+        row["reply"][name] = value
+    (tmp_path / "observations" / "step_000001_0.jsonl").write_text(checked_line(row))
+    assert read_journal(tmp_path) == {}
+    assert capfd.readouterr().err.count("line 1: is no answer of this step") == 1
+    with pytest.raises(UserError, match="line 1: is no answer of this step") as caught:
+        read_journal(tmp_path, str(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
@@ -249,7 +367,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "raises": ("raised", "raised SystemExit: no more"),
     "hangs": ("timeout", "no answer after 0.5 s"),
     "wrong": ("invalid", "observation of bytes"),
-    "no token": ("invalid", "step returned the token 1000000000000; the tokenizer has 1114112"),
+    "no token": ("invalid", "step returned the token 1000000000000; the tokenizer has 1114113"),
     "done": ("invalid", "step returned 'no' as done, not a bool"),
 }
 
@@ -633,6 +751,10 @@ def _glm(role: str, content: str, is_last: bool) -> str:
     return {"user": "U", "assistant": "A"}[role] + content
 
 
+def _without_end(role: str, content: str, is_last: bool) -> str:
+    return f"<{role}>{content}"
+
+
 def _gpt_oss(role: str, content: str, is_last: bool) -> str:
     """Render a message. The last response has another end token than those before, which have no thoughts."""
     text = content.rpartition(")")[2]
@@ -647,10 +769,14 @@ def _gpt_oss(role: str, content: str, is_last: bool) -> str:
         (_glm, "h", "UhiA"),
         (_gpt_oss, "hR", "<user>hiE<assistant>"),
         (_gpt_oss, "h", "E<user>hiE<assistant>"),
+        (_without_end, "hO", "<user>hi<assistant>"),
+        (_without_end, "h", "<user>hi<assistant>"),
     ],
 )
 def test_observations_follow_the_end_token_of_the_turn(rendered: Callable[..., str], turn: str, wanted: str) -> None:
-    assert observed(rendered, turn) == wanted
+    """Check contents with an end token too: it ends no turn, and no text before it is lost."""
+    for content in ("hi", "hOi", "O<stop>"):
+        assert observed(rendered, turn, content) == wanted.replace("hi", content)
 
 
 def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> str:
@@ -662,9 +788,11 @@ def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> st
         return "".join(texts) + rendered("assistant", "", False).rstrip("E") * add_generation_prompt
 
     tokenizer.apply_chat_template = render  # type: ignore[method-assign, assignment]
-    observations = ObservationTokenizer(tokenizer, [*map(ord, "UOR")], {"tools": ["one"]})  # type: ignore[arg-type]
+    stops = [*map(ord, "UOR"), STOP]
+    observations = ObservationTokenizer(tokenizer, stops, {"tools": ["one"]}, EnvironmentConfig())  # type: ignore[arg-type]
     messages = [{"role": "user", "content": content}]
     tokens = observations.tokens(messages, [*map(ord, turn)])
+    assert STOP not in tokens
     observations.check([{"role": "user", "content": "?"}], turn, [], [])  # an empty observation has no messages
     observations.check([{"role": "user", "content": "?"}], turn.rstrip("R"), messages, tokens)
     return tokenizer.decode(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,10 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import prompts_in_flight
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses, build_batch
+from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.planner.storage import pool_bytes
+from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.trainer import generate
 from rlhf_mc.trainer.generate import prompt_order
@@ -31,7 +34,7 @@ from rlhf_mc.trainer.pool.pooled_rollout import load_pool, off_policy_metrics
 from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.scores import GroupScores
 from rlhf_mc.trainer.step_schedule import StepSchedule
-from rlhf_mc.trainer.step_state import StepState
+from rlhf_mc.trainer.step_state import Position, StepState
 
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
 CORRECTION = "algorithm.rollout_correction.rollout_is=token"
@@ -177,7 +180,8 @@ def _run(config_file: Path, *overrides: str, shift: int = 0) -> Any:
     cfg = load(config_file, "data.train_batch_size=4", "rollout.n=2", CORRECTION, *overrides)
     run = {"train_prompts": Prompts(shift), "group_pool": GroupPool(), "journal": None, "environments": None}
     schedule = StepSchedule(cfg.trainer, 100, 12 * cfg.trainer.total_epochs, False)
-    return SimpleNamespace(config=cfg, actor=SimpleNamespace(replay=None), schedule=schedule, **run)
+    actor = SimpleNamespace(replay=None, shape=SimpleNamespace(vocab_size=99, num_experts=0))
+    return SimpleNamespace(config=cfg, actor=actor, schedule=schedule, **run)
 
 
 PARTIAL = "rollout.partial_rollout=true"
@@ -213,7 +217,7 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
     run.group_pool.num_drawn = 9
     state = stored(run.group_pool, tmp_path)
     other = _run(config_file, *overrides, shift=shift)
-    assert load_pool(other, state, tmp_path, 4) == 7, "nine are drawn, two of them are in the pool"
+    assert load_pool(other, state, tmp_path, Position(4, 4)) == 7, "nine are drawn, two of them are in the pool"
     said = capsys.readouterr().err
     assert words in said if words else not said
     pool = other.group_pool
@@ -223,6 +227,56 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
         assert words == "" or group.first_version is None
     if not words:
         assert pool.groups[0].responses == first.responses and pool.groups[0].seeds == first.seeds
+
+
+STATE = ConversationState(1, True, False, Episode([(1, 0.5)], {"x": 1.0}, {"raised": 1}, None, 0.0, [(0, 1)]))
+
+
+def forged_state(name: str, value: Any) -> str:
+    return json.dumps([{"0": {**asdict(STATE), name: value}}, {}])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("positions", np.array([2, 90])),
+        ("positions", np.array([2, 2])),
+        ("positions", np.array([2])),
+        ("positions", np.array([2.0, 5.0])),
+        ("positions", None),
+        ("lens", np.array([[2, 1], [0, 1]])),
+        ("lens", np.array([[4, -1], [0, 0]])),
+        ("lens", np.array([2, 1])),
+        ("lens", np.array(3)),
+        ("lens", np.array([[2**62, 2**62], [2**62, 2**62]])),
+        ("tokens", np.array([10, 11, 99], np.int32)),
+        ("log_probs", np.array([-0.5, np.nan, -1.0], np.float32)),
+        ("versions", np.array([9], np.int32)),
+        ("version_lens", np.array([2])),
+        ("finished", np.array([[0, 1], [0, 0]])),
+        ("conversations", np.array("[]")),
+        ("conversations", np.array("{")),
+        ("conversations", np.array(forged_state("engine", -1))),
+        ("conversations", np.array(forged_state("waits", "no"))),
+        ("conversations", np.array(forged_state("episode", {}))),
+        ("conversations", np.array(forged_state("episode", asdict(replace(STATE.episode, observations=[(0, 9)]))))),
+        ("conversations", np.array(forged_state("episode", asdict(replace(STATE.episode, rewards=[("1", 0.5)]))))),
+    ],
+)
+def test_a_forged_file_is_a_corrupt_checkpoint(config_file: Path, tmp_path: Path, name: str, value: Any) -> None:
+    """Check arrays that no run writes: the checkpoint before is then tried."""
+    run = _run(config_file, PARTIAL)
+    new = pooled_rollout.new_groups(run, [2, 5])
+    responses = [Generation([10, 11], [-0.5, -0.25], False), Generation([12], [-1.0], True)]
+    run.group_pool.groups = [new[0].continued(responses, 3, {0: STATE}), new[1]]
+    run.group_pool.num_drawn = 9
+    state = stored(run.group_pool, tmp_path)
+    load_pool(_run(config_file, PARTIAL), state, tmp_path, Position(4, 4))
+    arrays = read_arrays(tmp_path / POOL_FILE) | {name: value}
+    np.savez(tmp_path / POOL_FILE, **{key: array for key, array in arrays.items() if array is not None})
+    with pytest.raises(CorruptCheckpoint, match=r"group_pool\.npz: corrupt") as caught:
+        load_pool(_run(config_file, PARTIAL), state, tmp_path, Position(4, 4))
+    assert "\n" not in str(caught.value)
 
 
 def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
@@ -236,10 +290,10 @@ def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
 def test_a_run_without_a_pool_continues_with_its_next_prompt(config_file: Path, tmp_path: Path, size: int) -> None:
     """Check a resume after four of 12 prompts with another batch size. The remainder of an epoch fills no batch."""
     run = _run(config_file, f"data.train_batch_size={size}")
-    position = load_pool(run, GroupPool().state_dict(), tmp_path, 4)
+    position = load_pool(run, GroupPool().state_dict(), tmp_path, Position(1, 4))
     assert position == 4 and prompt_order(run).next_batch(position) == range(4, 4 + size)
     rest = 12 - 4 - (8 // size) * size
-    assert load_pool(run, GroupPool().state_dict(), tmp_path, 12 - rest) == 12
+    assert load_pool(run, GroupPool().state_dict(), tmp_path, Position(1, 12 - rest)) == 12
     assert prompt_order(run).after_batches(2, {"train_batch_size": 2, "gen_batch_size": None}) == 4
 
 
@@ -311,7 +365,8 @@ def test_a_replayed_step_may_be_repeated(config_file: Path, tmp_path: Path) -> N
     run = _run(config_file, PARTIAL, f"trainer.default_local_dir={tmp_path}")
     writer = RolloutJournal(run.config)
     for position in (4, 5):
-        groups = pooled_rollout.new_groups(run, [position])
+        (new,) = pooled_rollout.new_groups(run, [position])
+        groups = [new.continued([Generation([7], [-1.0], True)] * 2, 2)]
         writer.record(3, groups, groups)
     filtered = ["algorithm.filter_groups.enable=true", f"trainer.replay={tmp_path}"]
     journal = RolloutJournal(_run(config_file, PARTIAL, *filtered).config)

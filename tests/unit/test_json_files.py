@@ -58,7 +58,7 @@ def manifest(root: Path) -> None:
 
 
 def stop_tokens(root: Path) -> None:
-    stop_token_ids(str(root), SimpleNamespace(eos_token_id=0))  # type: ignore[arg-type]
+    stop_token_ids(str(root), SimpleNamespace(eos_token_id=0), 8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,21 @@ def test_a_nested_line_is_no_row(tmp_path: Path, name: str) -> None:
     path.write_text(f'{{"step": 1}}\n{DEEP}\n{{"step": 2}}\n')
     assert steps_logged(path) == [1, 2]
     assert json_objects_and_bad_lines(path) == ([{"step": 1}, {"step": 2}], [2])
+
+
+@pytest.mark.parametrize(
+    ("own", "listed", "words"),
+    [
+        (2, [3, 8], "generation_config.json: eos_token_id is 8; the model's vocab_size is 8"),
+        (2, -1, "generation_config.json: eos_token_id is -1; the model's"),
+        (9, None, "^the tokenizer's eos_token is 9; the model's vocab_size is 8"),
+        (2, True, "eos_token_id is True; expected a token's number"),
+    ],
+)
+def test_end_tokens_are_in_the_vocabulary(tmp_path: Path, own: int, listed: Any, words: str) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    with pytest.raises(UserError, match=words):
+        stop_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=own), 8)  # type: ignore[arg-type]
 
 
 def test_the_report_takes_no_spoilt_lock(tmp_path: Path, spoil: Callable[[Path], None]) -> None:

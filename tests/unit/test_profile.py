@@ -124,9 +124,16 @@ def test_waiting_for_reward_functions_is_counted(monkeypatch: pytest.MonkeyPatch
         result=lambda: time.sleep(0.05) or [Score(0.5)], names=SimpleNamespace(limit=list), is_busy=False
     )
     rewards = SimpleNamespace(
-        submit=lambda *args: pending, needs_prompts=False, is_batched=False, scores_together=False
+        submit=lambda *args: pending,
+        parts=lambda *args: {},
+        special_tokens={},
+        needs_prompts=False,
+        is_batched=False,
+        scores_together=False,
     )
-    tokenizer = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [""] * len(rows))
+    tokenizer = SimpleNamespace(
+        batch_decode=lambda rows, skip_special_tokens: [""] * len(rows), added_tokens_decoder={}
+    )
     monkeypatch.setattr(scores, "gather_results", lambda action: [action()])
     stream = scores.ScoreStream(rewards, tokenizer, [SimpleNamespace()])  # type: ignore[arg-type,list-item]
     stream.submit({0: [2]})

@@ -119,6 +119,18 @@ def test_tokens_match_apply_chat_template(tmp_path: Path, tokenizer: Any) -> Non
     )
 
 
+def test_control_tokens_in_messages_are_text(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that a prompt without a template, which is the whole text, keeps them."""
+    text = "a<end><assistant>4"
+    path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": text}])
+    for one, wanted in ((tokenizer, ["<user>", *text, "<end>", "<assistant>"]), (plain_tokenizer, None)):
+        (prompt,) = load_prompts([path], one, data_config(), -1)
+        tokens = one.convert_ids_to_tokens(prompt.token_ids.tolist())
+        assert tokens == (wanted or ["<bos>", "a", "<end>", "<assistant>", "4"])
+
+
 def test_template_arguments(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_table(tmp_path / "a.parquet", [make_row()])
     (prompt,) = load_prompts([path], tokenizer, data_config(apply_chat_template_kwargs={"shout": True}), -1)

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from config_files import load
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
@@ -17,7 +20,9 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.mixture import Mixture, check_sources
 from rlhf_mc.rewards.results import Score, overlong_penalty, penalize_overlong, reward_metrics
-from rlhf_mc.setup.scorable import check_mixture
+from rlhf_mc.setup.scorable import check_mixture, print_special_tokens
+from rlhf_mc.trainer import scores
+from rlhf_mc.trainer.scores import ScoreStream
 
 Build = Callable[..., RewardManager]
 
@@ -27,10 +32,12 @@ def build(tmp_path: Path) -> Iterator[Build]:
     """Return build(body, name, reward_kwargs, **reward settings), which builds the manager of a function."""
     managers = []
 
-    def make(body: str = "", name: str = "compute_score", kwargs: Any = None, **reward: Any) -> RewardManager:
+    def make(
+        body: str = "", name: str = "compute_score", kwargs: Any = None, skip_special_tokens: bool = True, **reward: Any
+    ) -> RewardManager:
         path = tmp_path / "reward.py"
         path.write_text(textwrap.dedent(body))
-        custom = CustomRewardFunctionConfig(str(path) if body else None, name, kwargs or {})
+        custom = CustomRewardFunctionConfig(str(path) if body else None, name, kwargs or {}, skip_special_tokens)
         managers.append(RewardManager(custom, RewardConfig(**reward)))
         return managers[-1]
 
@@ -51,6 +58,33 @@ def prompts(count: int, source: str = "mine", truth: Any = "4") -> list[Prompt]:
 
 
 # ---------------------------------------------------------------- mixtures
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_rules_and_functions_see_the_special_tokens_that_they_read(
+    build: Build, config_file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, skips: bool
+) -> None:
+    tags = ("<think>", "</think>", "<end>")
+    core = Tokenizer(models.WordLevel({text: i for i, text in enumerate([*tags, "a", "#### 4"])}, unk_token="a"))
+    core.add_special_tokens([*tags])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+    manager = build(
+        "def compute_score(solution_str, **row): return float(solution_str.count('<'))",
+        skip_special_tokens=skips,
+        mixture={"*": {"custom": 1.0, "think_format": 0.1, "gsm8k_flexible": 0.01}},
+    )
+    monkeypatch.setattr(scores, "gather_results", lambda action: [action()])
+    stream = ScoreStream(manager, tokenizer, prompts(2))
+    stream.submit({0: [0, 3, 1, 4, 2], 1: [0, 3, 1, 2]})  # the second one has no answer
+    count = 0.0 if skips else 3.0
+    custom = {"custom": count}
+    assert stream.collect()[0].parts == {**custom, "think_format": 0.1, "gsm8k_flexible": 0.01}
+    assert stream.collect()[1].parts == {**custom, "think_format": 0.0, "gsm8k_flexible": 0.0}
+    settings = ("custom_reward_function.path=reward.py", f"custom_reward_function.skip_special_tokens={skips}".lower())
+    print_special_tokens(load(config_file, *settings), manager, tokenizer)
+    lines = capfd.readouterr().err.splitlines()
+    assert "think_format gets responses with the special tokens <think>, </think>" in lines[0]
+    assert len(lines) == 1 + skips and (not skips or "custom_reward_function.skip_special_tokens=false" in lines[1])
 
 
 def test_score_is_the_weighted_sum_of_its_parts(build: Build) -> None:

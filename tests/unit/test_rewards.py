@@ -180,6 +180,27 @@ def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path
     assert all(type(value) is float for row in scores for value in row.values())
 
 
+@pytest.mark.parametrize("name", ["mine too", "json"])
+def test_functions_of_the_file_go_to_a_spawned_process(tmp_path: Path, name: str) -> None:
+    """Check a file with the name of another module too, which it does not replace."""
+    (tmp_path / f"{name}.py").write_text(
+        textwrap.dedent("""
+        import json, multiprocessing, os
+        from concurrent.futures import ProcessPoolExecutor
+
+        def count(text):
+            return len(json.loads(text))
+
+        def compute_score(solution_str, **row):
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                return pool.submit(count if __name__ == "mine too" else len, solution_str).result()
+        """)
+    )
+    manager = RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / f"{name}.py")), RewardConfig())
+    assert score(manager, [make_prompt()], ["[7]"]) == [{"score": 3.0 if name == "json" else 1.0}]
+
+
 @pytest.mark.parametrize("expression", ["1", "True", "1.0", "numpy.float32(1)", "numpy.int64(1)", "numpy.bool_(True)"])
 def test_custom_function_may_return_any_number(tmp_path: Path, expression: str) -> None:
     manager = custom(tmp_path, f"import numpy\ndef compute_score(**row): return {expression}\n")

@@ -125,9 +125,15 @@ def _write_experts(experts: Mapping[int, np.ndarray], path: Path) -> None:
     np.savez(path, numbers=list(experts), lens=list(map(len, parts)), choices=np.concatenate(parts))
 
 
-def load_experts(arrays: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
-    """Return the experts of the arrays of _write_experts."""
-    parts = np.split(arrays["choices"], arrays["lens"].cumsum()[:-1])
+def load_experts(arrays: Mapping[str, np.ndarray], num_experts: int) -> dict[int, np.ndarray]:
+    """Return the experts of the arrays of _write_experts. Raise ValueError or KeyError if they have other arrays."""
+    choices = arrays["choices"]
+    lens = arrays["lens"]
+    if choices.dtype.kind != "u" or choices.ndim != 3 or (choices >= num_experts).any():
+        raise ValueError(f"choices is {list(choices.shape)} {choices.dtype}, expected [tokens, layers, k] of experts")
+    if (lens < 0).any() or lens.sum() != len(choices):
+        raise ValueError(f"lens is of {lens.sum()} tokens, choices of {len(choices)}")
+    parts = np.split(choices, lens.cumsum()[:-1])
     return dict(zip(arrays["numbers"].tolist(), parts, strict=True))
 
 
@@ -150,6 +156,33 @@ def _write(groups: Sequence[Group], path: Path) -> None:
         version_lens=np.diff(starts, append=len(versions)),
         conversations=json.dumps([{i: asdict(one) for i, one in group.conversations.items()} for group in groups]),
     )
+
+
+def check_arrays(arrays: Mapping[str, np.ndarray], num_groups: int, num_drawn: int, step: int, vocab_size: int) -> None:
+    """Raise ValueError or KeyError if the arrays are not as _write makes them after a step, of num_groups groups at
+    positions below num_drawn."""
+
+    def check(name: str, kind: str, shape: tuple[int, ...], least: float, most: float) -> np.ndarray:
+        array = arrays[name]
+        if array.dtype.kind not in kind or array.shape != shape:
+            raise ValueError(f"{name} is {list(array.shape)} {array.dtype}, expected {list(shape)}")
+        if not ((least <= array) & (array <= most)).all():
+            raise ValueError(f"{name} has numbers that are not between {least} and {most}")
+        return array
+
+    of_response = (num_groups, arrays["lens"].shape[-1])
+    lens = check("lens", "i", of_response, 0, 10_000_000)
+    check("finished", "b", of_response, False, True)
+    positions = check("positions", "i", (num_groups,), 0, num_drawn - 1)
+    check("fingerprints", "i", (num_groups,), 0, 2**32 - 1)
+    if "seeds" in arrays:  # not in files of earlier versions
+        check("seeds", "iu", of_response, 0, np.inf)
+    check("tokens", "i", (lens.sum(),), 0, vocab_size - 1)
+    check("log_probs", "f", (lens.sum(),), -np.inf, np.inf)
+    versions = check("versions", "i", arrays["version_lens"].shape, 0, step)
+    runs = check("version_lens", "i", (len(versions),), 1, lens.sum())
+    if len({*positions.tolist()}) < num_groups or runs.sum() != lens.sum():
+        raise ValueError("a position twice, or versions of another number of tokens")
 
 
 def load_groups(
@@ -179,7 +212,11 @@ def load_groups(
             whole = is_finished and length <= max_tokens
             responses.append(Generation(tokens[cut].tolist(), log_probs[cut].tolist(), whole))
             of_versions.append(versions[cut])
-        conversations = {int(i): ConversationState.from_dict(one) for i, one in of_group.items()}
+        conversations = {
+            i: ConversationState.from_dict(of_group[str(i)], length)
+            for i, length in enumerate(lens)
+            if str(i) in of_group
+        }
         is_same = group.fingerprint == fingerprint and len(its_seeds) == len(new.seeds)
         if not is_same or has_environment != bool(conversations) or (conversations and max(lens) > max_tokens):
             groups.append(new)

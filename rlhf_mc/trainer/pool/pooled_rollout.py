@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_mc.checkpoint.training_state import read_arrays
+from rlhf_mc.checkpoint.training_state import read_arrays, reading_state
 from rlhf_mc.config.roles import estimator_needs, has_pool, prompts_in_flight
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.rollout.base import Sampling
@@ -32,6 +32,7 @@ from rlhf_mc.trainer.pool.group_pool import (
     EXPERTS_FILE,
     POOL_FILE,
     Group,
+    check_arrays,
     drop_stale,
     load_experts,
     load_groups,
@@ -41,7 +42,7 @@ from rlhf_mc.trainer.pool.group_pool import (
 from rlhf_mc.trainer.pool.rollout_journal import StepGroups, check_replayed
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import GroupScores, ScoreStream
-from rlhf_mc.trainer.step_state import StepState
+from rlhf_mc.trainer.step_state import Position, StepState
 
 REFILLED = "training/off_policy/refilled_groups"
 DROPPED = "training/off_policy/dropped_groups"
@@ -114,28 +115,39 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     return prompts, batch, stream
 
 
-def load_pool(run: Run, state: Mapping[str, Any], path: Path, num_prompts: int) -> int:
-    """Load the pool of the checkpoint at path, from which the next step continues. num_prompts: position of the run in
-    the order of prompts. Return it for the present data.train_batch_size. Every rank must call it."""
+def load_pool(run: Run, state: Mapping[str, Any], path: Path, position: Position) -> int:
+    """Load the pool of the checkpoint at path, from which the next step continues. position: the checkpoint's. Return
+    its num_prompts for the present data.train_batch_size. Every rank must call it."""
     if run.environments is not None:
         run.environments.end_kept()  # of later steps, before a roll-back
     run.group_pool.groups = ()
-    run.group_pool.num_drawn = state["num_drawn"] or num_prompts
+    run.group_pool.num_drawn = state["num_drawn"] or position.num_prompts
     if not state["num_groups"]:
-        return _position(run) if has_pool(run.config.rollout) else prompt_order(run).next_batch(num_prompts).start
+        order = prompt_order(run)
+        return _position(run) if has_pool(run.config.rollout) else order.next_batch(position.num_prompts).start
     arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
-    positions = arrays["positions"].tolist()
-    if "seeds" not in arrays:  # written by an earlier version, which counted without the remainder of each epoch
-        run.group_pool.num_drawn, *positions = map(prompt_order(run).position, [state["num_drawn"], *positions])
-    groups = new_groups(run, positions)
-    groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
+    shape = run.actor.shape
+    with reading_state(path, POOL_FILE):
+        check_arrays(arrays, state["num_groups"], run.group_pool.num_drawn, position.step, shape.vocab_size)
+        positions = arrays["positions"].tolist()
+        if "seeds" not in arrays:  # written by an earlier version, which counted without the remainder of each epoch
+            run.group_pool.num_drawn, *positions = map(prompt_order(run).position, [state["num_drawn"], *positions])
+        groups = new_groups(run, positions)
+        groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
     if not run.config.rollout.partial_rollout:
         groups = [group.restarted() for group in groups]
     run.group_pool.groups = groups
     if (replay := run.actor.replay) is not None:
         files = sorted(path.glob(EXPERTS_FILE.format("*")))[run.groups.rank :: run.groups.mesh.world]
-        parts = on_every_rank(lambda: [load_experts(read_arrays(file)) for file in files])
-        replay.held = {number: one for part in parts for number, one in part.items()}
+
+        def experts() -> dict[int, np.ndarray]:
+            experts_by_number: dict[int, np.ndarray] = {}
+            for file in files:
+                with reading_state(path, file.name):
+                    experts_by_number |= load_experts(read_arrays(file), shape.num_experts)
+            return experts_by_number
+
+        replay.held = on_every_rank(experts)
     pairs = zip(groups, arrays["lens"], strict=True)
     if num_anew := sum(group.first_version is None and lens.any() for group, lens in pairs):
         print_line(

@@ -4,7 +4,6 @@ another layout take the decisions of an earlier one, which depend on the number 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import has_pool
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.sinks import best_effort
-from rlhf_mc.run_files import JOURNAL_FILE, read_rows
+from rlhf_mc.run_files import JOURNAL_FILE, checked_line, checked_rows
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.pool.group_pool import Group
 
 
@@ -52,26 +52,33 @@ class RolloutJournal:
             self._replayed = self._read(Path(cfg.trainer.replay) / JOURNAL_FILE)
 
     def _read(self, path: Path) -> dict[int, list[StepGroups]]:
-        """Return the rows of a journal by step. An incomplete last row, of a killed run, is left out."""
-        rows: list[dict[str, Any]] = [row for _, row in read_rows(path)]
+        """Return the rows of a journal by step. An incomplete one, of a killed run, is left out."""
+        lines = checked_rows(path)
+        for number in lines.incomplete:
+            print_line(
+                f"warning: trainer.replay: {path}, line {number}: is incomplete; it is left out", rank_0_only=True
+            )
+        if lines.changed:
+            raise UserError(f"trainer.replay: {path}, line {lines.changed[0]}: its checksum is wrong")
+        rows = lines.rows
         if not rows:
             raise UserError(
                 f"trainer.replay: {path} has no rows; a run writes it with rollout.tail_batching or partial_rollout"
             )
-        for row in rows:
+        for row in rows.values():
             other = {key: row.pop(key, None) for key in self._settings}
             if other != self._settings:
                 raise UserError(
                     f"trainer.replay: {path} is of a run with {_words(other)}; this run has {_words(self._settings)}"
                 )
         by_step: dict[int, list[StepGroups]] = defaultdict(list)
-        for number, row in enumerate(rows, 1):
+        for number, row in rows.items():
             try:
                 one = StepGroups(**row)
             except TypeError:
                 raise UserError(f"trainer.replay: {path} is no journal of rollouts: it has other fields") from None
-            if problem := _problem(one, self._settings["n"], self._num_taken):
-                raise UserError(f"trainer.replay: {path}, row {number}: {problem}; is it as the run has written it?")
+            if problem := _problem(one, self._settings["n"], self._num_taken, self._settings["max_response_length"]):
+                raise UserError(f"trainer.replay: {path}, line {number}: {problem}; is it as the run has written it?")
             by_step[one.step].append(one)
         return dict(by_step)
 
@@ -95,7 +102,7 @@ class RolloutJournal:
         """Write the row of a step, before its updates. Rank 0 calls it by itself."""
         lens = [[len(one.token_ids) for one in group.responses] for group in groups]
         row = StepGroups(step, [group.position for group in groups], lens, [group.position for group in taken])
-        line = json.dumps({**asdict(row), **self._settings}) + "\n"
+        line = checked_line({**asdict(row), **self._settings})
 
         def append() -> None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -116,8 +123,9 @@ def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
                 )
 
 
-def _problem(row: StepGroups, n: int, num_taken: range) -> str | None:
-    """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed numbers of groups."""
+def _problem(row: StepGroups, n: int, num_taken: range, max_tokens: int) -> str | None:
+    """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed numbers of groups.
+    max_tokens: of a response."""
     lens: list[Any] = row.lens if isinstance(row.lens, list) else [None]
     if not all(map(_are_counts, ([row.step], row.positions, row.taken, *lens))):
         return "step, positions, lens and taken are not all integers from 0 on"
@@ -126,6 +134,10 @@ def _problem(row: StepGroups, n: int, num_taken: range) -> str | None:
         return f"positions has {len(row.positions)} groups, and lens {len(lens)} of {sizes} responses; they have {n}"
     if len({*row.positions}) < len(row.positions) or not {*row.taken} <= {*row.positions}:
         return "a group is in positions twice, or in taken alone"
+    if any(length > max_tokens for each in lens for length in each):
+        return f"lens has {max(map(max, lens))}; a response has at most {max_tokens} tokens"
+    if any(0 in each and position in row.taken for position, each in zip(row.positions, lens, strict=True)):
+        return "lens has 0 for a group that the step has trained on"
     if len({*row.taken}) not in num_taken:
         return f"taken has {len({*row.taken})} groups; this run trains on {num_taken[-1]}"
     return None
