@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields
 
 from rlhf_mc.config import algorithm_checks
-from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import check_values
 from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
@@ -30,9 +28,6 @@ from rlhf_mc.config.yaml_reader import yaml_text
 
 _SET_BY_THE_PROGRAM = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
 """Arguments of a tokenizer's apply_chat_template."""
-_OF_ENVIRONMENTS = ("name", "kwargs", "first_observation", "skip_special_tokens", "split_special_tokens")
-_OF_TOOLS = ("format", "max_parallel_calls")
-"""Settings of rollout.environment that a class of the user's reads, and those that tools read."""
 
 
 def check_config(cfg: Config, world_size: int | None) -> None:
@@ -194,21 +189,12 @@ def _engine(cfg: Config) -> Iterator[str]:
 
 def _environment(cfg: Config) -> Iterator[str]:
     one = cfg.rollout.environment
-    for needed, is_given, names in (
-        ("path, function_tool_path or tool_config_path", one.is_set, [field.name for field in fields(one)]),
-        ("path", one.path is not None, _OF_ENVIRONMENTS),
-        ("function_tool_path or tool_config_path", one.has_tools, _OF_TOOLS),
-    ):
-        for name in () if is_given else names:
-            if (value := getattr(one, name)) != getattr(EnvironmentConfig(), name):
-                yield (
-                    f"rollout.environment.{name} is {yaml_text(value)}, and nothing reads it without"
-                    f" rollout.environment.{needed}; leave it out"
-                )
     if not one.is_set:
         return
     if one.path is not None and one.has_tools:
         yield "rollout.environment.path and tools (function_tool_path, tool_config_path) are both set; give one of them"
+    if one.has_tools and one.first_observation:
+        yield "rollout.environment.first_observation is true, and tools have none; set it to false"
     if one.has_tools and "tools" in cfg.data.apply_chat_template_kwargs:
         yield "data.apply_chat_template_kwargs has 'tools', and rollout.environment has tools too; remove the former"
     if one.max_tokens_per_turn is not None and one.max_tokens_per_turn > cfg.data.max_response_length:

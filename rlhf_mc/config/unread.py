@@ -51,6 +51,8 @@ CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor.policy_loss"
 LOSS_MODE = f"{LOSS}.loss_mode"
 DECAYS = "linear cosine"
+ENVIRONMENT = "rollout.environment"
+TOOLS = f"{ENVIRONMENT}.function_tool_path or tool_config_path"
 DEPENDENCES = (
     _choice(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
     _choice(ESTIMATOR, "gae", "algorithm", "lam"),
@@ -70,7 +72,16 @@ DEPENDENCES = (
     _choice("critic.optim.lr_decay_style", DECAYS, "critic.optim", "min_lr"),
     _switch("rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"),
     _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
-    _switch("custom_reward_function.path", "custom_reward_function", "name reward_kwargs"),
+    _switch("rollout.environment.path", ENVIRONMENT, "name kwargs skip_special_tokens split_special_tokens"),
+    Dependence(ENVIRONMENT, "format max_parallel_calls", TOOLS, lambda cfg: cfg.rollout.environment.has_tools),
+    Dependence(
+        ENVIRONMENT,
+        "max_turns max_tokens_per_turn max_observation_length truncate timeout_seconds num_workers default_observation"
+        " default_score",
+        f"{ENVIRONMENT}.path, {TOOLS}",
+        lambda cfg: cfg.rollout.environment.is_set,
+    ),
+    _switch("custom_reward_function.path", "custom_reward_function", "name reward_kwargs skip_special_tokens"),
     _switch("reward.overlong_buffer.len", "reward.overlong_buffer", "penalty_factor"),
     _switch("reward.remote.url", "reward.remote", "api template timeout_seconds max_retries max_concurrency"),
     _switch("health.roll_back", "health", "rollback_lr_factor max_rollbacks"),

@@ -131,7 +131,7 @@ class RewardManager:
     @property
     def special_tokens(self) -> dict[str, Sequence[str] | None]:
         """The special tokens, where the tokenizer has them, with which a part reads responses; None: all."""
-        read: dict[str, Sequence[str] | None] = {name: rule.reads for name, rule in RULES.items() if rule.reads}
+        read: dict[str, Sequence[str] | None] = {name: rule.tags for name, rule in RULES.items() if rule.tags}
         return read if self._custom.skip_special_tokens else {**read, CUSTOM: None}
 
     @property

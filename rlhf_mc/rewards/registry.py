@@ -36,8 +36,8 @@ class RewardRule:
     """Responses in which it finds the answer *. It can read a ground truth that is right in one of them."""
     answer: Callable[[str], str | None] | None = None
     """Return the answer in a response, or None. Not set: the rule compares no single answer."""
-    reads: tuple[str, ...] = ()
-    """Its tags: responses are decoded with those of them that are special tokens."""
+    tags: tuple[str, ...] = ()
+    """Tags that it reads: responses are decoded with those of them that are special tokens."""
 
     def can_read(self, ground_truth: Any) -> bool:
         """Return whether the rule can compare with a ground truth: some answer is right."""
@@ -90,7 +90,7 @@ RULES = {
     "f1": RewardRule(text_rules.f1, ("squad", "rajpurkar/squad"), reads=_TEXTS),
     "boxed_format": RewardRule(text_rules.boxed_format, needs_truth=False),
     "gsm8k_format": RewardRule(text_rules.gsm8k_format, needs_truth=False),
-    "think_format": RewardRule(text_rules.think_format, needs_truth=False, reads=("<think>", "</think>")),
+    "think_format": RewardRule(text_rules.think_format, needs_truth=False, tags=("<think>", "</think>")),
 }
 """Name of the rule, as in reward.mixture -> the rule."""
 

@@ -112,3 +112,20 @@ def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
         "(read with algorithm.use_kl_in_reward); algorithm.kl_ctrl.horizon (read with algorithm.kl_ctrl.type adaptive);"
         " actor.policy_loss.tau_pos (read with actor.policy_loss.loss_mode sapo)"
     )
+
+
+def test_settings_of_an_environment_that_is_not_there_are_named(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path))
+    section = "rollout.environment"
+    keys = {f"{section}.{name}" for name in ("max_turns", "format", "kwargs")}
+    given = [f"{section}.max_turns=3", f"{section}.format=glm45", f"{section}.kwargs={{a: 1}}"]
+    for more, named in (
+        ([], keys),
+        ([f"{section}.path=game.py"], {f"{section}.format"}),
+        ([f"{section}.function_tool_path=tools.py"], {f"{section}.kwargs"}),
+    ):
+        assert {key for key, _ in unread(load_config(config, [*given, *more]))} & keys == named
+    settings = {key for key in leaf_hints() if key.startswith(f"{section}.")}
+    read_alone = {f"{section}.{name}" for name in ("path", "function_tool_path", "tool_config_path")}
+    refused = {f"{section}.first_observation"}
+    assert settings == {key for row in DEPENDENCES for key in row.keys if row.section == section} | read_alone | refused

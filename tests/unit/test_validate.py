@@ -208,12 +208,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("data.apply_chat_template_kwargs.tokenize=true",), ("data.apply_chat_template_kwargs: 'tokenize' is set",)),
         (
             ("rollout.environment.first_observation=true", "rollout.environment.function_tool_path=tools.py"),
-            ("rollout.environment.first_observation is true, and nothing reads it without rollout.environment.path",),
-        ),
-        (("rollout.environment.max_turns=3",), ("max_turns is 3", "without", "path, function_tool_path or")),
-        (
-            ("rollout.environment.max_parallel_calls=2", "rollout.environment.path=game.py"),
-            ("rollout.environment.max_parallel_calls is 2", "without rollout.environment.function_tool_path or"),
+            ("rollout.environment.first_observation is true, and tools have none",),
         ),
         (("data.train_max_samples=0",), ("data.train_max_samples is 0", "-1 or at least 1")),
         (("rollout.n=0",), ("rollout.n is 0",)),
