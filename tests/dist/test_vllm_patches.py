@@ -131,11 +131,14 @@ def test_new_sinks_reach_an_attention_that_has_copied_them(monkeypatch: pytest.M
     """FlashInfer's attention and a CPU's in float16 compute with float32 copies."""
     types: list[torch.dtype] = []
     attention = SimpleNamespace(sinks=torch.zeros(2), process_weights_after_loading=types.append)
-    module = SimpleNamespace(sinks=torch.ones(2, dtype=torch.float16), attn=SimpleNamespace(impl=attention))
-    vllm_derived._renew_sinks(module)
+    module = torch.nn.Module()
+    module.sinks = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    module.attn = SimpleNamespace(impl=attention)
+    model = torch.nn.Sequential(torch.nn.Sequential(module))
+    vllm_derived.derive_weights(model)
     assert attention.sinks is module.sinks and types == []
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
-    vllm_derived._renew_sinks(module)
+    vllm_derived.derive_weights(model)
     assert types == [torch.float16]
 
 
