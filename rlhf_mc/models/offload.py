@@ -267,7 +267,7 @@ class HostArena:
 def _one_rank_at_a_time() -> Iterator[None]:
     """Let the ranks of a node run the body one after another. What one of them has locked in memory is not available to
     the next: side by side each would count all that the node has."""
-    # Anybody may have put a file, or a link to one of this user's, at this path.
+    # Another user may have put a file, or a link to one of this user's, at this path.
     path = Path(tempfile.gettempdir()) / f"rlhf_mc_host_memory_{os.getuid()}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -50,7 +50,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def is_unread(error: BaseException) -> bool:
-    """Return whether the error is that nobody reads a tool's standard output any more."""
+    """Return whether the error is that the reader of a tool's standard output has gone."""
     if not isinstance(error, BrokenPipeError) or sys.excepthook is not _report:
         return False
     poll = select.poll()  # another pipe may be broken
@@ -59,7 +59,7 @@ def is_unread(error: BaseException) -> bool:
 
 
 def _flush() -> None:
-    """Write what Python would write at the end of the process, with an error of its own if nobody reads it."""
+    """Write what Python would write at the end, where it prints an error if the reader has gone."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

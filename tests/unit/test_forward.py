@@ -64,7 +64,7 @@ def test_context_parallel_ranks_have_each_token_and_each_result_once(
 
 
 def test_context_parallel_ranks_have_a_chunk_from_each_end() -> None:
-    """It is Transformer Engine's order of the chunks."""
+    """Check Transformer Engine's order of the chunks."""
     lens = np.array([8, 4])
     own = [Context(size=2, rank=rank).own_tokens(lens).tolist() for rank in range(2)]
     assert own == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]

@@ -112,7 +112,7 @@ def write(text):
     ],
     ids=["planner", "tool", "in exit_code", "outside"],
 )
-def test_output_that_nobody_reads_ends_a_tool_quietly(tmp_path: Path, program: list[str], code: int) -> None:
+def test_unread_output_ends_a_tool_quietly(tmp_path: Path, program: list[str], code: int) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     ended = python(tmp_path, *program, stdout=writer)
