@@ -50,7 +50,8 @@ class Save:
         others: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
     ) -> None:
         """Begin the write. loop: the trainer's state, plain values. inputs: fingerprints of the run's files. buffers:
-        host memory to which the tensors are copied, so that training continues; None: return after they are written.
+        host memory to which the tensors are copied, so that training continues; None: return after they are written,
+        and raise UserError on every rank if a file cannot be.
         others: this rank's further files by name, and the function that writes each, called after its tensors."""
         self.step = step
         self._root = root
@@ -69,7 +70,17 @@ class Save:
         blocks = [block for model in models for block in model_blocks(model)]
         self._writing = TensorWriter(blocks, directory.staging_path(root, step), buffers, others)
         if buffers is None:
-            self._writing.wait()
+            with self._discarding():
+                self._writing.wait()
+
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Delete the files if a UserError is raised inside: the disk may be full."""
+        try:
+            yield
+        except UserError:
+            on_rank_0(lambda: directory.discard(self._root, self.step), self._subject)
+            raise
 
     def is_written(self) -> bool:
         """Return whether all ranks have written their tensors."""
@@ -78,14 +89,16 @@ class Save:
     def commit(self) -> None:
         """Wait for the write and commit the checkpoint. Raise UserError on every rank if a file cannot be written;
         earlier checkpoints then stay untouched."""
-        try:
+        with self._discarding():
             by_rank = gather_objects(self._writing.finish())
             files = {name: file for written in by_rank for name, file in written.items()}
             on_rank_0(lambda: self._commit(files), self._subject)
-        except UserError:
-            # Frees the space if the disk is full.
-            on_rank_0(lambda: directory.discard(self._root, self.step), self._subject)
-            raise
+
+    def discard(self) -> None:
+        """Wait for the write and delete its files."""
+        with contextlib.suppress(UserError):
+            self._writing.wait()
+        on_rank_0(lambda: directory.discard(self._root, self.step), self._subject)
 
     def _commit(self, files: dict[str, FileDigest]) -> None:
         path = directory.staging_path(self._root, self.step)

@@ -96,17 +96,17 @@ class TensorWriter:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for all ranks, in collectives that are short even if a disk is slow. Every rank must call it."""
+        """Wait for all ranks, in collectives that are short even if a disk is slow. Raise UserError on every rank if
+        one could not write. Every rank must call it."""
         with working(total=self._num_bytes / 2**20, unit="MiB") as work:
             while not all_ranks(self.is_done(_ASK_SECONDS)):
                 written = [Path(file) for file, *_ in self._writer.write_buckets]
                 work.done = sum(file.stat().st_size for file in written if file.exists()) / 2**20
+        on_every_rank(self._raise_error)
 
     def finish(self) -> dict[str, FileDigest]:
-        """Wait for all ranks and write the metadata files. Return this rank's files. Raise UserError on every rank if
-        one could not write. Every rank must call it."""
+        """Wait as `wait` and write the metadata files. Return this rank's files."""
         self.wait()
-        on_every_rank(self._raise_error)
         results = gather_objects(self._results)
         on_rank_0(lambda: self._write_metadata(results), f"{self._directory}: cannot be written")
         return self._files

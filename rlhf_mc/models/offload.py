@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, error_prefix, error_reason
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.machine.facts import available_memory
 
@@ -246,7 +246,7 @@ class HostArena:
         self.release()
         available = 0
         try:
-            with _one_rank_at_a_time():
+            with error_prefix(f"{self._purpose}:"), _one_rank_at_a_time():
                 available = available_memory()
                 if num_bytes > available:
                     raise MemoryError("more than is available")
@@ -267,8 +267,15 @@ class HostArena:
 def _one_rank_at_a_time() -> Iterator[None]:
     """Let the ranks of a node run the body one after another. What one of them has locked in memory is not available to
     the next: side by side each would count all that the node has."""
+    # Another user may have put a file, or a link to one of this user's, at this path.
     path = Path(tempfile.gettempdir()) / f"rlhf_mc_host_memory_{os.getuid()}"
-    with path.open("w") as file:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UserError(f"{path}: {error_reason(error)}; remove it, or set TMPDIR") from error
+    with open(descriptor) as file:
+        if os.fstat(file.fileno()).st_uid != os.getuid():
+            raise UserError(f"{path}: belongs to another user; remove it, or set TMPDIR to another directory")
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -20,8 +20,8 @@ from rlhf_mc.topology.consensus import gather_objects
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
 """By type of device, the bytes that are summed at a time, a multiple of 8. The extra memory is at most four times that:
-a contiguous copy, one that is padded or aligned, weights, products. A chunk fits into a CPU's cache; on a GPU the
-eight kernels of a chunk should take longer than their launches."""
+a contiguous copy, one that is padded or aligned, weights, mixed words. A chunk fits into a CPU's cache; on a GPU the
+ten kernels of a chunk should take longer than their launches."""
 
 
 @torch.no_grad()
@@ -95,6 +95,9 @@ def checksum(blocks: Sequence[torch.Tensor], chunk_bytes: int | None = None) -> 
     integer, the second weighted by position, modulo 2^64: [2] int64, on the blocks' device. Lost, changed or reordered
     elements change one of them.
 
+    The second sum is of mixed words: the product with a multiple of 2^k has lost the first k bits of a word, so these
+    bits are added to its others.
+
     chunk_bytes: bytes summed at a time, which do not change the result; None: as CHUNK_BYTES says."""
     device = blocks[0].device
     total = torch.zeros(2, dtype=torch.int64, device=device)
@@ -103,10 +106,10 @@ def checksum(blocks: Sequence[torch.Tensor], chunk_bytes: int | None = None) -> 
     for words in _words(blocks, chunk_bytes or CHUNK_BYTES[device.type]):
         if len(words) > len(weights):
             weights = torch.arange(1, 1 + len(words), device=device)
-        first = words.sum()
-        total[0] += first
+        total[0] += words.sum()
+        mixed = (words >> 33).bitwise_xor_(words)
         # Not torch.dot: it has no CUDA kernel for int64.
-        total[1] += start * first + (words * weights[: len(words)]).sum()
+        total[1] += start * mixed.sum() + mixed.mul_(weights[: len(words)]).sum()
         start += len(words)
     return total
 

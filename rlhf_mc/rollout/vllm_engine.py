@@ -104,6 +104,9 @@ class VLLMEngine:
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
+            if shape.kv_lora_rank:
+                # Where the processor has AMX, vLLM's choice takes bfloat16 only, and repacks weights.
+                options.update(attention_backend="CPU_MLA")
             if return_experts:  # prefix caching computes a prompt once, and only one request's routers are recorded
                 options.update(enable_prefix_caching=False)
         if cfg.quantization is not None:

@@ -64,7 +64,6 @@ def _torchs_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-_CONVOLUTIONS = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
 EVERYWHERE = (
     Patch(
         ModelConfig,
@@ -97,7 +96,7 @@ def on_cpu() -> tuple[Patch, ...]:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     rotate = RotaryEmbedding.forward_cpu
@@ -106,12 +105,31 @@ def on_cpu() -> tuple[Patch, ...]:
         is_part = query.dim() == 3  # [tokens, heads, rotated part of a head]
         return (module.forward_native if is_part else functools.partial(rotate, module))(positions, query, key)
 
-    def unpacked(convolve: Any) -> Any:
-        return lambda *args, **kwargs: convolve(*args, **kwargs | {"is_weight_packed": False})
+    def convolve(weight: torch.Tensor, silu_activation: bool, is_weight_packed: bool, **rest: Any) -> torch.Tensor:
+        activation = "silu" if silu_activation else None
+        return causal_conv1d.causal_conv1d_fn_cpu(weight=weight.flatten(1), activation=activation, **rest)
 
-    reason = "where the processor has AVX512-BF16 it takes the weight for repacked, which a weight update has written"
+    def convolve_next(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        conv_states: torch.Tensor,
+        silu_activation: bool,
+        conv_state_indices: torch.Tensor,
+        is_weight_packed: bool,
+    ) -> torch.Tensor:
+        activation = "silu" if silu_activation else None
+        return causal_conv1d.causal_conv1d_update_cpu(
+            x, conv_states, weight.flatten(1), bias, activation, conv_state_indices
+        )
+
+    reason = (
+        "where the processor has AVX512-BF16 it takes repacked weights of width 4 only, and a weight update writes "
+        "others; in its place is what vLLM computes on other processors"
+    )
     return (
-        *(Patch(gdn_attention, name, unpacked(getattr(gdn_attention, name)), reason) for name in _CONVOLUTIONS),
+        Patch(gdn_attention, "_causal_conv1d_fwd_cpu", convolve, reason),
+        Patch(gdn_attention, "_causal_conv1d_update_cpu", convolve_next, reason),
         Patch(
             utils,
             "dispatch_cpu_unquantized_gemm",

@@ -14,7 +14,7 @@ from rlhf_mc.config.errors import JoinError, LostProcessError, NodeError, UserEr
 from rlhf_mc.config.masking import cut
 from rlhf_mc.runtime import error_report
 from rlhf_mc.runtime.console import write_line
-from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
+from rlhf_mc.runtime.tool import EXIT_INTERRUPTED, EXIT_UNREAD, is_unread
 
 EXIT_ERROR = 1
 """Any error that is not the user's."""
@@ -61,6 +61,8 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BaseException as error:  # at the entry point: a library's sys.exit(0) is no success either
+        if is_unread(error):
+            return EXIT_UNREAD
         where = f"{program}: error on rank {os.environ.get('RANK', '0')}: "
         if (lost := error_report.lost_contact(error)) is not None:
             # Each surviving rank has another message (with addresses); one of them is enough.

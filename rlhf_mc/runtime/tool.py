@@ -5,8 +5,10 @@ called before other modules are imported, which takes seconds.
 from __future__ import annotations
 
 import argparse
+import atexit
 import math
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -15,13 +17,17 @@ from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
 """The program was interrupted and has saved nothing (128 + SIGINT)."""
+EXIT_UNREAD = 141
+"""The reader of a tool's output has gone (128 + SIGPIPE)."""
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process with one line and code 130, also within an import."""
+    """Let Ctrl-C end this process with one line and code 130, also within an import; and let the end of the process
+    that reads its output, as in `| head`, end it without a line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell has it ignored
         signal.signal(signal.SIGINT, _interrupt)
-        sys.excepthook = _report
+    sys.excepthook = _report
+    atexit.register(_flush)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -38,7 +44,26 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         raise SystemExit(EXIT_INTERRUPTED)
+    if is_unread(error):
+        raise SystemExit(EXIT_UNREAD)
     sys.__excepthook__(kind, error, trace)
+
+
+def is_unread(error: BaseException) -> bool:
+    """Return whether the error is that the reader of a tool's standard output has gone."""
+    if not isinstance(error, BrokenPipeError) or sys.excepthook is not _report:
+        return False
+    poll = select.poll()  # another pipe may be broken
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _flush() -> None:
+    """Write what Python would write at the end, where it prints an error if the reader has gone."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class Parser(argparse.ArgumentParser):

@@ -342,7 +342,7 @@ class Checkpoints:
             position.last_healthy_step = 0  # the initial weights
         loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
-        with self._naming_last_checkpoint():
+        with self.naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
             config = recorded(self._run.config)
             inputs = self._run.inputs
@@ -390,7 +390,7 @@ class Checkpoints:
             return
         save = self._in_flight
         self._in_flight = None
-        with self._naming_last_checkpoint():
+        with self.naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
             save.commit()
         self._saved = save.step
@@ -416,19 +416,18 @@ class Checkpoints:
         return {self.position.last_healthy_step} if needed else set()
 
     @contextlib.contextmanager
-    def _naming_last_checkpoint(self) -> Iterator[None]:
-        """Add the last complete checkpoint to the message of a UserError that is raised inside."""
+    def naming_last_checkpoint(self) -> Iterator[None]:
+        """Add the last complete checkpoint to the message of a UserError that is raised inside, on every rank, and
+        discard the checkpoint in progress: the disk may be full."""
         try:
             yield
         except UserError as error:
-            kept = (
-                "no checkpoint was complete before"
-                if self._saved is None
-                else (
-                    f"the checkpoint of step {self._saved} is complete and untouched: "
-                    f"{directory.final_path(self._root, self._saved)}"
-                )
-            )
+            if self._in_flight is not None:
+                self._in_flight.discard()
+            kept = "no checkpoint was complete before"
+            if self._saved is not None:
+                path = directory.final_path(self._root, self._saved)
+                kept = f"the checkpoint of step {self._saved} is complete and untouched: {path}"
             raise UserError(f"{error}; {kept}") from error
 
 

@@ -101,7 +101,8 @@ class Lifecycle:
 
     def log_step(self, state: StepState, batch: RaggedBatch) -> None:
         """Log the metrics and some responses of a complete step, and commit a checkpoint that is written."""
-        log(self._sinks, state)
+        with self._checkpoints.naming_last_checkpoint():
+            log(self._sinks, state)
         record_tokens(self._run, state, batch)
         record_histograms(self._run.config, self._run.groups.rank, self._checkpoints.run_id, state.step, batch)
         self._checkpoints.commit_if_written()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import resource
+import time
+from typing import Any
 from unittest import mock
 
 import torch
@@ -54,8 +57,9 @@ def update_weights(
     kind: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int, ranks_per_node: int
 ) -> tuple[bool, int]:
     """Run one weight update through shared memory ("shared"), through sockets ("sockets"), or through sockets because
-    the last rank cannot open the others' memory ("refused") or allocate its own ("limited"). Return whether the rank
-    has exactly the expected tensors, and the number of ranks that share memory.
+    the last rank cannot open the others' memory ("refused") or allocate its own ("limited"). With "late" the last rank
+    reads what shared memory has long after the others. Return whether the rank has exactly the expected tensors, and
+    the number of ranks that share memory.
     """
     rank = dist.get_rank()
     world = dist.get_world_size()
@@ -74,6 +78,8 @@ def update_weights(
                 transport = host_transport(part.outbox_bytes, dist.group.WORLD)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if kind == "late" and rank == world - 1:
+        transport.exchange = functools.partial(_exchange_late, transport.exchange)
     source = numbered_tensors(training[rank])
     wanted = numbered_tensors(rollout[rank])
     target = {name: torch.full(size, -1.0) for name, size in rollout[rank].shapes.items()}
@@ -84,3 +90,9 @@ def update_weights(
         verify(part, source, target, dist.group.WORLD)
     sharing = len(transport._shared.ranks) if isinstance(transport, SharedMemoryAndNetwork) else 0
     return all(torch.equal(target[name], wanted[name]) for name in wanted), sharing
+
+
+def _exchange_late(exchange: Any, *arguments: Any) -> Any:
+    incoming = exchange(*arguments)
+    time.sleep(0.1)
+    return incoming

@@ -22,7 +22,9 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.run_files import SUCCESS_FILE
+from rlhf_mc.run_files import METRICS_FILE, SUCCESS_FILE
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import checkpointing, loop
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.run import Run
@@ -126,6 +128,39 @@ def resume_with_read_error_on_rank_1(config_path: str, roots: dict[str, str]) ->
                     steps.append(checkpoints.resume().step)
                 checkpoints.release()
     return steps
+
+
+def train_on_a_full_disk(config_path: str, root: str, is_async: bool) -> tuple[str, list[str]]:
+    """Train a step and then another one, in which a synchronous save finds the disk full, or metrics.jsonl does while
+    a checkpoint is written. Return the error, and the names of the files that are left in the directory."""
+    overrides = [f"trainer.default_local_dir={root}", "trainer.save_freq=1", f"trainer.async_save={is_async}"]
+    metrics = Path(root) / METRICS_FILE
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with built_run(config_path, overrides) as run:
+        steps = loop.steps(run, RankStatus(), StopRequests(run.config.trainer))
+        try:
+            next(steps)
+            if is_async:
+                _fill_disk_of(metrics)
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size, unlimited[1]))
+            next(steps)
+        except UserError as error:
+            return str(error), sorted(path.name for path in Path(root).iterdir())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            steps.close()
+    raise AssertionError("the second step is logged")
+
+
+def _fill_disk_of(path: Path) -> None:
+    """Let this process, if it has the file open, find no space for it."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if link.readlink() == path:
+                os.dup2(full, int(link.name))
+    os.close(full)
 
 
 def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:

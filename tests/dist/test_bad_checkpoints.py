@@ -317,6 +317,22 @@ def test_second_run_in_a_directory_moves_the_first_away(pool: Any, config: Path,
     assert ids[0] == first.name != ids[1]
 
 
+@pytest.mark.parametrize(
+    ("is_async", "start"),
+    [
+        (False, "{root}/global_step_2.tmp: cannot be written: File too large"),
+        (True, "trainer.default_local_dir: cannot write {root}/metrics.jsonl: No space left on device"),
+    ],
+)
+def test_disk_that_is_full_during_training(pool: Any, config: Path, tmp_path: Path, is_async: bool, start: str) -> None:
+    """Begin the error with what could not be written first, and keep no file of the unfinished checkpoint."""
+    arguments = {"config_path": str(config), "root": str(tmp_path), "is_async": is_async}
+    for message, left in pool(2).run(resume_cases.train_on_a_full_disk, **arguments):
+        assert message.startswith(start.format(root=tmp_path)) and "\n" not in message, message
+        assert message.endswith(f"the checkpoint of step 1 is complete and untouched: {tmp_path / 'global_step_1'}")
+        assert "global_step_1" in left and not [name for name in left if name.startswith("global_step_2")]
+
+
 def test_full_disk_keeps_the_complete_checkpoint(pool: Any, config: Path, tmp_path: Path) -> None:
     *full, undeletable = pool(1).run(
         resume_cases.save_on_a_full_disk, config_path=str(config), root=str(tmp_path / "run"), limit=1 << 20

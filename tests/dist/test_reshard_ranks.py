@@ -36,3 +36,8 @@ def test_every_transport_delivers_every_block(
     )
     # If one rank may not read another's memory, no rank of the node does.
     assert results == [(True, world if kind == "shared" else 0)] * world
+
+
+def test_messages_stay_until_the_last_rank_has_read_them(pool: Any) -> None:
+    layout = {"tp": 2, "pp": 1, "first_layers": None, "rollout_tp": 1, "bucket": 1 << 14, "ranks_per_node": 2}
+    assert pool(2).run(reshard_cases.update_weights, kind="late", **layout) == [(True, 2)] * 2

@@ -4,7 +4,6 @@ test_layouts.py."""
 
 from __future__ import annotations
 
-import inspect
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pytest
 import torch
 import vllm
 import vllm_patch_cases
+from gpu_parts.reference import Reference
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -24,7 +24,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
-from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms.cpu import CpuPlatform
@@ -117,28 +116,44 @@ def test_every_patch_has_a_test() -> None:
         assert patch.original is not patch.replacement, patch.target
 
 
-def test_convolutions_of_delta_nets_take_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call them as vLLM does where the processor has AVX512-BF16, which the kernels need."""
-    monkeypatch.setattr(gdn_attention, "is_conv_state_dim_first", lambda: False)
-    for target in CONVOLUTIONS:
-        patch = vllm_patch_cases.PATCHES[target]
-        kernel = mock.Mock()
-        monkeypatch.setattr(gdn_attention.ops, patch.name.removeprefix("_"), kernel)
-        names = inspect.signature(patch.original).parameters.keys() - {"is_weight_packed"}
-        for function, is_packed in ((patch.original, True), (patch.replacement, False)):
-            function(**dict.fromkeys(names), is_weight_packed=True)
-            assert kernel.call_args.kwargs["is_weight_packed"] == is_packed
+@pytest.mark.parametrize("world", [1])
+@pytest.mark.parametrize(
+    ("family", "dtype", "feature", "sizes"),
+    [
+        ("qwen3_next", "bfloat16", "_is_avx512_bf16_supported", {"linear_conv_kernel_dim": 3}),
+        ("deepseek_v3", "float32", "_is_amx_tile_supported", {}),
+    ],
+)
+def test_processors_generate_alike(
+    pool: Any, tmp_path: Path, world: int, family: str, dtype: str, feature: str, sizes: dict[str, int]
+) -> None:
+    """Take both branches of vLLM on any processor. Log-probs are transformers'."""
+    model = str(make_checkpoint(tmp_path / "model", family, tied=False, num_hidden_layers=2, **sizes))
+    arguments = {"checkpoint": model, "dtype": dtype, "feature": feature}
+    ((with_it, without),) = pool(world).run(vllm_patch_cases.generate_on_processors, **arguments)
+    assert with_it == without
+    reference = Reference(model).model
+    for prompt, tokens, found in zip(vllm_patch_cases.PROMPTS, *with_it[1:], strict=True):
+        sequence = torch.tensor([[*prompt.tolist(), *tokens]])
+        with torch.no_grad():
+            logits = reference(sequence).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        difference = float((torch.tensor(found) - wanted).abs().mean())
+        assert difference < (0.03 if dtype == "bfloat16" else 2e-5), difference
 
 
 def test_new_sinks_reach_an_attention_that_has_copied_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer's attention and a CPU's in float16 compute with float32 copies."""
     types: list[torch.dtype] = []
     attention = SimpleNamespace(sinks=torch.zeros(2), process_weights_after_loading=types.append)
-    module = SimpleNamespace(sinks=torch.ones(2, dtype=torch.float16), attn=SimpleNamespace(impl=attention))
-    vllm_derived._renew_sinks(module)
+    module = torch.nn.Module()
+    module.sinks = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    module.attn = SimpleNamespace(impl=attention)
+    model = torch.nn.Sequential(torch.nn.Sequential(module))
+    vllm_derived.derive_weights(model)
     assert attention.sinks is module.sinks and types == []
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
-    vllm_derived._renew_sinks(module)
+    vllm_derived.derive_weights(model)
     assert types == [torch.float16]
 
 

@@ -52,6 +52,20 @@ def generate_without(target: str, checkpoint: str) -> None:
         respond(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
 
 
+def generate_on_processors(
+    checkpoint: str, dtype: str, feature: str
+) -> list[tuple[str, list[list[int]], list[list[float]]]]:
+    """Generate on a processor that has the feature, and on one that does not, by torch.cpu's name for it. Return for
+    each the engine's summary, the responses and their log-probs."""
+    found = []
+    for answer in (lambda: True, lambda: False):
+        with replaced(torch.cpu, feature, answer), built_engine(checkpoint, 1, 72, dtype=dtype) as engine:
+            responses = respond(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ())).generations()
+            tokens = [one.token_ids for one in responses]
+            found.append((engine.summary, tokens, [one.log_probs for one in responses]))
+    return found
+
+
 def generate_in_a_world_of_seven(checkpoint: str, patched: bool) -> None:
     """Generate with a gpt_oss model that takes seven for the number of ranks."""
     seven = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 7)

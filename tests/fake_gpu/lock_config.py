@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lock_platform
-
 ROOT = Path(__file__).parents[2]
 MODELS = {
     "grpo_deepseek_v3": "deepseek-v3",
@@ -32,6 +30,7 @@ MODELS = {
     "ppo_qwen3_30b_a3b": "qwen3-30b-a3b",
     "quickstart": "qwen2.5-0.5b",
     "quickstart_grpo": "qwen2.5-0.5b",
+    "quickstart_turns": "qwen2.5-0.5b",
 }
 """Shipped config -> the published model that stands for its model."""
 EXTRA: dict[str, list[str]] = {
@@ -55,6 +54,8 @@ class Configured(Exception):
 
 def main() -> None:
     gpu = sys.argv[1]
+    import lock_platform  # first: it hides this machine's GPUs
+
     from rlhf_mc.config.errors import NodeError
     from rlhf_mc.planner.gpus import GPUS
 

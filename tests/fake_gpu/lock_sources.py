@@ -32,6 +32,8 @@ CALLED = """
     vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
     vllm.inputs.engine:tokens_input
     vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading MLAAttention
+    vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d:causal_conv1d_fn_cpu causal_conv1d_update_cpu
+    vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu _causal_conv1d_update_cpu
     vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu RotaryEmbedding
     vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading
     vllm.model_executor.layers.fused_moe.routed_experts_capturer:bind_routed_experts_capturer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from simulated_ranks import SimulatedMesh, make_shape
 
@@ -40,3 +42,10 @@ def test_unaligned_views_are_copied() -> None:
     layouts = [whole_layout({"w": (6, 3)})], [Layout({"v": (3, 3)}, (Shard("w", ((3, 6), (0, 3)), "v", (0, 0)),))]
     assert make_plan(*layouts, 4, 100, share=True).shared_bytes == (0,)  # 36 bytes into w
     assert make_plan(*layouts, 16, 100, share=True).shared_bytes == (16 * 9,)
+
+
+def test_float32_targets_are_copied() -> None:
+    whole = whole_layout({"w": (6, 8), "router": (6, 8)})
+    plan = make_plan([whole], [replace(whole, float32=frozenset({"router"}))], 2, 1000, share=True).for_rank(0)
+    assert [alias.dst_local for alias in plan.aliases] == ["w"]
+    assert [copy.dst_local for copy in plan.copies] == ["router"]

@@ -415,6 +415,7 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     else:
         wanted, message = FAULTS.get(kind, ("timeout", "is blocked"))
         assert (episode.failure, episode.score, episode.failed_calls) == (wanted, -2.0, {wanted: 1})
+        assert not any(reward for _, reward in episode.rewards), "its tokens would be rewarded beside the score"
         # "blocks" does so at once, in a process that starts with the turn.
         assert ended[1].token_ids == ([3, 2] if kind == "blocks" else [3, 2, 3, 2, 9, 3, 2]) and ended[1].finished
         assert message in capfd.readouterr().err

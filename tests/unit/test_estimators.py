@@ -197,6 +197,21 @@ def test_equal_scores_have_advantages_of_exactly_zero(name: str, score: float) -
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
+def test_equal_scores_with_unequal_rewards_of_turns_give_nothing(name: str) -> None:
+    """Sums of 0.1, 0.2, and what is left of 0.3, are not 0.3."""
+    prompts = [Prompt(0, np.array([5, 6], np.int32), "", None)] * 3
+    batch = build_batch(prompts, Responses.of([Generation([9] * 3, [-1.0] * 3, True)] * 3))
+    batch = batch.with_fields(
+        scores=torch.tensor([0.3] * 3),
+        turn_rewards=torch.tensor([0.1, 0.2, 0.0, 0.3, 0.0, 0.0, 0.7, -0.4, 0.0]),
+        old_log_probs=torch.zeros(9),
+    )
+    cfg = AlgorithmConfig(adv_estimator=name)  # type: ignore[arg-type]
+    found, _, _ = advantages_and_returns(batch, cfg, 0.0, 3, ADVANTAGE_ESTIMATORS[name])
+    assert found.advantages is not None and not found.advantages.any()
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
 def test_groups_of_one_response_are_refused(name: str) -> None:
     with pytest.raises(AssertionError):
         ADVANTAGE_ESTIMATORS[name](inputs_of([1.0, 2.0, 3.0], [1, 1, 1], [0, 0, 1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,9 @@ def test_padding_is_a_separate_sequence_without_targets(multiple_of: int, padded
     assert micro.tokens[0, :11].tolist() == plain.tokens[0].tolist() == [8, 9, 10, 11, 1, 2, 3, 4, 5, 6, 7]
     assert micro.tokens[0, 11:].tolist() == [0] * (padded - 11)
     ends = [0, 4, 11] if padded == 11 else [0, 4, 11, padded]
+    assert plain.targets.tolist() == [10, 11, 4, 5, 6, 7]
+    assert plain.logit_positions.tolist() == [1, 2, 6, 7, 8, 9]  # of the tokens before them
+    assert plain.response_index.tolist() == [4, 5, 0, 1, 2, 3]
     assert micro.packed.cu_seqlens_q.tolist() == ends
     assert micro.packed.positions.tolist() == [*range(4), *range(7), *range(padded - 11)]
     for name in ("logit_positions", "targets", "response_index"):
@@ -57,6 +61,13 @@ def test_context_parallel_ranks_have_each_token_and_each_result_once(
         assert part.tokens[0, part.logit_positions].tolist() == before.tolist()
         position = plain.packed.positions[plain.logit_positions[part.own_results]]
         assert part.packed.positions[part.logit_positions].tolist() == position.tolist()
+
+
+def test_context_parallel_ranks_have_a_chunk_from_each_end() -> None:
+    """Check Transformer Engine's order of the chunks."""
+    lens = np.array([8, 4])
+    own = [Context(size=2, rank=rank).own_tokens(lens).tolist() for rank in range(2)]
+    assert own == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
 
 def test_dummy_micro_batch_can_be_padded() -> None:

@@ -6,7 +6,13 @@ import sys
 from pathlib import Path
 
 import lock
+import lock_config
 import pytest
+
+
+def test_every_shipped_config_has_a_model() -> None:
+    configs = {path.stem for path in (lock_config.ROOT / "configs").glob("*.yaml")}
+    assert lock_config.MODELS.keys() == configs
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

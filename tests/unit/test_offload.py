@@ -3,11 +3,16 @@ tests/dist/test_offload_schedule.py."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from rlhf_mc import platform
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.offload import HostArena, Offload, TensorGroup, tensors_besides
 
 DEVICE = platform.device()
@@ -106,3 +111,34 @@ def test_rank_with_an_empty_group_reports_the_same_placement() -> None:
     assert not empty.differs_from(()) and empty.differs_from(("optimizer",)) and empty.offloaded_bytes == 0
     empty.onload(("optimizer",))
     assert not empty.differs_from(("optimizer",))
+
+
+@pytest.fixture
+def host_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of the file by which the ranks of a node wait for one another."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"rlhf_mc_host_memory_{os.getuid()}"
+
+
+def test_file_that_ranks_of_a_node_lock_is_private(host_lock: Path) -> None:
+    HostArena("trainer.async_save").views([8])
+    assert host_lock.stat().st_mode & 0o777 == 0o600
+    host_lock.write_text("content")
+    HostArena("trainer.async_save").views([8])
+    assert host_lock.read_text() == "content"
+
+
+@pytest.mark.parametrize("planted", ["link", "owner"])
+def test_file_of_another_user_is_refused(host_lock: Path, monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+    victim = host_lock.with_name("victim")
+    victim.write_text("content")
+    if planted == "link":
+        host_lock.symlink_to(victim)
+    else:
+        victim.rename(host_lock)
+        uid = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        host_lock = host_lock.rename(host_lock.with_name(f"rlhf_mc_host_memory_{uid + 1}"))
+    with pytest.raises(UserError, match=rf"^trainer.async_save: {host_lock}: .*; remove it, or set TMPDIR"):
+        HostArena("trainer.async_save").views([8])
+    assert host_lock.read_text() == "content"

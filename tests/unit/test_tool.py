@@ -1,4 +1,4 @@
-"""Ctrl-C and numbers on the command line of the planner and of the tools."""
+"""Ctrl-C, unread output and numbers on the command line of the planner and of the tools."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ finally:
 PLANNER = ["-m", "rlhf_mc.planner"]
 
 
-def python(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def python(
+    tmp_path: Path, *arguments: str, stdout: int = subprocess.PIPE, **env: str
+) -> subprocess.CompletedProcess[str]:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     paths = os.pathsep.join([str(tmp_path), str(REPO)])
-    env = {**os.environ, "INTERRUPT_AT": "", **env, "PYTHONPATH": paths}
-    return subprocess.run([sys.executable, *arguments], env=env, cwd=REPO, capture_output=True, text=True)
+    env = {**os.environ, "INTERRUPT_AT": "", "PYTHONUNBUFFERED": "", **env, "PYTHONPATH": paths}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=env, cwd=REPO, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize(
@@ -84,3 +87,40 @@ def test_numbers_out_of_range_are_one_line(tmp_path: Path, program: list[str], a
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert f"error: argument {argument}: '{text}' is no " in line
+
+
+UNREAD = """
+from rlhf_mc.runtime.tool import end_on_interrupt
+end_on_interrupt()
+import os, sys
+from rlhf_mc.runtime.exit_codes import exit_code
+def write(text):
+    print(text)
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"-")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ([*PLANNER, "--help"], 0),
+        (["tools/from_verl.py", "--help"], 0),
+        (["-c", f"{UNREAD}sys.exit(exit_code('rlhf_mc', lambda: print('-' * 100_000)))"], 141),
+        (["-c", f"{UNREAD}print('-' * 100_000)"], 141),
+    ],
+    ids=["planner", "tool", "in exit_code", "outside"],
+)
+def test_unread_output_ends_a_tool_quietly(tmp_path: Path, program: list[str], code: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = python(tmp_path, *program, stdout=writer)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
+def test_another_broken_pipe_is_an_error(tmp_path: Path) -> None:
+    ended = python(tmp_path, "-c", f"{UNREAD}sys.exit(exit_code('rlhf_mc', lambda: write('text')))")
+    assert (ended.returncode, ended.stdout) == (1, "text\n")
+    assert "BrokenPipeError" in ended.stderr.splitlines()[-1]

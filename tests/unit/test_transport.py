@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard import weight_sync
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, whole_layout
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
+from rlhf_mc.reshard.transfers import RankPlan
 from rlhf_mc.reshard.transport import PointToPoint
 
 
@@ -38,6 +42,25 @@ def test_without_memfd_messages_are_point_to_point(world: dist.ProcessGroup) -> 
     with mock.patch.object(os, "memfd_create", side_effect=PermissionError):
         assert SharedMemory(8, world).ranks == frozenset()
         assert isinstance(host_transport(8, world), PointToPoint)
+
+
+def test_correction_biases_are_verified_after_an_update(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = whole_layout({"w": (4, 2), "bias": (3,)})
+    sync = weight_sync.plan_weight_sync([layout], [layout], frozenset({"bias"}), 0, torch.bfloat16, "always", 1000)
+    source = {"w": torch.randn(4, 2).bfloat16(), "bias": torch.randn(3)}
+    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    sync.run(source, target)
+    assert all(torch.equal(target[name], source[name]) for name in source)
+
+    def execute_wrongly(plan: RankPlan, source: Any, target: Any, *others: Any) -> None:
+        execute(plan, source, target, *others)
+        target["bias"][1] += 1.0
+
+    monkeypatch.setattr(weight_sync, "execute", execute_wrongly)
+    with pytest.raises(UserError, match=r"^reshard.verify: bias\[0:3\] on rank 0 differs from bias\[0:3\] on rank 0"):
+        sync.run(source, target)
 
 
 def test_without_a_transport_a_plan_with_messages_is_rejected() -> None:

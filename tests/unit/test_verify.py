@@ -37,6 +37,29 @@ def test_checksum_detects_every_change(dtype: torch.dtype, chunk: int) -> None:
     assert not torch.equal(checksum([torch.zeros_like(blocks)]), wanted)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "values", "distance"),
+    [
+        (torch.bfloat16, (1.01, 3.05), 1 << 18),
+        (torch.bfloat16, (1.0, -1.0), 1 << 11),
+        (torch.float32, (1.0, 2.0), 1 << 10),
+    ],
+    ids=str,
+)
+def test_checksum_detects_exchanges_far_apart(dtype: torch.dtype, values: tuple[float, float], distance: int) -> None:
+    """Exchange the values of two elements in each place of a word of 8 bytes, alone and among others."""
+    places = 8 // dtype.itemsize
+    others = torch.randn(distance + 8).to(dtype)
+    for rest in (torch.zeros_like(others), torch.ones_like(others), others):
+        for first in range(places):
+            pair = [first, first + distance]
+            blocks = rest.clone()
+            blocks[pair] = torch.tensor(values, dtype=dtype)
+            other = rest.clone()
+            other[pair] = torch.tensor(values[::-1], dtype=dtype)
+            assert not torch.equal(checksum([blocks[None]]), checksum([other[None]])), first
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 3), (3, 4, 5), (2, 129, 64), (1, 1000)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.slow
@@ -49,7 +72,7 @@ def test_checksum_does_not_depend_on_the_chunks(dtype: torch.dtype, shape: tuple
     padded = [block.reshape(-1).view(torch.uint8) for block in blocks]
     padded = [torch.cat([part, part.new_zeros(-len(part) % 8)]) for part in padded]
     words = torch.cat(padded).view(torch.int64).tolist()
-    wanted = [sum(words), sum(n * word for n, word in enumerate(words, 1))]
+    wanted = [sum(words), sum(n * (word ^ word >> 33) for n, word in enumerate(words, 1))]
     for found in (blocks, view):
         for chunk in (8, 16, 40, 1 << 10, *CHUNK_BYTES.values()):
             sums = checksum([found], chunk).tolist()

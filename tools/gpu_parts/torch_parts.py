@@ -124,12 +124,12 @@ def checksums(report: Report, sizes: Sizes) -> None:
 
 
 def _by_definition(block: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the block's 8-byte words, padded with zeros, and the sum weighted by position, both modulo
-    2^64: [2] int64."""
+    """Return the sum of the block's 8-byte words, padded with zeros, and the sum of mixed words, weighted by position,
+    both modulo 2^64: [2] int64."""
     data = block.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     words = np.frombuffer(data + bytes(-len(data) % 8), dtype=np.int64)
     positions = np.arange(1, 1 + len(words), dtype=np.int64)
-    return torch.tensor([int(words.sum()), int((words * positions).sum())])
+    return torch.tensor([int(words.sum()), int(((words ^ words >> 33) * positions).sum())])
 
 
 def process_groups(report: Report, sizes: Sizes) -> None:
