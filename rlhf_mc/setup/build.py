@@ -123,20 +123,8 @@ def build_run(cfg: Config) -> Run:
     meshes = {role: training_mesh(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
-    # Each model is offloaded before the next is built, and all of them before the engine measures free memory.
     offload_schedule = OffloadSchedule()
-    models: dict[str, ModelEngine] = {}
-    for role, start in starts.items():
-        with working(f"building {role}"):
-            models[role] = _load(role, start, layouts(cfg)[role], groups[role])
-            if start.optim is not None:
-                frozen = frozen_parameters(start.frozen, engine_layouts(models[role])[rank])
-                # The actor's learning-rate schedule counts the steps in which the actor is updated.
-                warmup = cfg.trainer.critic_warmup if role == "actor" else 0
-                models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
-                if cfg.health.out_of_memory == "halve_tokens":
-                    models[role].recover_memory()
-            offload_schedule.add(role, models[role])
+    models = _build_models(cfg, starts, groups, total_steps, offload_schedule)
     actor = models["actor"]
     _set_routers(cfg, actor)
     budgets = token_budgets(cfg)
@@ -178,6 +166,30 @@ def build_run(cfg: Config) -> Run:
         adjustments=Adjustments(Path(cfg.trainer.default_local_dir)),
         skipped=SkippedUpdates(MOST_CONSECUTIVE, Path(cfg.trainer.default_local_dir)),
     )
+
+
+def _build_models(
+    cfg: Config,
+    starts: Mapping[str, _Start],
+    groups: Mapping[str, ProcessGroups],
+    total_steps: int,
+    offload_schedule: OffloadSchedule,
+) -> dict[str, ModelEngine]:
+    """Return the models by role, with their optimizers. Each is offloaded before the next is built, and all of them
+    before the rollout engine measures free memory."""
+    models: dict[str, ModelEngine] = {}
+    for role, start in starts.items():
+        with working(f"building {role}"):
+            models[role] = _load(role, start, layouts(cfg)[role], groups[role])
+            if start.optim is not None:
+                frozen = frozen_parameters(start.frozen, engine_layouts(models[role])[dist.get_rank()])
+                # The actor's learning-rate schedule counts the steps in which the actor is updated.
+                warmup = cfg.trainer.critic_warmup if role == "actor" else 0
+                models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
+                if cfg.health.out_of_memory == "halve_tokens":
+                    models[role].recover_memory()
+            offload_schedule.add(role, models[role])
+    return models
 
 
 def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
