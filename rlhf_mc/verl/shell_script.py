@@ -59,7 +59,7 @@ def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
     the line of a mistake."""
     try:
         text = text.rstrip().removesuffix("\\") + "\n"
-        tree = parsed(text)
+        text, tree = parsed(text)
         home = {name: os.environ[name] for name in _TAKEN if name in os.environ}
         given = {**home, "PWD": str(Path.cwd()), **environment}
         variables: dict[str, Variable] = {name: {"0": Word(0, value)} for name, value in given.items()}
@@ -94,6 +94,8 @@ class _Interpreter:
         self.functions: dict[str, Node] = {}
         self.output: list[str] | None = None
         """Inside $(...): what has been printed."""
+        self.local: dict[str, Variable | None] = {}
+        """Variables that the function has made its own, with their values outside of it."""
 
     def statements(self, nodes: Sequence[Node]) -> bool | None:
         """Follow statements. Return whether the last succeeds, None if that is not known."""
@@ -217,6 +219,7 @@ class _Interpreter:
         copy = _Interpreter(replace(self.state, variables=dict(self.state.variables)), self.commands, self.given)
         copy.functions = self.functions
         copy.output = self.output
+        copy.local = self.local
         return copy
 
     def _fork(self, branches: list[list[Node]], first: Node, last: Node | None = None) -> None:
@@ -326,6 +329,9 @@ class _Interpreter:
 
     def _do_DeclClause(self, node: Node) -> bool:
         for assign in node.get("Args", []):
+            if "Name" in assign and node["Variant"]["Value"] == "local":
+                name = assign["Name"]["Value"]
+                self.local.setdefault(name, self.state.variables.get(name))
             if "Name" in assign and not assign.get("Naked"):
                 self._assign(assign)
         return True
@@ -340,14 +346,20 @@ class _Interpreter:
             return None
 
     def _call(self, name: str, words: list[Word]) -> bool | None:
-        """Follow a function. Its local variables are not told apart from the script's."""
+        """Follow a function, after which its local variables have their values from before."""
         arguments, self.state.arguments = self.state.arguments, words
+        local, self.local = self.local, {}
         try:
             return self._statement(self.functions[name])
         except _Return:
             return None
         finally:
             self.state.arguments = arguments
+            for variable, value in self.local.items():
+                self.state.variables.pop(variable, None)
+                if value is not None:
+                    self.state.variables[variable] = value
+            self.local = local
 
     def _substitute(self, nodes: Sequence[Node]) -> Word | None:
         """Return the output of the statements of $(...), or None if it is not known."""
