@@ -4,7 +4,7 @@ of each model's layout. Numbers that are trained do not depend on any of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlhf_mc.config.model_schema import TRAINING_ONLY
@@ -34,10 +34,31 @@ _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
 
 def is_fsdp(verl: Settings) -> bool:
     """Return whether verl trains with FSDP, as it does unless its settings name Megatron."""
-    engine = verl.get("model_engine") or verl.get("actor.model_engine") or verl.get("actor.strategy")
-    if engine is not None:
-        return engine != "megatron"
-    return not any(".megatron." in key for key in verl)
+    return (engine_of(verl) or engine_by_keys(verl)) != "megatron"
+
+
+def without_roles_layouts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of ours without the layouts of the models beside the actor, which then follow the actor's."""
+    layout = (*_VERL_MEGATRON, "sequence_parallel", "dynamic_context_parallel", "cp_comm_type")
+    kept = ("dtype", "use_distributed_optimizer")
+
+    def is_layout(key: str) -> bool:
+        role, _, name = key.partition(".megatron.")
+        return role != "actor" and name in layout and name not in kept
+
+    return {key: value for key, value in settings.items() if not is_layout(key)}
+
+
+def engine_of(verl: Settings) -> str | None:
+    """Return the engine that a setting names, or None."""
+    return verl.get("model_engine") or verl.get("actor.model_engine") or verl.get("actor.strategy")
+
+
+def engine_by_keys(keys: Iterable[str]) -> str:
+    """Return megatron if the sections of models are Megatron's alone, else fsdp."""
+    names = set(keys)
+    is_megatron = any(".megatron." in key for key in names) and not any(".fsdp" in key for key in names)
+    return "megatron" if is_megatron else "fsdp"
 
 
 def layout_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:

@@ -40,7 +40,7 @@ def _continued_comments(tree: Any) -> Iterator[int]:
         for item in tree:
             yield from _continued_comments(item)
     elif isinstance(tree, dict):
-        if "Hash" in tree and tree["Text"].endswith("\\\n"):
+        if "Hash" in tree and tree.get("Text", "").endswith("\\\n"):
             yield tree["Hash"]["Offset"]
         for item in tree.values():
             if isinstance(item, (dict, list)):

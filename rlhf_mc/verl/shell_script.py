@@ -7,6 +7,7 @@ shell_words.py, the reader of a verl script in verl/input.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,10 @@ def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
         variables: dict[str, Variable] = {name: {"0": Word(0, value)} for name, value in given.items()}
         variables.update({name: {"0": Word(1, path)} for name in ("0", "BASH_SOURCE")})
         script = Script(written=[*written(tree)])
-        run = _Interpreter(State(text.encode(), variables), script.commands, environment)
+        arguments = [
+            variables[name]["0"] for name in itertools.takewhile(given.__contains__, map(str, itertools.count(1)))
+        ]
+        run = _Interpreter(State(text.encode(), variables, arguments), script.commands, environment)
         try:
             run.statements(tree.get("Stmts", []))
         except _Exit as error:

@@ -52,7 +52,8 @@ class State:
     used: set[str] = field(default_factory=set)
     """Variables of the environment that were read."""
     missing: set[str] = field(default_factory=set)
-    """Variables that are not set and were tested with -z or -n."""
+    """Variables that are not set, or have an empty default, and were tested with -z or -n; and
+    the next argument of the script, if their number was read."""
     work: list[int] = field(default_factory=lambda: [MOST_WORK])
     """The rest of MOST_WORK, shared by all copies."""
 
@@ -199,10 +200,10 @@ class Expander:
         if name in ("@", "*"):
             return {str(number): word for number, word in enumerate(state.arguments, 1)}
         if name == "#":
+            state.missing.add(str(len(state.arguments) + 1))
             return {"0": Word(1, str(len(state.arguments)))}
-        if name.isdigit() and 0 < int(name) <= len(state.arguments):
-            return {"0": state.arguments[int(name) - 1]}
-        value = state.variables.get(name)
+        is_argument = name.isdigit() and 0 < int(name) <= len(state.arguments)
+        value = {"0": state.arguments[int(name) - 1]} if is_argument else state.variables.get(name)
         if value is not None and any(word.line == 0 for word in value.values()):
             state.used.add(name)
         return value
@@ -256,6 +257,8 @@ class Expander:
         line = node_line(node)
         if op in ("-", ":-", "=", ":=", "+", ":+") and is_given == ("+" in op):
             fields = [self.text(word, line)] if quoted else self.fields(word) if word else []
+            if op in ("-", ":-"):
+                fields = [item if item.text else replace(item, variable=item.variable or name) for item in fields]
             if "=" in op:
                 self.state.variables[name] = {"0": self.text(word, line)}
             return fields

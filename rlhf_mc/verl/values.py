@@ -326,6 +326,10 @@ def _aggregation(key: str, value: Any, verl: Settings) -> Line:
     return renamed(key, OF_SEQUENCES, f"verl's {loss} too; its entropy and KL losses have {value}, here this one")
 
 
+def _function_name(key: str, value: Any, verl: Settings) -> Line | None:
+    return Line("implied", "compute_score") if value is None else None
+
+
 def _adaptive(key: str, value: Any, verl: Settings) -> Line | None:
     # verl's coefficient of the KL loss is constant.
     if value == "adaptive" and not verl.get("algorithm.use_kl_in_reward"):
@@ -435,6 +439,7 @@ _PATTERNS: dict[Converter, str] = {
     correction.rejection_thresholds: "algorithm.rollout_correction.rollout_rs_threshold",
     correction.rejection_lower_threshold: "algorithm.rollout_correction.rollout_rs_threshold_lower",
     _reward_enable: "reward_model.enable",
+    _function_name: "custom_reward_function.name",
     _input_tokenizer: "reward_model.model.input_tokenizer",
     _reward_workers: "{reward,reward_model}.num_workers",
 }
