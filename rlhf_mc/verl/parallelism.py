@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.verl.keys import Line, Settings, number, renamed, same
+from rlhf_mc.config.roles import tokens_on_rank
+from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same
 
 _VERL_MEGATRON: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -100,6 +101,55 @@ def layout_hints(verl: Settings, settings: Mapping[str, Any]) -> Iterator[tuple[
         )
 
 
+# ---------------------------------------------------------------- micro-batches
+
+
+def is_dynamic(key: str, verl: Settings) -> bool:
+    """Return whether verl's micro-batches of the pass that the key belongs to are by token budget."""
+    role = key.partition(".")[0]
+    own = f"{role}.log_prob_use_dynamic_bsz" if role in ("rollout", "ref") else f"{role}.use_dynamic_bsz"
+    switches = (own, "critic.use_dynamic_bsz") if role == "reward_model" else (own,)
+    values = [value for switch in (*switches, "actor.use_dynamic_bsz") if (value := verl.get(switch)) is not None]
+    return bool(values and values[0])
+
+
+def longest_sequence(verl: Settings) -> int:
+    return number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
+
+
+def micro_batch(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a number of sequences to the tokens of as many of the longest ones."""
+    if value is None or is_dynamic(key, verl):
+        return Line("implied", "micro-batches are by token budget")
+    if type(value) is not int:
+        return Line("not supported", "it is not an integer")
+    name = key.partition("micro_batch_size")[0]
+    name = "reward_model.forward_" if name == "reward_model." else name
+    longest = tokens_on_rank(longest_sequence(verl), context_size(key, verl))
+    return renamed(f"{name}max_token_len_per_gpu", value * longest, f"{value} sequences of {longest} tokens")
+
+
+def token_budget(key: str, value: Any, verl: Settings) -> Line:
+    if not is_dynamic(key, verl):
+        return Line("not needed", "use_dynamic_bsz is off: the number of sequences is converted")
+    return same(key, value)
+
+
+def dynamic(key: str, value: Any, verl: Settings) -> Line:
+    if value:
+        return Line("implied", "micro-batches are by token budget")
+    return Line("not needed", "a number of sequences is converted to a token budget; no number depends on it")
+
+
+def micro_batch_of_all(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a micro-batch size of verl's first versions: the sequences of all GPUs together."""
+    ranks = number(verl, "trainer.nnodes", 1) * number(verl, "trainer.n_gpus_per_node", 8)
+    is_used = value not in OFF and not is_dynamic(key, verl)
+    if is_used and (type(value) is not int or value % ranks):
+        return Line("not supported", f"it is no multiple of the {ranks} GPUs: use {key}_per_gpu")
+    return micro_batch(key, value // ranks if is_used else None, verl)
+
+
 # ---------------------------------------------------------------- converters
 
 
@@ -141,6 +191,23 @@ def context_size(key: str, verl: Settings) -> int:
     names = ulysses_keys if is_fsdp(verl) else ["megatron.context_parallel_size"]
     sizes = (verl.get(f"{of}.{name}") for of in ([role] if role == "critic" else [role, "actor"]) for name in names)
     return next((size for size in sizes if type(size) is int), 1)
+
+
+def main_dtype(key: str, value: Any, verl: Settings) -> Line | None:
+    """Return the line of the type in which FSDP keeps or reduces a trained model's tensors."""
+    if key.startswith("ref.") or value not in ("bf16", "bfloat16"):
+        return None  # the rules of verl/keys.py
+    text = f"main parameters, gradients and Adam's state are float32, in verl {value}"
+    return Line("implied", text)
+
+
+def in_override(key: str, value: Any, verl: Settings) -> Line | None:
+    """Return the line of a layout setting of Megatron-Core that repeats the one of `megatron`."""
+    section, _, name = key.partition(".override_transformer_config.")
+    default = _VERL_MEGATRON.get(name, True)
+    if value == verl.get(f"{section}.{name}", default):
+        return Line("implied", f"by megatron.{name}")
+    return None
 
 
 def virtual_chunks(key: str, value: Any, verl: Settings) -> Line:

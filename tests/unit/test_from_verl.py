@@ -236,7 +236,29 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.ref.megatron.optimizer_offload", True, ("not needed", None, None)),
         ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"], ("not needed", None, None)),
         ("actor_rollout_ref.actor.fsdp_config.param_offload", True, ("renamed", "actor.megatron.param_offload", True)),
-        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bf16", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bf16", ("implied", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "fp16", ("not supported", None, None)),
+        ("critic.fsdp.model_dtype", "bfloat16", ("implied", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "bf16", ("implied", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "fp32", ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.name", "vllm", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.name", "sglang", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.name", "trtllm", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.name", "hf", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.x", 1, ("not needed", None, None)),
+        ("actor_rollout_ref.rollout.server.timeout", 1, ("not needed", None, None)),
+        (f"{OF_EXPERTS}.context_parallel_algo", "ulysses", ("not needed", None, None)),
+        (f"{OF_EXPERTS}.use_fused_rmsnorm", True, ("not needed", None, None)),
+        (f"{OF_EXPERTS}.sequence_parallel", True, ("implied", None, None)),
+        (f"{OF_EXPERTS}.context_parallel_size", 2, ("not supported", None, None)),
+        (f"{OF_EXPERTS}.attention_dropout", 0.0, ("implied", None, None)),
+        (f"{OF_EXPERTS}.attention_dropout", 0.1, ("not supported", None, None)),
+        (f"{OF_EXPERTS}.normalization", "RMSNorm", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.veomni.param_offload", True, ("renamed", "actor.megatron.param_offload", True)),
+        ("actor_rollout_ref.actor.veomni.ulysses_parallel_size", 2,
+         ("renamed", "actor.megatron.context_parallel_size", 2)),
+        ("actor_rollout_ref.actor.veomni.moe_implementation", "fused", ("not needed", None, None)),
+        ("actor_rollout_ref.actor.veomni.router_replay.mode", "R3", ("renamed", "algorithm.router_replay", "rollout")),
         ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", 2,
          ("same", "actor.megatron.expert_model_parallel_size", 2)),
         ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", True,
@@ -338,7 +360,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("algorithm.filter_groups.enable", True, ("same", "algorithm.filter_groups.enable", True)),
         ("algorithm.filter_groups.metric", "acc", ("not needed", None, None)),
         ("data.gen_batch_size", 1024, ("implied", None, None)),
-        ("data.gen_batch_size", 1536, ("not supported", None, None)),
+        ("data.gen_batch_size", 1536, ("not needed", None, None)),
         ("algorithm.rollout_correction.rollout_is", "token",
          ("same", "algorithm.rollout_correction.rollout_is", "token")),
         ("algorithm.rollout_correction.rollout_rs", "token_k1,seq_max_k2",
@@ -446,6 +468,8 @@ def test_micro_batches_are_by_the_switch_of_their_pass() -> None:
 
 
 def test_layouts_that_depend_on_others() -> None:
+    both = {"actor__megatron__context_parallel_size": 2}
+    assert line_of(f"{OF_EXPERTS}.context_parallel_size", 2, **both)[0] == "implied"
     experts = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
     sizes = {"actor__megatron__tensor_model_parallel_size": 4}
     for etp, ours in ((None, 8), (4, 8), (1, 2), (2, 4)):
