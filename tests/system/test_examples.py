@@ -145,6 +145,7 @@ def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
         assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
         assert row["training/rollout_probs_diff_max"] < 1e-4
     assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
+    assert 1 < rows[-1]["val-aux/num_turns/mean"] < rows[-1]["val-aux/num_turns/max"] == 4
 
 
 # ---------------------------------------------------------------- an advantage estimator
