@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.user_function import describe_error, load_attribute
+from rlhf_mc.environments import verl_tools
 from rlhf_mc.rewards.results import Failure
 from rlhf_mc.rewards.returned import checked
 
@@ -72,6 +73,7 @@ def where(cfg: EnvironmentConfig) -> str:
 def load_environment(cfg: EnvironmentConfig) -> type:
     """Return the user's class. Raise UserError if the file is missing, if importing it or building an object raises, or
     if the class lacks a method."""
+    verl_tools.install()
     environment = load_attribute(SECTION, str(cfg.path), cfg.name, f" ({SECTION}.name)")
     try:
         one = environment(**cfg.kwargs)
