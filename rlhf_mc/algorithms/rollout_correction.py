@@ -109,9 +109,11 @@ def kept_tokens(
     metrics: dict[str, float] = {}
     for name, threshold in zip(cfg.rollout_rs, cfg.rollout_rs_threshold, strict=True):
         statistic, of_sequences = _statistic(name, log_ratio, response_lens)
-        low, high = -math.inf, threshold
+        low = -math.inf
+        high = threshold
         if name.endswith("k1"):
-            low, high = -math.log(threshold), -math.log(cfg.rollout_rs_threshold_lower or 1 / threshold)
+            low = -math.log(threshold)
+            high = -math.log(cfg.rollout_rs_threshold_lower or 1 / threshold)
         passed = (statistic >= low) & (statistic <= high)
         kept &= passed
         prefix = f"rollout_rs_{name}"

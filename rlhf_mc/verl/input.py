@@ -290,7 +290,7 @@ class _ConfigOption:
 
 def _without_options(words: list[Word], path: str) -> tuple[list[Word], _ConfigOption]:
     overrides = []
-    found = _ConfigOption()
+    config = _ConfigOption()
     rest = iter(words)
     for word in rest:
         option, equals, value = word.text.partition("=")
@@ -304,12 +304,12 @@ def _without_options(words: list[Word], path: str) -> tuple[list[Word], _ConfigO
             )
         value = value if equals else value_word.text
         if option in ("--config-name", "-cn"):
-            found = replace(found, line=word.line, name=value.removesuffix(".yaml"))
+            config = replace(config, line=word.line, name=value.removesuffix(".yaml"))
         elif option in ("--config-path", "-cp", "--config-dir", "-cd"):
-            found = replace(found, line=word.line, path=value)
+            config = replace(config, line=word.line, path=value)
         else:
             raise UserError(f"{path}, line {word.line}: option {_shown(option)} is not known")
-    return overrides, found
+    return overrides, config
 
 
 def _named_config(option: _ConfigOption, script: str, composition: Composition) -> str | None:

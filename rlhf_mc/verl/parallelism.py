@@ -35,7 +35,7 @@ _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
 
 def is_fsdp(verl: Settings) -> bool:
     """Return whether verl trains with FSDP, as it does unless its settings name Megatron."""
-    return (engine_of(verl) or engine_by_keys(verl)) != "megatron"
+    return (named_engine(verl) or engine_by_keys(verl)) != "megatron"
 
 
 def without_roles_layouts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def without_roles_layouts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not is_layout(key)}
 
 
-def engine_of(verl: Settings) -> str | None:
+def named_engine(verl: Settings) -> str | None:
     """Return the engine that a setting names, or None."""
     return verl.get("model_engine") or verl.get("actor.model_engine") or verl.get("actor.strategy")
 

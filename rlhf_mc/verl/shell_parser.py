@@ -30,8 +30,8 @@ def parsed(text: str) -> tuple[str, Node]:
     for start in _continued_comments(tree):
         end = source.index(b"\n", start)
         source[source.rindex(b"\\", start, end)] = ord(" ")
-    mended = source.decode()
-    return mended, tree if mended == text else _tree(mended)
+    corrected = source.decode()
+    return corrected, tree if corrected == text else _tree(corrected)
 
 
 def _continued_comments(tree: Any) -> Iterator[int]:

@@ -7,6 +7,7 @@ shell_words.py, the reader of a verl script in verl/input.py.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -152,10 +153,10 @@ class _Interpreter:
         if not condition:
             return self.statements(node["Then"])
         status = self.statements(condition)
-        branches = [
-            node["Then"],
-            [{"Cmd": {**node["Else"], "Type": "IfClause"}, **_span(node)}] if "Else" in node else [],
-        ]
+        start = node["Position"] if "Position" in node else node["Pos"]
+        branches = [node["Then"], []]
+        if "Else" in node:
+            branches[1] = [{"Cmd": {**node["Else"], "Type": "IfClause"}, "Pos": start, "End": node["End"]}]
         if status is None:
             self._fork(branches, condition[0], condition[-1])
             return None
@@ -220,25 +221,24 @@ class _Interpreter:
     # ------------------------------------------------------------ undecided branches
 
     def _copy(self) -> _Interpreter:
-        copy = _Interpreter(replace(self.state, variables=dict(self.state.variables)), self.commands, self.given)
-        copy.functions = self.functions
-        copy.output = self.output
-        copy.local = self.local
-        return copy
+        other = copy.copy(self)
+        other.state = replace(self.state, variables=dict(self.state.variables))
+        other.words = Expander(other.state, other._substitute)
+        return other
 
     def _fork(self, branches: list[list[Node]], first: Node, last: Node | None = None) -> None:
         """Follow each branch by itself. A variable that differs then, and is not given, has no value."""
         outcomes: list[dict[str, Variable]] = []
         for branch in branches:
-            copy = self._copy()
+            other = self._copy()
             try:
-                copy.statements(branch)
+                other.statements(branch)
             except (_Return, _Break):
                 pass
             except _Exit:
                 continue
-            outcomes.append(copy.state.variables)
-            self.state.spend(20 * len(copy.state.variables), node_line(first))
+            outcomes.append(other.state.variables)
+            self.state.spend(20 * len(other.state.variables), node_line(first))
         line = node_line(first)
         if not outcomes:
             raise _Exit(line)
@@ -295,6 +295,8 @@ class _Interpreter:
             return True
         if name in self.functions:
             return self._call(name, words[1:])
+        if name in ("true", "false"):
+            return name == "true"
         builtin = getattr(self, f"_run_{name}", None)
         if builtin is not None:
             status: bool | None = builtin(words)
@@ -359,21 +361,19 @@ class _Interpreter:
             return None
         finally:
             self.state.arguments = arguments
-            for variable, value in self.local.items():
-                self.state.variables.pop(variable, None)
-                if value is not None:
-                    self.state.variables[variable] = value
+            restored = {**self.state.variables, **self.local}
+            self.state.variables = {key: value for key, value in restored.items() if value is not None}
             self.local = local
 
     def _substitute(self, nodes: Sequence[Node]) -> Word | None:
         """Return the output of the statements of $(...), or None if it is not known."""
-        copy = self._copy()
-        copy.output = []
+        other = self._copy()
+        other.output = []
         try:
-            copy.statements(nodes)
+            other.statements(nodes)
         except (_Exit, Unresolved):
             return None
-        return Word(node_line(nodes[0]), "".join(copy.output).rstrip("\n")) if nodes else Word(0, "")
+        return Word(node_line(nodes[0]), "".join(other.output).rstrip("\n")) if nodes else Word(0, "")
 
     def _print(self, text: str, word: Word) -> bool:
         if self.output is not None:
@@ -433,12 +433,6 @@ class _Interpreter:
             if word.text.isidentifier():
                 self._set(word.text, {"0": Word(word.line, word.text, f"${word.text} is read in line {word.line}")})
 
-    def _run_true(self, words: list[Word]) -> bool:
-        return True
-
-    def _run_false(self, words: list[Word]) -> bool:
-        return False
-
     def _run_exit(self, words: list[Word]) -> bool:
         raise _Exit(words[0].line)
 
@@ -449,10 +443,6 @@ class _Interpreter:
         raise _Break(words[0].text)
 
     _run_continue = _run_break
-
-
-def _span(node: Node) -> Node:
-    return {"Pos": node["Position"] if "Position" in node else node["Pos"], "End": node["End"]}
 
 
 def _texts(variable: Variable | None) -> list[str] | None:
