@@ -257,6 +257,10 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "the first step of a warm-up has lr / lr_warmup_steps": ("*.optim.zero_indexed_step", (True, False, None)),
         "the optimizer is torch's or Apex's AdamW": ("*.optim.optimizer_impl", ("torch.optim", None)),
         "gradients are reduced in float32": ("*.grad_reduce_in_fp32", (True, False)),
+        "the model is that of its config.json": (
+            "*.override_transformer_config.{normalization,swiglu,multi_latent_attention}",
+            ("RMSNorm", True),
+        ),
         "there is no dropout": ("*.{hidden,attention}_dropout", (0, 0.0)),
         "gradients and the state of Adam are float32": (
             "*.optim.main_grads_dtype *.optim.exp_avg_dtype *.optim.exp_avg_sq_dtype",

@@ -164,10 +164,10 @@ def gradient_checkpointing(key: str, value: Any, verl: Settings) -> Line:
 
 
 def fsdp_offload(key: str, value: Any, verl: Settings) -> Line:
-    """Convert FSDP's param_offload, optimizer_offload and offload_policy."""
+    """Convert param_offload, optimizer_offload and offload_policy of FSDP, and VeOmni's of the same meaning."""
     role = key.partition(".")[0]
     name = key.rpartition(".")[2]
-    if name == "offload_policy":
+    if name in ("offload_policy", "enable_fsdp_offload"):
         return renamed(f"{role}.megatron.param_offload", value=True) if value else Line("implied", "off")
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
         return Line("not needed", "it does nothing for a model that is never trained")
