@@ -5,6 +5,7 @@ A file that is not there is left out if it is verl's own, whose defaults convers
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ _OF_VERL = re.compile(
 """Parts of verl's own configs."""
 _PACKAGE = re.compile(r"(?m)\A(?:#.*\n|\s*\n)*?#\s*@package\s+(\S+)")
 _CHOICE = re.compile(r"\$\{(\w+)\}")
-_DEEPEST = 20
+_MOST_FILES = 100
 
 
 def read_text(path: str) -> str:
@@ -56,6 +57,7 @@ class Composition:
     bases: list[str] = field(default_factory=list)
     """Configs of BASES that are not there."""
     _directory: Path = Path()
+    _num_files: int = 0
 
     def read(self, path: str) -> None:
         """Read a file. Raise UserError for a mistake in it, or a part that is not there."""
@@ -71,10 +73,8 @@ class Composition:
 
     def _add(self, name: str, package: str, by: str, depth: int) -> None:
         """Add the file of a config group by its name, such as actor/dp_actor."""
-        if depth > _DEEPEST:
-            raise UserError(f"{by}: defaults: {name}: more than {_DEEPEST} files name one another")
         path = self._directory / f"{name}.yaml"
-        if path.is_file():
+        if os.path.isfile(path):
             self._add_file(path, posixpath.dirname(name), package, depth)
         elif name in BASES:
             self.bases.append(name)
@@ -82,6 +82,9 @@ class Composition:
             raise UserError(f"{by}: defaults: {name}.yaml is not in {self._directory}; put its settings into this file")
 
     def _add_file(self, path: Path, group: str, package: str, depth: int) -> None:
+        self._num_files += 1
+        if self._num_files > _MOST_FILES:
+            raise UserError(f"{path}: defaults: more than {_MOST_FILES} files; does one name itself?")
         text = read_text(str(path))
         tree = parse_yaml(text, str(path)) if text.strip() else {}
         if tree is None and depth:
@@ -125,15 +128,22 @@ class Composition:
 
     def _merge(self, tree: Mapping[str, Any], package: str) -> None:
         """Replace settings by those of a file."""
+        sections = {above for key in self.settings for above in _above(key)}
         for name, value in flatten_settings(tree):
             key = f"{package}.{name}" if package else name
-            parts = key.split(".")
-            above = {".".join(parts[:number]) for number in range(1, len(parts))}
-            for other in [other for other in self.settings if other in above or other.startswith(f"{key}.")]:
-                if value != {} or other in above:
-                    del self.settings[other]
-            if value != {} or not any(other.startswith(f"{key}.") for other in self.settings):
-                self.settings[key] = value
+            if key in sections and value == {}:
+                continue
+            for above in _above(key):
+                self.settings.pop(above, None)
+            for inner in [other for other in self.settings if other.startswith(f"{key}.")] if key in sections else ():
+                del self.settings[inner]
+            self.settings[key] = value
+
+
+def _above(key: str) -> Iterator[str]:
+    """Yield the sections that a key is in."""
+    parts = key.split(".")
+    return (".".join(parts[:number]) for number in range(1, len(parts)))
 
 
 def _pairs(entries: Sequence[Any]) -> Iterator[tuple[str, Any]]:

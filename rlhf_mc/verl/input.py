@@ -97,6 +97,8 @@ def read_arguments(arguments: Arguments) -> Reading:
         of_script, option = _script_words(scripts[0], reading, arguments.command)
         words = [(f"{scripts[0]}, line {word.line}", word) for word in of_script]
         config = config or _named_config(option, scripts[0], composition)
+        if config is not None:
+            reading.note("config", config, "in place of the script's" if configs else "the script's --config-name")
     if config is not None:
         texts = [word.text.lstrip("+").partition("=") for _, word in (*words, *overrides)]
         composition.choices = {key: name for key, _, name in texts if "@" in key or key == "model_engine"}
@@ -317,7 +319,9 @@ def _named_config(option: _ConfigOption, script: str, composition: Composition) 
     if option.name is None:
         return None
     places = [base / (option.path or "") for base in (Path(), Path(script).parent)]
-    file = next((place / f"{option.name}.yaml" for place in places if (place / f"{option.name}.yaml").is_file()), None)
+    file = next(
+        (place / f"{option.name}.yaml" for place in places if os.path.isfile(place / f"{option.name}.yaml")), None
+    )
     if file is None and option.name not in BASES:
         raise UserError(
             f"{script}, line {option.line}: --config-name: {_shown(option.name)}.yaml is not in"

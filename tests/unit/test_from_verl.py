@@ -856,6 +856,17 @@ def test_yaml_with_references_is_read(tmp_path: Path) -> None:
     config.write_text("defaults: [mine]\n")
     with pytest.raises(UserError, match=f"defaults: mine.yaml is not in {tmp_path}"):
         read_verl(str(config), [])
+    for defaults, words in (
+        ("[verl, verl]", "more than 100 files; does one name itself?"),
+        ("[1]", "defaults: expected a name, or `group: name`, found 1"),
+        ("[{a: b, c: d}]", "expected a name, or `group: name`, found {'a': 'b', 'c': 'd'}"),
+        (f"[{'x' * 999}]", "is not in"),
+        ("[{actor: [x, null]}]", "actor/x.yaml is not in"),
+    ):
+        config.write_text(f"defaults: {defaults}\n")
+        with pytest.raises(UserError) as caught:
+            read_verl(str(config), [])
+        assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_one_of_several_commands_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -906,6 +917,8 @@ def test_config_of_several_files_is_read(tmp_path: Path) -> None:
         nodes = 3 if source == script else 2
         assert settings == {**given, "trainer.seed": 1, "trainer.nnodes": nodes, "data.seed": 1}
         assert reading.engine == "megatron"
+    note = (f"config         {tmp_path}/parts/run.yaml", "the script's --config-name")
+    assert note in read_verl(str(script), []).notes
     other = read_verl(str(script), ["actor@actor_rollout_ref.actor=large"]).settings
     assert {key: item.value for key, item in other.items() if "actor" in key} == {
         "actor.optim": None, "actor.ppo_epochs": 4}  # fmt: skip
