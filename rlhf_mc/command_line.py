@@ -16,7 +16,7 @@ from rlhf_mc.config.recorded import command_without_secrets, recorded
 from rlhf_mc.config.schema import Config
 from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
-from rlhf_mc.verl.input import converted_arguments, split_environment
+from rlhf_mc.verl.input import converted_arguments, split_arguments
 
 USAGE = "torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]"
 HELP = f"""\
@@ -45,6 +45,7 @@ options:
   --check              print what this machine has, what it lacks and what that costs; code 1 where no run could start
   --verl               take settings of verl's, as tools/from_verl.py does (docs/from_verl.md)
   --env NAME[=VALUE]   with --verl: a variable of the script, or of the environment (HOME and PWD are known)
+  --command N          with --verl: the N-th command of a script that starts verl several times
   --print-config       print all settings of CONFIG.yaml with their documentation, as a config that can be loaded
 
 exit codes:
@@ -90,7 +91,9 @@ class CommandLine:
 def parse(argv: list[str]) -> CommandLine:
     """Parse the arguments after the program's name. Raise UserError for an unknown option or a missing config."""
     verl = argv
-    argv = split_environment(argv)[0] if VERL in argv else argv
+    if VERL in argv:
+        named = split_arguments(argv)
+        argv = [*named.files, *named.overrides]
     given = [argument for argument in argv if argument.startswith("-") and argument != VERL]
     for argument in given:
         if argument not in OPTIONS:

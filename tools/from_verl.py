@@ -2,8 +2,10 @@
 
     python tools/from_verl.py CONFIG.yaml [key=value ...] > ours.yaml
     python tools/from_verl.py run_verl.sh [key=value ...] > ours.yaml
+    python tools/from_verl.py CONFIG.yaml run_verl.sh [key=value ...] > ours.yaml     # the script's --config-name
     python tools/from_verl.py key=value ... > ours.yaml
     ... --env NAME=VALUE      a variable of the script's environment, or one that only running the script would tell
+    ... --command N           the N-th command of a script that starts verl several times
     ... --env NAME            the same, with the value that this process has; HOME and PWD are taken without it
     ... --nodes N --gpus-per-node N --gpu h100      a layout for this machine, by the planner's search
 
@@ -38,7 +40,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings
 from rlhf_mc.config.masking import masked
 from rlhf_mc.planner.__main__ import main as planner_main
-from rlhf_mc.verl.input import converted_arguments, split_environment
+from rlhf_mc.verl.input import converted_arguments, split_arguments
+from rlhf_mc.verl.parallelism import without_roles_layouts
 
 
 def config_problem(text: str, processes: int) -> str | None:
@@ -95,11 +98,11 @@ def main(arguments: list[str]) -> int:
         message = f"{len(refused)} settings are not supported, and no config is written: {names}"
         print(f"rlhf_mc: error: {message}; remove one with '~key', or change it with key=value", file=sys.stderr)
         return 2
-    file = next(iter(split_environment(arguments)[0]), "=")
-    source = "verl's overrides" if "=" in file else file
+    source = " and ".join(split_arguments(arguments).files) or "verl's overrides"
     text = conversion.yaml(source)
     if machine:
-        layout = with_layout(text, machine)
+        conversion.settings = without_roles_layouts(conversion.settings)
+        layout = with_layout(conversion.yaml(source), machine)
         if layout is None:
             return 2
         conversion.settings, conversion.nodes, conversion.processes = layout

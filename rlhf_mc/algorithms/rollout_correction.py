@@ -95,29 +95,30 @@ def geometric_means(weights: torch.Tensor, response_lens: torch.Tensor) -> torch
 def kept_tokens(
     log_ratio: torch.Tensor, response_lens: torch.Tensor, cfg: RolloutCorrectionConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the tokens that no criterion rejects: [R] bool, and metrics: mean over tokens, maximum and minimum of each
-    statistic, and the shares of tokens, and of sequences with such, that it rejects, and that all criteria reject.
+    """Return the tokens that no criterion rejects: [R] bool, and metrics of each statistic, and the shares of tokens,
+    and of sequences with such, that it rejects, and that all criteria reject.
 
     A criterion of rollout_rs rejects where its statistic exceeds its threshold: tokens one by one (token_*) or whole
     sequences by the sum, mean or maximum over their tokens (seq_*). The statistic of a token is k1 = -log rho,
-    k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho. The threshold x of k1 is meant as 1 / x <= rho <= x, or
-    rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence with a token of rho below
-    rollout_token_veto_threshold.
+    k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log rho clamped to +-20. The threshold x of k1 is meant as
+    1 / x <= rho <= x, or rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence with a token of rho
+    below rollout_token_veto_threshold.
     """
     log_ratio = log_ratio.double()
     kept = torch.ones(len(log_ratio), dtype=torch.bool)
     metrics: dict[str, float] = {}
     for name, threshold in zip(cfg.rollout_rs, cfg.rollout_rs_threshold, strict=True):
-        statistic = _statistic(name, log_ratio, response_lens)
+        statistic, of_sequences = _statistic(name, log_ratio, response_lens)
+        low = -math.inf
+        high = threshold
         if name.endswith("k1"):
-            lower = cfg.rollout_rs_threshold_lower or 1 / threshold
-            passed = (statistic >= -math.log(threshold)) & (statistic <= -math.log(lower))
-        else:
-            passed = statistic <= threshold
+            low = -math.log(threshold)
+            high = -math.log(cfg.rollout_rs_threshold_lower or 1 / threshold)
+        passed = (statistic >= low) & (statistic <= high)
         kept &= passed
         prefix = f"rollout_rs_{name}"
-        values = {"mean": statistic.mean(), "max": statistic.max(), "min": statistic.min()}
-        metrics |= {f"{prefix}_{key}": float(value) for key, value in values.items()}
+        judged = statistic if name.startswith("token") else of_sequences
+        metrics |= _statistic_metrics(prefix, statistic, of_sequences, judged, (low, high))
         metrics |= _masked_fractions(prefix, passed, response_lens)
     if cfg.rollout_token_veto_threshold is not None:
         lowest = torch.segment_reduce(log_ratio, "min", lengths=response_lens)
@@ -170,15 +171,47 @@ def mismatch_metrics(
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _statistic(name: RejectionStatistic, log_ratio: torch.Tensor, response_lens: torch.Tensor) -> torch.Tensor:
-    """Return the statistic of a criterion, of each token or of each token's sequence: [R]."""
+def _statistic(
+    name: RejectionStatistic, log_ratio: torch.Tensor, response_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the statistic of a criterion, of each token or of each token's sequence: [R]; and of sequences: [S], for
+    token_* their means."""
     level, _, kind = name.rpartition("_")
+    clamped = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     # In the sum and the mean of k1, which is -log rho, tokens of opposite signs cancel.
-    each = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": _k3(log_ratio)}[kind]
+    each = {"k1": -clamped, "k2": 0.5 * clamped.square(), "k3": _k3(clamped)}[kind]
     if level == "token":
-        return each
+        return each, torch.segment_reduce(each, "mean", lengths=response_lens)
     reduced = torch.segment_reduce(each, level.removeprefix("seq_"), lengths=response_lens)
-    return torch.repeat_interleave(reduced, response_lens)
+    return torch.repeat_interleave(reduced, response_lens), reduced
+
+
+def _statistic_metrics(
+    prefix: str,
+    statistic: torch.Tensor,
+    of_sequences: torch.Tensor,
+    judged: torch.Tensor,
+    bounds: tuple[float, float],
+) -> dict[str, float]:
+    """Return metrics of a criterion's statistic of tokens [R] and of sequences [S]. judged: the one of both that is
+    compared with the bounds. std is of the statistic clamped to them."""
+    low, high = bounds
+    metrics = {
+        "mean": statistic.mean(),
+        "max": statistic.max(),
+        "min": statistic.min(),
+        "std": statistic.clamp(low, high).std(correction=0),
+        "fraction_high": (judged > high).double().mean(),
+        "fraction_low": (judged < low).double().mean(),
+        "seq_mean": of_sequences.mean(),
+        "seq_std": of_sequences.std() if len(of_sequences) > 1 else 0.0,
+        "seq_max": of_sequences.max(),
+        "seq_min": of_sequences.min(),
+        "seq_max_deviation": of_sequences.abs().max(),
+        "seq_fraction_high": (of_sequences > high).double().mean(),
+        "seq_fraction_low": (of_sequences < low).double().mean(),
+    }
+    return {f"{prefix}_{name}": float(value) for name, value in metrics.items()}
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:

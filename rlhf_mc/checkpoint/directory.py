@@ -262,6 +262,10 @@ def _other_format(path: Path) -> str:
     """Return a hint to the right setting if the directory is a checkpoint of another format, else an empty string."""
     if (path / "metadata.json").is_file():
         return "; Megatron checkpoints of weights alone are given as model.dist_checkpointing_path"
+    if (path / "actor").is_dir():
+        return (
+            "; verl's checkpoints are not read: export the weights with verl.model_merger, and give them as model.path"
+        )
     if (path / "config.json").is_file():
         return "; Hugging Face checkpoints are given as model.path"
     return ""

@@ -46,6 +46,10 @@ OTHER_OUTPUTS = ("data.cache_dir", "trainer.rollout_data_dir", "trainer.validati
 """Directories that are created when something is written to them."""
 _REPLACED = ("hf", "export")
 """Directories inside OUTPUT that a run replaces. None of its inputs may be in them."""
+_STEP = re.compile(r"global_step_\d+")
+_MANIFEST = "manifest.json"
+"""Last file of a checkpoint of ours (checkpoint/directory.py)."""
+_OF_VERL = "latest_checkpointed_iteration.txt"
 _REFERENCE = re.compile(r"\$\{[^}]*\}?|\$[A-Za-z_]\w*")
 
 
@@ -118,6 +122,24 @@ def _check_output(path: str) -> None:
         raise NodeError(f"{OUTPUT} {path}: {nearest} is not a directory{_here()}")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise NodeError(f"{OUTPUT} {path}: no permission to write to {nearest}{_here()}")
+    if step := _checkpoint_of_verl(path):
+        raise UserError(
+            f"{OUTPUT} {path}: {step} there is a checkpoint of verl, which is neither resumed nor"
+            f" moved; give another {OUTPUT}. To start from its weights, export them with"
+            " verl.model_merger (docs/from_verl.md)"
+        )
+
+
+def _checkpoint_of_verl(directory: str) -> str | None:
+    """Return the name of a checkpoint of verl, with a directory for each model and without our manifest, or None."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    for name in sorted(filter(_STEP.fullmatch, names)):
+        path = os.path.join(directory, name)
+        if os.path.isdir(path) and not os.path.exists(os.path.join(path, _MANIFEST)):
+            has_models = any(entry.is_dir() for entry in os.scandir(path))
+            if has_models or _OF_VERL in names:
+                return name
+    return None
 
 
 def _check_output_apart(cfg: Config) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.user_function import describe_error, load_attribute
+from rlhf_mc.environments import verl_tools
 from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.returned import checked
 from rlhf_mc.runtime.worker_process import MOST_BYTES
@@ -84,6 +85,7 @@ def most_answer_bytes(cfg: EnvironmentConfig) -> int:
 def load_environment(cfg: EnvironmentConfig) -> tuple[type, Collection[str]]:
     """Return the user's class, and the further arguments of its `step`. Raise UserError if the file
     is missing, if importing it or building an object raises, or if an object lacks a method."""
+    verl_tools.install()
     environment: type = load_attribute(SECTION, str(cfg.path), cfg.name, f" ({SECTION}.name)")
     try:
         one = environment(**cfg.kwargs)

@@ -208,12 +208,20 @@ def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return the turns of the conversations, and the calls of their environments that failed, by kind."""
     if not episodes:
         return {}
-    nums = [episode.num_turns for episode in episodes]
-    metrics = {"num_turns/mean": sum(nums) / len(nums), "num_turns/max": max(nums), "num_turns/min": min(nums)}
+    metrics = turn_counts(episodes)
     failed = _sums(episode.failed_calls.items() for episode in episodes)
+    num_turns = sum(episode.num_turns for episode in episodes)
     metrics["environment/failed_calls"] = sum(failed.values())
-    metrics["environment/failed_calls_ratio"] = sum(failed.values()) / max(1, sum(nums))
+    metrics["environment/failed_calls_ratio"] = sum(failed.values()) / max(1, num_turns)
     return metrics | {f"environment/failed_calls/{kind}": count for kind, count in sorted(failed.items())}
+
+
+def turn_counts(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return mean, maximum and minimum of the conversations' turns; nothing without conversations."""
+    nums = [episode.num_turns for episode in episodes]
+    if not nums:
+        return {}
+    return {"num_turns/mean": sum(nums) / len(nums), "num_turns/max": max(nums), "num_turns/min": min(nums)}
 
 
 def _sums(rows: Iterable[Iterable[tuple[str, float]]]) -> dict[str, float]:

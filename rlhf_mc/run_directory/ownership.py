@@ -62,6 +62,9 @@ _MOVING = "is_moving_away"
 _JOB = "slurm_job"
 _RESTARTS = "slurm_restarts"
 """Slurm's job id and restart count of the process that began the run."""
+_OURS = (f"{run_files.RUN_FILE}*", f"global_step_*/{directory.MANIFEST}")
+"""Files by which a directory is known to be of a run of rlhf_mc."""
+_MOST_NAMED = 5
 _ID = re.compile(r"\w[\w.-]*")
 
 
@@ -116,12 +119,19 @@ def has_run(root: Path) -> bool:
 
 def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
     """Move all files of the earlier run to a directory of their own. Return that directory, or None if there are no
-    files. `finish_moving` completes an interrupted move. Raise UserError if the new run reads one of the files.
+    files. `finish_moving` completes an interrupted move. Raise UserError if the new run reads one of the files, or if
+    they are of another program: a run of ours writes run.json before all others.
 
     inputs: (setting, file) of everything that the new run reads."""
     if not has_run(root):
         return None
     outputs = list(_outputs(root))
+    if not any(path for pattern in _OURS for path in root.glob(pattern)):
+        listed = ", ".join(path.name for path in outputs[:_MOST_NAMED])
+        raise UserError(
+            f"{root}: {listed} {'are' if len(outputs) > 1 else 'is'} of no run of rlhf_mc ({run_files.RUN_FILE} is"
+            " missing), and would be mixed with this run's files; give another trainer.default_local_dir"
+        )
     run_id = owner(root) or _id_without_file(root, outputs)
     for setting, path in inputs:
         inside = next((output for output in outputs if path.resolve().is_relative_to(output.resolve())), None)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, Responses
 from rlhf_mc.observability.sinks import best_effort
-from rlhf_mc.rewards.results import Score
+from rlhf_mc.rewards.results import Score, turn_counts
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_files import GENERATIONS
@@ -44,8 +44,8 @@ class Validation:
         return sum(score.accuracy for score in self.scores) / len(self.scores)
 
     def metrics(self) -> dict[str, float]:
-        """Return validation_metrics, and val-aux/<data_source>/num_failed for data sources of which a response could
-        not be scored."""
+        """Return validation_metrics, the turns of conversations, and val-aux/<data_source>/num_failed for data sources
+        of which a response could not be scored."""
         answers = [
             Answer(
                 prompt.data_source,
@@ -57,8 +57,10 @@ class Validation:
         ]
         rows = zip(self.prompts, self.scores, strict=True)
         failed = Counter(prompt.data_source for prompt, score in rows if score.failure is not None)
+        turns = turn_counts([score.episode for score in self.scores if score.episode is not None])
         return {
             **validation_metrics(answers),
+            **{f"val-aux/{name}": value for name, value in turns.items()},
             **{f"val-aux/{source}/num_failed": count for source, count in sorted(failed.items())},
         }
 

@@ -20,7 +20,7 @@ from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.verl.correction import rejection_lower_bound
 from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, find_rule, number
 from rlhf_mc.verl.multi_turn import MULTI_TURN, TOOL_PATHS, turn_defaults
-from rlhf_mc.verl.parallelism import layout_defaults, layout_hints
+from rlhf_mc.verl.parallelism import layout_defaults, layout_hints, named_engine
 from rlhf_mc.verl.values import OF_SEQUENCES, converted, uses_critic
 
 _MOST_NAMED = 10
@@ -141,9 +141,12 @@ def _outcome(key: str, line: Line) -> str:
     return f"{shown}  ({line.text})" if line.text and shown else shown + (f": {line.text}" if line.text else "")
 
 
-def convert(given: Mapping[str, Given]) -> Conversion:
-    """Return our settings for verl's. given: verl's settings without actor_rollout_ref, with references replaced."""
+def convert(given: Mapping[str, Given], engine: str | None = None) -> Conversion:
+    """Return our settings for verl's. given: verl's settings without actor_rollout_ref, with references replaced.
+    engine: fsdp or megatron, where no setting names it."""
     verl = {key: item.value for key, item in given.items()}
+    if engine is not None and named_engine(verl) is None:
+        verl["model_engine"] = engine
     result = Conversion(nodes=number(verl, "trainer.nnodes", 1), processes=number(verl, "trainer.n_gpus_per_node", 8))
     settings: dict[str, Any] = {}
     for key, item in given.items():

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import flatten_settings
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
+from rlhf_mc.verl.config_files import BASES, Composition, read_text
 from rlhf_mc.verl.conversion import REFERENCES, Conversion, Given, convert
 from rlhf_mc.verl.keys import plain_key
-from rlhf_mc.verl.shell_script import read_script
+from rlhf_mc.verl.parallelism import engine_by_keys
+from rlhf_mc.verl.shell_script import Script, read_script
 from rlhf_mc.verl.shell_words import Word
 
 ENV = "--env"
-_BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "_self_")
-"""verl's own configs, whose defaults conversion.py knows. The configs of recipe/dapo have the same."""
+COMMAND = "--command"
+_YAML = (".yaml", ".yml")
 _PROGRAMS = ("verl.trainer.main_ppo", "main_ppo.py", "dapo.main_dapo", "dapo.src.main_dapo", "main_dapo.py")
 """Ends of the words by which a command starts verl."""
 _REFERENCE = re.compile(r"\$\{(?:(oc\.select|oc\.env):)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}")
@@ -41,6 +43,19 @@ _SETTING = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """A command line that names settings of verl's."""
+
+    files: list[str]
+    """A YAML file, a script, or both."""
+    overrides: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of --env."""
+    command: int | None = None
+    """Number of the script's command, from 1 on; None: its one command."""
+
+
 @dataclass
 class Reading:
     """Settings of verl's by plain key, and what the report says besides."""
@@ -50,6 +65,8 @@ class Reading:
     """(kind and subject; what was done)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The variables that were given."""
+    engine: str | None = None
+    """fsdp or megatron, by the config's name or by the keys of the files; None: by all keys."""
 
     def note(self, kind: str, subject: str, text: str) -> None:
         """Add a line to the report, once."""
@@ -58,29 +75,67 @@ class Reading:
 
 
 def read_verl(source: str | None, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> Reading:
-    """Return the settings of a YAML file or shell script (.sh, .bash, .slurm; None: no file) and of overrides, which
-    replace the file's. ~key removes a setting, or a section. Raise UserError with the file and line of a mistake."""
-    reading = Reading(environment=environment or {})
+    """Return the settings of a YAML file or shell script (None: no file) and of overrides."""
+    files = [] if source is None else [source]
+    return read_arguments(Arguments(files, list(overrides), dict(environment or {})))
+
+
+def read_arguments(arguments: Arguments) -> Reading:
+    """Return the settings of a YAML file, of a script and of overrides, each of which replace those before. ~key
+    removes a setting, or a section. Raise UserError with the file and line of a mistake."""
+    reading = Reading(environment=arguments.environment)
     given = reading.settings
-    words = [(f"override {_shown(text)!r}", Word(0, text)) for text in overrides]
-    if source is not None and source.endswith((".yaml", ".yml")):
-        given.update((plain_key(key), Given(value, key)) for key, value in _yaml_settings(source))
-    elif source is not None:
-        words = [*((f"{source}, line {word.line}", word) for word in _script_words(source, reading)), *words]
-    last = {_word_key(word.text): number for number, (_, word) in enumerate(words)}
-    for number, (origin, word) in enumerate(words):
-        key = _word_key(word.text)
-        if word.problem is not None and last[key] != number:
-            continue  # a later word replaces it
-        if word.problem is not None and _names_only(key, word):
-            reading.note("replaced", word.text, f"{_shown(word.problem)}; a plain word stands for it")
-        elif word.problem is not None:
-            way = f"{_way(word)}{', or' if word.variable else 'give'} {_shown(key)}=VALUE"
-            raise UserError(f"{origin}: {_shown(key)}: {_shown(word.problem, 300)}; {way}")
-        _apply(given, word.text, origin)
+    configs = [file for file in arguments.files if file.endswith(_YAML)]
+    scripts = [file for file in arguments.files if file not in configs]
+    if len(configs) > 1 or len(scripts) > 1:
+        raise UserError(f"{', '.join(arguments.files)}: expected one YAML file, one script, or one of each")
+    overrides = [(f"override {_shown(text)!r}", Word(0, text)) for text in arguments.overrides]
+    config = configs[0] if configs else None
+    words: list[tuple[str, Word]] = []
+    composition = Composition()
+    if scripts:
+        of_script, option = _script_words(scripts[0], reading, arguments.command)
+        words = [(f"{scripts[0]}, line {word.line}", word) for word in of_script]
+        config = config or _named_config(option, scripts[0], composition)
+        if config is not None:
+            reading.note("config", config, "in place of the script's" if configs else "the script's --config-name")
+    if config is not None:
+        texts = [word.text.lstrip("+").partition("=") for _, word in (*words, *overrides)]
+        composition.choices = {key: name for key, _, name in texts if "@" in key or key == "model_engine"}
+        composition.read(config)
+        given.update((plain_key(key), Given(value, key)) for key, value in composition.settings.items())
+    all_words = [*words, *overrides]
+    for part in (range(len(words)), range(len(words), len(all_words))):
+        for number in part:
+            origin, word = all_words[number]
+            name = word.text.partition("=")[0].lstrip("+")
+            if "@" not in name or name not in composition.choices:
+                _add_word(reading, origin, word, [later.text for _, later in all_words[number + 1 :]])
+        if arguments.files and reading.engine is None:
+            reading.engine = engine_by_keys(given)
     reading.settings = _resolved(reading)
+    reading.engine = composition.engine() or reading.engine
     _check_function(reading.settings)
     return reading
+
+
+def _add_word(reading: Reading, origin: str, word: Word, later: Sequence[str]) -> None:
+    """Apply one word, unless its value is not known or no YAML and a later word replaces it."""
+    key = _word_key(word.text)
+    is_replaced = any(
+        _word_key(text) == key or (text.startswith("~") and key.startswith(f"{_word_key(text)}.")) for text in later
+    )
+    try:
+        if word.problem is not None and not is_replaced:
+            if not _names_only(key, word):
+                way = f"{_way(word)}{', or' if word.variable else 'give'} {_shown(key)}=VALUE"
+                raise UserError(f"{origin}: {_shown(key)}: {_shown(word.problem, 300)}; {way}")
+            reading.note("replaced", word.text, f"{_shown(word.problem)}; a plain word stands for it")
+        _apply(reading.settings, word.text, origin)
+    except UserError:
+        if not is_replaced or word.text.startswith("~"):
+            raise
+        reading.settings[key] = Given(None, word.text.partition("=")[0])
 
 
 def _way(word: Word) -> str:
@@ -104,33 +159,41 @@ def _check_function(given: Mapping[str, Given]) -> None:
 
 
 def converted_arguments(arguments: Sequence[str]) -> Conversion:
-    """Return our settings for a file or script of verl's and overrides, or for overrides alone. --env NAME=VALUE gives
-    a variable of the script, and --env NAME takes it from the environment. Raise UserError for a mistake in them."""
-    rest, environment = split_environment(arguments)
-    is_file = bool(rest) and "=" not in rest[0] and not rest[0].startswith("~")
-    reading = read_verl(rest[0] if is_file else None, rest[is_file:], environment)
-    conversion = convert(reading.settings)
+    """Return our settings for a file or script of verl's, or both, and overrides, or for overrides alone. --env
+    NAME=VALUE gives a variable of the script, --env NAME takes it from the environment, and --command N chooses one of
+    its commands. Raise UserError for a mistake in them."""
+    reading = read_arguments(split_arguments(arguments))
+    conversion = convert(reading.settings, reading.engine)
     conversion.notes = reading.notes
     return conversion
 
 
-def split_environment(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments without --env, and the variables that it gives. Raise UserError if one is not set."""
+def split_arguments(arguments: Sequence[str]) -> Arguments:
+    """Return files, overrides and options. Raise UserError if a variable of --env is not set."""
     rest: list[str] = []
     environment: dict[str, str] = {}
+    command = None
     following = iter(arguments)
     for argument in following:
-        if argument != ENV and not argument.startswith(f"{ENV}="):
+        option, equals, text = argument.partition("=")
+        if option not in (ENV, COMMAND):
             rest.append(argument)
             continue
-        text = argument.partition("=")[2] if argument != ENV else next(following, "")
+        text = text if equals else next(following, "")
+        if option == COMMAND:
+            if not re.fullmatch("[1-9][0-9]{0,8}", text):
+                raise UserError(f"{COMMAND} {text!r}: expected the number of a command, from 1 on")
+            command = int(text)
+            continue
         name, equals, value = text.partition("=")
         if not re.fullmatch(r"\w+", name):
             raise UserError(f"{ENV} {text!r}: expected {ENV} NAME=VALUE, or {ENV} NAME")
         if not equals and name not in os.environ:
             raise UserError(f"{ENV} {name}: the environment has no {name}; give {ENV} {name}=VALUE")
         environment[name] = value if equals else os.environ[name]
-    return rest, environment
+    is_file = [not argument.startswith(("~", "+")) and "=" not in argument for argument in rest]
+    num_files = next((number for number, of_file in enumerate(is_file) if not of_file), len(rest))
+    return Arguments(rest[:num_files], rest[num_files:], environment, command)
 
 
 def _shown(text: str, most: int = 80) -> str:
@@ -166,59 +229,45 @@ def _apply(given: dict[str, Given], word: str, origin: str) -> None:
 # ---------------------------------------------------------------- files
 
 
-def _text(path: str) -> str:
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"{_shown(path, 300)}: {error_reason(error)}") from error
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; is it a config or a script?")
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file") from error
-
-
-def _yaml_settings(path: str) -> Iterator[tuple[str, Any]]:
-    """Return each setting of a YAML file with its dotted key. An empty section is a setting."""
-    tree = parse_yaml(_text(path), path)
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected sections (data:, actor_rollout_ref:, ...), found {tree!r}"[:200])
-    bases = tree.pop("defaults", [])
-    for base in bases if isinstance(bases, list) else [bases]:
-        if base not in _BASES:
-            raise UserError(f"{path}: defaults: {base!r} is not read; put its settings into this file")
-    return flatten_settings(tree)
-
-
-def _script_words(path: str, reading: Reading) -> list[Word]:
-    """Return the overrides of the one command in a script that starts verl."""
-    script = read_script(_text(path), path, reading.environment)
+def _script_words(path: str, reading: Reading, number: int | None) -> tuple[list[Word], _ConfigOption]:
+    """Return the overrides of the command in a script that starts verl, and its config."""
+    script = read_script(read_text(path), path, reading.environment)
     commands = [words for words in map(_arguments, script.commands) if words is not None]
-    if len(commands) != 1:
-        lines = ", ".join(str(words[0].line) for words in commands if words)
-        what = f"{len(commands)} commands (lines {lines})" if commands else "no command"
-        others = {
-            words[at + 1].text for words in script.commands for at, word in enumerate(words[:-1]) if word.text == "-m"
-        }
-        ended = f"; {script.ended}" if script.ended and not commands else ""
-        ended = f"; it starts {_shown(', '.join(sorted(others)))}" if others and not commands and not ended else ended
-        raise UserError(
-            f"{path}: {what} with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`; expected one{ended}"
-        )
-    for words in script.commands:
-        if words[0].text in ("source", "."):
-            reading.note("not read", words[-1].text, f"line {words[0].line} sources it; give its variables by {ENV}")
+    words = commands[_chosen(path, script, commands, number)]
+    for command in script.commands:
+        if command[0].text in ("source", "."):
+            reading.note(
+                "not read", command[-1].text, f"line {command[0].line} sources it; give its variables by {ENV}"
+            )
     for name, value in script.environment.items():
         reading.note("environment", f"{name}: {value}", "given" if name in reading.environment else "of this process")
-    overrides = _without_options(commands[0], path)
+    overrides, option = _without_options(words, path)
     given = {_word_key(word.text) for word in overrides}
     for line, text in script.written:
         for key in _SETTING.findall(text):
             if plain_key(key) not in given:
                 reading.note("not given", key, f"line {line} has it, but the command that starts verl does not get it")
-    return overrides
+    return overrides, option
+
+
+def _chosen(path: str, script: Script, commands: list[list[Word]], number: int | None) -> int:
+    """Return the index of the command to convert: the one of --command, or the only one."""
+    if len(commands) == 1 and number is None:
+        return 0
+    if number is not None and number <= len(commands):
+        return number - 1
+    program = "with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`"
+    if commands:
+        lines = ", ".join(str(words[0].line if words else "?") for words in commands)
+        raise UserError(
+            f"{path}: {len(commands)} commands (lines {lines}) {program}; choose one by {COMMAND} 1 to {len(commands)}"
+        )
+    others = {
+        words[at + 1].text for words in script.commands for at, word in enumerate(words[:-1]) if word.text == "-m"
+    }
+    ended = f"; {script.ended}" if script.ended else ""
+    ended = f"; it starts {_shown(', '.join(sorted(others)))}" if others and not ended else ended
+    raise UserError(f"{path}: no command {program}; expected one{ended}")
 
 
 def _arguments(words: list[Word]) -> list[Word] | None:
@@ -230,8 +279,20 @@ def _arguments(words: list[Word]) -> list[Word] | None:
     return None
 
 
-def _without_options(words: list[Word], path: str) -> list[Word]:
+@dataclass(frozen=True)
+class _ConfigOption:
+    """The config of a command."""
+
+    line: int = 0
+    name: str | None = None
+    """Of --config-name."""
+    path: str | None = None
+    """Of --config-path or --config-dir."""
+
+
+def _without_options(words: list[Word], path: str) -> tuple[list[Word], _ConfigOption]:
     overrides = []
+    config = _ConfigOption()
     rest = iter(words)
     for word in rest:
         option, equals, value = word.text.partition("=")
@@ -244,13 +305,30 @@ def _without_options(words: list[Word], path: str) -> list[Word]:
                 f"{path}, line {word.line}: {option}: {_shown(value_word.problem, 300)}; {_way(value_word)}"
             )
         value = value if equals else value_word.text
-        if option in ("--config-name", "-cn") and value.removesuffix(".yaml") not in _BASES:
-            raise UserError(
-                f"{path}, line {word.line}: {option} {_shown(value)} is not read; convert that file, with the rest"
-            )
-        if option not in ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"):
+        if option in ("--config-name", "-cn"):
+            config = replace(config, line=word.line, name=value.removesuffix(".yaml"))
+        elif option in ("--config-path", "-cp", "--config-dir", "-cd"):
+            config = replace(config, line=word.line, path=value)
+        else:
             raise UserError(f"{path}, line {word.line}: option {_shown(option)} is not known")
-    return overrides
+    return overrides, config
+
+
+def _named_config(option: _ConfigOption, script: str, composition: Composition) -> str | None:
+    """Return the file of --config-name and --config-path; None: none, or verl's own, which is then a base."""
+    if option.name is None:
+        return None
+    places = [base / (option.path or "") for base in (Path(), Path(script).parent)]
+    file = next(
+        (place / f"{option.name}.yaml" for place in places if os.path.isfile(place / f"{option.name}.yaml")), None
+    )
+    if file is None and option.name not in BASES:
+        raise UserError(
+            f"{script}, line {option.line}: --config-name: {_shown(option.name)}.yaml is not in"
+            f" {_shown(' or '.join(dict.fromkeys(map(str, places))), 200)}; give the file before the script"
+        )
+    composition.bases += [option.name] if file is None else []
+    return None if file is None else str(file)
 
 
 # ---------------------------------------------------------------- references
@@ -261,18 +339,22 @@ def _resolved(reading: Reading) -> dict[str, Given]:
     does, is left out, and the report says so."""
     out: dict[str, Given] = {}
     for key, item in reading.settings.items():
-        value = _with_home(item.value, item.written, reading)
-        for _ in range(_MOST_REFERENCES):
-            if not isinstance(value, str) or not _REFERENCE.search(value):
-                break
-            value = _replaced(value, item.written, reading)
-        if isinstance(value, str) and _REFERENCE.search(value):
-            raise UserError(f"{item.written}: {_shown(value)}: more than {_MOST_REFERENCES} references in turn")
+        value = _resolved_value(item, reading, _MOST_REFERENCES)
         if value is _ABSENT:
             reading.note("default", item.written, f"{_shown(str(item.value))} is not given: verl's default of both")
         else:
             out[key] = Given(value, item.written)
     return out
+
+
+def _resolved_value(item: Given, reading: Reading, rest: int) -> Any:
+    """Return the value of a setting without references. rest: references that may follow one another."""
+    value = _with_home(item.value, item.written, reading)
+    if not isinstance(value, str) or not _REFERENCE.search(value):
+        return value
+    if not rest:
+        raise UserError(f"{item.written}: {_shown(value)}: more than {_MOST_REFERENCES} references in turn")
+    return _replaced(value, item.written, reading, rest - 1)
 
 
 _ABSENT = object()
@@ -289,13 +371,13 @@ def _with_home(value: Any, written: str, reading: Reading) -> Any:
     return _HOME.sub(lambda _: home, value)
 
 
-def _replaced(value: str, written: str, reading: Reading) -> Any:
-    """Replace the references of a value once. A value that is one reference takes the type of the other setting."""
+def _replaced(value: str, written: str, reading: Reading, rest: int) -> Any:
+    """Replace the references of a value. A value that is one reference takes the type of the other setting."""
     if (whole := _REFERENCE.fullmatch(value)) is not None:
-        return _lookup(whole, written, reading)
+        return _lookup(whole, written, reading, rest)
     out = value
     for match in _REFERENCE.finditer(value):
-        part = _lookup(match, written, reading)
+        part = _lookup(match, written, reading, rest)
         if part is _ABSENT:
             raise _absent(match, written)
         out = out.replace(match[0], str(part))
@@ -304,7 +386,7 @@ def _replaced(value: str, written: str, reading: Reading) -> Any:
     return out
 
 
-def _lookup(match: re.Match[str], written: str, reading: Reading) -> Any:
+def _lookup(match: re.Match[str], written: str, reading: Reading, rest: int) -> Any:
     """Return the value of a reference; _ABSENT: the setting's own default in verl is the same."""
     kind, dots, name, default = match.groups()
     if kind == "oc.env":
@@ -317,7 +399,7 @@ def _lookup(match: re.Match[str], written: str, reading: Reading) -> Any:
         name = ".".join([*written.split(".")[: -len(dots)], name])
     item = reading.settings.get(plain_key(name))
     if item is not None:
-        return item.value
+        return _resolved_value(item, reading, rest)
     if default is not None:
         return parse_yaml(default, written)
     source = plain_key(name)

@@ -167,7 +167,9 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         ),
         "kernels are chosen for the machine": (
             "*.use_fused_kernels *.use_torch_compile *.attn_implementation *.fused_kernel_options* *.attention_backend"
-            " *.override_transformer_config.use_flash_attn"
+            " *.override_transformer_config.{use_flash_attn,use_triton_gdn,use_ascend_gdn,use_naive_l2norm,"
+            "use_fused_*,apply_dsa_kernel_fusion,context_parallel_algo,cp_partition_mode,use_arbitrary_attention_mask,"
+            "sequence_packing_scheduler} *.veomni.*_implementation"
         ),
         "weights are read by a table per model family": "*.use_mbridge *.vanilla_mbridge *.forward_only",
         "the critic reads the actor's tokens: model.tokenizer_path": "critic.model.tokenizer_path",
@@ -195,13 +197,19 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
             "*.override_optimizer_config.{optimizer_offload_fraction,overlap_cpu_optimizer_d2h_h2d,"
             "optimizer_cpu_offload,use_precision_aware_optimizer}"
         ),
+        "models are trained by Megatron-Core, not VeOmni: expert_model_parallel_size shards experts": (
+            "*.veomni.expert_parallel_size"
+        ),
         "models are trained by Megatron-Core, not FSDP, and it changes speed or memory alone": (
-            "*.entropy_from_logits* *.entropy_checkpointing *.{fsdp,fsdp_config}.{fsdp_size,wrap_policy*,"
+            "*.veomni.{fsdp_size,enable_full_shard,activation_gpu_limit,strategy,seed,use_torch_compile}"
+            " *.entropy_from_logits* *.entropy_checkpointing *.{fsdp,fsdp_config}.{fsdp_size,wrap_policy*,"
             "reshard_after_forward,forward_prefetch,use_orig_params,seed,full_determinism,use_torch_compile,strategy,"
             "forward_only,turbo_config*,mixed_precision}"
         ),
         "sequences are packed without padding": "*.pad_to_length* *.pad_bshd_to_minibatch_max",
-        "it is of another engine: vLLM generates": "rollout.engine_kwargs.[!v]*",
+        "it is of another engine: vLLM generates": (
+            "rollout.engine_kwargs.[!v]* rollout.sglang_* rollout.server.* rollout.hf_*"
+        ),
         "an engine spans rollout.tensor_model_parallel_size ranks, and there are as many as the ranks make": (
             "rollout.data_parallel_size rollout.expert_parallel_size rollout.pipeline_model_parallel_size"
             " rollout.moe_tensor_parallel_size"
@@ -248,12 +256,18 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "the decay is half a cosine": ("*.optim.num_cycles", (0.5, None)),
         "the first step of a warm-up has lr / lr_warmup_steps": ("*.optim.zero_indexed_step", (True, False, None)),
         "the optimizer is torch's or Apex's AdamW": ("*.optim.optimizer_impl", ("torch.optim", None)),
-        "gradients are reduced in float32": ("*.grad_reduce_in_fp32", (True,)),
+        "gradients are reduced in float32": ("*.grad_reduce_in_fp32", (True, False)),
+        "the model is that of its config.json": (
+            "*.override_transformer_config.{normalization,swiglu,multi_latent_attention}",
+            ("RMSNorm", True),
+        ),
+        "there is no dropout": ("*.{hidden,attention}_dropout", (0, 0.0)),
         "gradients and the state of Adam are float32": (
             "*.optim.main_grads_dtype *.optim.exp_avg_dtype *.optim.exp_avg_sq_dtype",
             ("fp32", "float32", None),
         ),
         "the optimizer is AdamW": ("*.optim.optimizer", ("adam", "adamw", "AdamW", None)),
+        "the weight decay of AdamW is decoupled": ("*.override_optimizer_config.decoupled_weight_decay", (True,)),
         "weight decay is constant": ("*.optim.weight_decay_incr_style", ("constant", None)),
         "a router's logits and weights are float32": ("*.moe_router_dtype", ("fp32",)),
         "the actor alone balances its experts": "*.moe_aux_loss_coeff *.moe_z_loss_coeff *.moe_router_bias_update_rate",

@@ -16,7 +16,7 @@ _FORMATS = {"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "seed": 
 """verl's names of formats that vLLM names otherwise."""
 _TURNS = ("max_user_turns", "max_assistant_turns", "max_turns")
 """The first one counts observations, after the last of which the model has another turn."""
-_ENVIRONMENT = "write it as an environment: rollout.environment.path (docs/environments.md)"
+_ENVIRONMENT = "run it as an environment: docs/from_verl.md, Agent loops and interactions"
 
 
 def has_tools(verl: Settings) -> bool:

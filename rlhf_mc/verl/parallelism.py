@@ -4,11 +4,12 @@ of each model's layout. Numbers that are trained do not depend on any of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.verl.keys import Line, Settings, number, renamed, same
+from rlhf_mc.config.roles import tokens_on_rank
+from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same
 
 _VERL_MEGATRON: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -34,10 +35,31 @@ _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
 
 def is_fsdp(verl: Settings) -> bool:
     """Return whether verl trains with FSDP, as it does unless its settings name Megatron."""
-    engine = verl.get("model_engine") or verl.get("actor.model_engine") or verl.get("actor.strategy")
-    if engine is not None:
-        return engine != "megatron"
-    return not any(".megatron." in key for key in verl)
+    return (named_engine(verl) or engine_by_keys(verl)) != "megatron"
+
+
+def without_roles_layouts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of ours without the layouts of the models beside the actor, which then follow the actor's."""
+    layout = (*_VERL_MEGATRON, "sequence_parallel", "dynamic_context_parallel", "cp_comm_type")
+    kept = ("dtype", "use_distributed_optimizer")
+
+    def is_layout(key: str) -> bool:
+        role, _, name = key.partition(".megatron.")
+        return role != "actor" and name in layout and name not in kept
+
+    return {key: value for key, value in settings.items() if not is_layout(key)}
+
+
+def named_engine(verl: Settings) -> str | None:
+    """Return the engine that a setting names, or None."""
+    return verl.get("model_engine") or verl.get("actor.model_engine") or verl.get("actor.strategy")
+
+
+def engine_by_keys(keys: Iterable[str]) -> str:
+    """Return megatron if the sections of models are Megatron's alone, else fsdp."""
+    names = set(keys)
+    is_megatron = any(".megatron." in key for key in names) and not any(".fsdp" in key for key in names)
+    return "megatron" if is_megatron else "fsdp"
 
 
 def layout_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
@@ -79,6 +101,55 @@ def layout_hints(verl: Settings, settings: Mapping[str, Any]) -> Iterator[tuple[
         )
 
 
+# ---------------------------------------------------------------- micro-batches
+
+
+def is_dynamic(key: str, verl: Settings) -> bool:
+    """Return whether verl's micro-batches of the pass that the key belongs to are by token budget."""
+    role = key.partition(".")[0]
+    own = f"{role}.log_prob_use_dynamic_bsz" if role in ("rollout", "ref") else f"{role}.use_dynamic_bsz"
+    switches = (own, "critic.use_dynamic_bsz") if role == "reward_model" else (own,)
+    values = [value for switch in (*switches, "actor.use_dynamic_bsz") if (value := verl.get(switch)) is not None]
+    return bool(values and values[0])
+
+
+def longest_sequence(verl: Settings) -> int:
+    return number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
+
+
+def micro_batch(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a number of sequences to the tokens of as many of the longest ones."""
+    if value is None or is_dynamic(key, verl):
+        return Line("implied", "micro-batches are by token budget")
+    if type(value) is not int:
+        return Line("not supported", "it is not an integer")
+    name = key.partition("micro_batch_size")[0]
+    name = "reward_model.forward_" if name == "reward_model." else name
+    longest = tokens_on_rank(longest_sequence(verl), context_size(key, verl))
+    return renamed(f"{name}max_token_len_per_gpu", value * longest, f"{value} sequences of {longest} tokens")
+
+
+def token_budget(key: str, value: Any, verl: Settings) -> Line:
+    if not is_dynamic(key, verl):
+        return Line("not needed", "use_dynamic_bsz is off: the number of sequences is converted")
+    return same(key, value)
+
+
+def dynamic(key: str, value: Any, verl: Settings) -> Line:
+    if value:
+        return Line("implied", "micro-batches are by token budget")
+    return Line("not needed", "a number of sequences is converted to a token budget; no number depends on it")
+
+
+def micro_batch_of_all(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a micro-batch size of verl's first versions: the sequences of all GPUs together."""
+    ranks = number(verl, "trainer.nnodes", 1) * number(verl, "trainer.n_gpus_per_node", 8)
+    is_used = value not in OFF and not is_dynamic(key, verl)
+    if is_used and (type(value) is not int or value % ranks):
+        return Line("not supported", f"it is no multiple of the {ranks} GPUs: use {key}_per_gpu")
+    return micro_batch(key, value // ranks if is_used else None, verl)
+
+
 # ---------------------------------------------------------------- converters
 
 
@@ -93,10 +164,10 @@ def gradient_checkpointing(key: str, value: Any, verl: Settings) -> Line:
 
 
 def fsdp_offload(key: str, value: Any, verl: Settings) -> Line:
-    """Convert FSDP's param_offload, optimizer_offload and offload_policy."""
+    """Convert param_offload, optimizer_offload and offload_policy of FSDP, and VeOmni's of the same meaning."""
     role = key.partition(".")[0]
     name = key.rpartition(".")[2]
-    if name == "offload_policy":
+    if name in ("offload_policy", "enable_fsdp_offload"):
         return renamed(f"{role}.megatron.param_offload", value=True) if value else Line("implied", "off")
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
         return Line("not needed", "it does nothing for a model that is never trained")
@@ -120,6 +191,23 @@ def context_size(key: str, verl: Settings) -> int:
     names = ulysses_keys if is_fsdp(verl) else ["megatron.context_parallel_size"]
     sizes = (verl.get(f"{of}.{name}") for of in ([role] if role == "critic" else [role, "actor"]) for name in names)
     return next((size for size in sizes if type(size) is int), 1)
+
+
+def main_dtype(key: str, value: Any, verl: Settings) -> Line | None:
+    """Return the line of the type in which FSDP keeps or reduces a trained model's tensors."""
+    if key.startswith("ref.") or value not in ("bf16", "bfloat16"):
+        return None  # the rules of verl/keys.py
+    text = f"main parameters, gradients and Adam's state are float32, in verl {value}"
+    return Line("implied", text)
+
+
+def in_override(key: str, value: Any, verl: Settings) -> Line | None:
+    """Return the line of a layout setting of Megatron-Core that repeats the one of `megatron`."""
+    section, _, name = key.partition(".override_transformer_config.")
+    default = _VERL_MEGATRON.get(name, True)
+    if value == verl.get(f"{section}.{name}", default):
+        return Line("implied", f"by megatron.{name}")
+    return None
 
 
 def virtual_chunks(key: str, value: Any, verl: Settings) -> Line:

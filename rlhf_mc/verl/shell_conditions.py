@@ -44,17 +44,18 @@ def _tested(expander: Expander, words: list[Word]) -> bool | None:
     if any(word.problem for word in words):
         return None
     if len(words) == 2:
-        return _unary(expander, *texts)
+        return _unary(expander, texts[0], words[1])
     if len(words) == 3:
         return _compared(texts[0], texts[1], texts[2], False)
     return bool(texts and texts[0]) if len(words) < 2 else None
 
 
-def _unary(expander: Expander, op: str, text: str) -> bool | None:
+def _unary(expander: Expander, op: str, word: Word) -> bool | None:
     if op in ("-z", "-n"):
-        return (text == "") == (op == "-z")
+        expander.state.missing |= {word.variable} if word.variable and not word.text else set()
+        return (word.text == "") == (op == "-z")
     if op == "-v":
-        return expander.lookup(text) is not None
+        return expander.lookup(word.text) is not None
     return None  # files are not looked at
 
 
@@ -77,7 +78,7 @@ def condition_status(expander: Expander, node: Node) -> bool | None:
     if any(side.problem for side in sides):
         return None
     if len(sides) == 1:
-        return _unary(expander, op or "-n", sides[0].text)
+        return _unary(expander, op or "-n", sides[0])
     return _compared(sides[0].text, str(op), sides[1].text, True)
 
 

@@ -22,8 +22,32 @@ _CLOSING = r"[)}\]]|\b(?:fi|done|esac)\b"
 _SECONDS = 20
 
 
-def parsed(text: str) -> Node:
-    """Return shfmt's syntax tree of a script."""
+def parsed(text: str) -> tuple[str, Node]:
+    """Return a script and shfmt's syntax tree of it. A backslash that ends a comment is replaced in
+    the script: shfmt continues the line after it, bash does not."""
+    tree = _tree(text)
+    source = bytearray(text.encode())
+    for start in _continued_comments(tree):
+        end = source.index(b"\n", start)
+        source[source.rindex(b"\\", start, end)] = ord(" ")
+    corrected = source.decode()
+    return corrected, tree if corrected == text else _tree(corrected)
+
+
+def _continued_comments(tree: Any) -> Iterator[int]:
+    """Yield the offset of each comment that a backslash ends."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _continued_comments(item)
+    elif isinstance(tree, dict):
+        if "Hash" in tree and tree.get("Text", "").endswith("\\\n"):
+            yield tree["Hash"]["Offset"]
+        for item in tree.values():
+            if isinstance(item, (dict, list)):
+                yield from _continued_comments(item)
+
+
+def _tree(text: str) -> Node:
     if len(text.encode()) > _MOST_BYTES:
         raise UserError(f"line 1: a script of more than {_MOST_BYTES >> 10} KiB")
     if line := line_too_deep(text, _OPENING, _CLOSING, _DEEPEST):

@@ -7,6 +7,8 @@ shell_words.py, the reader of a verl script in verl/input.py.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -59,13 +61,16 @@ def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
     the line of a mistake."""
     try:
         text = text.rstrip().removesuffix("\\") + "\n"
-        tree = parsed(text)
+        text, tree = parsed(text)
         home = {name: os.environ[name] for name in _TAKEN if name in os.environ}
         given = {**home, "PWD": str(Path.cwd()), **environment}
         variables: dict[str, Variable] = {name: {"0": Word(0, value)} for name, value in given.items()}
         variables.update({name: {"0": Word(1, path)} for name in ("0", "BASH_SOURCE")})
         script = Script(written=[*written(tree)])
-        run = _Interpreter(State(text.encode(), variables), script.commands, environment)
+        arguments = [
+            variables[name]["0"] for name in itertools.takewhile(given.__contains__, map(str, itertools.count(1)))
+        ]
+        run = _Interpreter(State(text.encode(), variables, arguments), script.commands, environment)
         try:
             run.statements(tree.get("Stmts", []))
         except _Exit as error:
@@ -94,6 +99,8 @@ class _Interpreter:
         self.functions: dict[str, Node] = {}
         self.output: list[str] | None = None
         """Inside $(...): what has been printed."""
+        self.local: dict[str, Variable | None] = {}
+        """Variables that the function has made its own, with their values outside of it."""
 
     def statements(self, nodes: Sequence[Node]) -> bool | None:
         """Follow statements. Return whether the last succeeds, None if that is not known."""
@@ -146,10 +153,10 @@ class _Interpreter:
         if not condition:
             return self.statements(node["Then"])
         status = self.statements(condition)
-        branches = [
-            node["Then"],
-            [{"Cmd": {**node["Else"], "Type": "IfClause"}, **_span(node)}] if "Else" in node else [],
-        ]
+        start = node["Position"] if "Position" in node else node["Pos"]
+        branches = [node["Then"], []]
+        if "Else" in node:
+            branches[1] = [{"Cmd": {**node["Else"], "Type": "IfClause"}, "Pos": start, "End": node["End"]}]
         if status is None:
             self._fork(branches, condition[0], condition[-1])
             return None
@@ -214,24 +221,24 @@ class _Interpreter:
     # ------------------------------------------------------------ undecided branches
 
     def _copy(self) -> _Interpreter:
-        copy = _Interpreter(replace(self.state, variables=dict(self.state.variables)), self.commands, self.given)
-        copy.functions = self.functions
-        copy.output = self.output
-        return copy
+        other = copy.copy(self)
+        other.state = replace(self.state, variables=dict(self.state.variables))
+        other.words = Expander(other.state, other._substitute)
+        return other
 
     def _fork(self, branches: list[list[Node]], first: Node, last: Node | None = None) -> None:
         """Follow each branch by itself. A variable that differs then, and is not given, has no value."""
         outcomes: list[dict[str, Variable]] = []
         for branch in branches:
-            copy = self._copy()
+            other = self._copy()
             try:
-                copy.statements(branch)
+                other.statements(branch)
             except (_Return, _Break):
                 pass
             except _Exit:
                 continue
-            outcomes.append(copy.state.variables)
-            self.state.spend(20 * len(copy.state.variables), node_line(first))
+            outcomes.append(other.state.variables)
+            self.state.spend(20 * len(other.state.variables), node_line(first))
         line = node_line(first)
         if not outcomes:
             raise _Exit(line)
@@ -288,6 +295,8 @@ class _Interpreter:
             return True
         if name in self.functions:
             return self._call(name, words[1:])
+        if name in ("true", "false"):
+            return name == "true"
         builtin = getattr(self, f"_run_{name}", None)
         if builtin is not None:
             status: bool | None = builtin(words)
@@ -326,6 +335,9 @@ class _Interpreter:
 
     def _do_DeclClause(self, node: Node) -> bool:
         for assign in node.get("Args", []):
+            if "Name" in assign and node["Variant"]["Value"] == "local":
+                name = assign["Name"]["Value"]
+                self.local.setdefault(name, self.state.variables.get(name))
             if "Name" in assign and not assign.get("Naked"):
                 self._assign(assign)
         return True
@@ -340,24 +352,28 @@ class _Interpreter:
             return None
 
     def _call(self, name: str, words: list[Word]) -> bool | None:
-        """Follow a function. Its local variables are not told apart from the script's."""
+        """Follow a function, after which its local variables have their values from before."""
         arguments, self.state.arguments = self.state.arguments, words
+        local, self.local = self.local, {}
         try:
             return self._statement(self.functions[name])
         except _Return:
             return None
         finally:
             self.state.arguments = arguments
+            restored = {**self.state.variables, **self.local}
+            self.state.variables = {key: value for key, value in restored.items() if value is not None}
+            self.local = local
 
     def _substitute(self, nodes: Sequence[Node]) -> Word | None:
         """Return the output of the statements of $(...), or None if it is not known."""
-        copy = self._copy()
-        copy.output = []
+        other = self._copy()
+        other.output = []
         try:
-            copy.statements(nodes)
+            other.statements(nodes)
         except (_Exit, Unresolved):
             return None
-        return Word(node_line(nodes[0]), "".join(copy.output).rstrip("\n")) if nodes else Word(0, "")
+        return Word(node_line(nodes[0]), "".join(other.output).rstrip("\n")) if nodes else Word(0, "")
 
     def _print(self, text: str, word: Word) -> bool:
         if self.output is not None:
@@ -417,12 +433,6 @@ class _Interpreter:
             if word.text.isidentifier():
                 self._set(word.text, {"0": Word(word.line, word.text, f"${word.text} is read in line {word.line}")})
 
-    def _run_true(self, words: list[Word]) -> bool:
-        return True
-
-    def _run_false(self, words: list[Word]) -> bool:
-        return False
-
     def _run_exit(self, words: list[Word]) -> bool:
         raise _Exit(words[0].line)
 
@@ -433,10 +443,6 @@ class _Interpreter:
         raise _Break(words[0].text)
 
     _run_continue = _run_break
-
-
-def _span(node: Node) -> Node:
-    return {"Pos": node["Position"] if "Position" in node else node["Pos"], "End": node["End"]}
 
 
 def _texts(variable: Variable | None) -> list[str] | None:

@@ -52,7 +52,8 @@ class State:
     used: set[str] = field(default_factory=set)
     """Variables of the environment that were read."""
     missing: set[str] = field(default_factory=set)
-    """Variables that are not set and were tested with -z or -n."""
+    """Variables that are not set, or have an empty default, and were tested with -z or -n; and
+    the next argument of the script, if their number was read."""
     work: list[int] = field(default_factory=lambda: [MOST_WORK])
     """The rest of MOST_WORK, shared by all copies."""
 
@@ -91,18 +92,23 @@ class _Fields:
         self.done += [self.last] if self.last is not None else []
         self.last = None
 
-    def add_split(self, word: Word) -> None:
-        """Append text that spaces separate into words."""
-        if word.text[:1].isspace():
+    def add_split(self, word: Word, separators: str) -> None:
+        """Append text that the characters of $IFS separate into words."""
+        blanks = "".join(char for char in separators if char in " \t\n")
+        marks = "".join(char for char in separators if char not in blanks)
+        text = word.text.lstrip(blanks) if blanks else word.text
+        if text != word.text:
             self.end()
-        for number, piece in enumerate(word.text.split()):
+        space = f"[{blanks}]*" if blanks else ""
+        between = [f"{space}[{re.escape(marks)}]{space}"] * bool(marks) + [f"[{blanks}]+"] * bool(blanks)
+        pieces = re.split("|".join(between), text) if between else [text]
+        for number, piece in enumerate(pieces):
             if number:
                 self.end()
-            self.add(replace(word, text=piece))
-        if word.problem and not word.text.strip():
+            if piece or number < len(pieces) - 1:
+                self.add(replace(word, text=piece))
+        if word.problem and not text:
             self.add(word)
-        if word.text[-1:].isspace():
-            self.end()
 
 
 class Expander:
@@ -129,11 +135,17 @@ class Expander:
         """Return a word as one text, as in an assignment."""
         return self._joined(self.fields(word, quoted=True) if word else [], line)
 
-    def _joined(self, words: list[Word], line: int) -> Word:
+    def _joined(self, words: list[Word], line: int, separator: Word | None = None) -> Word:
         joined = _Fields(line)
         for number, item in enumerate(words):
-            joined.add(replace(item, text=" " * bool(number) + item.text))
+            if number:
+                joined.add(separator or Word(line, " "))
+            joined.add(item)
         return joined.last or Word(line, "")
+
+    def _separators(self) -> Word:
+        """Return $IFS."""
+        return (self.lookup("IFS") or {"0": Word(1, " \t\n")})["0"]
 
     def _part(self, part: Node, quoted: bool, in_quotes: bool, out: _Fields) -> None:
         kind = part["Type"]
@@ -153,15 +165,16 @@ class Expander:
                 self._part(inner, True, True, out)
         else:
             values = self._values(part, quoted or in_quotes)
-            if in_quotes and part["Type"] == "ParamExp" and _is_list(part, "*"):
-                values = [self._joined(values, out.line)]
+            if (quoted or in_quotes) and part["Type"] == "ParamExp" and _is_list(part, "*"):
+                ifs = self._separators()
+                values = [self._joined(values, out.line, replace(ifs, text=ifs.text[:1]))]
             for number, value in enumerate(values):
                 if number:
                     out.end()
                 if quoted or in_quotes:
                     out.add(value)
                 else:
-                    out.add_split(value)
+                    out.add_split(value, self._separators().text)
                 self.state.spend(len(value.text), out.line)
 
     def _values(self, part: Node, quoted: bool) -> list[Word]:
@@ -187,10 +200,10 @@ class Expander:
         if name in ("@", "*"):
             return {str(number): word for number, word in enumerate(state.arguments, 1)}
         if name == "#":
+            state.missing.add(str(len(state.arguments) + 1))
             return {"0": Word(1, str(len(state.arguments)))}
-        if name.isdigit() and 0 < int(name) <= len(state.arguments):
-            return {"0": state.arguments[int(name) - 1]}
-        value = state.variables.get(name)
+        is_argument = name.isdigit() and 0 < int(name) <= len(state.arguments)
+        value = {"0": state.arguments[int(name) - 1]} if is_argument else state.variables.get(name)
         if value is not None and any(word.line == 0 for word in value.values()):
             state.used.add(name)
         return value
@@ -244,6 +257,8 @@ class Expander:
         line = node_line(node)
         if op in ("-", ":-", "=", ":=", "+", ":+") and is_given == ("+" in op):
             fields = [self.text(word, line)] if quoted else self.fields(word) if word else []
+            if op in ("-", ":-"):
+                fields = [item if item.text else replace(item, variable=item.variable or name) for item in fields]
             if "=" in op:
                 self.state.variables[name] = {"0": self.text(word, line)}
             return fields

@@ -13,9 +13,9 @@ from typing import Any
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.config.roles import tokens_on_rank
 from rlhf_mc.verl import correction, multi_turn, parallelism
 from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same, split_patterns
+from rlhf_mc.verl.parallelism import longest_sequence
 
 
 def uses_critic(verl: Settings) -> bool:
@@ -23,15 +23,6 @@ def uses_critic(verl: Settings) -> bool:
     estimator = str(verl.get("algorithm.adv_estimator", "gae"))
     needs = ESTIMATOR_NEEDS.get(_ESTIMATORS.get(estimator, estimator))
     return needs is not None and needs.critic
-
-
-def is_dynamic(key: str, verl: Settings) -> bool:
-    """Return whether verl's micro-batches of the pass that the key belongs to are by token budget."""
-    role = key.partition(".")[0]
-    own = f"{role}.log_prob_use_dynamic_bsz" if role in ("rollout", "ref") else f"{role}.use_dynamic_bsz"
-    switches = (own, "critic.use_dynamic_bsz") if role == "reward_model" else (own,)
-    values = [value for switch in (*switches, "actor.use_dynamic_bsz") if (value := verl.get(switch)) is not None]
-    return bool(values and values[0])
 
 
 # ---------------------------------------------------------------- converters
@@ -96,30 +87,6 @@ def _min_lr_ratio(key: str, value: Any, verl: Settings) -> Line:
     return renamed(key.removesuffix("_ratio"), value * lr, f"{value} of {lr}")
 
 
-def _micro_batch(key: str, value: Any, verl: Settings) -> Line:
-    """Convert a number of sequences to the tokens of as many of the longest ones."""
-    if value is None or is_dynamic(key, verl):
-        return Line("implied", "micro-batches are by token budget")
-    if type(value) is not int:
-        return Line("not supported", "it is not an integer")
-    name = key.partition("micro_batch_size")[0]
-    name = "reward_model.forward_" if name == "reward_model." else name
-    longest = tokens_on_rank(_longest_sequence(verl), parallelism.context_size(key, verl))
-    return renamed(f"{name}max_token_len_per_gpu", value * longest, f"{value} sequences of {longest} tokens")
-
-
-def _token_budget(key: str, value: Any, verl: Settings) -> Line:
-    if not is_dynamic(key, verl):
-        return Line("not needed", "use_dynamic_bsz is off: the number of sequences is converted")
-    return same(key, value)
-
-
-def _dynamic(key: str, value: Any, verl: Settings) -> Line:
-    if value:
-        return Line("implied", "micro-batches are by token budget")
-    return Line("not needed", "a number of sequences is converted to a token budget; no number depends on it")
-
-
 def _frequency(key: str, value: Any, verl: Settings) -> Line:
     return same(key, -1 if value is None or value in (0, False) else value)
 
@@ -140,12 +107,8 @@ def _resume_from(key: str, value: Any, verl: Settings) -> Line:
     return same(key, value, "a training checkpoint of rlhf_mc: verl's cannot be read")
 
 
-def _longest_sequence(verl: Settings) -> int:
-    return number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
-
-
 def _model_length(key: str, value: Any, verl: Settings) -> Line:
-    longest = _longest_sequence(verl)
+    longest = longest_sequence(verl)
     if value is None or (type(value) is int and value >= longest):
         return Line("implied", f"data.max_prompt_length + data.max_response_length, {longest}")
     return Line(
@@ -181,6 +144,10 @@ def _val_sampling(key: str, value: Any, verl: Settings) -> Line:
     return same(key, -1 if key.endswith("top_k") and value == 0 else value)
 
 
+def _rollout_name(key: str, value: Any, verl: Settings) -> Line | None:
+    return None if value in ("vllm", "custom") else same(key, "vllm", f"{value} in verl: another engine")
+
+
 def _rollout_dtype(key: str, value: Any, verl: Settings) -> Line:
     dtype = verl.get("actor.megatron.dtype", "bfloat16")
     if value is None or value == dtype:
@@ -205,9 +172,8 @@ def _generation_batch(key: str, value: Any, verl: Settings) -> Line:
         return Line("implied", "by data.train_batch_size")
     if verl.get("algorithm.filter_groups.enable"):
         return same(key, value)
-    return Line(
-        "not supported", "without algorithm.filter_groups each step generates for data.train_batch_size prompts"
-    )
+    text = "a step has data.train_batch_size prompts, as in verl's trainer v1; v0 trains on all of these"
+    return Line("not needed", text)
 
 
 def _group_metric(key: str, value: Any, verl: Settings) -> Line:
@@ -222,15 +188,6 @@ def _most_batches(key: str, value: Any, verl: Settings) -> Line:
     if type(value) is int and value <= 0:
         return same(key, 0, "at most one pass over the training prompts in a step, in verl no limit")
     return same(key, value)
-
-
-def _micro_batch_of_all(key: str, value: Any, verl: Settings) -> Line:
-    """Convert a micro-batch size of verl's first versions: the sequences of all GPUs together."""
-    ranks = number(verl, "trainer.nnodes", 1) * number(verl, "trainer.n_gpus_per_node", 8)
-    is_used = value not in OFF and not is_dynamic(key, verl)
-    if is_used and (type(value) is not int or value % ranks):
-        return Line("not supported", f"it is no multiple of the {ranks} GPUs: use {key}_per_gpu")
-    return _micro_batch(key, value // ranks if is_used else None, verl)
 
 
 _VISION = re.compile(r"[-_.\d]vl\d*([-_./]|$)|llava|minicpm-?[ov]|[-_]omni|[-_]vision|glm-?4\.?[15]v", re.IGNORECASE)
@@ -282,7 +239,7 @@ def _dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
 
 
 def _max_positions(key: str, value: Any, verl: Settings) -> Line:
-    longest = _longest_sequence(verl)
+    longest = longest_sequence(verl)
     if type(value) is int and value >= longest:
         return Line("not needed", "config.json's must hold prompt and response, and is checked at the start")
     return Line("not supported", f"it is below data.max_prompt_length + data.max_response_length, {longest}")
@@ -324,6 +281,10 @@ def _aggregation(key: str, value: Any, verl: Settings) -> Line:
     if loss not in SEQUENCE_LOSSES or value == OF_SEQUENCES:
         return same(key, value)
     return renamed(key, OF_SEQUENCES, f"verl's {loss} too; its entropy and KL losses have {value}, here this one")
+
+
+def _function_name(key: str, value: Any, verl: Settings) -> Line | None:
+    return Line("implied", "compute_score") if value is None else None
 
 
 def _adaptive(key: str, value: Any, verl: Settings) -> Line | None:
@@ -379,12 +340,12 @@ _PATTERNS: dict[Converter, str] = {
     _warmup_ratio: "*.optim.lr_warmup_steps_ratio",
     _min_lr: "*.optim.min_lr",
     _min_lr_ratio: "*.optim.min_lr_ratio",
-    _micro_batch: "*micro_batch_size_per_gpu",
-    _micro_batch_of_all: "*.{ppo_,log_prob_,forward_,}micro_batch_size",
+    parallelism.micro_batch: "*micro_batch_size_per_gpu",
+    parallelism.micro_batch_of_all: "*.{ppo_,log_prob_,forward_,}micro_batch_size",
     _model_path: "{,critic.}model.path",
     _images: "data.{image,video,audio}_key",
     correction.truncated_weights: "algorithm.rollout_correction.rollout_is_threshold",
-    _dynamic: "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
+    parallelism.dynamic: "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
     parallelism.virtual_chunks: "*.megatron.virtual_pipeline_model_parallel_size",
     parallelism.training_only: (
         f"{{ref,reward_model}}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity,override*.moe_*loss*,"
@@ -396,12 +357,12 @@ _PATTERNS: dict[Converter, str] = {
     parallelism.expert_tensor: "*.megatron.expert_tensor_parallel_size",
     parallelism.expert_parallel: "*.megatron.expert_model_parallel_size",
     parallelism.gradient_checkpointing: "*.enable_gradient_checkpointing",
-    parallelism.fsdp_offload: "*.fsdp{,_config}.*offload*",
-    parallelism.ulysses: "*.ulysses_sequence_parallel_size",
+    parallelism.fsdp_offload: "*.{fsdp,fsdp_config,veomni}.*offload*",
+    parallelism.ulysses: "*.ulysses_sequence_parallel_size *.veomni.ulysses_parallel_size",
     multi_turn.multi_turn: f"{multi_turn.MULTI_TURN}*",
     multi_turn.agent: "rollout.agent.*",
     multi_turn.tools_of_data: "data.{tool_config,function_tool}_path",
-    _token_budget: "*_max_token_len_per_gpu",
+    parallelism.token_budget: "*_max_token_len_per_gpu",
     _aggregation: "actor.loss_agg_mode",
     _dist_checkpoint: "*.megatron.*dist_checkpointing*",
     _frequency: "trainer.{save,test}_freq",
@@ -413,13 +374,19 @@ _PATTERNS: dict[Converter, str] = {
     _greedy: "rollout.val_kwargs.do_sample",
     _val_temperature: "rollout.val_kwargs.temperature",
     _val_sampling: "rollout.val_kwargs.top_[pk]",
+    _rollout_name: "rollout.name",
     _rollout_dtype: "rollout.dtype",
+    parallelism.main_dtype: "*.{fsdp_config,fsdp}.model_dtype *.mixed_precision.{reduce,buffer}_dtype",
+    parallelism.in_override: (
+        "*.megatron.override_transformer_config.{sequence_parallel,use_distributed_optimizer}"
+        " *.megatron.override_transformer_config.{tensor_model,pipeline_model,context,expert_model}_parallel_size"
+    ),
     _quantization: "rollout.quantization",
     _truncation: "data.truncation",
     _generation_batch: "data.gen_batch_size",
     correction.trainer_mode: "trainer.v1.trainer_mode",
     correction.off_policy_bound: "trainer.v1.sampler.max_off_policy_{threshold,strategy}",
-    correction.router_replay: "actor.{,megatron.}router_replay.mode",
+    correction.router_replay: "actor.{,megatron.,veomni.}router_replay.mode",
     _group_metric: "algorithm.filter_groups.metric",
     _most_batches: "algorithm.filter_groups.max_num_gen_batches",
     _clip_ratio: "actor.clip_ratio",
@@ -435,6 +402,7 @@ _PATTERNS: dict[Converter, str] = {
     correction.rejection_thresholds: "algorithm.rollout_correction.rollout_rs_threshold",
     correction.rejection_lower_threshold: "algorithm.rollout_correction.rollout_rs_threshold_lower",
     _reward_enable: "reward_model.enable",
+    _function_name: "custom_reward_function.name",
     _input_tokenizer: "reward_model.model.input_tokenizer",
     _reward_workers: "{reward,reward_model}.num_workers",
 }

@@ -240,10 +240,10 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     named("named", changed_copy(good, tmp_path / "n", truncate) / "global_step_3", "corrupt")
     named("Hugging Face checkpoint", config.parent / "model", "Hugging Face checkpoints are given as model.path")
     named("nowhere", tmp_path / "nothing", "no such directory")
-    earlier = ("metrics.jsonl", "nonfinite_step_9.json")
+    earlier = ("metrics.jsonl", "nonfinite_step_9.json", "run.json")
     (tmp_path / "fine").mkdir()
     for name in earlier:
-        (tmp_path / "fine" / name).write_text("[]")
+        (tmp_path / "fine" / name).write_text("{}")
     named("fine", good / "global_step_2", "step 2")
     start = good / "global_step_1"
     for name, content in {"requeued": None, "binary": b"\xff\xfe", "not a mapping": b"hello"}.items():
@@ -252,6 +252,7 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     samples = tmp_path / "run" / "nonfinite_step_1.json"
     samples.parent.mkdir()
     samples.write_text("[]")
+    (tmp_path / "run" / "run.json").write_text("{}")
     attempts.append(([f"default_local_dir={tmp_path / 'killed before its first checkpoint'}"], "step 0"))
     attempts.append(
         ([f"default_local_dir={changed_copy(good, tmp_path / 'anew', truncate)}", "resume_mode=disable"], "step 0")
@@ -281,7 +282,7 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     assert directory.steps_with_checkpoint(branched) == [1]
     assert not samples.exists()
     (moved,) = (tmp_path / "fine" / "earlier_runs").iterdir()
-    assert {path.name for path in moved.iterdir()} == {*earlier, "run.json"}
+    assert {path.name for path in moved.iterdir()} == {*earlier}
     (moved,) = (tmp_path / "anew" / "earlier_runs").iterdir()
     assert sorted(path.name for path in (tmp_path / "anew").iterdir()) == ["earlier_runs", "run.json"]
     assert {path.name for path in moved.iterdir()} == {path.name for path in good.iterdir()}

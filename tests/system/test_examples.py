@@ -145,6 +145,35 @@ def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
         assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
         assert row["training/rollout_probs_diff_max"] < 1e-4
     assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
+    assert 1 < rows[-1]["val-aux/num_turns/mean"] < rows[-1]["val-aux/num_turns/max"] == 4
+
+
+WRONG = "This is wrong. Try again."
+CONVERSATIONS = {
+    "interaction.py": [("It is 41.", WRONG, 0.0, False), ("so 42", "This is right.", 1.0, True)],
+    "agent_loop.py": [("42", "Give the answer after ####.", 0.0, False), ("#### 42", "", 1.0, True)],
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_interaction_and_agent_loop_of_verl(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check two conversations of one worker at a time. The interaction is also loaded by its name."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    kwargs = {"class_name": "examples.interaction.SecondChance"} if name == "interaction.py" else {"num_reviews": 1}
+    row = {"prompt": [{"role": "user", "content": "6 * 7"}], "ground_truth": "42", "extra_info": {}, "agent_name": None}
+    pool = EnvironmentPool(EnvironmentConfig(path=str(EXAMPLES / name), kwargs=kwargs, timeout_seconds=60.0))
+    try:
+        for turn, (response, text, reward, done) in enumerate(CONVERSATIONS[name]):
+            for number in (0, 1):
+                pool.submit(Turn((0, number), None if turn else row, response, []))
+            answers = [*pool.take(60.0).values()]
+            answers += pool.take(60.0).values() if len(answers) < 2 else []
+            for answer in answers:
+                assert isinstance(answer, StepResult), answer
+                assert (answer.reward, answer.done) == (reward, done)
+                assert done or answer.observation == [{"role": "user", "content": text}]
+    finally:
+        pool.close()
 
 
 # ---------------------------------------------------------------- an advantage estimator

@@ -39,7 +39,12 @@ timing_per_token_ms/{{gen,ref,values,adv,update_critic,update_actor}}
 perf/{{total_num_tokens,time_per_step,throughput,mfu/actor,mfu/critic,mfu/actor_infer}}
 perf/{{max_memory_allocated_gb,max_memory_reserved_gb,cpu_memory_used_gb}}
 {{actor,critic}}/perf/{{max_memory_allocated_gb,max_memory_reserved_gb,cpu_memory_used_gb}}
-num_turns/{{mean,max,min}} tool_call_counts/{{mean,max,min}}
+{{num_turns,training/num_turns,val-aux/num_turns}}/{{mean,max,min}} tool_call_counts/{{mean,max,min}}
+training/off_policy/{{trajectory_spans,trajectory_staleness,trajectory_staleness_worst}}/{{mean,max,min}}
+{{training,validation}}/{{off_policy,filter_groups,rollout_failure}}/evicted_samples
+{{training,validation}}/off_policy/evicted_samples_staleness/{{mean,max,min}}
+{{training,validation}}/filter_groups/discarded_surplus_samples
+rollout/moe/{{routed_experts_found,routed_expert_assignments}} rollout/{{spec_accept_rate,spec_accept_length}}
 variance_proxy/{{proxy1_signal_strength,proxy2_total_power,proxy3_pure_noise,expected_a_squared,expected_w}}
 """
 """Metrics of verl's PPO loop on one turn of text, and of its timing in earlier versions."""

@@ -136,6 +136,21 @@ def test_output_directory_that_cannot_be_created_is_rejected(directory: Path) ->
         assert "no permission to write to" in error_of(directory, f"trainer.default_local_dir={directory}/closed/run")
 
 
+@pytest.mark.parametrize("files", [["data.pt"], ["actor/huggingface/config.json"]])
+def test_output_directory_with_checkpoints_of_verl_is_rejected(directory: Path, files: list[str]) -> None:
+    run = directory / "run"
+    for name in files:
+        (run / "global_step_10" / name).parent.mkdir(parents=True)
+        (run / "global_step_10" / name).touch()
+    if "data.pt" in files:
+        check(directory)  # a checkpoint of ours that a killed process was deleting
+        (run / "latest_checkpointed_iteration.txt").write_text("10")
+    message = error_of(directory)
+    assert "run: global_step_10 there is a checkpoint of verl" in message and "verl.model_merger" in message
+    (run / "global_step_10" / "manifest.json").touch()
+    check(directory)
+
+
 def test_resume_path_may_be_gone_once_the_run_has_a_checkpoint(directory: Path) -> None:
     start = ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_4")
     assert "/nowhere/global_step_4: no such directory" in error_of(directory, *start)

@@ -566,7 +566,22 @@ def _helper(): ...
 CLASSES = """
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.reward_score import default_compute_score, gsm8k, math_dapo
+from verl.utils.reward_score.math_reward import compute_score
 from verl.utils.rollout_trace import rollout_trace_op
+
+assert gsm8k.compute_score("so #### 1,024", "1024", format_score=0.1) == compute_score(r"\\boxed{.5}", "0.5") == 1.0
+assert gsm8k.compute_score("#### 3 or 4", "4", "flexible") == 1.0
+assert gsm8k.compute_score("#### 3", "4", format_score=0.1) == 0.1 and gsm8k.compute_score("3", "3") == 0.0
+assert math_dapo.compute_score("Answer: 5", "6") == {"score": -1.0, "acc": False, "pred": "5"}
+MATH = ("HuggingFaceH4/MATH-500", r"\\boxed{5}")
+for source, text in (("openai/gsm8k", "#### 5"), MATH, ("numina_cn_k12", "answer: 5")):
+    score = default_compute_score(source, text, "5")
+    assert 1.0 == (score["score"] if isinstance(score, dict) else score)
+try:
+    raise AssertionError(default_compute_score("codecontests", "", ""))
+except NotImplementedError:
+    pass
 
 class Counter(BaseTool):
     counts = {}

@@ -236,7 +236,32 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.ref.megatron.optimizer_offload", True, ("not needed", None, None)),
         ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"], ("not needed", None, None)),
         ("actor_rollout_ref.actor.fsdp_config.param_offload", True, ("renamed", "actor.megatron.param_offload", True)),
-        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bf16", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bf16", ("implied", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "fp16", ("not supported", None, None)),
+        ("critic.fsdp.model_dtype", "bfloat16", ("implied", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "bf16", ("implied", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "fp32", ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.name", "vllm", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.name", "sglang", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.name", "trtllm", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.name", "hf", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.x", 1, ("not needed", None, None)),
+        ("actor_rollout_ref.rollout.server.timeout", 1, ("not needed", None, None)),
+        (f"{OF_EXPERTS}.context_parallel_algo", "ulysses", ("not needed", None, None)),
+        (f"{OF_EXPERTS}.use_fused_rmsnorm", True, ("not needed", None, None)),
+        (f"{OF_EXPERTS}.sequence_parallel", True, ("implied", None, None)),
+        (f"{OF_EXPERTS}.context_parallel_size", 2, ("not supported", None, None)),
+        (f"{OF_EXPERTS}.attention_dropout", 0.0, ("implied", None, None)),
+        (f"{OF_EXPERTS}.attention_dropout", 0.1, ("not supported", None, None)),
+        (f"{OF_EXPERTS}.normalization", "RMSNorm", ("implied", None, None)),
+        (f"{OF_EXPERTS}.normalization", "LayerNorm", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.veomni.param_offload", True, ("renamed", "actor.megatron.param_offload", True)),
+        ("actor_rollout_ref.actor.veomni.enable_fsdp_offload", True,
+         ("renamed", "actor.megatron.param_offload", True)),
+        ("actor_rollout_ref.actor.veomni.ulysses_parallel_size", 2,
+         ("renamed", "actor.megatron.context_parallel_size", 2)),
+        ("actor_rollout_ref.actor.veomni.moe_implementation", "fused", ("not needed", None, None)),
+        ("actor_rollout_ref.actor.veomni.router_replay.mode", "R3", ("renamed", "algorithm.router_replay", "rollout")),
         ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", 2,
          ("same", "actor.megatron.expert_model_parallel_size", 2)),
         ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", True,
@@ -338,7 +363,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("algorithm.filter_groups.enable", True, ("same", "algorithm.filter_groups.enable", True)),
         ("algorithm.filter_groups.metric", "acc", ("not needed", None, None)),
         ("data.gen_batch_size", 1024, ("implied", None, None)),
-        ("data.gen_batch_size", 1536, ("not supported", None, None)),
+        ("data.gen_batch_size", 1536, ("not needed", None, None)),
         ("algorithm.rollout_correction.rollout_is", "token",
          ("same", "algorithm.rollout_correction.rollout_is", "token")),
         ("algorithm.rollout_correction.rollout_rs", "token_k1,seq_max_k2",
@@ -353,6 +378,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("data.apply_chat_template_kwargs.enable_thinking", False,
          ("same", "data.apply_chat_template_kwargs.enable_thinking", False)),
         ("reward.custom_reward_function.path", "r.py", ("same", "custom_reward_function.path", "r.py")),
+        ("custom_reward_function.name", None, ("implied", None, None)),
         ("reward_model.model.path", "rm", ("not needed", None, None)),
         ("reward_model.reward_manager", "naive", ("implied", None, None)),
         ("reward_model.reward_manager", "mine", ("not supported", None, None)),
@@ -445,6 +471,8 @@ def test_micro_batches_are_by_the_switch_of_their_pass() -> None:
 
 
 def test_layouts_that_depend_on_others() -> None:
+    both = {"actor__megatron__context_parallel_size": 2}
+    assert line_of(f"{OF_EXPERTS}.context_parallel_size", 2, **both)[0] == "implied"
     experts = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
     sizes = {"actor__megatron__tensor_model_parallel_size": 4}
     for etp, ours in ((None, 8), (4, 8), (1, 2), (2, 4)):
@@ -497,7 +525,8 @@ def test_machine_gives_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (model / "config.json").write_text(json.dumps(config))
     given = ["data.train_files=[a]", f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo",
              "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.use_dynamic_bsz=True",
-             "actor_rollout_ref.actor.strategy=fsdp2"]  # fmt: skip
+             "actor_rollout_ref.actor.strategy=fsdp2", f"{OF_ACTOR}.use_kl_loss=True",
+             "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=32"]  # fmt: skip
     assert from_verl.main([*given, "--nodes", "2", "--gpus-per-node=8", "--gpu", "h100"]) == 0
     out = capsys.readouterr().out
     assert "sbatch --nodes 2 slurm/ppo_2nodes.sh THIS_FILE" in out
@@ -636,7 +665,8 @@ def test_words_that_expand_to_nothing_are_no_settings(tmp_path: Path) -> None:
         ("k.a=$(date\n)", "k.a: $(date ) is not evaluated"),
         ("k.a=$((1 +))", "line 2: `+` must be followed by an expression"),
         ("notakey", "line 2: 'notakey': expected key=value"),
-        ("--config-name=mine", "line 2: --config-name mine is not read"),
+        ("--config-name=mine", "line 2: --config-name: mine.yaml is not in . or /"),
+        ("--config-path=c --config-name=mine", "line 2: --config-name: mine.yaml is not in c or /"),
         ("k.a='x", "line 2: reached EOF without closing quote `'`"),
         ("k.a=[1,", "line 2: k.a: not valid YAML"),
         ("k.a=1 \\ \n k.b=1", "line 2: a space after the backslash ends the command here"),
@@ -800,7 +830,9 @@ def test_yaml_with_references_is_read(tmp_path: Path) -> None:
         "actor_rollout_ref:\n"
         "  actor: {ppo_epochs: 2, checkpoint: {save_contents: [model], load_contents: '${.save_contents}'}}\n"
         "  rollout: {n: 3, prompt_length: '${oc.select:data.max_prompt_length,512}', engine_kwargs: {vllm: {}}}\n"
-        "critic: {ppo_epochs: '${actor_rollout_ref.actor.ppo_epochs}', shuffle: '${oc.select:absent.key}'}\n"
+        "critic: {ppo_epochs: '${actor_rollout_ref.actor.ppo_epochs}', shuffle: '${oc.select:absent.key}',\n"
+        "  forward_max_token_len_per_gpu: '${.ppo_max_token_len_per_gpu}', ppo_max_token_len_per_gpu: 8}\n"
+        "reward_model: {forward_max_token_len_per_gpu: '${critic.forward_max_token_len_per_gpu}'}\n"
         "trainer: {experiment_name: 'n${actor_rollout_ref.rollout.n}'}\n"
     )
     reading = read_verl(str(config), ["++actor_rollout_ref.rollout.n=4"])
@@ -816,11 +848,138 @@ def test_yaml_with_references_is_read(tmp_path: Path) -> None:
         "rollout.prompt_length": 512,
         "rollout.engine_kwargs.vllm": {},
         "critic.ppo_epochs": 2,
+        "critic.forward_max_token_len_per_gpu": 8,
+        "critic.ppo_max_token_len_per_gpu": 8,
+        "reward_model.forward_max_token_len_per_gpu": 8,
         "trainer.experiment_name": "n4",
     }
     config.write_text("defaults: [mine]\n")
-    with pytest.raises(UserError, match="'mine' is not read"):
+    with pytest.raises(UserError, match=f"defaults: mine.yaml is not in {tmp_path}"):
         read_verl(str(config), [])
+    for defaults, words in (
+        ("[verl, verl]", "more than 100 files; does one name itself?"),
+        ("[1]", "defaults: expected a name, or `group: name`, found 1"),
+        ("[{a: b, c: d}]", "expected a name, or `group: name`, found {'a': 'b', 'c': 'd'}"),
+        (f"[{'x' * 999}]", "is not in"),
+        ("[{actor: [x, null]}]", "actor/x.yaml is not in"),
+    ):
+        config.write_text(f"defaults: {defaults}\n")
+        with pytest.raises(UserError) as caught:
+            read_verl(str(config), [])
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_of_several_commands_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    run = "python3 -m verl.trainer.main_ppo"
+    script.write_text(f"for s in 1 2; do\n  {run} trainer.seed=$s\ndone\n{run} trainer.seed=7\n")
+    expected = "3 commands (lines 2, 2, 4) with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`; choose one"
+    for wrong in ([], ["--command", "4"]):
+        assert f"{expected} by --command 1 to 3" in report_of([str(script), *wrong], capsys)[-1]
+    assert "expected the number of a command" in report_of([str(script), "--command=x"], capsys)[-1]
+    for number, seed in ((1, 1), (2, 2), (3, 7)):
+        arguments = [str(script), f"--command={number}", "trainer.nnodes=1"]
+        assert converted_arguments(arguments).settings["trainer.seed"] == seed
+        arguments += ["data.train_files=a", "model.path=m"]
+        command = command_line.parse(["--verl", *arguments, "--print-config"])
+        assert load_config(command.config, command.overrides).trainer.seed == seed
+
+
+def test_value_that_is_no_yaml_can_be_removed_or_replaced(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo a.b='[1,' a.c='{x' trainer.seed=$SEED data.seed=1\n")
+    given = read_verl(str(script), ["~a.b", "a.c=2", "~trainer"]).settings
+    assert {key: item.value for key, item in given.items()} == {"a.c": 2, "data.seed": 1}
+    with pytest.raises(UserError, match=r"line 1: a\.b: not valid YAML"):
+        read_verl(str(script), ["~a.c", "~trainer"])
+
+
+def test_config_of_several_files_is_read(tmp_path: Path) -> None:
+    """Compose as Hydra does: groups, packages, overrides of groups, and the order of files."""
+    (tmp_path / "parts" / "actor").mkdir(parents=True)
+    (tmp_path / "parts" / "actor" / "small.yaml").write_text("defaults: [base]\noptim: {lr: 3}\nppo_epochs: 1\n")
+    (tmp_path / "parts" / "actor" / "base.yaml").write_text("optim: {lr: 1, clip_grad: 2}\nshuffle: {}\n")
+    (tmp_path / "parts" / "actor" / "large.yaml").write_text("optim: null\n")
+    (tmp_path / "parts" / "all.yaml").write_text("# a comment\n# @package _global_\ntrainer: {seed: 1, nnodes: 2}\n")
+    (tmp_path / "parts" / "run.yaml").write_text(
+        "hydra: {searchpath: ['file://verl/trainer/config']}\n"
+        "defaults: [ppo_megatron_trainer, size: small, 'actor@actor_rollout_ref.actor': '${size}', _self_, all]\n"
+        "actor_rollout_ref: {actor: {ppo_epochs: 4}}\ntrainer: {seed: 9}\n"
+    )
+    (tmp_path / "parts" / "size").mkdir()
+    (tmp_path / "parts" / "size" / "small.yaml").touch()
+    script = tmp_path / "run.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo --config-path=parts --config-name=run trainer.nnodes=3\n")
+    given = {"actor.optim.lr": 3, "actor.optim.clip_grad": 2, "actor.shuffle": {}, "actor.ppo_epochs": 4}
+    for source in (script, tmp_path / "parts" / "run.yaml"):
+        reading = read_verl(str(source), ["data.seed=1"])
+        settings = {key: item.value for key, item in reading.settings.items() if not key.startswith("hydra")}
+        nodes = 3 if source == script else 2
+        assert settings == {**given, "trainer.seed": 1, "trainer.nnodes": nodes, "data.seed": 1}
+        assert reading.engine == "megatron"
+    note = (f"config         {tmp_path}/parts/run.yaml", "the script's --config-name")
+    assert note in read_verl(str(script), []).notes
+    other = read_verl(str(script), ["actor@actor_rollout_ref.actor=large"]).settings
+    assert {key: item.value for key, item in other.items() if "actor" in key} == {
+        "actor.optim": None, "actor.ppo_epochs": 4}  # fmt: skip
+
+
+def test_config_before_a_script_takes_the_place_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "trainer: {nnodes: 4, seed: 1}\nactor_rollout_ref: {actor: {fsdp_config: {param_offload: true}}}\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo --config-name=absent trainer.seed=2\n")
+    for files in ([str(config), str(script)], [str(script), str(config)]):
+        found = converted_arguments([*files, "trainer.test_freq=3"])
+        assert (found.nodes, found.settings["trainer.seed"], found.settings["trainer.test_freq"]) == (4, 2, 3)
+        assert found.settings["actor.megatron.param_offload"] is True
+    assert f"Converted from {script} and {config}" in found.yaml(f"{script} and {config}")
+    assert report_of([str(config), str(config)], capsys)[-1].endswith(
+        "expected one YAML file, one script, or one of each"
+    )
+
+
+VERLS_OWN = (
+    "defaults:\n  - model_engine: dp\n  - actor@actor_rollout_ref.actor: ${model_engine}_actor\n"
+    "  - data@data: legacy_data\n"
+    "  - critic@critic: ${model_engine}_critic\n  - legacy_reward_impl\n  - _self_\ntrainer: {nnodes: 2}\n"
+)
+"""The form of verl's ppo_trainer.yaml. Its parts are not there, as in a copy that a user has changed."""
+
+
+def test_verls_own_configs_are_read(tmp_path: Path) -> None:
+    (tmp_path / "ppo_trainer.yaml").write_text(VERLS_OWN)
+    megatron = tmp_path / "ppo_megatron_trainer.yaml"
+    megatron.write_text("defaults:\n  - ppo_trainer\n  - override model_engine: megatron\n  - _self_\n")
+    for name, engine in (("ppo_trainer", "fsdp"), ("ppo_megatron_trainer", "megatron")):
+        reading = read_verl(str(tmp_path / f"{name}.yaml"), [])
+        assert {key: item.value for key, item in reading.settings.items()} == {"trainer.nnodes": 2}
+        assert reading.engine == engine
+    assert read_verl(str(tmp_path / "ppo_trainer.yaml"), ["model_engine=megatron"]).engine == "megatron"
+
+
+@pytest.mark.parametrize(
+    ("command", "is_fsdp"),
+    [
+        ("data.seed=1", True),
+        ("--config-name=ppo_megatron_trainer", False),
+        (f"--config-name=ppo_trainer {OF_ACTOR}.megatron.param_offload=True", True),
+        (f"{OF_ACTOR}.fsdp_config.param_offload=True", True),
+        (f"{OF_ACTOR}.megatron.param_offload=True", False),
+        ("model_engine=megatron", False),
+    ],
+)
+def test_overrides_do_not_change_the_engine_of_a_script(tmp_path: Path, command: str, is_fsdp: bool) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo {command} algorithm.adv_estimator=grpo\n")
+    layout = [f"{OF_ACTOR}.megatron.{name}_model_parallel_size=2" for name in ("tensor", "pipeline")]
+    for overrides in ([], layout):
+        settings = converted_arguments([str(script), *overrides]).settings
+        recomputed = settings.get("actor.megatron.recompute_granularity")
+        assert (recomputed == "full") == (settings.get("actor.megatron.grad_offload") is True) == is_fsdp
+    assert "actor.megatron.recompute_granularity" not in converted_arguments(layout).settings
 
 
 def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,16 @@ def test_bounds_of_a_ratio_may_differ(name: str, lower: float, upper: float, kep
     assert kept_tokens(LOG_RATIO.double(), LENS, cfg)[0].int().tolist() == kept
 
 
+def test_statistics_are_clamped() -> None:
+    """Check the sum of a token at the bound and one that outweighs its excess, and the largest k2."""
+    log_ratio = torch.tensor([-25.0, 20.5, 30.0])
+    lens = torch.tensor([2, 1])
+    cfg = RolloutCorrectionConfig(rollout_rs=["seq_sum_k1", "token_k2"], rollout_rs_threshold=[1.2, 201.0])
+    kept, found = kept_tokens(log_ratio, lens, cfg)
+    assert kept.tolist() == [True, True, False]
+    assert found["rollout_rs_seq_sum_k1_max"] == 0.0 and found["rollout_rs_token_k2_max"] == 200.0
+
+
 def test_every_criterion_must_keep_a_token() -> None:
     cfg = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_sum_k1"], rollout_rs_threshold=[3.5, 2.0])
     assert kept_tokens(LOG_RATIO, LENS, cfg)[0].int().tolist() == [1, 1, 0, 0, 0, 0]
@@ -161,17 +171,38 @@ def test_metrics_of_rejection_by_hand() -> None:
     cfg = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=[2.5, 0.3])
     _, found = kept_tokens(LOG_RATIO, LENS, cfg)
     # k1 is -log rho; of rho 3 and 1/4 it is outside. k3 is 0.31, 0.19; 0.90; 0, 0.19, 0.64.
+    means = [0.0, -math.log(3), math.log(2)]
     k3 = [(1 - math.log(2) + math.log(2) - 0.5) / 2, 2 - math.log(3), (math.log(2) - 0.5 + math.log(4) - 0.75) / 3]
     assert found == pytest.approx(
         {
             "rollout_rs_token_k1_mean": -math.log(2 * 0.5 * 3 * 0.5 * 0.25) / 6,
             "rollout_rs_token_k1_max": math.log(4),
             "rollout_rs_token_k1_min": -math.log(3),
+            "rollout_rs_token_k1_std": statistics.pstdev([-math.log(r) for r in (2, 0.5, 2.5, 1, 0.5, 0.4)]),
+            "rollout_rs_token_k1_fraction_high": 1 / 6,
+            "rollout_rs_token_k1_fraction_low": 1 / 6,
+            "rollout_rs_token_k1_seq_mean": statistics.mean(means),
+            "rollout_rs_token_k1_seq_std": statistics.stdev(means),
+            "rollout_rs_token_k1_seq_max": math.log(2),
+            "rollout_rs_token_k1_seq_min": -math.log(3),
+            "rollout_rs_token_k1_seq_max_deviation": math.log(3),
+            "rollout_rs_token_k1_seq_fraction_high": 0.0,
+            "rollout_rs_token_k1_seq_fraction_low": 1 / 3,
             "rollout_rs_token_k1_masked_fraction": 2 / 6,
             "rollout_rs_token_k1_seq_masked_fraction": 2 / 3,
             "rollout_rs_seq_mean_k3_mean": (2 * k3[0] + k3[1] + 3 * k3[2]) / 6,
             "rollout_rs_seq_mean_k3_max": k3[1],
             "rollout_rs_seq_mean_k3_min": k3[0],
+            "rollout_rs_seq_mean_k3_std": statistics.pstdev([k3[0], k3[0], 0.3, k3[2], k3[2], k3[2]]),
+            "rollout_rs_seq_mean_k3_fraction_high": 1 / 3,  # of sequences
+            "rollout_rs_seq_mean_k3_fraction_low": 0.0,
+            "rollout_rs_seq_mean_k3_seq_mean": statistics.mean(k3),
+            "rollout_rs_seq_mean_k3_seq_std": statistics.stdev(k3),
+            "rollout_rs_seq_mean_k3_seq_max": k3[1],
+            "rollout_rs_seq_mean_k3_seq_min": k3[0],
+            "rollout_rs_seq_mean_k3_seq_max_deviation": k3[1],
+            "rollout_rs_seq_mean_k3_seq_fraction_high": 1 / 3,
+            "rollout_rs_seq_mean_k3_seq_fraction_low": 0.0,
             "rollout_rs_seq_mean_k3_masked_fraction": 1 / 6,
             "rollout_rs_seq_mean_k3_seq_masked_fraction": 1 / 3,
             "rollout_rs_masked_fraction": 2 / 6,

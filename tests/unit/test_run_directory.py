@@ -131,6 +131,14 @@ def test_corrupt_checkpoint_of_a_run_without_an_id_is_moved(tmp_path: Path) -> N
     assert moved is not None and "global_step_2" in names(moved)
 
 
+def test_files_of_another_program_are_not_moved(tmp_path: Path) -> None:
+    for name in ("hf", "wandb", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"metrics.jsonl, wandb, hf are of no run of rlhf_mc \(run.json is missing\)"):
+        ownership.move_away(tmp_path, [])
+    assert names(tmp_path) == {"hf", "wandb", "metrics.jsonl"}
+
+
 @pytest.mark.parametrize(
     ("job", "restarts", "expected"),
     [("7", "1", True), ("7", "0", False), ("8", "1", False), ("", "0", False)],

@@ -16,6 +16,15 @@ from rlhf_mc.verl.shell_words import Word
 KNOWN = {
     "quotes": "run a'b c'\"d e\"f\\ g \"\\$x \\\"\" $'t\\tn' '' \"\"",
     "continued lines and comments": "run a \\\n  b # c\n",
+    "comments that a backslash ends": "#\nrun a \\\n # b \\\n rollout.n=4\nrun d # e \\\nrun f\n"
+                                      "a=(\n x # y \\\n # z \\\n w\n)\nrun ${a[@]}",
+    "the characters that separate words":
+        'a=(x y z); f=$(IFS=,; echo "${a[*]}" ${a[*]}); run "$f" "${a[*]}"; b=" p:q:: r s:"; run $b\n'
+        'IFS=:; run "${a[*]}" "${a[@]}" $b y$b; c=${a[*]}; d=$b; run "$c" $d; set -- 1 2; run "$*" $*\n'
+        'IFS=" :"; run $b; IFS=; run "${a[*]}" $b; unset IFS; run "${a[*]}" $b',
+    "a function's local variables":
+        'j() { local IFS="$1"; shift; echo "$*"; }; run "$(j , a b)"; x=1; g() { local x=2 y; y=3; z=4; run $x; }\n'
+        'k() { local IFS=-; w="$*"; }; k 1 2; g; run $w "$x" "${y:-none}" $z',
     "a here-document": "cat > x.py <<'EOF'\nrun no \"$(\nEOF\nrun yes\n",
     "a here-document whose delimiter is expanded": "x=1\ncat <<EOF\n$x ${y} run no\nEOF\nrun yes\n",
     "defaults": "b=1; run ${a:-x} ${b:-x} \"${a:-y z}\" ${c:-${d:-\"${b}/e\"}} ${a-f} ${b:+g} ${a:+h} ${e:=i} $e",
@@ -110,6 +119,23 @@ def test_branches_that_agree_or_end_the_script_leave_no_doubt() -> None:
     script = read_script('if [ -z "$MODEL" ]; then\n echo usage\n exit 1\nfi\nrun $MODEL', "run.sh", {})
     assert script.ended == "the script ends in line 3; it asks for --env MODEL=VALUE"
     assert words_of('[ -n "$MODEL" ] || exit 1; run $MODEL', MODEL="m")[0][0].text == "m"
+
+
+@pytest.mark.parametrize(
+    ("condition", "name"),
+    [
+        ('[ -z "$X" ]', "X"),
+        ('[ -z "${X:-}" ]', "X"),
+        ("Y=${X:-}; [[ -z $Y ]]", "X"),
+        ('Y="${1:-}"; [ ! -n "$Y" ]', "1"),
+        ("[ $# -lt 1 ]", "1"),
+    ],
+)
+def test_variable_that_a_script_asks_for_is_named(condition: str, name: str) -> None:
+    text = f'{condition} && exit 1\nrun ${{X:-$1}} "$@"'
+    assert f"it asks for --env {name}=VALUE" in read_script(text, "run.sh", {}).ended
+    given = read_script(text, "run.sh", {name: "m"})
+    assert [word.text for word in given.commands[0]][:2] == ["run", "m"] and given.environment == {name: "m"}
 
 
 def test_environment_that_is_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

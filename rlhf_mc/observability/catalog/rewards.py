@@ -66,6 +66,12 @@ PROGRESS = Section(
             "over responses or draws, then mean over prompts",
         ),
         Metric(
+            "val-aux/num_turns/{mean,max,min}",
+            "turns of a conversation, with `rollout.environment`",
+            "turns",
+            "over validation responses",
+        ),
+        Metric(
             "val-aux/<data_source>/num_failed",
             "validation responses that could not be scored; only where there are any",
             "count",
