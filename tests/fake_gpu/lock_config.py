@@ -31,6 +31,8 @@ MODELS = {
     "quickstart": "qwen2.5-0.5b",
     "quickstart_grpo": "qwen2.5-0.5b",
     "quickstart_turns": "qwen2.5-0.5b",
+    "smollm2_grpo": "qwen2.5-0.5b",
+    "smollm2_ppo": "qwen2.5-0.5b",
 }
 """Shipped config -> the published model that stands for its model."""
 EXTRA: dict[str, list[str]] = {

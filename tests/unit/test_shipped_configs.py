@@ -256,10 +256,15 @@ def test_slurm_signals_before_the_grace_period_ends(script: str, config: str, no
     assert int(found.group(1)) > cfg.trainer.preemption_grace_seconds
 
 
-def test_grpo_config_fits_two_processes() -> None:
-    cfg = load_config(str(REPO / "configs/quickstart_grpo.yaml"))
+@pytest.mark.parametrize(
+    ("name", "has_critic", "num_sequences"),
+    [("quickstart_grpo", False, 256), ("smollm2_grpo", False, 128), ("smollm2_ppo", True, 128)],
+)
+def test_config_fits_two_processes(name: str, has_critic: bool, num_sequences: int) -> None:
+    cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
     check_config(cfg, 2)
-    assert not uses_critic(cfg) and cfg.rollout.n * cfg.data.train_batch_size == 256
+    assert unread_line(cfg) is None
+    assert uses_critic(cfg) == has_critic and cfg.rollout.n * cfg.data.train_batch_size == num_sequences
 
 
 def test_all_configs_are_tested() -> None:
@@ -268,6 +273,8 @@ def test_all_configs_are_tested() -> None:
         "quickstart",
         "quickstart_grpo",
         "quickstart_turns",
+        "smollm2_grpo",
+        "smollm2_ppo",
         "grpo_qwen3_8b_32k",
         *(name for name, *_ in CLUSTERS),
     }
