@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -37,9 +37,10 @@ def effects(
         batch = _batch(run)
         found = {}
         for name, (overrides, changes) in variants.items():
-            before = _results(run, batch, load_config(config_path, [*overrides]))
+            roles = {key.partition(".")[0] for key in changes}
+            before = _results(run, batch, load_config(config_path, [*overrides]), roles)
             changed = {key: load_config(config_path, [*overrides, f"{key}={value}"]) for key, value in changes.items()}
-            found[name] = {key: _results(run, batch, cfg) != before for key, cfg in changed.items()}
+            found[name] = {key: _results(run, batch, cfg, roles) != before for key, cfg in changed.items()}
         return found
 
 
@@ -62,8 +63,8 @@ def _batch(run: Run) -> RaggedBatch:
     )
 
 
-def _results(run: Run, batch: RaggedBatch, cfg: Config) -> dict[str, object]:
-    """Return all numbers of the phases after the rewards, with these settings."""
+def _results(run: Run, batch: RaggedBatch, cfg: Config, roles: Collection[str]) -> dict[str, object]:
+    """Return all numbers of the phases after the rewards, with these settings: of the updates those of the roles."""
     controller: KLController = build._kl_controller(cfg)
     varied = replace(
         run,
@@ -75,8 +76,10 @@ def _results(run: Run, batch: RaggedBatch, cfg: Config) -> dict[str, object]:
     )
     state = begin_step(2, RankStatus())
     batch = compute_advantages(varied, state, batch)
-    update_critic(varied, state, batch)
-    update_actor(varied, state, batch)
+    if "critic" in roles:
+        update_critic(varied, state, batch)
+    if "actor" in roles:
+        update_actor(varied, state, batch)
     tensors = {name: getattr(batch, name) for name in ("advantages", "returns", "is_weights", "kept")}
     numbers = {name: None if x is None else x.tolist() for name, x in tensors.items()}
     metrics = {name: repr(value) for name, value in state.metrics.items()}
