@@ -114,6 +114,7 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2", "DP 2", "CP 2"])
 def test_resume_on_same_layout_is_bit_exact(runs: UninterruptedRuns, tmp_path: Path, layout: str) -> None:
+    (tmp_path / "run.json").write_text('{"run_id": "earlier"}')
     (tmp_path / SUCCESS_FILE).write_text("an earlier run's")
     resumed = runs.resumed(layout, layout, tmp_path)
     whole = runs.results(layout)

@@ -64,9 +64,15 @@ def step_lines(output: list[str]) -> list[str]:
 
 
 def test_every_example_has_a_test() -> None:
-    tests = Path(__file__).read_text()
+    tests = Path(__file__).read_text() + (Path(__file__).parent / "test_real_model.py").read_text()
     names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    uses = ('run_example("{}.py"', 'tool_file("{}.py"', "tool_file('{}.py'", "class_name: examples.{}.")
+    uses = (
+        'run_example("{}.py"',
+        'examples" / "{}.py"',
+        'tool_file("{}.py"',
+        "tool_file('{}.py'",
+        "class_name: examples.{}.",
+    )
     assert {name for name in names if not any(use.format(name.removesuffix(".py")) in tests for use in uses)} == set()
     assert {name for name in names if f"examples/{name}" not in (ROOT / "docs/python_api.md").read_text()} == set()
 
