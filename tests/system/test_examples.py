@@ -72,6 +72,7 @@ def test_every_example_has_a_test() -> None:
         'tool_file("{}.py"',
         "tool_file('{}.py'",
         "class_name: examples.{}.",
+        '    "{}.py": [(',  # of CONVERSATIONS
     )
     assert {name for name in names if not any(use.format(name.removesuffix(".py")) in tests for use in uses)} == set()
     assert {name for name in names if f"examples/{name}" not in (ROOT / "docs/python_api.md").read_text()} == set()
