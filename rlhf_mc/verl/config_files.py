@@ -122,9 +122,11 @@ class Composition:
         if isinstance(name, str):
             self.choices[own] = name
         for item in name if isinstance(name, list) else [name]:
-            if item is not None and item != "null":
-                file = _CHOICE.sub(lambda match: self.choices.get(match[1], match[0]), str(item))
-                self._add(_join(group, f"{inner}/{file}"), package, by, depth + 1)
+            if item is None or item == "null":
+                continue
+            file = _join(group, f"{inner}/{_CHOICE.sub(lambda match: self.choices.get(match[1], match[0]), str(item))}")
+            if not key.startswith("optional ") or os.path.isfile(self._directory / f"{file}.yaml"):
+                self._add(file, package, by, depth + 1)
 
     def _merge(self, tree: Mapping[str, Any], package: str) -> None:
         """Replace settings by those of a file."""

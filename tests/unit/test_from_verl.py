@@ -903,7 +903,8 @@ def test_config_of_several_files_is_read(tmp_path: Path) -> None:
     (tmp_path / "parts" / "all.yaml").write_text("# a comment\n# @package _global_\ntrainer: {seed: 1, nnodes: 2}\n")
     (tmp_path / "parts" / "run.yaml").write_text(
         "hydra: {searchpath: ['file://verl/trainer/config']}\n"
-        "defaults: [ppo_megatron_trainer, size: small, 'actor@actor_rollout_ref.actor': '${size}', _self_, all]\n"
+        "defaults: [ppo_megatron_trainer, size: small, optional machine: mine,"
+        " 'actor@actor_rollout_ref.actor': '${size}', _self_, all]\n"
         "actor_rollout_ref: {actor: {ppo_epochs: 4}}\ntrainer: {seed: 9}\n"
     )
     (tmp_path / "parts" / "size").mkdir()
