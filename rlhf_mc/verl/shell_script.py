@@ -99,8 +99,8 @@ class _Interpreter:
         self.functions: dict[str, Node] = {}
         self.output: list[str] | None = None
         """Inside $(...): what has been printed."""
-        self.local: dict[str, Variable | None] = {}
-        """Variables that the function has made its own, with their values outside of it."""
+        self.local: dict[str, Variable | None] | None = None
+        """Local variables of the function, with their values outside of it; None outside a function."""
 
     def statements(self, nodes: Sequence[Node]) -> bool | None:
         """Follow statements. Return whether the last succeeds, None if that is not known."""
@@ -334,11 +334,19 @@ class _Interpreter:
         self._set(name, {**older, key: word})
 
     def _do_DeclClause(self, node: Node) -> bool:
-        for assign in node.get("Args", []):
-            if "Name" in assign and node["Variant"]["Value"] == "local":
-                name = assign["Name"]["Value"]
-                self.local.setdefault(name, self.state.variables.get(name))
-            if "Name" in assign and not assign.get("Naked"):
+        arguments = node.get("Args", [])
+        options = "".join(self.words.text(arg.get("Value"), 0).text for arg in arguments if "Name" not in arg)
+        is_local = node["Variant"]["Value"] in ("local", "declare", "typeset") and "g" not in options
+        local = self.local if is_local else None
+        for assign in arguments:
+            if "Name" not in assign:
+                continue
+            name = assign["Name"]["Value"]
+            if local is not None and name not in local:
+                local[name] = self.state.variables.get(name)
+                if assign.get("Naked"):
+                    self.state.variables.pop(name, None)
+            if not assign.get("Naked"):
                 self._assign(assign)
         return True
 

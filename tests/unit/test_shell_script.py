@@ -24,6 +24,8 @@ KNOWN = {
         'IFS=" :"; run $b; IFS=; run "${a[*]}" $b; unset IFS; run "${a[*]}" $b',
     "a function's local variables":
         'j() { local IFS="$1"; shift; echo "$*"; }; run "$(j , a b)"; x=1; g() { local x=2 y; y=3; z=4; run $x; }\n'
+        'n=7; m() { local n; run "${n:-none}"; n=4; declare m=5 x=$x$n; run $x; typeset -g o=6; }; m\n'
+        'run $n "${m:-none}" $o\n'
         'k() { local IFS=-; w="$*"; }; k 1 2; g; run $w "$x" "${y:-none}" $z',
     "a here-document": "cat > x.py <<'EOF'\nrun no \"$(\nEOF\nrun yes\n",
     "a here-document whose delimiter is expanded": "x=1\ncat <<EOF\n$x ${y} run no\nEOF\nrun yes\n",
