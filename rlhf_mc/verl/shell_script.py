@@ -179,11 +179,8 @@ class _Interpreter:
             self._c_style(loop, node["Do"])
             return None
         items = loop.get("Items")
-        if items is None:
-            words = self.state.arguments
-        else:
-            words = [word for item in items for word in self.words.fields(item)]
-        for word in words:
+        given = (word for item in items or () for word in self.words.fields(item))
+        for word in self.state.arguments if items is None else [*given]:
             self.state.variables[loop["Name"]["Value"]] = {"0": word}
             if not self._pass(node["Do"]):
                 break
@@ -246,7 +243,10 @@ class _Interpreter:
         condition = condition[:80].rstrip("; ")
         variable = self._unknown(first)
         for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
-            values = [_texts(outcome.get(name)) for outcome in outcomes]
+            values = [
+                [word.problem or word.text for word in outcome[name].values()] if name in outcome else None
+                for outcome in outcomes
+            ]
             if all(texts == values[0] for texts in values):
                 self.state.variables[name] = outcomes[0][name]
                 continue
@@ -327,20 +327,17 @@ class _Interpreter:
         if parts[0].get("Type") == "Lit" and re.match(r"~(/|\Z)", word.text) and (home := self.words.lookup("HOME")):
             word = replace(word, text=home["0"].text + word.text[1:])
         if node.get("Append") and key in older:
-            before = older[key]
-            bad = before if before.problem else word
-            word = Word(line, before.text + word.text, bad.problem, bad.variable)
+            bad = older[key] if older[key].problem else word
+            word = Word(line, older[key].text + word.text, bad.problem, bad.variable)
         self.state.spend(len(word.text), line)
         self._set(name, {**older, key: word})
 
     def _do_DeclClause(self, node: Node) -> bool:
         arguments = node.get("Args", [])
         options = "".join(self.words.text(arg.get("Value"), 0).text for arg in arguments if "Name" not in arg)
-        is_local = node["Variant"]["Value"] in ("local", "declare", "typeset") and "g" not in options
+        is_local = node["Variant"]["Value"] not in ("export", "readonly") and "g" not in options
         local = self.local if is_local else None
-        for assign in arguments:
-            if "Name" not in assign:
-                continue
+        for assign in (arg for arg in arguments if "Name" in arg):
             name = assign["Name"]["Value"]
             if local is not None and name not in local:
                 local[name] = self.state.variables.get(name)
@@ -451,7 +448,3 @@ class _Interpreter:
         raise _Break(words[0].text)
 
     _run_continue = _run_break
-
-
-def _texts(variable: Variable | None) -> list[str] | None:
-    return None if variable is None else [word.problem or word.text for word in variable.values()]

@@ -41,7 +41,8 @@ KNOWN = {
     "an indirect variable": "a=b; b=c; run ${!a}",
     "appended text": "a=x; a+=y; export a+=z; run $a",
     "words of a variable": 'a="b  c"; run $a "$a" x$a',
-    "sums": "a=7; run $((a / 2)) $((a % -4)) $((-a / 2)) $((a > 3 ? 1 : 2)) $((2 ** 5)) $(( a += 1 )) $((a++)) $a",
+    "sums": "a=010; run $((a + 1)) $((-017)) $((0))\n"
+            "a=7; run $((a / 2)) $((a % -4)) $((-a / 2)) $((a > 3 ? 1 : 2)) $((2 ** 5)) $(( a += 1 )) $((a++)) $a",
     "substituted commands": "run $(basename /x/y.sh .sh) $(dirname /x/y/z) `echo a  b`\n"
                             "run $(cd /usr/.. && pwd) \"$(echo c; echo d)\"",
     "a condition": 'a=b; if [ "$a" = b ] && [[ $a == b* ]]; then run 1; elif true; then run 2; else run 3; fi',
@@ -94,6 +95,9 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ("D=$(date +%s)\nrun $D", "date", "$(date +%s) is not evaluated", "D"),
         ('A="$X/a"; B=($A)\nrun "${B[@]}"', "X/a", "$X is not set", "X"),
         ("run $((X * 2))", "X", "$X is not set", "X"),
+        ("run $((08))", "value", "$((08)) is not evaluated", None),
+        ("run a={x,y}", "a={x,y}", "{x,y} is not expanded", None),
+        ("run {1..3}=\\{x,y\\}", "{1..3}={x,y}", "{1..3} is not expanded", None),
         ("run $((1 / 0))", "value", "$((1 / 0)) is not evaluated", None),
         ("A=$(nvidia-smi -L | wc -l)\nrun $A", "nvidia", "$(nvidia-smi -L | wc -l) is not evaluated", "A"),
         ("if [ -f x ]; then A=1; else A=2; fi\nrun $A", "A",
