@@ -7,7 +7,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
-_SEVERAL_SENTENCES = re.compile(r"####|[.!?]\s+[A-Z][a-z']*\s+[a-z]|(?i:\banswers?(?: is| are|:))")
+_SEVERAL_SENTENCES = re.compile(r"####|(?<!\A\w)[.!?]\s+[A-Z][a-z']*\s+[a-z]|(?i:\banswers?(?: is| are|:))")
+"""Marks of a worked solution. A dot after one first letter, as in `D. None of these`, ends no sentence."""
 
 
 def truth_text(ground_truth: Any) -> str:
