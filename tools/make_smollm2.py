@@ -50,7 +50,7 @@ NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ir
 BY_NUMBER = "Answer with the number only."
 
 Question = tuple[str, str]
-"""What the user asks, and the ground truth."""
+"""The question, and the ground truth."""
 
 
 # ---------------------------------------------------------------- task
@@ -58,13 +58,15 @@ Question = tuple[str, str]
 
 def draw_sum(rng: random.Random) -> Question:
     """Return a sum of two numbers of two digits."""
-    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    a = rng.randint(10, 99)
+    b = rng.randint(10, 99)
     return f"What is {a} + {b}? {BY_NUMBER}", str(a + b)
 
 
 def draw_product(rng: random.Random) -> Question:
     """Return a product of a number of two digits and one of one digit."""
-    a, b = rng.randint(11, 19), rng.randint(2, 9)
+    a = rng.randint(11, 19)
+    b = rng.randint(2, 9)
     return f"What is {a} x {b}? {BY_NUMBER}", str(a * b)
 
 

@@ -127,7 +127,7 @@ def reading_state(path: Path, name: str = STATE) -> Iterator[None]:
     """Raise CorruptCheckpoint, on every rank alike, if the content of a file is not as a run writes it."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, UserError):
             raise
         raise CorruptCheckpoint(f"{path / name}: corrupt ({type(error).__name__}: {error})") from error

@@ -10,7 +10,7 @@ import socket
 import stat
 from collections.abc import Iterator, Sequence
 
-from rlhf_mc.config.errors import NodeError, UserError, error_reason
+from rlhf_mc.config.errors import NodeError, UserError, disk_errors, error_reason
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.schema import Config, expand_reward_models, get_setting
 
@@ -122,7 +122,9 @@ def _check_output(path: str) -> None:
         raise NodeError(f"{OUTPUT} {path}: {nearest} is not a directory{_here()}")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise NodeError(f"{OUTPUT} {path}: no permission to write to {nearest}{_here()}")
-    if step := _checkpoint_of_verl(path):
+    with disk_errors(OUTPUT):
+        step = _checkpoint_of_verl(path)
+    if step is not None:
         raise UserError(
             f"{OUTPUT} {path}: {step} there is a checkpoint of verl, which is neither resumed nor"
             f" moved; give another {OUTPUT}. To start from its weights, export them with"

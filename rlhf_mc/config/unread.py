@@ -42,6 +42,11 @@ def _choice(setting: str, values: str, section: str, names: str) -> Dependence:
     return Dependence(section, names, condition, lambda cfg: get_setting(cfg, setting) in allowed)
 
 
+def _zero(setting: str, section: str, names: str, value: str = "0") -> Dependence:
+    """Return the dependence on another setting that is 0 or null, as `value` says."""
+    return Dependence(section, names, f"{setting} {value}", lambda cfg: not get_setting(cfg, setting))
+
+
 def _uses_kl(cfg: Config) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.algorithm.kl_ctrl.type == "adaptive"
 
@@ -50,10 +55,16 @@ ESTIMATOR = "algorithm.adv_estimator"
 CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor.policy_loss"
 LOSS_MODE = f"{LOSS}.loss_mode"
+LAYOUT = "actor.megatron"
 DECAYS = "linear cosine"
 ENVIRONMENT = "rollout.environment"
+ENVIRONMENT_CLASS = "name kwargs first_observation skip_special_tokens split_special_tokens"
 TOOLS = f"{ENVIRONMENT}.function_tool_path or tool_config_path"
 DEPENDENCES = (
+    _switch("data.val_files", "data", "val_max_samples"),
+    _switch("data.val_files", "rollout.val_kwargs", "temperature top_p top_k n"),
+    _switch("data.val_files", "trainer", "log_val_generations"),
+    _zero("trainer.total_training_steps", "trainer", "total_epochs", "null"),
     _choice(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
     _choice(ESTIMATOR, "gae", "algorithm", "lam"),
     _choice(ESTIMATOR, "grpo grpo_passk", "algorithm", "norm_adv_by_std_in_grpo"),
@@ -68,11 +79,19 @@ DEPENDENCES = (
     _choice(LOSS_MODE, "clip_cov", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub"),
     _choice(LOSS_MODE, "kl_cov", LOSS, "kl_cov_ratio ppo_kl_coef"),
     _choice(LOSS_MODE, "sapo", LOSS, "tau_pos tau_neg"),
+    _zero("actor.optim.lr_warmup_steps", "actor.optim", "lr_warmup_steps_ratio"),
+    _zero("critic.optim.lr_warmup_steps", "critic.optim", "lr_warmup_steps_ratio"),
     _choice("actor.optim.lr_decay_style", DECAYS, "actor.optim", "min_lr"),
     _choice("critic.optim.lr_decay_style", DECAYS, "critic.optim", "min_lr"),
+    Dependence(
+        LAYOUT,
+        "cp_comm_type",
+        f"{LAYOUT}.context_parallel_size of at least 2",
+        lambda cfg: cfg.actor.megatron.context_parallel_size > 1,
+    ),
     _switch("rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"),
     _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
-    _switch("rollout.environment.path", ENVIRONMENT, "name kwargs skip_special_tokens split_special_tokens"),
+    _switch("rollout.environment.path", ENVIRONMENT, ENVIRONMENT_CLASS),
     Dependence(ENVIRONMENT, "format max_parallel_calls", TOOLS, lambda cfg: cfg.rollout.environment.has_tools),
     Dependence(
         ENVIRONMENT,
@@ -83,7 +102,14 @@ DEPENDENCES = (
     ),
     _switch("custom_reward_function.path", "custom_reward_function", "name reward_kwargs skip_special_tokens"),
     _switch("reward.overlong_buffer.len", "reward.overlong_buffer", "penalty_factor"),
-    _switch("reward.remote.url", "reward.remote", "api template timeout_seconds max_retries max_concurrency"),
+    _switch("reward.remote.url", "reward.remote", "api timeout_seconds max_retries max_concurrency"),
+    _choice("reward.remote.api", "openai", "reward.remote", "template"),
+    _switch(
+        "health.enable",
+        "health",
+        "disable note warn stop roll_back kl_coef patience window ppo_kl_max ppo_kl_explosion ref_kl_max grad_norm_max"
+        " entropy_min truncated_max",
+    ),
     _switch("health.roll_back", "health", "rollback_lr_factor max_rollbacks"),
     _switch("profile.steps", "profile", "ranks"),
 )

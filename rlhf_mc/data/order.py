@@ -68,11 +68,10 @@ class PromptOrder:
         epoch, place = divmod(count, self.batches_per_epoch * self.batch_size)
         return epoch * self.epoch_length + place
 
-    def after_batches(self, num_batches: int, sizes: Mapping[str, Any]) -> int:
-        """Return the position after num_batches batches of these sizes, the settings of another run."""
+    def with_sizes(self, sizes: Mapping[str, Any]) -> PromptOrder:
+        """Return the order with these sizes of a batch, settings of another run."""
         cfg = replace(self.cfg, train_batch_size=sizes["train_batch_size"], gen_batch_size=sizes["gen_batch_size"])
-        order = replace(self, cfg=cfg)
-        return order.position(num_batches * order.batch_size)
+        return replace(self, cfg=cfg)
 
     def indices(self, positions: range) -> list[int]:
         """Return the indices of the prompts at consecutive positions.

@@ -7,14 +7,16 @@ import re
 from decimal import Decimal
 from typing import Any
 
-_SEVERAL_SENTENCES = re.compile(r"####|[.!?]\s+[A-Z][a-z']*\s+[a-z]|(?i:\banswers?(?: is| are|:))")
+_SEVERAL_SENTENCES = re.compile(r"####|(?<!\A\w)[.!?]\s+[A-Z][a-z']*\s+[a-z]|(?i:\banswers?(?: is| are|:))")
+"""Marks of a worked solution. A dot after one first letter, as in `D. None of these`, ends no sentence."""
 
 
 def truth_text(ground_truth: Any) -> str:
-    """Return a ground truth as text. A float that is a whole number has no decimals: pandas makes such floats of the
-    integers of a column with missing values."""
-    if isinstance(ground_truth, float | Decimal) and math.isfinite(ground_truth) and ground_truth == int(ground_truth):
-        return str(int(ground_truth))
+    """Return a ground truth as text; a float without an exponent. One that is a whole number has no decimals: pandas
+    makes such floats of the integers of a column with missing values."""
+    if isinstance(ground_truth, float | Decimal) and math.isfinite(ground_truth):
+        whole = int(ground_truth)
+        return str(whole) if ground_truth == whole else f"{Decimal(str(ground_truth)):f}"
     return str(ground_truth)
 
 

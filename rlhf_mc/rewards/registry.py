@@ -47,8 +47,8 @@ class RewardRule:
         if not is_plain(ground_truth):
             return False
         text = truth_text(ground_truth).strip()
-        if self.reads == _ANSWER and is_solution(text) and math_rule.last_boxed(text) is None:
-            return False
+        if self.reads == _ANSWER and is_solution(text):
+            text = math_rule.last_boxed(text) or ""
         return any(self._is_right(form.replace("*", text), ground_truth) for form in self.forms)
 
     def _is_right(self, response: str, ground_truth: Any) -> bool:

@@ -61,7 +61,8 @@ def is_unread(error: BaseException) -> bool:
 def _flush() -> None:
     """Write what Python would write at the end, where it prints an error if the reader has gone."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed before the start
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

@@ -21,6 +21,7 @@ from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import WITHOUT_EFFECT, recorded, without_secrets
 from rlhf_mc.config.yaml_reader import yaml_text
+from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import check_metrics
@@ -271,11 +272,9 @@ class Checkpoints:
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self._run.response_lengths.load_state_dict(loop["response_lengths"])
-            position = dict(loop["position"])
-            if batches := position.pop("num_batches", 0):  # of an earlier version
-                position["num_prompts"] = prompt_order(self._run).after_batches(batches, config["data"])
-            self.position = Position(**position)
-            self.position.num_prompts = load_pool(self._run, loop["group_pool"], path, self.position)
+            order = prompt_order(self._run).with_sizes(config["data"])
+            self.position = stored_position(loop, order)
+            self.position.num_prompts = load_pool(self._run, loop["group_pool"], path, self.position, order)
             self._logged = loop["logged"]
             self._skipped = dict(loop[_SKIPPED])
             self.run_id = run_id
@@ -429,6 +428,16 @@ class Checkpoints:
                 path = directory.final_path(self._root, self._saved)
                 kept = f"the checkpoint of step {self._saved} is complete and untouched: {path}"
             raise UserError(f"{error}; {kept}") from error
+
+
+def stored_position(loop: dict[str, Any], order: PromptOrder) -> Position:
+    """Return the position that a checkpoint's loop state has. One of an earlier version counts batches, and prompts
+    without the remainder of each epoch: they are replaced. order: with the checkpoint's sizes of a batch."""
+    position = dict(loop["position"])
+    if "num_batches" in position:
+        position["num_prompts"] = order.position(position.pop("num_batches") * order.batch_size)
+        loop["group_pool"]["num_drawn"] = order.position(loop["group_pool"]["num_drawn"])
+    return Position(**position)
 
 
 def _print(line: str) -> None:

@@ -62,7 +62,7 @@ class Composition:
     def read(self, path: str) -> None:
         """Read a file. Raise UserError for a mistake in it, or a part that is not there."""
         self._directory = Path(path).parent
-        self._add_file(Path(path), "", "", 0)
+        self._add_file(Path(path), "", "", "", 0)
 
     def engine(self) -> str | None:
         """Return the engine of verl's own configs: megatron or fsdp; None: none of them is used."""
@@ -71,17 +71,18 @@ class Composition:
             return None
         return "megatron" if "megatron" in names[-1] else "fsdp"
 
-    def _add(self, name: str, package: str, by: str, depth: int) -> None:
-        """Add the file of a config group by its name, such as actor/dp_actor."""
+    def _add(self, name: str, package: str, outer: str | None, by: str, depth: int) -> None:
+        """Add the file of a config group by its name, such as actor/dp_actor. outer: the package in which the file's
+        header names another package; None: the header does not count."""
         path = self._directory / f"{name}.yaml"
         if os.path.isfile(path):
-            self._add_file(path, posixpath.dirname(name), package, depth)
+            self._add_file(path, posixpath.dirname(name), package, outer, depth)
         elif name in BASES:
             self.bases.append(name)
         elif not _OF_VERL.fullmatch(name):
             raise UserError(f"{by}: defaults: {name}.yaml is not in {self._directory}; put its settings into this file")
 
-    def _add_file(self, path: Path, group: str, package: str, depth: int) -> None:
+    def _add_file(self, path: Path, group: str, package: str, outer: str | None, depth: int) -> None:
         self._num_files += 1
         if self._num_files > _MOST_FILES:
             raise UserError(f"{path}: defaults: more than {_MOST_FILES} files; does one name itself?")
@@ -91,8 +92,8 @@ class Composition:
             tree = {}
         if not isinstance(tree, dict):
             raise UserError(f"{path}: expected sections (data:, actor_rollout_ref:, ...), found {tree!r}"[:200])
-        if header := _PACKAGE.match(text):
-            package = _inside(package, header[1])
+        if outer is not None and (header := _PACKAGE.match(text)) and header[1] != "_group_":
+            package = _inside(outer, header[1])
         defaults = tree.pop("defaults", None) or []
         entries = list(defaults) if isinstance(defaults, list) else [defaults]
         entries += ["_self_"] * ("_self_" not in entries)
@@ -105,7 +106,7 @@ class Composition:
                 continue
             if isinstance(entry, str):
                 name, _, to = entry.partition("@")
-                self._add(_join(group, name), _inside(package, to), str(path), depth + 1)
+                self._add(_join(group, name), _inside(package, to), None if to else package, str(path), depth + 1)
                 continue
             if not isinstance(entry, dict) or len(entry) != 1:
                 raise UserError(f"{path}: defaults: expected a name, or `group: name`, found {entry!r}"[:200])
@@ -116,15 +117,18 @@ class Composition:
     def _add_choice(self, key: str, value: Any, group: str, package: str, by: str, depth: int) -> None:
         """Add the files of `group@package: name`, or of a list of names."""
         inner, at, to = key.removeprefix("optional ").strip().partition("@")
+        outer = None if at else package
         package = _inside(package, to if at else inner.strip("./").replace("/", "."))
         own = _join(group, inner) + (f"@{package}" if at else "")
         name = self.choices.get(own, value)
         if isinstance(name, str):
             self.choices[own] = name
         for item in name if isinstance(name, list) else [name]:
-            if item is not None and item != "null":
-                file = _CHOICE.sub(lambda match: self.choices.get(match[1], match[0]), str(item))
-                self._add(_join(group, f"{inner}/{file}"), package, by, depth + 1)
+            if item is None or item == "null":
+                continue
+            file = _join(group, f"{inner}/{_CHOICE.sub(lambda match: self.choices.get(match[1], match[0]), str(item))}")
+            if not key.startswith("optional ") or os.path.isfile(self._directory / f"{file}.yaml"):
+                self._add(file, package, outer, by, depth + 1)
 
     def _merge(self, tree: Mapping[str, Any], package: str) -> None:
         """Replace settings by those of a file."""

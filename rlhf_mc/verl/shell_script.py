@@ -99,8 +99,8 @@ class _Interpreter:
         self.functions: dict[str, Node] = {}
         self.output: list[str] | None = None
         """Inside $(...): what has been printed."""
-        self.local: dict[str, Variable | None] = {}
-        """Variables that the function has made its own, with their values outside of it."""
+        self.local: dict[str, Variable | None] | None = None
+        """Local variables of the function, with their values outside of it; None outside a function."""
 
     def statements(self, nodes: Sequence[Node]) -> bool | None:
         """Follow statements. Return whether the last succeeds, None if that is not known."""
@@ -179,11 +179,8 @@ class _Interpreter:
             self._c_style(loop, node["Do"])
             return None
         items = loop.get("Items")
-        if items is None:
-            words = self.state.arguments
-        else:
-            words = [word for item in items for word in self.words.fields(item)]
-        for word in words:
+        given = (word for item in items or () for word in self.words.fields(item))
+        for word in self.state.arguments if items is None else [*given]:
             self.state.variables[loop["Name"]["Value"]] = {"0": word}
             if not self._pass(node["Do"]):
                 break
@@ -246,7 +243,10 @@ class _Interpreter:
         condition = condition[:80].rstrip("; ")
         variable = self._unknown(first)
         for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
-            values = [_texts(outcome.get(name)) for outcome in outcomes]
+            values = [
+                [word.problem or word.text for word in outcome[name].values()] if name in outcome else None
+                for outcome in outcomes
+            ]
             if all(texts == values[0] for texts in values):
                 self.state.variables[name] = outcomes[0][name]
                 continue
@@ -327,18 +327,23 @@ class _Interpreter:
         if parts[0].get("Type") == "Lit" and re.match(r"~(/|\Z)", word.text) and (home := self.words.lookup("HOME")):
             word = replace(word, text=home["0"].text + word.text[1:])
         if node.get("Append") and key in older:
-            before = older[key]
-            bad = before if before.problem else word
-            word = Word(line, before.text + word.text, bad.problem, bad.variable)
+            bad = older[key] if older[key].problem else word
+            word = Word(line, older[key].text + word.text, bad.problem, bad.variable)
         self.state.spend(len(word.text), line)
         self._set(name, {**older, key: word})
 
     def _do_DeclClause(self, node: Node) -> bool:
-        for assign in node.get("Args", []):
-            if "Name" in assign and node["Variant"]["Value"] == "local":
-                name = assign["Name"]["Value"]
-                self.local.setdefault(name, self.state.variables.get(name))
-            if "Name" in assign and not assign.get("Naked"):
+        arguments = node.get("Args", [])
+        options = "".join(self.words.text(arg.get("Value"), 0).text for arg in arguments if "Name" not in arg)
+        is_local = node["Variant"]["Value"] not in ("export", "readonly") and "g" not in options
+        local = self.local if is_local else None
+        for assign in (arg for arg in arguments if "Name" in arg):
+            name = assign["Name"]["Value"]
+            if local is not None and name not in local:
+                local[name] = self.state.variables.get(name)
+                if assign.get("Naked"):
+                    self.state.variables.pop(name, None)
+            if not assign.get("Naked"):
                 self._assign(assign)
         return True
 
@@ -443,7 +448,3 @@ class _Interpreter:
         raise _Break(words[0].text)
 
     _run_continue = _run_break
-
-
-def _texts(variable: Variable | None) -> list[str] | None:
-    return None if variable is None else [word.problem or word.text for word in variable.values()]

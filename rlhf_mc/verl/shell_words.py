@@ -18,6 +18,10 @@ from rlhf_mc.config.errors import UserError
 MOST_WORK = 1 << 22
 """Bytes of values and statements that a script may take in all: a variable that doubles itself ends there."""
 Node = Mapping[str, Any]
+_INTEGER = re.compile(r"\s*-?(?:(0[0-7]{0,18})|[1-9]\d{0,17})\s*")
+"""An integer; the group is one in octal."""
+_BRACES = re.compile(r"(?<!\\)\{[^{}\\]*(?:,|\.\.)[^{}\\]*\}")
+"""Braces that bash expands to several words."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,9 @@ class Expander:
         kind = part["Type"]
         if kind == "Lit":
             escaped = r"\\([$`\"\\\n])" if in_quotes else r"(?s)\\(.)"
-            out.add(Word(out.line, re.sub(escaped, lambda match: match[1].strip("\n"), part["Value"])))
+            text = re.sub(escaped, lambda match: match[1].strip("\n"), part["Value"])
+            braces = None if quoted or in_quotes else _BRACES.search(part["Value"])
+            out.add(Word(out.line, text, f"{braces[0]} is not expanded" if braces else None))
         elif kind == "SglQuoted":
             text = part.get("Value", "")
             names = {"n": "\n", "t": "\t"}
@@ -326,8 +332,8 @@ class Expander:
             if word.problem is None and re.fullmatch(r"[A-Za-z_]\w*", word.text):
                 variable = self.lookup(word.text) or {}
                 word = variable.get("0") or Word(word.line, word.text, f"${word.text} is not set", word.text)
-            if word.problem is None and re.fullmatch(r"\s*-?\d{1,18}\s*", word.text):
-                return int(word.text)
+            if word.problem is None and (digits := _INTEGER.fullmatch(word.text)):
+                return int(word.text, 8 if digits[1] else 10)
             raise Unresolved(word if word.problem else self._not_evaluated(node))
         if kind == "UnaryArithm" and node["Op"] in ("-", "+", "!") and not node.get("Post"):
             value = self.integer(node["X"])

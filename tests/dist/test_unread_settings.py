@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+import pytest
 import unread_cases
 from tiny import make_workspace, write_config
 
@@ -114,6 +115,26 @@ def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "reads"),
+    [
+        ("actor.optim.lr_warmup_steps_ratio=0.1 actor.optim.lr_warmup_steps=3", "actor.optim.lr_warmup_steps=0"),
+        ("trainer.total_epochs=3 trainer.total_training_steps=4", "trainer.total_training_steps=null"),
+        ("data.val_max_samples=8 data.val_files=[]", "data.val_files=[a]"),
+        ("rollout.val_kwargs.temperature=0.5 data.val_files=[]", "data.val_files=[a]"),
+        ("health.patience=3 health.enable=false", "health.enable=true"),
+        ("reward.remote.template=x reward.remote.url=http://a", "reward.remote.api=openai"),
+        ("rollout.environment.first_observation=true", "rollout.environment.path=game.py"),
+        ("actor.megatron.cp_comm_type=a2a", "actor.megatron.context_parallel_size=2"),
+    ],
+)
+def test_settings_beside_the_algorithm_are_named(tmp_path: Path, given: str, reads: str) -> None:
+    config = str(write_config(tmp_path))
+    key = given.partition("=")[0]
+    assert key in dict(unread(load_config(config, given.split())))
+    assert key not in dict(unread(load_config(config, [*given.split(), reads])))
+
+
 def test_settings_of_an_environment_that_is_not_there_are_named(tmp_path: Path) -> None:
     config = str(write_config(tmp_path))
     section = "rollout.environment"
@@ -127,5 +148,4 @@ def test_settings_of_an_environment_that_is_not_there_are_named(tmp_path: Path) 
         assert {key for key, _ in unread(load_config(config, [*given, *more]))} & keys == named
     settings = {key for key in leaf_hints() if key.startswith(f"{section}.")}
     read_alone = {f"{section}.{name}" for name in ("path", "function_tool_path", "tool_config_path")}
-    refused = {f"{section}.first_observation"}
-    assert settings == {key for row in DEPENDENCES for key in row.keys if row.section == section} | read_alone | refused
+    assert settings == {key for row in DEPENDENCES for key in row.keys if row.section == section} | read_alone

@@ -134,6 +134,8 @@ def test_output_directory_that_cannot_be_created_is_rejected(directory: Path) ->
     if os.geteuid() != 0:  # root may write anywhere
         (directory / "closed").mkdir(mode=0o500)
         assert "no permission to write to" in error_of(directory, f"trainer.default_local_dir={directory}/closed/run")
+        (directory / "unlisted").mkdir(mode=0o300)
+        assert "Permission denied" in error_of(directory, f"trainer.default_local_dir={directory}/unlisted")
 
 
 @pytest.mark.parametrize("files", [["data.pt"], ["actor/huggingface/config.json"]])

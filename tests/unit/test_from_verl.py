@@ -897,20 +897,31 @@ def test_value_that_is_no_yaml_can_be_removed_or_replaced(tmp_path: Path) -> Non
 def test_config_of_several_files_is_read(tmp_path: Path) -> None:
     """Compose as Hydra does: groups, packages, overrides of groups, and the order of files."""
     (tmp_path / "parts" / "actor").mkdir(parents=True)
-    (tmp_path / "parts" / "actor" / "small.yaml").write_text("defaults: [base]\noptim: {lr: 3}\nppo_epochs: 1\n")
-    (tmp_path / "parts" / "actor" / "base.yaml").write_text("optim: {lr: 1, clip_grad: 2}\nshuffle: {}\n")
+    (tmp_path / "parts" / "actor" / "small.yaml").write_text(
+        "# @package critic\ndefaults: [base]\noptim: {lr: 3}\nppo_epochs: 1\n"
+    )
+    (tmp_path / "parts" / "actor" / "base.yaml").write_text(
+        "# @package _group_\noptim: {lr: 1, clip_grad: 2}\nshuffle: {}\n"
+    )
     (tmp_path / "parts" / "actor" / "large.yaml").write_text("optim: null\n")
     (tmp_path / "parts" / "all.yaml").write_text("# a comment\n# @package _global_\ntrainer: {seed: 1, nnodes: 2}\n")
     (tmp_path / "parts" / "run.yaml").write_text(
         "hydra: {searchpath: ['file://verl/trainer/config']}\n"
-        "defaults: [ppo_megatron_trainer, size: small, 'actor@actor_rollout_ref.actor': '${size}', _self_, all]\n"
+        "defaults: [ppo_megatron_trainer, size: small, optional machine: mine,"
+        " 'actor@actor_rollout_ref.actor': '${size}', _self_, all]\n"
         "actor_rollout_ref: {actor: {ppo_epochs: 4}}\ntrainer: {seed: 9}\n"
     )
     (tmp_path / "parts" / "size").mkdir()
-    (tmp_path / "parts" / "size" / "small.yaml").touch()
+    (tmp_path / "parts" / "size" / "small.yaml").write_text("# @package critic\nppo_epochs: 5\n")
     script = tmp_path / "run.sh"
     script.write_text("python3 -m verl.trainer.main_ppo --config-path=parts --config-name=run trainer.nnodes=3\n")
-    given = {"actor.optim.lr": 3, "actor.optim.clip_grad": 2, "actor.shuffle": {}, "actor.ppo_epochs": 4}
+    given = {
+        "critic.ppo_epochs": 5,
+        "actor.optim.lr": 3,
+        "actor.optim.clip_grad": 2,
+        "actor.shuffle": {},
+        "actor.ppo_epochs": 4,
+    }
     for source in (script, tmp_path / "parts" / "run.yaml"):
         reading = read_verl(str(source), ["data.seed=1"])
         settings = {key: item.value for key, item in reading.settings.items() if not key.startswith("hydra")}

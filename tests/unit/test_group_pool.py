@@ -26,6 +26,7 @@ from rlhf_mc.planner.storage import pool_bytes
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.trainer import generate
+from rlhf_mc.trainer.checkpointing import stored_position
 from rlhf_mc.trainer.generate import prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pool import pooled_rollout
@@ -217,7 +218,9 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
     run.group_pool.num_drawn = 9
     state = stored(run.group_pool, tmp_path)
     other = _run(config_file, *overrides, shift=shift)
-    assert load_pool(other, state, tmp_path, Position(4, 4)) == 7, "nine are drawn, two of them are in the pool"
+    assert load_pool(other, state, tmp_path, Position(4, 4), prompt_order(other)) == 7, (
+        "nine are drawn, two of them are in the pool"
+    )
     said = capsys.readouterr().err
     assert words in said if words else not said
     pool = other.group_pool
@@ -271,11 +274,12 @@ def test_a_forged_file_is_a_corrupt_checkpoint(config_file: Path, tmp_path: Path
     run.group_pool.groups = [new[0].continued(responses, 3, {0: STATE}), new[1]]
     run.group_pool.num_drawn = 9
     state = stored(run.group_pool, tmp_path)
-    load_pool(_run(config_file, PARTIAL), state, tmp_path, Position(4, 4))
+    order = prompt_order(run)
+    load_pool(_run(config_file, PARTIAL), state, tmp_path, Position(4, 4), order)
     arrays = read_arrays(tmp_path / POOL_FILE) | {name: value}
     np.savez(tmp_path / POOL_FILE, **{key: array for key, array in arrays.items() if array is not None})
     with pytest.raises(CorruptCheckpoint, match=r"group_pool\.npz: corrupt") as caught:
-        load_pool(_run(config_file, PARTIAL), state, tmp_path, Position(4, 4))
+        load_pool(_run(config_file, PARTIAL), state, tmp_path, Position(4, 4), order)
     assert "\n" not in str(caught.value)
 
 
@@ -290,11 +294,33 @@ def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
 def test_a_run_without_a_pool_continues_with_its_next_prompt(config_file: Path, tmp_path: Path, size: int) -> None:
     """Check a resume after four of 12 prompts with another batch size. The remainder of an epoch fills no batch."""
     run = _run(config_file, f"data.train_batch_size={size}")
-    position = load_pool(run, GroupPool().state_dict(), tmp_path, Position(1, 4))
-    assert position == 4 and prompt_order(run).next_batch(position) == range(4, 4 + size)
+    order = prompt_order(run)
+    position = load_pool(run, GroupPool().state_dict(), tmp_path, Position(1, 4), order)
+    assert position == 4 and order.next_batch(position) == range(4, 4 + size)
     rest = 12 - 4 - (8 // size) * size
-    assert load_pool(run, GroupPool().state_dict(), tmp_path, Position(1, 12 - rest)) == 12
-    assert prompt_order(run).after_batches(2, {"train_batch_size": 2, "gen_batch_size": None}) == 4
+    assert load_pool(run, GroupPool().state_dict(), tmp_path, Position(1, 12 - rest), order) == 12
+
+
+@pytest.mark.parametrize("places", [[11, 12], []])
+def test_checkpoints_of_earlier_versions_count_without_remainders(
+    config_file: Path, tmp_path: Path, places: list[int]
+) -> None:
+    """Check 13 prompts that are drawn, in batches of five of 12 prompts: three of the second epoch. The present run
+    has batches of six."""
+    old = _run(config_file, PARTIAL, "data.train_batch_size=5")
+    old.group_pool.groups = pooled_rollout.new_groups(old, places)
+    state = stored(old.group_pool, tmp_path) | {"num_drawn": 13}
+    if places:
+        arrays = read_arrays(tmp_path / POOL_FILE)
+        np.savez(tmp_path / POOL_FILE, **{key: array for key, array in arrays.items() if key != "seeds"})
+    run = _run(config_file, PARTIAL, "data.train_batch_size=6")
+    loop = {"position": {"step": 2, "num_batches": 2}, "group_pool": state}
+    order = prompt_order(run).with_sizes({"train_batch_size": 5, "gen_batch_size": None})
+    position = stored_position(loop, order)
+    assert position == Position(2, 12)
+    assert load_pool(run, state, tmp_path, position, order) == 15 - len(places)
+    assert run.group_pool.num_drawn == 15
+    assert [group.position for group in run.group_pool.groups] == [place + 2 for place in places]
 
 
 @pytest.mark.parametrize(

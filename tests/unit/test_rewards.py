@@ -104,7 +104,11 @@ SOLUTION = "She sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips altogethe
 @pytest.mark.parametrize(
     ("rule", "read", "refused"),
     [
-        ("gsm8k_strict", [54, 54.0, Decimal("54.00"), "1,234", " -3.5 "], ["$54", "54 clips", True, SOLUTION]),
+        (
+            "gsm8k_strict",
+            [54, 54.0, Decimal("54.00"), 1e-5, Decimal("1E-7"), "1,234", " -3.5 "],
+            ["$54", "54 clips", True, SOLUTION],
+        ),
         ("gsm8k_flexible", [54, 54.0, "1,234", "-3.5"], ["$54", "18.", "fifty", SOLUTION]),
         (
             "math",
@@ -116,8 +120,12 @@ SOLUTION = "She sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips altogethe
             [54.0, r"\frac12", "(1,2)"],
             [r"\boxed{5}", "The answer is 72", r"so \boxed{72}. It is", SOLUTION],
         ),
-        ("math_dapo", [54.0, "$54$", r"\boxed{5}", "1,000"], ["x\n" * 60, "x" * 400, SOLUTION]),
-        ("numina", [54.0, "1/2", "x is odd"], ["Answer: 5", SOLUTION]),
+        (
+            "math_dapo",
+            [54.0, "$54$", r"\boxed{5}", "1,000"],
+            ["x\n" * 60, "x" * 400, r"so \boxed{72}. It is", SOLUTION],
+        ),
+        ("numina", [54.0, "1/2", "x is odd", "D. None of these"], ["Answer: 5", SOLUTION]),
         ("exact_match", [54.0, "$54", ["a", 5.0], {"target": ["a"]}, SOLUTION], [[], [""], [["a"]], {"a": 1}, [None]]),
         ("f1", [54.0, "Paris", ["Paris", "Lyon"]], [{"text": ["Paris"]}, [{"text": "Paris"}]]),
         ("multiple_choice", ["C", 2, 2.0, "2"], ["c", "(C)", "Paris", 10, True]),

@@ -24,6 +24,8 @@ KNOWN = {
         'IFS=" :"; run $b; IFS=; run "${a[*]}" $b; unset IFS; run "${a[*]}" $b',
     "a function's local variables":
         'j() { local IFS="$1"; shift; echo "$*"; }; run "$(j , a b)"; x=1; g() { local x=2 y; y=3; z=4; run $x; }\n'
+        'n=7; m() { local n; run "${n:-none}"; n=4; declare m=5 x=$x$n; run $x; typeset -g o=6; }; m\n'
+        'run $n "${m:-none}" $o\n'
         'k() { local IFS=-; w="$*"; }; k 1 2; g; run $w "$x" "${y:-none}" $z',
     "a here-document": "cat > x.py <<'EOF'\nrun no \"$(\nEOF\nrun yes\n",
     "a here-document whose delimiter is expanded": "x=1\ncat <<EOF\n$x ${y} run no\nEOF\nrun yes\n",
@@ -39,7 +41,8 @@ KNOWN = {
     "an indirect variable": "a=b; b=c; run ${!a}",
     "appended text": "a=x; a+=y; export a+=z; run $a",
     "words of a variable": 'a="b  c"; run $a "$a" x$a',
-    "sums": "a=7; run $((a / 2)) $((a % -4)) $((-a / 2)) $((a > 3 ? 1 : 2)) $((2 ** 5)) $(( a += 1 )) $((a++)) $a",
+    "sums": "a=010; run $((a + 1)) $((-017)) $((0))\n"
+            "a=7; run $((a / 2)) $((a % -4)) $((-a / 2)) $((a > 3 ? 1 : 2)) $((2 ** 5)) $(( a += 1 )) $((a++)) $a",
     "substituted commands": "run $(basename /x/y.sh .sh) $(dirname /x/y/z) `echo a  b`\n"
                             "run $(cd /usr/.. && pwd) \"$(echo c; echo d)\"",
     "a condition": 'a=b; if [ "$a" = b ] && [[ $a == b* ]]; then run 1; elif true; then run 2; else run 3; fi',
@@ -92,6 +95,9 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ("D=$(date +%s)\nrun $D", "date", "$(date +%s) is not evaluated", "D"),
         ('A="$X/a"; B=($A)\nrun "${B[@]}"', "X/a", "$X is not set", "X"),
         ("run $((X * 2))", "X", "$X is not set", "X"),
+        ("run $((08))", "value", "$((08)) is not evaluated", None),
+        ("run a={x,y}", "a={x,y}", "{x,y} is not expanded", None),
+        ("run {1..3}=\\{x,y\\}", "{1..3}={x,y}", "{1..3} is not expanded", None),
         ("run $((1 / 0))", "value", "$((1 / 0)) is not evaluated", None),
         ("A=$(nvidia-smi -L | wc -l)\nrun $A", "nvidia", "$(nvidia-smi -L | wc -l) is not evaluated", "A"),
         ("if [ -f x ]; then A=1; else A=2; fi\nrun $A", "A",

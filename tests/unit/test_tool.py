@@ -120,6 +120,12 @@ def test_unread_output_ends_a_tool_quietly(tmp_path: Path, program: list[str], c
     assert (ended.returncode, ended.stderr) == (code, "")
 
 
+def test_a_closed_output_ends_a_tool_quietly(tmp_path: Path) -> None:
+    closed = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    ended = python(tmp_path, "-c", closed, "-c", f"{UNREAD}print('text')")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_another_broken_pipe_is_an_error(tmp_path: Path) -> None:
     ended = python(tmp_path, "-c", f"{UNREAD}sys.exit(exit_code('rlhf_mc', lambda: write('text')))")
     assert (ended.returncode, ended.stdout) == (1, "text\n")

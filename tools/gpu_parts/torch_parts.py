@@ -129,7 +129,7 @@ def _by_definition(block: torch.Tensor) -> torch.Tensor:
     data = block.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     words = np.frombuffer(data + bytes(-len(data) % 8), dtype=np.int64)
     positions = np.arange(1, 1 + len(words), dtype=np.int64)
-    return torch.tensor([int(words.sum()), int(((words ^ words >> 33) * positions).sum())])
+    return torch.tensor([int(words.sum()), int(((words + (words >> 33)) * positions).sum())])
 
 
 def process_groups(report: Report, sizes: Sizes) -> None:

@@ -15,6 +15,7 @@ import torch
 from rlhf_mc.checkpoint.training_state import read_arrays, reading_state
 from rlhf_mc.config.roles import estimator_needs, has_pool, prompts_in_flight
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
+from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
@@ -115,23 +116,25 @@ def pooled_rollout(run: Run, state: StepState, needed: int) -> tuple[list[Prompt
     return prompts, batch, stream
 
 
-def load_pool(run: Run, state: Mapping[str, Any], path: Path, position: Position) -> int:
-    """Load the pool of the checkpoint at path, from which the next step continues. position: the checkpoint's. Return
-    its num_prompts for the present data.train_batch_size. Every rank must call it."""
+def load_pool(run: Run, state: Mapping[str, Any], path: Path, position: Position, order: PromptOrder) -> int:
+    """Load the pool of the checkpoint at path, from which the next step continues. position: the checkpoint's. order:
+    with the checkpoint's sizes of a batch. Return position.num_prompts for the present sizes. Every rank must call
+    it."""
     if run.environments is not None:
         run.environments.end_kept()  # of later steps, before a roll-back
     run.group_pool.groups = ()
     run.group_pool.num_drawn = state["num_drawn"] or position.num_prompts
     if not state["num_groups"]:
-        order = prompt_order(run)
-        return _position(run) if has_pool(run.config.rollout) else order.next_batch(position.num_prompts).start
+        return (
+            _position(run) if has_pool(run.config.rollout) else prompt_order(run).next_batch(position.num_prompts).start
+        )
     arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
     shape = run.actor.shape
     with reading_state(path, POOL_FILE):
         check_arrays(arrays, state["num_groups"], run.group_pool.num_drawn, position.step, shape.vocab_size)
         positions = arrays["positions"].tolist()
         if "seeds" not in arrays:  # written by an earlier version, which counted without the remainder of each epoch
-            run.group_pool.num_drawn, *positions = map(prompt_order(run).position, [state["num_drawn"], *positions])
+            positions = [order.position(place) for place in positions]
         groups = new_groups(run, positions)
         groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
     if not run.config.rollout.partial_rollout:
