@@ -107,7 +107,7 @@ def checksum(blocks: Sequence[torch.Tensor], chunk_bytes: int | None = None) -> 
         if len(words) > len(weights):
             weights = torch.arange(1, 1 + len(words), device=device)
         total[0] += words.sum()
-        mixed = (words >> 33).add_(words)
+        mixed = words.bitwise_right_shift(33).add_(words)
         # Not torch.dot: it has no CUDA kernel for int64.
         total[1] += start * mixed.sum() + mixed.mul_(weights[: len(words)]).sum()
         start += len(words)
