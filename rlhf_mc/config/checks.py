@@ -293,7 +293,7 @@ def _checkpoints(cfg: Config) -> Iterator[str]:
             " trainer.save_minutes"
         )
     if trainer.keep_best and trainer.save_freq == -1:
-        yield "trainer.keep_best is True; that needs trainer.save_freq of at least 1"
+        yield "trainer.keep_best is true; that needs trainer.save_freq of at least 1"
     if trainer.keep_best and (trainer.test_freq == -1 or trainer.save_freq % trainer.test_freq):
         yield (
             f"trainer.keep_best is true; that needs a validation at every save: trainer.test_freq is"

@@ -37,7 +37,7 @@ def test_consistent_settings_are_accepted(trainer: dict[str, Any]) -> None:
         ({"resume_from_path": "other/global_step_5"}, "trainer.resume_mode is auto"),
         ({"max_ckpt_to_keep": 2}, "trainer.max_ckpt_to_keep is 2; that needs trainer.save_freq"),
         ({"max_ckpt_to_keep": 0, "save_freq": 1}, "trainer.max_ckpt_to_keep is 0"),
-        ({"keep_best": True}, "trainer.keep_best is True; that needs trainer.save_freq"),
+        ({"keep_best": True}, "trainer.keep_best is true; that needs trainer.save_freq"),
         ({"keep_best": True, "save_freq": 3, "test_freq": 2}, "must divide trainer.save_freq, 3"),
         ({"keep_best": True, "save_freq": 3}, "a validation at every save"),
         ({"save_minutes": 0}, "trainer.save_minutes is 0; it must be above 0"),
