@@ -72,7 +72,11 @@ DEPENDENCES = (
     _choice("critic.optim.lr_decay_style", DECAYS, "critic.optim", "min_lr"),
     _switch("rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"),
     _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
-    _switch("rollout.environment.path", ENVIRONMENT, "name kwargs skip_special_tokens split_special_tokens"),
+    _switch(
+        "rollout.environment.path",
+        ENVIRONMENT,
+        "name kwargs first_observation skip_special_tokens split_special_tokens",
+    ),
     Dependence(ENVIRONMENT, "format max_parallel_calls", TOOLS, lambda cfg: cfg.rollout.environment.has_tools),
     Dependence(
         ENVIRONMENT,
