@@ -233,10 +233,14 @@ class ChatTokenizer:
         return [self._marked(one, mark, is_response) for one in value] if isinstance(value, list | tuple) else value
 
     def _places(self, text: str) -> Iterator[int]:
-        """Yield the places of control tokens, which may overlap."""
+        """Yield the places of control tokens, which may overlap, and of the beginning of one at the end of the text:
+        another message may follow without a mark between them."""
+        end = len(text.rstrip())
         for match in self._first.finditer(text):
             place = match.start()
-            if any(text[place : place + length] in self._control for length in self._lens):
+            rest = text[place:end]
+            is_whole = any(text[place : place + length] in self._control for length in self._lens)
+            if is_whole or (len(rest) < self._lens[-1] and any(token.startswith(rest) for token in self._control)):
                 yield place
 
 
