@@ -689,6 +689,7 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
         call("fault", kind="text"): "Error: raised SystemExit: 3",
         call("fault", kind="megabyte"): "m" * 50 + "...(truncated)..." + "m" * 50,
         call("nothing"): "Error: there is no tool 'nothing'; the tools are add, fault, count",
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>': r"Error: there is no tool '\ud800'; the tools",
         call("add", c=1): "Error: add: missing a required argument: 'a'",
         '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "Error: the arguments are not a JSON object",
         "<tool_call>{": "Error: the tool call cannot be read",
@@ -699,7 +700,7 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
         assert found.startswith(f"\n<tool>{text}") and len(found) < 200
     episode = conversations.episode(0)
     assert episode.failed_calls == {"raised": 3, "timeout": 1, "invalid": 1} and episode.failure is None
-    assert episode.info == {"tool_calls": 10, "invalid_calls": 4}
+    assert episode.info == {"tool_calls": 11, "invalid_calls": 5}
     environments.close()
 
 
