@@ -239,8 +239,8 @@ class ChatTokenizer:
         for match in self._first.finditer(text):
             place = match.start()
             rest = text[place:end]
-            is_whole = any(text[place : place + length] in self._control for length in self._lens)
-            if is_whole or (len(rest) < self._lens[-1] and any(token.startswith(rest) for token in self._control)):
+            is_token = any(text[place : place + length] in self._control for length in self._lens)
+            if is_token or (len(rest) < self._lens[-1] and any(token.startswith(rest) for token in self._control)):
                 yield place
 
 
