@@ -244,6 +244,19 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
     environments.close()
 
 
+def test_a_replay_with_shorter_responses_is_one_line(user_file: str) -> None:
+    """Check an observation of three tokens where two are left: the engine gets no request without room."""
+    for limit, replayed in ((10, None), (4, str(Path(user_file).parent))):
+        environments, conversations = begun(EnvironmentConfig(user_file), limit, replayed)
+        played(conversations)
+        if replayed is None:
+            conversations.finish()
+        else:
+            with pytest.raises(UserError, match=r"turn 1: data\.max_response_length 4 has no room .*: are model"):
+                conversations.finish()
+        environments.close()
+
+
 def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
