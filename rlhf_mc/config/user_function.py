@@ -20,6 +20,8 @@ from rlhf_mc.config.masking import one_line
 
 MOST_ERROR_CHARACTERS = 1000
 """Length of the text of a user's exception in a message."""
+_class_name: Callable[[type], str] = type.__dict__["__name__"].__get__
+"""Return the name of a class, whatever its metaclass does."""
 
 
 def load_attribute(section: str, path: str, name: str, hint: str = "") -> Any:
@@ -95,5 +97,5 @@ def describe_error(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as second:  # the user's own class may raise anything
-        text = f"(its text raises {type(second).__name__})"
-    return f"{type(error).__name__}: {one_line(text, MOST_ERROR_CHARACTERS)}{line}"
+        text = f"(its text raises {_class_name(type(second))})"
+    return f"{_class_name(type(error))}: {one_line(text, MOST_ERROR_CHARACTERS)}{line}"

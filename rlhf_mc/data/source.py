@@ -25,9 +25,7 @@ AGENT = "agent_name"
 _MEDIA_READ_TOGETHER = 16
 _NO_MEDIA = ": prompts and models are of text alone"
 UNREAD = {
-    "images": _NO_MEDIA,
-    "videos": _NO_MEDIA,
-    "audios": _NO_MEDIA,
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _NO_MEDIA),
     "tools": ": the tools of all rows are those of rollout.environment or data.apply_chat_template_kwargs",
 }
 """Columns that other trainers read and this one does not, and why."""

@@ -24,8 +24,8 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 THINK_TAGS = ("<think>", "</think>")
 """Tags around the thoughts of a response. Some tokenizers have them as special tokens."""
 _TAG = re.compile(r"</?[\w-]+>")
-_MARKS = range(0x10FFFD, 0x100000, -1)
-"""Code points for private use, the last of Unicode: no tokenizer merges them with others."""
+_MARKS = range(0x10FFFD, 0x3FFFF, -1)
+"""The last code points of Unicode, for private use or unassigned: no tokenizer merges them with others."""
 LIMIT_SECONDS = 10.0
 """Limit of processor time for one prompt: a template is a program of the checkpoint. Templates take less than a
 thousandth of it."""
@@ -233,13 +233,18 @@ class ChatTokenizer:
         return [self._marked(one, mark, is_response) for one in value] if isinstance(value, list | tuple) else value
 
     def _places(self, text: str) -> Iterator[int]:
-        """Yield the places of control tokens, which may overlap."""
+        """Yield the places of control tokens, which may overlap, and of the beginning of one at the end of the text:
+        another message may follow without a mark between them."""
+        end = len(text.rstrip())
         for match in self._first.finditer(text):
             place = match.start()
-            if any(text[place : place + length] in self._control for length in self._lens):
+            rest = text[place:end]
+            is_token = any(text[place : place + length] in self._control for length in self._lens)
+            if is_token or (len(rest) < self._lens[-1] and any(token.startswith(rest) for token in self._control)):
                 yield place
 
 
 def _unused_character(text: str) -> str:
     """Return a mark that the text does not have."""
-    return next(mark for mark in map(chr, _MARKS) if mark not in text)
+    used = set(text)
+    return next(mark for mark in map(chr, _MARKS) if mark not in used)

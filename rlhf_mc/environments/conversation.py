@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, get_args
+from typing import Any
+
+import msgspec
 
 from rlhf_mc.data.batch import OBSERVED, Generation, Prompt
 from rlhf_mc.environments.environment_worker import Key
 from rlhf_mc.environments.journal import Place, Reply
-from rlhf_mc.rewards.results import Episode, FailureKind
+from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Request
 
 
@@ -42,18 +45,20 @@ class ConversationState:
 
     @staticmethod
     def from_dict(row: Mapping[str, Any], length: int) -> ConversationState:
-        """Return the state of a dict of asdict. length: of the response, in tokens. Raise ValueError or TypeError for
-        another dict."""
-        state = ConversationState(**{**row, "episode": Episode(**row["episode"])})
+        """Return the state of a dict of asdict. length: of the response, in tokens. Raise ValueError for another
+        dict."""
+        try:
+            state = msgspec.convert(row, ConversationState)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"conversations: {error}") from error
         episode = state.episode
-        places = [*(place for place, _ in episode.rewards), *itertools.chain(*episode.observations)]
+        turns = [-1, *(place for place, _ in episode.rewards), length]
+        places = [0, *itertools.chain(*episode.observations), length]
         numbers = [*(reward for _, reward in episode.rewards), *episode.info.values(), episode.default_score]
         is_sound = (
-            all(type(flag) is bool for flag in (state.waits, state.ended))
-            and (type(state.engine) is int and state.engine >= 0)
-            and all(type(place) is int and -1 <= place <= length for place in places)
-            and all(isinstance(number, int | float) for number in numbers)
-            and {*episode.failed_calls, *filter(None, [episode.failure])} <= {*get_args(FailureKind)}
+            (state.engine >= 0 and all(number >= 0 for number in episode.failed_calls.values()))
+            and (turns == sorted(turns) and places == sorted(places))
+            and all(map(math.isfinite, numbers))
         )
         if not is_sound:
             raise ValueError(f"conversations: a state is {repr(row)[:80]}")

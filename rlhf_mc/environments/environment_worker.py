@@ -5,6 +5,7 @@ torch nor numpy.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -29,7 +30,7 @@ from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.scoring import awaited
 from rlhf_mc.runtime.worker_process import MessageError, guarded_connection
 
-_MOST_THREADS = 256
+MOST_THREADS = 256
 """Calls of environments without async methods at a time."""
 
 
@@ -69,7 +70,7 @@ class EnvironmentsOfWorker:
         else:
             self._class, self._further = load_environment(cfg)
         self._limit = None if cfg.has_tools else cfg.timeout_seconds  # each call of a tool has the limit
-        self.threads = ThreadPoolExecutor(_MOST_THREADS)
+        self.threads = ThreadPoolExecutor(MOST_THREADS)
         self._environments: dict[Key, Environment] = {}
 
     async def answer(self, turn: Turn) -> StepResult | Failure:
@@ -83,12 +84,9 @@ class EnvironmentsOfWorker:
 
     async def end(self, key: Key) -> None:
         """Close the environment of a conversation. An error is of no importance any more."""
-        environment = self._environments.pop(key, None)
-        if environment is not None and hasattr(environment, "close"):
-            try:
-                await awaited(called(environment.close), self.cfg.timeout_seconds, "not closed after {} s")
-            except Failure:
-                return
+        if key in self._environments:
+            with contextlib.suppress(Failure):
+                await awaited(_close(self._environments.pop(key)), self.cfg.timeout_seconds, "not closed after {} s")
 
     async def _answer(self, turn: Turn) -> StepResult:
         return checked_answer(await self._step(turn), self.cfg)
@@ -109,6 +107,11 @@ class EnvironmentsOfWorker:
             raise Failure("invalid", "its reset has failed")
         further = {name: getattr(turn, name) for name in self._further}
         return await called(self._environments[turn.key].step, turn.response, **further)
+
+
+async def _close(environment: Any) -> None:
+    if hasattr(environment, "close"):
+        await called(environment.close)
 
 
 async def _serve(connection: Connection, send: Callable[..., None], conversations: EnvironmentsOfWorker) -> None:
@@ -163,4 +166,6 @@ def main(parent: int, descriptors: tuple[int, int]) -> None:
     except BaseException as error:  # user code outside of a call: an attribute that raises
         send(UserError(f"{where(cfg)}: raised {describe_error(error)}"))
         return
+    if runner.get_loop().is_closed():  # by the user's file
+        runner = asyncio.Runner()
     runner.run(_serve(connection, send, conversations))

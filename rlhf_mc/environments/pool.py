@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.environments.environment_worker import Key, Turn
+from rlhf_mc.environments.environment_worker import MOST_THREADS, Key, Turn
 from rlhf_mc.environments.protocol import StepResult, where
 from rlhf_mc.machine.facts import cores
 from rlhf_mc.rewards.results import Failure, FailureReason
@@ -38,6 +38,8 @@ class _Worker:
         self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg.timeout_seconds, _Answer, cfg)
         self.sent: dict[Key, float] = {}
         """When the turns that it has not answered were sent, by conversation, the earliest first."""
+        self.num_timeouts = 0
+        """Calls that have exceeded their limit. One of a plain function keeps a thread."""
         self.loaded_at = math.inf
         """When it has begun to answer."""
         self.loaded: Future[list[dict[str, Any]]] = Future()
@@ -127,6 +129,7 @@ class EnvironmentPool:
                 answers |= self._unanswered(worker, message)
             elif worker.sent.pop(message[0], None) is not None:
                 answers[message[0]] = message[1]
+                self._count_timeouts(worker, message[1])
         # A worker keeps the limit by itself, unless a call blocks it.
         latest = time.monotonic() - 1.1 * self._cfg.timeout_seconds - 1.0
         for one in [*self._workers]:
@@ -183,6 +186,13 @@ class EnvironmentPool:
         """End a worker process."""
         self._workers.remove(worker)
         worker.close()
+
+    def _count_timeouts(self, worker: _Worker, answer: StepResult | Failure) -> None:
+        """Count the calls that may hang. New conversations get another process once half of the threads may be kept."""
+        failures = answer.failures if isinstance(answer, StepResult) else [answer]
+        worker.num_timeouts += sum(failure.kind == "timeout" for failure in failures)
+        if worker.num_timeouts >= MOST_THREADS // 2 and worker in self._of_new:
+            self._of_new[self._of_new.index(worker)] = None
 
     def _unanswered(self, worker: _Worker, failure: Failure) -> dict[Key, Failure | None]:
         """Return what becomes of the calls that a process had when it ended by itself. Any of them may have ended it:

@@ -23,7 +23,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.masking import one_line
 from rlhf_mc.config.user_function import describe_error, load_file
 from rlhf_mc.environments import verl_tools
-from rlhf_mc.environments.protocol import SECTION, StepResult, ToolCall, called, truncated
+from rlhf_mc.environments.protocol import SECTION, StepResult, ToolCall, called, truncated, unicode
 from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.returned import checked
 from rlhf_mc.rewards.scoring import awaited
@@ -94,7 +94,7 @@ class ToolEnvironment:
         rewards: list[float] = []
         answers = await asyncio.gather(*(self._answer(call, rewards, failures) for call in calls))
         messages = [
-            {"role": "tool", "name": call.name or "unknown", "tool_call_id": call.number, "content": text}
+            {"role": "tool", "name": unicode(call.name) or "unknown", "tool_call_id": call.number, "content": text}
             for call, text in zip(calls, answers, strict=True)
         ]
         return StepResult(messages, sum(rewards), False, self._info, tuple(failures))

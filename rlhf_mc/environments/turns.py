@@ -181,12 +181,16 @@ class Conversations:
         tokens = np.concatenate([one.whole.prompt, np.array(one.response.token_ids, np.int32)])
         one.place = place, zlib.crc32(tokens.tobytes())
         replies = journal.at(place)
-        one.recorded = replies.get(one.place[1])
+        recorded = replies.get(one.place[1])
+        limit = self._run.max_response_length
+        fits = recorded is None or len(one.response.token_ids) + len(recorded.token_ids) <= limit
+        one.recorded = recorded if fits else None
         if one.recorded is not None:
             self._num_untaken -= self._run.is_mine(one.key)
         elif journal.is_replay and replies:
             where = f"{one.prompt.where}, turn {place[2] + 1}"
-            self._problem = f"step {journal.step}, {where}: the runs have drawn other tokens"
+            no_room = f"data.max_response_length {limit} has no room for the observation"
+            self._problem = f"step {journal.step}, {where}: {'the runs have drawn other tokens' if fits else no_room}"
             one.recorded = Reply(0)
         elif journal.is_replay and one.whole.max_tokens is not None:
             one.is_cut = True

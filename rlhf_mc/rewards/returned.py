@@ -63,7 +63,10 @@ def checked(result: Any) -> dict[str, float]:
     first = sorted(result, key=lambda key: key not in _KEPT)
     numeric = [key for key in first if key == "score" or _is_number(result[key])][: MOST_NAMES + 1 + len(_KEPT)]
     names = [one_line(str(key), _MOST_CHARACTERS) for key in numeric]
-    return {name: _number(f"{name}: ", result[key]) for name, key in zip(names, numeric, strict=True)}
+    checked_numbers: dict[str, float] = {}
+    for name, key in zip(names, numeric, strict=True):
+        checked_numbers.setdefault(name, _number(f"{name}: ", result[key]))  # "score " is not the score
+    return checked_numbers
 
 
 def _number(key: str, value: Any) -> float:

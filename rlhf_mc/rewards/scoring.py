@@ -93,6 +93,8 @@ class Scorer:
         self._runner = asyncio.Runner()
         self._runner.get_loop()  # the current one of the user's file too
         self._custom = None if custom.path is None else load_reward_function(custom)
+        if self._runner.get_loop().is_closed():  # by the user's file
+            self._runner = asyncio.Runner()
         self._remote = None if reward.remote.url is None else RemoteReward(reward.remote, reward.timeout_seconds)
         self._limit = reward.timeout_seconds
 

@@ -138,12 +138,13 @@ def test_settings_beside_the_algorithm_are_named(tmp_path: Path, given: str, rea
 def test_settings_of_an_environment_that_is_not_there_are_named(tmp_path: Path) -> None:
     config = str(write_config(tmp_path))
     section = "rollout.environment"
-    keys = {f"{section}.{name}" for name in ("max_turns", "format", "kwargs")}
+    keys = {f"{section}.{name}" for name in ("max_turns", "format", "kwargs", "first_observation")}
     given = [f"{section}.max_turns=3", f"{section}.format=glm45", f"{section}.kwargs={{a: 1}}"]
+    given.append(f"{section}.first_observation=true")
     for more, named in (
         ([], keys),
         ([f"{section}.path=game.py"], {f"{section}.format"}),
-        ([f"{section}.function_tool_path=tools.py"], {f"{section}.kwargs"}),
+        ([f"{section}.function_tool_path=tools.py"], {f"{section}.{name}" for name in ("kwargs", "first_observation")}),
     ):
         assert {key for key, _ in unread(load_config(config, [*given, *more]))} & keys == named
     settings = {key for key in leaf_hints() if key.startswith(f"{section}.")}

@@ -166,6 +166,24 @@ def test_control_tokens_in_messages_stay_text(chats: ChatTokenizer, content: str
     assert ("<tool>" in content) == (tokenizer.convert_tokens_to_ids("<tool>") in found)
 
 
+@pytest.mark.parametrize("texts", [("a<|en", "d|>"), ("<| \n", "", "end|>"), ("<", "s>"), ("<｜User｜", "｜>")])
+def test_control_tokens_of_adjacent_messages_stay_text(chats: ChatTokenizer, texts: tuple[str, ...]) -> None:
+    """Check a template that joins messages without a mark, as DeepSeek's joins system messages."""
+    chats.tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    messages = [{"role": "system", "content": text} for text in texts]
+    found = chats.tokens(chats.render(messages, {}, "row 1"))
+    tokens = chats.tokenizer.convert_ids_to_tokens(found)
+    assert not {"<|end|>", "</think>", "<s>", *ROLES} & {*tokens}
+    assert chats.tokenizer.decode(found).replace(" ", "") == "".join(texts).replace(" \n", "")
+
+
+def test_every_private_character_may_be_in_a_message(chats: ChatTokenizer) -> None:
+    """Check that the mark of control tokens is still another character."""
+    private = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0x110000)]))
+    found = chats.tokens(chats.render([{"role": "user", "content": "<|end|>", "name": private}], {}, "row 1"))
+    assert chats.tokenizer.convert_tokens_to_ids("<|end|>") not in found
+
+
 def test_messages_without_control_tokens_have_the_tokens_of_their_text(chats: ChatTokenizer) -> None:
     messages = [{"role": "user", "content": " a <tool> <b>\n<|other|>"}, {"role": "assistant", "content": "</think>c"}]
     wanted = chats.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)

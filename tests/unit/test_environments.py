@@ -244,6 +244,19 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
     environments.close()
 
 
+def test_a_replay_with_shorter_responses_is_one_line(user_file: str) -> None:
+    """Check an observation of three tokens where two are left: the engine gets no request without room."""
+    for limit, replayed in ((10, None), (4, str(Path(user_file).parent))):
+        environments, conversations = begun(EnvironmentConfig(user_file), limit, replayed)
+        played(conversations)
+        if replayed is None:
+            conversations.finish()
+        else:
+            with pytest.raises(UserError, match=r"turn 1: data\.max_response_length 4 has no room .*: are model"):
+                conversations.finish()
+        environments.close()
+
+
 def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -704,6 +717,7 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
         call("fault", kind="text"): "Error: raised SystemExit: 3",
         call("fault", kind="megabyte"): "m" * 50 + "...(truncated)..." + "m" * 50,
         call("nothing"): "Error: there is no tool 'nothing'; the tools are add, fault, count",
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>': r"Error: there is no tool '\ud800'; the tools",
         call("add", c=1): "Error: add: missing a required argument: 'a'",
         '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "Error: the arguments are not a JSON object",
         "<tool_call>{": "Error: the tool call cannot be read",
@@ -714,7 +728,7 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
         assert found.startswith(f"\n<tool>{text}") and len(found) < 200
     episode = conversations.episode(0)
     assert episode.failed_calls == {"raised": 3, "timeout": 1, "invalid": 1} and episode.failure is None
-    assert episode.info == {"tool_calls": 10, "invalid_calls": 4}
+    assert episode.info == {"tool_calls": 11, "invalid_calls": 5}
     environments.close()
 
 

@@ -263,7 +263,24 @@ def forged_state(name: str, value: Any) -> str:
         ("conversations", np.array(forged_state("waits", "no"))),
         ("conversations", np.array(forged_state("episode", {}))),
         ("conversations", np.array(forged_state("episode", asdict(replace(STATE.episode, observations=[(0, 9)]))))),
-        ("conversations", np.array(forged_state("episode", asdict(replace(STATE.episode, rewards=[("1", 0.5)]))))),
+        *(
+            ("conversations", np.array(forged_state("episode", asdict(replace(STATE.episode, **{name: value})))))
+            for name, value in (
+                ("rewards", [("1", 0.5)]),
+                ("rewards", [(1, np.nan)]),
+                ("rewards", [(1, True)]),
+                ("rewards", [(1, 0.5), (0, 0.5)]),
+                ("info", {"x": np.inf}),
+                ("info", {"x": 10**400}),
+                ("failed_calls", ["raised"]),
+                ("failed_calls", {"raised": "1"}),
+                ("failed_calls", {"raised": -1}),
+                ("failure", 0),
+                ("default_score", np.nan),
+                ("observations", [(0,)]),
+                ("observations", [(1, 0)]),
+            )
+        ),
     ],
 )
 def test_a_forged_file_is_a_corrupt_checkpoint(config_file: Path, tmp_path: Path, name: str, value: Any) -> None:

@@ -315,12 +315,15 @@ def test_custom_file_missing(tmp_path: Path) -> None:
         RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "reward.txt")), RewardConfig())
 
 
-def test_what_an_async_function_keeps_works_in_each_call(tmp_path: Path) -> None:
-    """Check a lock that is bound to the event loop once a call waits for it, and a task in the background."""
+@pytest.mark.parametrize("before", ["", "asyncio.get_event_loop().close()"])
+def test_what_an_async_function_keeps_works_in_each_call(tmp_path: Path, before: str) -> None:
+    """Check a lock that is bound to the event loop once a call waits for it, and a task in the background; also where
+    the file closes the loop in which it is imported."""
     manager = custom(
         tmp_path,
-        """
+        f"""
         import asyncio
+        {before}
         one = asyncio.Semaphore(1)
         ticks = 0
         task = None
@@ -336,7 +339,7 @@ def test_what_an_async_function_keeps_works_in_each_call(tmp_path: Path) -> None
             task = task or asyncio.create_task(tick())
             async with one:
                 await asyncio.sleep(0.01)
-            return {"score": 1.0, "ticks": ticks, "has_ended": task.done()}
+            return {{"score": 1.0, "ticks": ticks, "has_ended": task.done()}}
         """,
     )
     prompts = [make_prompt(i) for i in range(3)]
@@ -370,7 +373,8 @@ def test_async_function_that_ignores_its_cancellation_fails_alone(tmp_path: Path
 
 
 def test_scores_of_a_worker_are_plain_data(tmp_path: Path) -> None:
-    """Check an answer whose class would run code where it is unpickled, and a date of a row, which stays one."""
+    """Check an answer whose class would run code where it is unpickled, a name that is "score" but for a blank, and a
+    date of a row, which stays one."""
     manager = custom(
         tmp_path,
         """
@@ -379,7 +383,7 @@ def test_scores_of_a_worker_are_plain_data(tmp_path: Path) -> None:
             def __reduce__(self):
                 return os.abort, ()
         def compute_score(solution_str, extra_info, **row):
-            return {"score": extra_info["date"].year, "pred": Runs(solution_str), Runs("n"): 1}
+            return {"score": extra_info["date"].year, "pred": Runs(solution_str), Runs("n"): 1, "score ": 7}
         """,
     )
     prompts = [make_prompt(date=datetime.date(2026, 1, 1))] * 3

@@ -87,6 +87,7 @@ REASONS = {
     "exec('raise KeyboardInterrupt')": "raised KeyboardInterrupt: ",
     "exec('raise asyncio.CancelledError')": "raised CancelledError: ",
     "exec('raise Unreadable')": "raised Unreadable: (its text raises GeneratorExit)",
+    "exec('raise Nameless')": "raised Nameless: ",
 }
 NUMBERS = {
     "np.float32(1), np.bool_(False), {}": None,
@@ -124,6 +125,8 @@ def test_answers_are_plain_data_or_a_reason(tmp_path: Path, kind: str) -> None:
 class Environment:
     def reset(self, row): self.kind = row["kind"]
     {kind} step(self, response): return eval(self.kind)
+Unnamed = type("Unnamed", (type,), {{"__name__": property(lambda cls: exit())}})
+class Nameless(Exception, metaclass=Unnamed): pass
 """,
     )
     pool = EnvironmentPool(cfg)
@@ -200,6 +203,72 @@ class Environment:
     assert other == StepResult("", 1.0, True, {})
     time.sleep(1.2)  # longer than the rank waits for a process that does not answer
     assert pool.take(0.1) == {} and len(pool._workers) == 1
+    pool.close()
+
+
+def test_calls_that_hang_take_no_thread_of_later_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a process of two threads whose calls hang: it ends once its conversations have."""
+    monkeypatch.setattr(environment_pool, "MOST_THREADS", 4)
+    cfg = write(
+        tmp_path,
+        """
+class Environment:
+    def reset(self, row): self.kind = row["kind"]
+    def step(self, response):
+        while self.kind == "hangs":
+            time.sleep(60)
+        return str(os.getpid()), 1.0, True, {}
+""",
+    )
+    cfg.timeout_seconds = 0.3
+    pool = EnvironmentPool(cfg)
+    (first,) = pool._workers
+    for kinds in (["hangs"], ["hangs"]):
+        (failure,) = answers(pool, kinds)
+        assert isinstance(failure, Failure) and failure.problem.startswith("no answer after 0.3 s (")
+        assert pool._workers == [first]
+        pool.end((0, 0))
+    assert pool._workers == []
+    cfg.timeout_seconds = 30.0
+    assert isinstance(answers(pool, [""])[0], StepResult)
+    pool.close()
+
+
+def test_an_environment_that_cannot_be_closed_ends_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cfg = write(
+        tmp_path,
+        """
+class Environment:
+    def reset(self, row): self.kind = row["kind"]
+    def step(self, response): return "", 1.0, True, {}
+    @property
+    def close(self):
+        raise eval(self.kind)("not closed")
+""",
+    )
+    pool = EnvironmentPool(cfg)
+    for kind in ("OSError", "SystemExit", "KeyboardInterrupt"):
+        assert answers(pool, [kind]) == [StepResult("", 1.0, True, {})]
+        pool.end((0, 0))
+    assert answers(pool, ["OSError"]) == [StepResult("", 1.0, True, {})] and len(pool._workers) == 1
+    pool.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_file_may_close_the_event_loop_in_which_it_is_imported(tmp_path: Path) -> None:
+    cfg = write(
+        tmp_path,
+        """
+loop = asyncio.get_event_loop()
+loop.run_until_complete(asyncio.sleep(0))
+loop.close()
+class Environment:
+    async def reset(self, row): pass
+    async def step(self, response): return "", 1.0, True, {}
+""",
+    )
+    pool = EnvironmentPool(cfg)
+    assert answers(pool, [""]) == [StepResult("", 1.0, True, {})]
     pool.close()
 
 
