@@ -87,7 +87,9 @@ def set_start(start: Path, config_of_step_3: bytes | None) -> Callable[[Path], N
     """
 
     def rewrite(path: Path) -> None:
-        replace_file(path.with_name("global_step_2"), 2, "config.yaml", f"trainer: {{resume_from_path: {start}}}")
+        sizes = "data: {train_batch_size: 8, gen_batch_size: null}"
+        settings = f"{sizes}\ntrainer: {{resume_from_path: {start}}}"
+        replace_file(path.with_name("global_step_2"), 2, "config.yaml", settings)
         (path / "config.yaml").unlink()
         if config_of_step_3 is not None:
             (path / "config.yaml").write_bytes(config_of_step_3)
