@@ -3,23 +3,31 @@ function of a test module with the same arguments."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
 import os
+import signal
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
 
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 300
+STACKS = signal.SIGRTMAX - 1
+"""Signal at which a rank writes the stacks of its threads."""
 
 
-def _worker(variables: dict[str, str], pipe: Any) -> None:
+def _worker(variables: dict[str, str], pipe: Any, stacks: str) -> None:
     assert "preloaded" in sys.modules
+    faulthandler.register(STACKS, open(stacks, "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(variables)
     _write_to_starter()
     import warnings
@@ -78,10 +86,12 @@ class Workers:
         context = forked.context()
         self._pipes = []
         self._processes = []
-        for variables in forked.rank_variables(world):
+        self._directory = tempfile.TemporaryDirectory()
+        self._stacks = [f"{self._directory.name}/rank_{rank}" for rank in range(world)]
+        for variables, stacks in zip(forked.rank_variables(world), self._stacks, strict=True):
             mine, theirs = context.Pipe()
             # Not daemons: the checkpoint writer starts processes of its own.
-            process = context.Process(target=_worker, args=(variables, theirs))
+            process = context.Process(target=_worker, args=(variables, theirs, stacks))
             process.start()
             self._pipes.append(mine)
             self._processes.append(process)
@@ -92,10 +102,18 @@ class Workers:
             pipe.send((function.__module__, function.__name__, kwargs))
         out = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_SECONDS):
-                pytest.exit(f"rank {rank} of {self.world} has not answered: {function.__name__}({kwargs})", 3)
+            if not pipe.poll(2 * TIMEOUT_SECONDS):
+                call = f"{function.__name__}({kwargs})"
+                pytest.exit(f"rank {rank} of {self.world} has not answered: {call}\n{self._dump()}", 3)
             out.append(pipe.recv())
         return out
+
+    def _dump(self) -> str:
+        """Return the stacks of all ranks, which do not end."""
+        for process in self._processes:
+            os.kill(process.pid or 0, STACKS)
+        time.sleep(2)
+        return "\n".join(Path(path).read_text() for path in self._stacks)
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Return each rank's result. Fail the test with the stack of the first rank that raised."""
