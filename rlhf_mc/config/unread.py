@@ -91,7 +91,7 @@ DEPENDENCES = (
     ),
     _switch("rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"),
     _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
-    _switch("rollout.environment.path", ENVIRONMENT, ENVIRONMENT_CLASS),
+    _switch(f"{ENVIRONMENT}.path", ENVIRONMENT, ENVIRONMENT_CLASS),
     Dependence(ENVIRONMENT, "format max_parallel_calls", TOOLS, lambda cfg: cfg.rollout.environment.has_tools),
     Dependence(
         ENVIRONMENT,
