@@ -103,12 +103,14 @@ def checked_rows(path: Path) -> CheckedRows:
     except FileNotFoundError:
         return checked
     for number, line in enumerate(lines, 1):
-        text = "{" + line[len(_checksum("")) : -1]
-        row = _object(text) if line == f"{_checksum(text)}{text[1:]}\n" else None
+        # Without its newline: a process that was killed just before it has left a whole row, which the next one ends.
+        line = line.removesuffix("\n")
+        text = "{" + line[len(_checksum("")) :]
+        row = _object(text) if line == f"{_checksum(text)}{text[1:]}" else None
         if row is not None:
             checked.rows[number] = row
-        elif line != "\n":
-            ends = line.endswith("}\n") and line.count("}") >= line.count("{")
+        elif line:
+            ends = line.endswith("}") and line.count("}") >= line.count("{")
             (checked.changed if ends else checked.incomplete).append(number)
     return checked
 

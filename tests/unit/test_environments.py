@@ -300,6 +300,9 @@ def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd:
     path.write_bytes(content.replace(b'"at": 7', b'"at": 6'))
     with pytest.raises(UserError, match=r"^trainer\.replay: .*, line 2: its checksum is wrong$"):
         read_journal(tmp_path, str(tmp_path))
+    path.write_bytes(content[:-1])  # killed between a row and its newline: the answer is there, and is not asked again
+    assert read_journal(tmp_path) == answers
+    assert "warning" not in capfd.readouterr().err
     for size in (9, 2):  # the second one ends within the two last braces, and a resumed run has ended the line
         path.write_bytes(content[:-size] + b"\n")
         assert read_journal(tmp_path, str(tmp_path)).keys() == {7}
