@@ -231,9 +231,10 @@ def _update_changes(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
     if cfg.actor.megatron.recompute_granularity is None:
         yield _unset(cfg, roles, "recompute_granularity", "selective")
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    budgets = {role: getattr(cfg, role).ppo_max_token_len_per_gpu // 2 for role in roles}
-    if min(budgets.values()) >= longest:
-        yield [f"{role}.ppo_max_token_len_per_gpu={budget}" for role, budget in budgets.items()]
+    for divisor in (2, 4, 8):
+        budgets = {role: getattr(cfg, role).ppo_max_token_len_per_gpu // divisor for role in roles}
+        if min(budgets.values()) >= longest:
+            yield [f"{role}.ppo_max_token_len_per_gpu={budget}" for role, budget in budgets.items()]
     if unset := _unset(cfg, roles, "recompute_granularity", "full"):
         yield unset
 

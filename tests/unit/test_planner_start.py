@@ -87,6 +87,15 @@ def test_cpu_has_its_own_settings() -> None:
         verdict_on(config(), Capacity(1, 2 * GB, cuda=False))
 
 
+def test_micro_batches_shrink_before_activations_are_recomputed() -> None:
+    """Check that a budget is halved as often as it takes, down to an eighth."""
+    large = config(*(f"{role}.ppo_max_token_len_per_gpu=32768" for role in ("actor", "critic")))
+    (ranks,) = plan_run(large, planned_shapes(large), Capacity(1, GB, cuda=False))
+    capacity = Capacity(1, int(0.5 * ranks.fullest.total), cuda=False)
+    with pytest.raises(UserError, match=r"fits with actor\.ppo_max_token_len_per_gpu=8192 critic\S+=8192;"):
+        verdict_on(large, capacity)
+
+
 def test_ranks_of_a_node_share_its_memory() -> None:
     """Check that a rank may take more than an equal share where its neighbours take less."""
     cfg = config("actor.megatron.pipeline_model_parallel_size=2")
