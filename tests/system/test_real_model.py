@@ -1,11 +1,12 @@
 """A language model that someone else trained, as `make real-model` does it, with smaller batches: its exported weights
-answer through plain transformers as the validation said."""
+answer through plain transformers, and through vLLM alone, as the validation said."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,13 @@ def test_three_steps_and_their_export(made: Path, tmp_path: Path) -> None:
     prompts = [tokenizer(row, add_special_tokens=False)["input_ids"] for row in prompt_texts(made, len(texts))]
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     assert greedy(model, tokenizer, prompts, longest) == texts
+    del model
+
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    program = [str(Path(__file__).with_name("vllm_alone.py")), str(run / "hf"), str(tmp_path / "prompts.json")]
+    alone = subprocess.run([sys.executable, *program, str(longest)], capture_output=True, text=True, check=False)
+    assert alone.returncode == 0, alone.stderr[-4000:]
+    assert json.loads(alone.stdout.splitlines()[-1]) == texts
 
 
 def prompt_texts(made: Path, count: int) -> list[str]:
