@@ -97,13 +97,16 @@ def keep_freed_memory() -> None:
     malloc's thresholds in the environment, or with another C library.
 
     By default it returns blocks of some MB to the kernel, and each tensor of that size begins with a page fault for
-    every 4 KiB: 57,000 in a step of 256 sequences of 72 tokens on each of two ranks, 7 to 10 % of its time."""
+    every 4 KiB: 57,000 in a step of 256 sequences of 72 tokens on each of two ranks, 7 to 10 % of its time.
+
+    It still returns blocks of 64 MB and more, such as the logits of a large vocabulary: smaller blocks take the place
+    of a large one that is freed, and the next large one needs new memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     chosen = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
     if mallopt is None or chosen or use_cuda():
         return
     mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(_M_MMAP_THRESHOLD, 2**30)
+    mallopt(_M_MMAP_THRESHOLD, 64 << 20)
 
 
 def free_device_memory() -> tuple[int, int]:

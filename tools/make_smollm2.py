@@ -15,6 +15,7 @@ third of the rows has a system prompt. examples/smollm2_reward.py scores the ans
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -28,6 +29,7 @@ from rlhf_mc.runtime.tool import Parser, end_on_interrupt, whole_number
 if __name__ == "__main__":
     end_on_interrupt()
 
+os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar of one second, which a log repeats
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
