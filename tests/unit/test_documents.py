@@ -20,8 +20,6 @@ from rlhf_mc.observability.catalog.metric import expanded
 from rlhf_mc.planner.__main__ import _parser as planner_parser
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-ARCHIVE = ROOT / "docs" / "log_archive.md"
-"""A dated page: it names files and settings of its day."""
 READINGS = ROOT / "docs" / "internals" / "gpu_readings.md"
 """A page that names files of other libraries."""
 NO_SETTINGS = {"reward_model.ground_truth", "health.jsonl", "rollout.py"}
@@ -45,7 +43,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p != ARCHIVE], ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_settings_that_a_page_names_exist(page: Path) -> None:
     """Compare names in backticks that begin with a section; {a,b} are alternatives, * any text."""
     known = [*dotted_keys(), *SECTIONS]
@@ -58,7 +56,7 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
             assert any(re.match(rf"{pattern}(\.|$)", key) for key in known), quoted
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p not in (ARCHIVE, READINGS)], ids=name_of)
+@pytest.mark.parametrize("page", [p for p in PAGES if p != READINGS], ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     """Compare paths in backticks, from the repository's root or within rlhf_mc; <name> and * are any text."""
     for path in re.findall(r"`([\w./*<>-]+/[\w.*<>-]+\.(?:py|md|yaml|sh|toml))`", page.read_text()):
