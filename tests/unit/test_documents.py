@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checks import metrics_page, settings_page
+from checks.wrap import PAGES, wrapped
 from documents import ROOT
 
 from rlhf_mc.config.load import dotted_keys
@@ -19,7 +20,16 @@ from rlhf_mc.observability.catalog import undeclared
 from rlhf_mc.observability.catalog.metric import expanded
 from rlhf_mc.planner.__main__ import _parser as planner_parser
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+NOT_WRAPPED = {
+    "from_verl",
+    "gpu",
+    "planner",
+    "reshard",
+    "internals/checkpoints",
+    "internals/planner",
+    "internals/reshard",
+}
+"""Pages that are still as wide as they were written."""
 READINGS = ROOT / "docs" / "internals" / "gpu_readings.md"
 """A page that names files of other libraries."""
 NO_SETTINGS = {"reward_model.ground_truth", "health.jsonl", "rollout.py"}
@@ -62,6 +72,20 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     for path in re.findall(r"`([\w./*<>-]+/[\w.*<>-]+\.(?:py|md|yaml|sh|toml))`", page.read_text()):
         pattern = re.sub(r"<\w+>", "*", path)
         assert any([*ROOT.glob(pattern), *(ROOT / "rlhf_mc").glob(pattern)]), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_prose_is_wrapped_at_one_width(page: Path) -> None:
+    if page not in {ROOT / "docs" / f"{name}.md" for name in NOT_WRAPPED}:
+        assert page.read_text() == wrapped(page.read_text()), "run python tests/checks/wrap.py"
+
+
+def test_each_page_answers_a_question_of_the_readme() -> None:
+    """Compare with the links of README's first table."""
+    table = (ROOT / "README.md").read_text().partition("| question |")[2].partition("\n\n")[0]
+    linked = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", table)}
+    assert {name_of(page) for page in (ROOT / "docs").glob("*.md")} <= linked
+    assert {"docs/decisions", "docs/internals"} <= linked
 
 
 def test_metrics_that_pages_name_are_explained() -> None:
