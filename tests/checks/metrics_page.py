@@ -46,9 +46,7 @@ directory has a line each time that a rule begins or ends to count, and for each
 run. `health/num_active` is the number of rules that count.
 
 The table has each rule's response: `note` (only in `health.jsonl`), `warn`, or `stop` (the run saves a checkpoint,
-exports nothing and ends with code 2). A rule that `health.note`, `health.warn` or `health.stop` lists has that response
-instead; `health.disable` lists rules that are not checked. Some rules have [further
-responses](reliability.md#responses-to-health-rules). A symptom must last for the steps of the second column:
+exports nothing and ends with code 2); [settings give others](reliability.md#responses-to-health-rules). A symptom must last for the steps of the second column:
 `health.patience` (5), or `health.window` (20) where one step says little. A run that resumes continues the counts by
 the rows of `metrics.jsonl`; without that file they begin anew.
 
@@ -56,10 +54,8 @@ the rows of `metrics.jsonl`; without that file they begin anew.
 """
 HEALTH_TAIL = """\
 **Bounds.** The ranges of `actor/ppo_kl` (0.01 to 0.03), of gradient norms (0.5 to 2.0) and of `critic/vf_clipfrac`
-(0.05) are those of tuning notes for verl. Three rules are only noted by default: of 29 healthy runs of the quickstart's
-task 15 had a gradient norm above 2.0 for 5 steps. List grad_norm_high in `health.warn` for a model whose norms you
-know. None of the 29 runs had a warning; their largest `actor/ppo_kl` was 0.23, and their largest KL to the reference
-1.3 nats per token. A learning rate of 0.05 gives 5.2 and 10.
+(0.05) are those of tuning notes for verl. Of 29 healthy runs of the quickstart's task 15 had a gradient norm above 2.0
+for 5 steps, so that rule is only noted; none had a warning.
 """
 
 
