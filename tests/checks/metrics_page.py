@@ -46,9 +46,9 @@ directory has a line each time that a rule begins or ends to count, and for each
 run. `health/num_active` is the number of rules that count.
 
 The table has each rule's response: `note` (only in `health.jsonl`), `warn`, or `stop` (the run saves a checkpoint,
-exports nothing and ends with code 2); [settings give others](reliability.md#responses-to-health-rules). A symptom must last for the steps of the second column:
-`health.patience` (5), or `health.window` (20) where one step says little. A run that resumes continues the counts by
-the rows of `metrics.jsonl`; without that file they begin anew.
+exports nothing and ends with code 2); [settings give others](reliability.md#responses-to-health-rules). A symptom must
+last for the steps of the second column: `health.patience` (5), or `health.window` (20) where one step says little. A
+run that resumes continues the counts by the rows of `metrics.jsonl`; without that file they begin anew.
 
 `python tests/checks/metrics_page.py` writes this page from `rlhf_mc/health/rules.py`.
 """
