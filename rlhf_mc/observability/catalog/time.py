@@ -78,9 +78,10 @@ TIME = Section(
 
 _MFU = """\
 MFU (model FLOPs utilization) is verl's quotient: FLOPs of the model / seconds of the phase / number of ranks / peak.
-Products of matrices count (`rlhf_mc/architectures/operations.py`). A causal sequence of n tokens counts n (n + 1) / 2 pairs of attention, and the output layer counts at
-response tokens. verl counts n² pairs, and embedding and output layer at all tokens, so that its MFU is higher. What is
-recomputed does not count, and frozen tensors count as trained ones, in verl too.
+Products of matrices count (`rlhf_mc/architectures/operations.py`). A causal sequence of n tokens counts n (n + 1) / 2
+pairs of attention, and the output layer counts at response tokens. verl counts n² pairs, and embedding and output layer
+at all tokens, so that its MFU is higher. What is recomputed does not count, and frozen tensors count as trained ones,
+in verl too.
 
 The peak of a GPU is the data sheet's rate of dense bfloat16 products (`rlhf_mc/planner/gpus.py`), whatever the dtype.
 Of a CPU, and of a GPU that is not in that table, each rank measures it at its first step: the fastest of five products
