@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checks import metrics_page, settings_page
 from checks.wrap import PAGES, wrapped
-from documents import ROOT
+from documents import ROOT, joined
 
 from rlhf_mc.config.load import dotted_keys
 from rlhf_mc.observability.catalog import undeclared
@@ -142,7 +142,7 @@ def written_in(known: set[str]) -> Callable[[str], bool]:
 def test_messages_that_a_page_quotes_are_in_the_source() -> None:
     """Compare the ```text blocks, one message each; … and numbers stand for inserted values."""
     page = (ROOT / "docs" / "debugging.md").read_text()
-    messages = re.findall(r"^```text\n(.*)\n```$", page, re.MULTILINE)
+    messages = [" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)]
     assert len(messages) == page.count("```text") > 10
     is_written = written_in({part for part in literals() if len(part) > 1})
     for message in messages:
@@ -152,7 +152,7 @@ def test_messages_that_a_page_quotes_are_in_the_source() -> None:
 
 def commands_of(page: Path) -> list[list[str]]:
     """Return the words of each command in the ```console blocks, without assignments before it."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```console\n(.*?)^```$", joined(page.read_text()), re.MULTILINE | re.DOTALL)
     lines = [shlex.split(line[2:]) for block in blocks for line in block.splitlines() if line.startswith("$ ")]
     return [list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line)) for line in lines]
 
