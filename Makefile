@@ -104,6 +104,7 @@ gpu-lock: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python tests/checks/wrap.py
 
 clean:
 	rm -rf $(RUN) build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -317,8 +317,8 @@ class TrainerConfig:
     is an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
     logits are. null: 0.001 in float32, 0.1 in bfloat16, 0.3 with actor.megatron.fp8 or rollout.quantization."""
     planner: Literal["warn", "refuse", "off"] = "warn"
-    """Plan the memory of each rank at the start. warn: print the result, a warning if the run does not fit. refuse: an
-    error if it does not fit, before anything is loaded; no plan has been compared with a GPU yet. off: no plan.
+    """Plan the memory of each rank at the start. warn: print the result, a warning if the run does
+    not fit. refuse: an error if it does not fit, before anything is loaded. off: no plan.
     `python -m rlhf_mc.planner` prints the whole plan."""
     dist_timeout_seconds: Seconds = 600
     """Timeout of collectives, for every process group."""

@@ -6,7 +6,13 @@ python tests/checks/metrics_page.py
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from checks.wrap import wrapped
 
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.health.rules import RULES, HealthRule
@@ -36,31 +42,27 @@ HEALTH_HEAD = """\
 After each step rank 0 checks these rules on the step's [metrics](metrics.md). The first time that a rule counts, two
 lines on standard error name the rule, the metric, its bound, the meaning and the setting to turn. Later there is one
 line at 10, 100, ... steps, and one at the end of the run with the number of steps. `health.jsonl` in the run's
-directory has a line each time that a rule begins or ends to count, and for each roll-back: step, rule, metric, value,
-bound, count, response. An empty file is a healthy run. `health/num_active` is the number of rules that count.
+directory has a line each time that a rule begins or ends to count, and for each roll-back. An empty file is a healthy
+run. `health/num_active` is the number of rules that count.
 
 The table has each rule's response: `note` (only in `health.jsonl`), `warn`, or `stop` (the run saves a checkpoint,
-exports nothing and ends with code 2). A rule that `health.note`, `health.warn` or `health.stop` lists has that response
-instead; `health.disable` lists rules that are not checked. Some rules have [further
-responses](reliability.md#responses-to-health-rules). A symptom must last for the steps of the second column:
-`health.patience` (5), or `health.window` (20) where one step says little. A run that resumes continues the counts by
-the rows of `metrics.jsonl`; without that file they begin anew.
+exports nothing and ends with code 2); [settings give others](reliability.md#responses-to-health-rules). A symptom must
+last for the steps of the second column: `health.patience` (5), or `health.window` (20) where one step says little. A
+run that resumes continues the counts by the rows of `metrics.jsonl`; without that file they begin anew.
 
 `python tests/checks/metrics_page.py` writes this page from `rlhf_mc/health/rules.py`.
 """
 HEALTH_TAIL = """\
 **Bounds.** The ranges of `actor/ppo_kl` (0.01 to 0.03), of gradient norms (0.5 to 2.0) and of `critic/vf_clipfrac`
-(0.05) are those of tuning notes for verl. Three rules are only noted by default: of 29 healthy runs of the quickstart's
-task 15 had a gradient norm above 2.0 for 5 steps. List grad_norm_high in `health.warn` for a model whose norms you
-know. None of the 29 runs had a warning; their largest `actor/ppo_kl` was 0.23, in a first step, and their largest KL to
-the reference 1.3 nats per token. A learning rate of 0.05 gives 5.2 and 10.
+(0.05) are those of tuning notes for verl. Of 29 healthy runs of the quickstart's task 15 had a gradient norm above 2.0
+for 5 steps, so that rule is only noted; none had a warning.
 """
 
 
 def pages() -> dict[Path, str]:
     """Return the text of each page."""
     metrics = "\n".join([METRICS_HEAD, *map(_section, SECTIONS)])
-    return {DOCS / "metrics.md": f"{metrics.rstrip()}\n", DOCS / "health.md": _health()}
+    return {DOCS / "metrics.md": wrapped(f"{metrics.rstrip()}\n"), DOCS / "health.md": wrapped(_health())}
 
 
 def _section(section: Section) -> str:

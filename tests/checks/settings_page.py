@@ -9,10 +9,16 @@ import dataclasses
 import inspect
 import json
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from checks.wrap import wrapped
 
 from rlhf_mc.config.fields import choices, describe, field_types, named_section, number_range
 from rlhf_mc.config.numbers import Range
@@ -53,7 +59,7 @@ def page() -> str:
         lines += _section(key, section, field_docs(Config)[field.name], sections)
     lines += [DEPENDENT, "| with | settings |", "|---|---|"]
     lines += [f"| {_escaped(row.condition)} | {', '.join(f'`{key}`' for key in row.keys)} |" for row in DEPENDENCES]
-    return "\n".join(lines).rstrip() + "\n"
+    return wrapped("\n".join(lines).rstrip() + "\n")
 
 
 def _section(key: str, section: Any, doc: str, sections: dict[str, Any]) -> Iterator[str]:

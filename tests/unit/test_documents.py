@@ -12,16 +12,24 @@ from pathlib import Path
 
 import pytest
 from checks import metrics_page, settings_page
-from documents import ROOT
+from checks.wrap import PAGES, wrapped
+from documents import ROOT, joined
 
 from rlhf_mc.config.load import dotted_keys
 from rlhf_mc.observability.catalog import undeclared
 from rlhf_mc.observability.catalog.metric import expanded
 from rlhf_mc.planner.__main__ import _parser as planner_parser
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-ARCHIVE = ROOT / "docs" / "log_archive.md"
-"""A dated page: it names files and settings of its day."""
+NOT_WRAPPED = {
+    "from_verl",
+    "gpu",
+    "planner",
+    "reshard",
+    "internals/checkpoints",
+    "internals/planner",
+    "internals/reshard",
+}
+"""Pages that are still as wide as they were written."""
 READINGS = ROOT / "docs" / "internals" / "gpu_readings.md"
 """A page that names files of other libraries."""
 NO_SETTINGS = {"reward_model.ground_truth", "health.jsonl", "rollout.py"}
@@ -45,7 +53,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p != ARCHIVE], ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_settings_that_a_page_names_exist(page: Path) -> None:
     """Compare names in backticks that begin with a section; {a,b} are alternatives, * any text."""
     known = [*dotted_keys(), *SECTIONS]
@@ -58,12 +66,26 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
             assert any(re.match(rf"{pattern}(\.|$)", key) for key in known), quoted
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p not in (ARCHIVE, READINGS)], ids=name_of)
+@pytest.mark.parametrize("page", [p for p in PAGES if p != READINGS], ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     """Compare paths in backticks, from the repository's root or within rlhf_mc; <name> and * are any text."""
     for path in re.findall(r"`([\w./*<>-]+/[\w.*<>-]+\.(?:py|md|yaml|sh|toml))`", page.read_text()):
         pattern = re.sub(r"<\w+>", "*", path)
         assert any([*ROOT.glob(pattern), *(ROOT / "rlhf_mc").glob(pattern)]), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_prose_is_wrapped_at_one_width(page: Path) -> None:
+    if page not in {ROOT / "docs" / f"{name}.md" for name in NOT_WRAPPED}:
+        assert page.read_text() == wrapped(page.read_text()), "run python tests/checks/wrap.py"
+
+
+def test_each_page_answers_a_question_of_the_readme() -> None:
+    """Compare with the links of README's first table."""
+    table = (ROOT / "README.md").read_text().partition("| question |")[2].partition("\n\n")[0]
+    linked = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", table)}
+    assert {name_of(page) for page in (ROOT / "docs").glob("*.md")} <= linked
+    assert {"docs/decisions", "docs/internals"} <= linked
 
 
 def test_metrics_that_pages_name_are_explained() -> None:
@@ -120,7 +142,7 @@ def written_in(known: set[str]) -> Callable[[str], bool]:
 def test_messages_that_a_page_quotes_are_in_the_source() -> None:
     """Compare the ```text blocks, one message each; … and numbers stand for inserted values."""
     page = (ROOT / "docs" / "debugging.md").read_text()
-    messages = re.findall(r"^```text\n(.*)\n```$", page, re.MULTILINE)
+    messages = [" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)]
     assert len(messages) == page.count("```text") > 10
     is_written = written_in({part for part in literals() if len(part) > 1})
     for message in messages:
@@ -130,7 +152,7 @@ def test_messages_that_a_page_quotes_are_in_the_source() -> None:
 
 def commands_of(page: Path) -> list[list[str]]:
     """Return the words of each command in the ```console blocks, without assignments before it."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```console\n(.*?)^```$", joined(page.read_text()), re.MULTILINE | re.DOTALL)
     lines = [shlex.split(line[2:]) for block in blocks for line in block.splitlines() if line.startswith("$ ")]
     return [list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line)) for line in lines]
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable
 
 import pytest
-from documents import ROOT
+from documents import ROOT, joined
 
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.load import load_config
@@ -86,7 +86,7 @@ def test_the_training_groups_of_a_layout_have_less_than_twice_the_members_of_the
 
 
 def test_the_plan_of_the_cluster_page_is_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
-    block = page("cluster").partition("$ launch/tool.sh -m rlhf_mc.planner ")[2].partition("```")[0]
+    block = joined(page("cluster")).partition("$ launch/tool.sh -m rlhf_mc.planner ")[2].partition("```")[0]
     command, _, output = block.partition("\n")
     arguments = [word for word in shlex.split(command) if not word.startswith("model.path=")]
     assert planner([*arguments, "--model", "llama-3-70b"]) == 0

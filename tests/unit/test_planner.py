@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import joined
 from published import CONFIGS, PLAN_70B
 from test_shipped_configs import REPO
 
@@ -195,7 +196,7 @@ def test_documented_commands_plan_without_files(
 
 
 def test_figures_of_the_gsm8k_page_are_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (REPO / "docs/gsm8k.md").read_text()
+    page = joined((REPO / "docs/gsm8k.md").read_text())
     (command,) = re.findall(r"rlhf_mc\.planner (configs/.*)", page)
     assert main([*shlex.split(command), "--model", "qwen2.5-0.5b", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

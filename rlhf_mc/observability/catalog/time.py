@@ -78,16 +78,14 @@ TIME = Section(
 
 _MFU = """\
 MFU (model FLOPs utilization) is verl's quotient: FLOPs of the model / seconds of the phase / number of ranks / peak.
-Products of matrices count (`rlhf_mc/architectures/operations.py`), and a test compares the sum with torch's FLOP
-counter. A causal sequence of n tokens counts n (n + 1) / 2 pairs of attention, and the output layer counts at
-response tokens. verl counts n² pairs, and embedding and output layer at all tokens, so that its MFU is higher. What is
-recomputed does not count, and frozen tensors count as trained ones, in verl too.
+Products of matrices count (`rlhf_mc/architectures/operations.py`). A causal sequence of n tokens counts n (n + 1) / 2
+pairs of attention, and the output layer counts at response tokens. verl counts n² pairs, and embedding and output layer
+at all tokens, so that its MFU is higher. What is recomputed does not count, and frozen tensors count as trained ones,
+in verl too.
 
 The peak of a GPU is the data sheet's rate of dense bfloat16 products (`rlhf_mc/planner/gpus.py`), whatever the dtype.
 Of a CPU, and of a GPU that is not in that table, each rank measures it at its first step: the fastest of five products
-of large matrices in the actor's dtype. (verl takes 0.448 TFLOP/s for any CPU, and infinity for an unknown GPU.) A
-measured peak differs by some percent from start to start, and so does the MFU. If there is no memory to measure it, a
-warning says so, and the run has no MFU."""
+of large matrices in the actor's dtype, which differs by some percent from start to start."""
 
 SPEED = Section(
     "Speed",
