@@ -4,7 +4,7 @@ shared queue, tail batching and partial rollouts, for any number of engines.
     python benchmarks/rollout_simulator.py --engines 8 32 64
 
 The loop, the queue, the virtual clocks and the groups are the trainer's own: each simulated rank is a thread that runs
-rollout/engine_loop.py, and trainer/pool/pooled_rollout.py decides what a step trains on. Simulated are vLLM's schedule
+rollout/engine_loop.py, and trainer/pool/strategies.py decides what a step trains on. Simulated are vLLM's schedule
 (first come, first served, chunked prefill), the lengths of responses, and the seconds of an engine's step.
 benchmarks/rollout_tail.py measures these seconds (--costs reads its file), compares its engines' schedule with the one
 here, and its times with those of the simulator.
@@ -47,6 +47,7 @@ from rlhf_mc.rollout import engine_loop
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.work_sharing import Clock
 from rlhf_mc.trainer import generate
+from rlhf_mc.trainer.pool import strategies
 
 TOKEN_BUDGET = 8192
 """Tokens of a step of an engine: rollout.max_num_batched_tokens."""
@@ -292,7 +293,7 @@ def bound(workload: Workload, costs: Costs) -> float:
     total = 0.0
     for step in range(1, workload.steps + 1):
         positions = range((step - 1) * workload.batch_size, step * workload.batch_size)
-        groups = generate.new_groups(run, positions)
+        groups = strategies.groups_at(run, positions)
         lens = [workload.length(group.prompt.index, seed) for group in groups for seed in group.seeds]
         full = sum(lens) / (workload.engines * workload.places) * costs.by_batch[workload.places]
         total += max(full, max(lens) * costs.by_batch[1])

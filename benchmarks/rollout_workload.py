@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_mc.config.roles import has_pool
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate
-from rlhf_mc.trainer.pool import pooled_rollout
+from rlhf_mc.trainer import rollout
 from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.step_state import begin_step
 
@@ -236,10 +234,7 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
 def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) -> tuple[int, int, list[float]]:
     """Run the rollouts of the steps. Call is_counted before each one. Return of the counted steps: tokens that are
     trained on, tokens that were drawn and are not drawn again, mean ages of the trained tokens."""
-    rollout = run.config.rollout
-    pooled = functools.partial(pooled_rollout.pooled_rollout, needed=workload.batch_size)
-    rollout_of_step = pooled if has_pool(rollout) else generate.generate_batch
-    warm_up = WARM_UP if rollout.partial_rollout else 0
+    warm_up = WARM_UP if run.config.rollout.partial_rollout else 0
     tokens = 0
     kept = 0
     ages = []
@@ -249,8 +244,8 @@ def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) 
         run.rollout.weights_updated()
         state = begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
         before = _tokens_of(run)
-        with replaced(generate, "ScoreStream", NoScores):
-            _, batch, _ = rollout_of_step(run, state)
+        with replaced(rollout, "ScoreStream", NoScores):
+            _, batch, _ = rollout.sample_groups(run, state, workload.batch_size)
         if counts:
             trained = int(batch.response_lens.sum())
             tokens += trained

@@ -22,10 +22,18 @@ from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_files import GENERATIONS
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.trainer.generate import VALIDATION, generate, repeat_prompts, sampling_seeds, update_weights
+from rlhf_mc.trainer.generate import (
+    VALIDATION,
+    CallPlan,
+    EngineCall,
+    new_groups,
+    repeat_prompts,
+    sampling_seeds,
+    update_weights,
+)
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import keep_samples, split_turns
-from rlhf_mc.trainer.scores import ScoreStream
+from rlhf_mc.trainer.scores import GroupScores, ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
 
@@ -81,7 +89,9 @@ def evaluate(run: Run) -> Validation:
         sampling.temperature, cfg.data.max_response_length, run.stop_token_ids, sampling.top_p, sampling.top_k
     )
     stream = ScoreStream(run.rewards, run.tokenizer, rows, training=False)
-    generations = generate(run, rows, seeds, parameters, stream)
+    groups = new_groups(run.val_prompts, range(len(run.val_prompts)), seeds)
+    plan = CallPlan.of_all(groups, is_training=False)
+    generations = EngineCall(run, plan, parameters, GroupScores(stream, sampling.n)).sample()
     stream.submit({})  # those that waited for all
     return Validation(rows, generations, stream.collect())
 

@@ -8,20 +8,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from rlhf_mc.config.algorithm_schema import GroupMetric
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import has_pool, prompts_per_batch
+from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
 from rlhf_mc.config.schema import Config
-from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
+from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch, concatenate
 from rlhf_mc.rewards.results import Score, reward_metrics
+from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
-from rlhf_mc.trainer.generate import generate_batch
-from rlhf_mc.trainer.pool.pooled_rollout import off_policy_metrics, pooled_rollout
+from rlhf_mc.trainer.generate import CallPlan, EngineCall, new_groups, repeat_prompts, wake_weights
+from rlhf_mc.trainer.pool.group_pool import Group
+from rlhf_mc.trainer.pool.strategies import next_position, off_policy_metrics, strategy_of
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import ScoreStream, await_rewards, record_samples
+from rlhf_mc.trainer.scores import GroupScores, ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
 
 PROGRESS_EVERY = 10
@@ -110,23 +113,79 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
     if run.config.algorithm.filter_groups.enable:
         prompts, batch = filtered_rollout(run, state, stop)
     else:
-        prompts, batch, stream = next_groups(run, state, run.config.data.train_batch_size)
+        prompts, batch, stream = sample_groups(run, state, run.config.data.train_batch_size)
     if batch.token_ages is not None:
         state.metrics |= off_policy_metrics(batch)
     stop.check()
     return prompts, batch, stream
 
 
-def next_groups(run: Run, state: StepState, count: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
-    """Generate the groups of the next batch of prompts, or the `count` groups that end first of those that
-    rollout.tail_batching or partial_rollout generate at once."""
-    if has_pool(run.config.rollout):
-        return pooled_rollout(run, state, count)
-    if run.group_pool.groups:
-        # The run had a pool before a resume: no prompt of it is lost or trained on twice.
-        return pooled_rollout(run, state, run.config.data.train_batch_size)
-    run.group_pool.num_drawn = 0  # from here on state.num_prompts counts
-    return generate_batch(run, state)
+def sample_groups(run: Run, state: StepState, needed: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
+    """Sample groups by the strategy of the run, with the current weights, and greedy responses if the
+    advantage estimator needs them. needed: groups that the step can use; without a pool a whole
+    batch of prompts is sampled. Return the prompt of each response, the batch, and the scores to
+    come. All ranks know which responses have ended, and so decide alike."""
+    cfg = run.config
+    n = cfg.rollout.n
+    most = cfg.data.max_response_length
+    strategy = strategy_of(run)
+    wake_weights(run, state)
+    with run.offload_schedule.phase(state.timer, "gen"):
+        plan = strategy.plan(run, state, needed)
+        has_greedy = estimator_needs(cfg.algorithm).greedy_baseline
+        drawn = [group.prompt for group in plan.groups]
+        every_prompt = [*repeat_prompts(drawn, n), *(drawn if has_greedy else [])]
+        stream = ScoreStream(run.rewards, run.tokenizer, every_prompt)
+        scores = GroupScores(stream, n)
+        sampling = Sampling(cfg.rollout.temperature, most, run.stop_token_ids)
+        call = EngineCall(run, plan, sampling, scores)
+        responses = call.sample()
+        state.num_generated += call.num_sampled
+        groups = list(plan.groups)
+        versions: list[np.ndarray] = []
+        if strategy.has_pool:
+            sampled = call.collect(responses, state.step - 1)
+            is_used = strategy.select(plan, sampled, most)
+            groups, others = _split(sampled, is_used)
+            if run.groups.rank == 0:
+                run.journal.record(state.step, sampled, groups)
+            strategy.keep(run, state, sampled, others)
+            state.num_prompts = next_position(run)
+            scores.submit(is_used)
+            selected = [np.repeat(is_used, n), *([is_used] if has_greedy else [])]
+            stream.select(np.flatnonzero(np.concatenate(selected)).tolist())
+            responses = Responses.of([one for group in groups for one in group.responses])
+            versions = [one for group in groups for one in group.versions]
+        prompts = repeat_prompts([group.prompt for group in groups], n)
+        if has_greedy:
+            state.greedy = _greedy(run, state, groups, stream)
+    stream.submit({})  # those that waited for all
+    numbers = torch.tensor([group.number(i) for group in groups for i in range(n)])
+    batch = build_batch(prompts, responses).with_fields(numbers=numbers)
+    if plan.is_resumable:
+        ages = state.step - 1 - np.concatenate(versions)[responses.drawn]
+        batch = batch.with_fields(token_ages=torch.from_numpy(ages))
+    return prompts, batch, stream
+
+
+def _split(groups: Sequence[Group], is_used: np.ndarray) -> tuple[list[Group], list[Group]]:
+    """Return the groups that the step uses, and the others."""
+    pairs = list(zip(groups, is_used, strict=True))
+    return [group for group, used in pairs if used], [group for group, used in pairs if not used]
+
+
+def _greedy(run: Run, state: StepState, groups: Sequence[Group], stream: ScoreStream) -> RaggedBatch:
+    """Return a greedy response to the prompt of each group. stream: of their scores, numbered after
+    all sampled responses."""
+    sampling = Sampling(0.0, run.config.data.max_response_length, run.stop_token_ids)
+    prompts = [group.prompt for group in groups]
+    seeds = [group.seeds[0] for group in groups]
+    greedy = new_groups(prompts, [group.position for group in groups], seeds)
+    scores = GroupScores(stream, 1, first=len(groups) * run.config.rollout.n)
+    call = EngineCall(run, CallPlan.of_all(greedy, is_training=False), sampling, scores)
+    batch = build_batch(prompts, call.sample())
+    state.num_generated += call.num_sampled
+    return batch
 
 
 def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch]:
@@ -147,7 +206,7 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
             raise TooFewGroups(_too_few(cfg, groups, num_batches, in_vain >= most_in_vain, state.step))
         if num_batches and num_batches % PROGRESS_EVERY == 0:
             print_line(f"step {state.step}: {_progress(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
-        prompts, batch, stream = next_groups(run, state, wanted - groups.num_kept)
+        prompts, batch, stream = sample_groups(run, state, wanted - groups.num_kept)
         num_batches += 1
         stop.check()
         batch, scores = await_rewards(run, state, prompts, batch, stream)

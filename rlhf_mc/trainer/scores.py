@@ -141,15 +141,16 @@ class GroupScores:
     """The scores of groups of which a step trains on some. A response waits until it is certain that the step trains on
     its group: none is scored in vain, or twice. Each response that has ended is on one rank."""
 
-    def __init__(self, stream: ScoreStream, n: int) -> None:
-        """n: responses of a group. stream: response i of group g has number g * n + i."""
+    def __init__(self, stream: ScoreStream, n: int, first: int = 0) -> None:
+        """n: responses of a group. stream: response i of group g has number first + g * n + i."""
         self._stream = stream
         self._n = n
+        self._first = first
         self._waiting: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
 
     def add(self, group: int, response: int, token_ids: Sequence[int], episode: Episode | None = None) -> None:
         """Add a response that has ended. episode: what its environment gave."""
-        number = group * self._n + response
+        number = self._first + group * self._n + response
         self._waiting[group][number] = token_ids
         if episode is not None:
             self._stream.episodes[number] = episode

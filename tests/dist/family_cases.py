@@ -22,7 +22,7 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout import vllm_engine
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate, log_probs, step_state
+from rlhf_mc.trainer import generate, log_probs, rollout, step_state
 
 
 def save_and_load(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:
@@ -102,5 +102,5 @@ def sample_and_score(config_path: str, models: Sequence[str]) -> list[RaggedBatc
         with built_run(config_path, overrides) as run:
             state = step_state.begin_step(1, RankStatus())
             generate.update_weights(run, state.timer)
-            batches.append(log_probs.log_probs(run, state, generate.generate_batch(run, state)[1]))
+            batches.append(log_probs.log_probs(run, state, rollout.sample_groups(run, state, 0)[1]))
     return batches

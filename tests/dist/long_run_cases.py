@@ -11,37 +11,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import built_run, submit_share
+from cases import built_run
 from megatron.core.distributed import DistributedDataParallel
 
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate, lifecycle, loop, step_state
-from rlhf_mc.trainer.scores import ScoreStream
+from rlhf_mc.trainer import lifecycle, loop, step_state
+from rlhf_mc.trainer.generate import EngineCall
 
 
 @contextmanager
 def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]:
     """Record every step's generations in a file, or replay them from such a file instead of generating."""
-    original = generate.generate
+    original = EngineCall.sample
     replayed = iter(pickle.loads(replay_from.read_bytes())) if replay_from else None
     generations: list[Any] = []
 
-    def record_or_replay(run: Any, prompts: Any, seeds: Any, sampling: Any, stream: ScoreStream, *rest: Any) -> Any:
+    def record_or_replay(call: EngineCall) -> Any:
         if replayed:
             generations.append(next(replayed))
-            submit_share(stream, generations[-1].token_ids())
+            numbered = enumerate(generations[-1].generations())
+            world = dist.get_world_size()
+            call._on_ended({i: one for i, one in numbered if i % world == dist.get_rank()})
         else:
-            generations.append(original(run, prompts, seeds, sampling, stream, *rest))
+            generations.append(original(call))
         return generations[-1]
 
-    generate.generate = record_or_replay
+    EngineCall.sample = record_or_replay  # type: ignore[method-assign]
     try:
         yield
         if record_to and dist.get_rank() == 0:
             record_to.write_bytes(pickle.dumps(generations))
     finally:
-        generate.generate = original
+        EngineCall.sample = original  # type: ignore[method-assign]
 
 
 def num_trained_models() -> int:

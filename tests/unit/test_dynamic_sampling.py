@@ -18,7 +18,7 @@ from config_files import load, validated
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.rewards.results import Score
-from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS
+from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request
 from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -87,10 +87,10 @@ class Drawing:
         self.batches = batches
         self.recorded: dict[str, Any] = {}
         self.drawn = 0
-        for name in ("generate_batch", "await_rewards", "reward_metrics", "record_samples"):
+        for name in ("sample_groups", "await_rewards", "reward_metrics", "record_samples"):
             monkeypatch.setattr(rollout, name, getattr(self, name))
 
-    def generate_batch(self, run: Any, state: StepState) -> tuple[list[Prompt], RaggedBatch, str]:
+    def sample_groups(self, run: Any, state: StepState, needed: int) -> tuple[list[Prompt], RaggedBatch, str]:
         self.drawn += 1
         return *groups_of(10 * self.drawn, self.batches[self.drawn - 1])[:2], "scores to come"
 
@@ -190,7 +190,7 @@ class ThreePrompts:
     file_sizes = (3,)
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
-        return [Prompt(index, np.array([1], np.int32), "", None) for index in indices]
+        return [Prompt(index, np.array([index], np.int32), "", None) for index in indices]
 
 
 def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
@@ -202,18 +202,21 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.Monk
     run.offload_schedule = SimpleNamespace(phase=lambda *args: contextlib.nullcontext())
     run.stop_token_ids = ()
     run.response_lengths = ResponseLengths()
+    run.environments = run.rewards = run.tokenizer = None
+    run.journal = SimpleNamespace(is_replayed=False)
+    run.actor = SimpleNamespace(replay=None)
     monkeypatch.setattr(generate, "update_weights", lambda run, timer: calls.append("weights"))
 
-    def record(engine: Any, prompts: Sequence[Prompt], seeds: list[int], *args: Any, **kwargs: Any) -> Responses:
-        calls.append((tuple(prompt.index for prompt in prompts[::2]), seeds))
-        return Responses.of([Generation([2], [-1.0], True)] * len(prompts))
+    def record(engine: Any, requests: Sequence[Request], *args: Any) -> Responses:
+        calls.append((tuple(int(one.prompt[0]) for one in requests[::2]), [one.seed for one in requests]))
+        return Responses.of([Generation([2], [-1.0], True)] * len(requests))
 
-    monkeypatch.setattr(generate, "generate", record)
-    monkeypatch.setattr(generate, "new_stream", lambda run, prompts: SimpleNamespace(submit=lambda responses: None))
+    monkeypatch.setattr(generate, "generate_responses", record)
+    monkeypatch.setattr(rollout, "ScoreStream", lambda *args: SimpleNamespace(submit=lambda responses: None))
     state = begin_step(3, RankStatus(), num_prompts=7 * 3)
     for awake in ({WEIGHTS, KV_CACHE}, {WEIGHTS, KV_CACHE}, set()):
         run.rollout.awake = awake
-        generate.generate_batch(run, state)
+        rollout.sample_groups(run, state, 2)
     assert state.num_prompts == 10 * 3, "a batch of each epoch, whose third prompt fills none"
     batches = [call for call in calls if call != "weights"]
     assert [call if call == "weights" else "" for call in calls] == ["", "", "weights", ""]

@@ -24,15 +24,17 @@ from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.planner.storage import pool_bytes
 from rlhf_mc.rewards.results import Episode
+from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.trainer import generate
 from rlhf_mc.trainer.checkpointing import stored_position
-from rlhf_mc.trainer.generate import prompt_order
+from rlhf_mc.trainer.generate import CallPlan, EngineCall, prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
-from rlhf_mc.trainer.pool import pooled_rollout
+from rlhf_mc.trainer.pool import strategies
 from rlhf_mc.trainer.pool.group_pool import POOL_FILE, Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
-from rlhf_mc.trainer.pool.pooled_rollout import load_pool, off_policy_metrics
+from rlhf_mc.trainer.pool.load import load_pool
 from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
+from rlhf_mc.trainer.pool.strategies import PartialRollout, TailBatching, off_policy_metrics
 from rlhf_mc.trainer.scores import GroupScores
 from rlhf_mc.trainer.step_schedule import StepSchedule
 from rlhf_mc.trainer.step_state import Position, StepState
@@ -212,7 +214,7 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
     """Check a pool of two groups, of which one has tokens, in a run with other prompts or settings. Tail
     batching, and a run without a pool, train on no token of older weights."""
     run = _run(config_file, PARTIAL)
-    new = pooled_rollout.new_groups(run, [2, 5])
+    new = strategies.groups_at(run, [2, 5])
     first = new[0].continued([Generation([10, 11], [-0.5, -0.25], False), Generation([12], [-1.0], True)], 3)
     run.group_pool.groups = [first, new[1]]
     run.group_pool.num_drawn = 9
@@ -286,7 +288,7 @@ def forged_state(name: str, value: Any) -> str:
 def test_a_forged_file_is_a_corrupt_checkpoint(config_file: Path, tmp_path: Path, name: str, value: Any) -> None:
     """Check arrays that no run writes: the checkpoint before is then tried."""
     run = _run(config_file, PARTIAL)
-    new = pooled_rollout.new_groups(run, [2, 5])
+    new = strategies.groups_at(run, [2, 5])
     responses = [Generation([10, 11], [-0.5, -0.25], False), Generation([12], [-1.0], True)]
     run.group_pool.groups = [new[0].continued(responses, 3, {0: STATE}), new[1]]
     run.group_pool.num_drawn = 9
@@ -303,7 +305,7 @@ def test_a_forged_file_is_a_corrupt_checkpoint(config_file: Path, tmp_path: Path
 def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
     """Check data.gen_batch_size, which is not data.train_batch_size: the prompts of an epoch are drawn once each."""
     sizes = ["algorithm.filter_groups.enable=true", "data.gen_batch_size=3"]
-    groups = pooled_rollout.new_groups(_run(config_file, PARTIAL, *sizes), range(12))
+    groups = strategies.groups_at(_run(config_file, PARTIAL, *sizes), range(12))
     assert sorted(group.prompt.index for group in groups) == list(range(12))
 
 
@@ -325,7 +327,7 @@ def test_checkpoints_of_earlier_versions_count_without_remainders(
     """Check 13 prompts that are drawn, in batches of five of 12 prompts: three of the second epoch. The present run
     has batches of six."""
     old = _run(config_file, PARTIAL, "data.train_batch_size=5")
-    old.group_pool.groups = pooled_rollout.new_groups(old, places)
+    old.group_pool.groups = strategies.groups_at(old, places)
     state = stored(old.group_pool, tmp_path) | {"num_drawn": 13}
     if places:
         arrays = read_arrays(tmp_path / POOL_FILE)
@@ -353,29 +355,29 @@ def test_the_last_epoch_ends_with_its_own_prompts(
     config_file: Path, epochs: int, drawn: int, left: int, expected: list[int]
 ) -> None:
     run = _run(config_file, PARTIAL, f"trainer.total_epochs={epochs}")
-    run.group_pool.groups = pooled_rollout.new_groups(run, range(left))
+    run.group_pool.groups = strategies.groups_at(run, range(left))
     run.group_pool.num_drawn = drawn
-    groups, _ = pooled_rollout._partial(run, StepState(2, PhaseTimer()), 4)
-    assert [group.position for group in groups] == expected
+    plan = PartialRollout().plan(run, StepState(2, PhaseTimer()), 4)
+    assert [group.position for group in plan.groups] == expected
 
 
 def test_tail_batching_leaves_no_prompt_at_the_end_of_a_run(config_file: Path) -> None:
     """Check three groups of an earlier batch size: they are trained on before one of another epoch is."""
     run = _run(config_file, TAIL, "trainer.total_epochs=1")
-    run.group_pool.groups = pooled_rollout.new_groups(run, [3, 4, 5])
+    run.group_pool.groups = strategies.groups_at(run, [3, 4, 5])
     run.group_pool.num_drawn = 12
-    groups, enough = pooled_rollout._tail(run)
-    assert [group.position for group in groups] == [3, 4, 5, 12] and enough is None
+    plan = TailBatching().plan(run, StepState(2, PhaseTimer()), 4)
+    assert [group.position for group in plan.groups] == [3, 4, 5, 12] and plan.enough is None
 
 
 def test_a_step_of_tail_batching_has_enough_groups_after_any_change(config_file: Path) -> None:
     """Check an epoch of 12 prompts with two left and one group of an earlier batch size: a step of four begins one of
     the next epoch."""
     run = _run(config_file, TAIL)
-    run.group_pool.groups = pooled_rollout.new_groups(run, [3])
+    run.group_pool.groups = strategies.groups_at(run, [3])
     run.group_pool.num_drawn = 10
-    groups, enough = pooled_rollout._tail(run)
-    assert [group.position for group in groups] == [3, 10, 11, 12] and enough is None
+    plan = TailBatching().plan(run, StepState(2, PhaseTimer()), 4)
+    assert [group.position for group in plan.groups] == [3, 10, 11, 12] and plan.enough is None
 
 
 def test_responses_that_have_begun_are_generated_first(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +388,7 @@ def test_responses_that_have_begun_are_generated_first(config_file: Path, monkey
     run.offload_schedule = SimpleNamespace(phase=lambda timer, name: nullcontext())
     run.rollout = run.stop_token_ids = None
     run.groups = SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1))
-    new = pooled_rollout.new_groups(run, range(2))
+    new = strategies.groups_at(run, range(2))
     begun = new[1].continued([Generation([7] * 9, [-1.0] * 9, False), NOTHING], 0)
     calls = []
 
@@ -398,7 +400,9 @@ def test_responses_that_have_begun_are_generated_first(config_file: Path, monkey
     monkeypatch.setattr(generate, "generate_responses", no_token)
     ordered = oldest_first([new[0], begun], 1)
     scores = GroupScores(None, 2)  # type: ignore[arg-type]
-    groups = generate.continue_groups(run, StepState(1, PhaseTimer()), ordered, None, scores, np.zeros(2, bool))
+    plan = CallPlan(ordered, 2, np.zeros(2, bool), is_resumable=True)
+    call = EngineCall(run, plan, Sampling(1.0, 16, ()), scores)
+    groups = call.collect(call.sample(), 0)
     assert calls == [[[7] * 9, [], [], []]]
     assert groups[0].responses == begun.responses and [len(each) for each in groups[0].versions] == [9, 0]
 
@@ -408,7 +412,7 @@ def test_a_replayed_step_may_be_repeated(config_file: Path, tmp_path: Path) -> N
     run = _run(config_file, PARTIAL, f"trainer.default_local_dir={tmp_path}")
     writer = RolloutJournal(run.config)
     for position in (4, 5):
-        (new,) = pooled_rollout.new_groups(run, [position])
+        (new,) = strategies.groups_at(run, [position])
         groups = [new.continued([Generation([7], [-1.0], True)] * 2, 2)]
         writer.record(3, groups, groups)
     filtered = ["algorithm.filter_groups.enable=true", f"trainer.replay={tmp_path}"]
