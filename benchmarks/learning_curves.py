@@ -4,8 +4,8 @@ steps, for several seeds. Each run is a process of its own. It takes the model a
     OMP_NUM_THREADS=1 python benchmarks/learning_curves.py --processes 2
 
 Each finished run is appended to results.jsonl in the output directory at once, and is not repeated by the next start.
-table.md and curves.png there have all runs so far. A run that fails is a row of the table with its error, and goes on
-from its last checkpoint at the next start. After `make real-model`, a language model that someone else trained:
+table.md and curves.png there have all runs so far. A run that fails is a row of the table with its error; the
+next start resumes it. After `make real-model`, a language model that someone else trained:
 
     python benchmarks/learning_curves.py --variants smollm2_grpo smollm2_ppo --steps 15 --output runs/smollm2/curves \\
         --launch ".venv/bin/torchrun --standalone --nproc-per-node 2"

@@ -31,7 +31,7 @@ from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differen
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer.generate import prompt_order
-from rlhf_mc.trainer.pool.load import load_pool
+from rlhf_mc.trainer.pool.stored_pool import load_pool
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import Position
 

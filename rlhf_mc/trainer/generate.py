@@ -86,12 +86,12 @@ def new_groups(prompts: Sequence[Prompt], positions: Sequence[int], seeds: Seque
 
 
 Enough = Callable[[np.ndarray], bool]
-"""Whether a call may end. Argument: which groups are complete, [groups] bool."""
+"""Condition under which a call may end, of the groups that are complete: [groups] bool."""
 
 
 @dataclass(frozen=True, eq=False)
 class CallPlan:
-    """What one call of the engines samples, and when it ends."""
+    """The groups that one call of the engines samples, and its end."""
 
     groups: Sequence[Group]
     needed: int

@@ -22,7 +22,7 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import CallPlan, EngineCall, new_groups, repeat_prompts, wake_weights
 from rlhf_mc.trainer.pool.group_pool import Group
-from rlhf_mc.trainer.pool.strategies import next_position, off_policy_metrics, strategy_of
+from rlhf_mc.trainer.pool.strategies import choose_strategy, next_position, off_policy_metrics
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import GroupScores, ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
@@ -128,7 +128,7 @@ def sample_groups(run: Run, state: StepState, needed: int) -> tuple[list[Prompt]
     cfg = run.config
     n = cfg.rollout.n
     most = cfg.data.max_response_length
-    strategy = strategy_of(run)
+    strategy = choose_strategy(run)
     wake_weights(run, state)
     with run.offload_schedule.phase(state.timer, "gen"):
         plan = strategy.plan(run, state, needed)

@@ -32,8 +32,8 @@ from rlhf_mc.trainer.generate import CallPlan, EngineCall, prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pool import strategies
 from rlhf_mc.trainer.pool.group_pool import POOL_FILE, Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
-from rlhf_mc.trainer.pool.load import load_pool
 from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
+from rlhf_mc.trainer.pool.stored_pool import load_pool
 from rlhf_mc.trainer.pool.strategies import PartialRollout, TailBatching, off_policy_metrics
 from rlhf_mc.trainer.scores import GroupScores
 from rlhf_mc.trainer.step_schedule import StepSchedule

@@ -31,7 +31,7 @@ REFILLED = "training/off_policy/refilled_groups"
 DROPPED = "training/off_policy/dropped_groups"
 
 
-def strategy_of(run: Run) -> Strategy:
+def choose_strategy(run: Run) -> Strategy:
     """Return the strategy of the next rollout."""
     if run.config.rollout.partial_rollout:
         strategy: Strategy = PartialRollout()
