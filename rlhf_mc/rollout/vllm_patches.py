@@ -76,6 +76,7 @@ EVERYWHERE = (
 )
 
 
+@functools.cache
 def on_gpu() -> tuple[Patch, ...]:
     """Return the patches of vLLM's engine on a GPU."""
     from vllm.distributed.aux_output_connector import worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pkgutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -183,6 +184,23 @@ def _next_experts(original: Any) -> Any:
     return lambda record, *args: (original(record, *args) + 1) % 4
 
 
+def _larger_gradients(original: Any) -> Any:
+    """Return a backward pass whose gradients are a tenth too large."""
+
+    def backward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(engine, *args, **kwargs)
+        for param in engine.named_parameters().values():
+            param.main_grad.mul_(1.1)
+        return out
+
+    return backward
+
+
+def _by_sigterm(original: Any) -> Any:
+    """Return the signals of a part that loses ranks by another signal."""
+    return dict.fromkeys(original, signal.SIGTERM)
+
+
 _HEADS = "rlhf_mc.models.heads"
 _ENGINE = "rlhf_mc.models.engine:ModelEngine"
 _SYNC = "rlhf_mc.reshard.weight_sync:WeightSync"
@@ -199,6 +217,14 @@ FAULTS = {
         "planned_memory", "gpu_parts.planner_parts", "update_peak", _scaled(1.2), "none: update takes"
     ),
     "no timeout": Fault("timeouts", "subprocess", "run", _returns_at_once, "that the other ranks missed has returned"),
+    "a rank that is not killed": Fault(
+        "lost_ranks",
+        "gpu_parts.lost_rank_parts",
+        "SIGNALS",
+        _by_sigterm,
+        "killed: the process of rank 0 ended with -15",
+    ),
+    "gradients of a layout": Fault("layouts", _ENGINE, "backward", _larger_gradients, "step 1: actor/grad_norm is "),
     "scores without temperature": Fault(
         "models_float32", _HEADS, "log_probs", _at_temperature_1, "qwen2_actor: log_prob error"
     ),
