@@ -32,8 +32,8 @@ def use_cuda() -> bool:
 
 
 def ranks_per_gpu() -> int:
-    """Return how many neighbouring local ranks share a GPU: RLHF_MC_RANKS_PER_GPU, which topology/shared_gpu.py checks,
-    or 1. On a CPU it is 1."""
+    """Return how many neighbouring local ranks share a GPU: RLHF_MC_RANKS_PER_GPU, which
+    topology/shared_gpu.py checks, or 1. On a CPU it is 1."""
     return int(os.environ.get(RANKS_PER_GPU, "1")) if use_cuda() else 1
 
 
@@ -45,9 +45,10 @@ def device() -> torch.device:
 
 
 def nccl_version() -> tuple[int, int, int]:
-    """Return the version of the NCCL library that this process has loaded. torch.cuda.nccl.version() is the version
-    that torch was built with, also where LD_PRELOAD has put another library in its place. It is the answer where torch
-    contains NCCL, so that no library of that name is loaded."""
+    """Return the version of the NCCL library that this process has loaded.
+    torch.cuda.nccl.version() is the version that torch was built with, also where LD_PRELOAD has
+    put another library in its place. It is the answer where torch contains NCCL, so that no library
+    of that name is loaded."""
     try:
         library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:

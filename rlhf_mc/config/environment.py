@@ -9,8 +9,8 @@ from rlhf_mc.config.errors import UserError
 
 
 def demand_variables(reason: str, variables: Mapping[str, Sequence[str]]) -> None:
-    """Set each variable to the first of its values unless the environment has one of them. Raise UserError where it has
-    another value.
+    """Set each variable to the first of its values unless the environment has one of them. Raise
+    UserError where it has another value.
 
     reason: the setting that demands them."""
     for name, values in variables.items():

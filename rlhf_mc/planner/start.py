@@ -28,7 +28,7 @@ class Capacity:
 
     num_ranks: int
     device_bytes: int
-    """Memory of each GPU, or an equal share of a GPU or of a node's memory for each of its ranks."""
+    """Memory of each GPU, or an equal share of the memory of a GPU or of a node for each of its ranks."""
     cuda: bool = True
     ranks_per_node: int = 8
     host_bytes: float | None = None

@@ -205,7 +205,7 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Release the device memory of weights and KV cache. Neither is kept, since a weight update writes all weights.
-        Parameters in `storage` stay: vLLM has not allocated them. GPU only. Every rank must call it; those of one GPU
+        Parameters in `storage` stay: vLLM has not allocated them. GPU only. Every rank must call it: those of one GPU
         take turns, since vLLM asserts that the GPU has more free memory afterwards."""
         self._buffers = {name: buffer.cpu().clone() for name, buffer in self._model.named_buffers()}
         in_turn(lambda: self._llm.sleep(level=2))
@@ -375,7 +375,7 @@ def _custom_all_reduce(groups: Sequence[Sequence[int]], cfg: RolloutConfig) -> b
     rank's own by its rank in the group. The two differ in groups that do not ascend, and a capture fails. It fails too
     where torch allocates expandable segments, which cudaIpcGetMemHandle refuses (vLLM issue 42609); graphs that vLLM
     offloads are not registered. vLLM's other all-reduces (FlashInfer, symmetric memory, NCCL) number the ranks as the
-    group does, and share memory of their own. It asks for peer access to a device for each rank of the group."""
+    group does, and share memory of their own."""
     unsorted = next((list(group) for group in groups if list(group) != sorted(group)), None)
     reason = ""
     if platform.ranks_per_gpu() > 1:

@@ -1,5 +1,5 @@
-"""The models that vLLM has no kernels for on this machine, and its memory where ranks share a GPU. Nothing here imports
-it."""
+"""The models that vLLM has no kernels for on this machine, and its memory where ranks share a GPU.
+Nothing here imports it."""
 
 from __future__ import annotations
 
@@ -64,13 +64,14 @@ def _check_fp8(shape: ModelShape) -> None:
 def kv_cache_share(
     cfg: RolloutConfig, layout: Layout, dtype: torch.dtype, storage: Mapping[str, torch.Tensor]
 ) -> int | None:
-    """Return the bytes of this rank's KV cache where ranks share GPUs: half of what the weights of the layout leave of
-    its share of rollout.gpu_memory_utilization. The other half is for activations, graphs and communicators. Return
-    None where they do not: vLLM then measures it.
+    """Return the bytes of this rank's KV cache where ranks share GPUs: half of what the weights of
+    the layout leave of its share of rollout.gpu_memory_utilization. The other half is for
+    activations, graphs and communicators. Return None where they do not: vLLM then measures it.
 
-    vLLM measures the free memory of the GPU, from which its other ranks take meanwhile, and fails where they give some
-    back. They cannot take turns: the ranks of an engine run its profile together. storage: tensors that vLLM does not
-    allocate, by its parameters' names. Raise UserError if the weights alone take the share."""
+    vLLM measures the free memory of the GPU, from which its other ranks take meanwhile, and fails
+    where they give some back. They cannot take turns: the ranks of an engine run its profile
+    together. storage: tensors that vLLM does not allocate, by its parameters' names. Raise
+    UserError if the weights alone take the share."""
     ranks = platform.ranks_per_gpu()
     if ranks == 1:
         return None

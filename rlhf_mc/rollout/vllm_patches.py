@@ -98,8 +98,8 @@ def on_gpu() -> tuple[Patch, ...]:
             flashinfer_all_reduce,
             "_create_workspace",
             create_on_every_rank,
-            "a rank that cannot make the workspace of FlashInfer's all-reduce goes on without it: it tries another "
-            "backend or compiles a graph without the all-reduce that is fused with a norm, and the others wait for it "
+            "a rank that cannot make the workspace of FlashInfer's all-reduce does without: it tries another "
+            "backend, or compiles a graph without the fused all-reduce, and the other ranks wait for it "
             "in their kernels, without a timeout",
         ),
         Patch(
@@ -267,8 +267,9 @@ def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
 def on_own_gpu() -> Iterator[None]:
     """Let vLLM build its worker on this rank's GPU while the body runs.
 
-    Target: the environment variable LOCAL_RANK, which vLLM's executor takes for the number of the GPU.
-    Reason: where ranks share GPUs (platform.ranks_per_gpu) there are fewer GPUs than local ranks."""
+    Target: the environment variable LOCAL_RANK, which vLLM's executor takes for the number of the
+    GPU. Reason: where ranks share GPUs (platform.ranks_per_gpu) there are fewer GPUs than local
+    ranks."""
     local_rank = os.environ["LOCAL_RANK"]
     if platform.use_cuda():
         os.environ["LOCAL_RANK"] = str(platform.device().index)

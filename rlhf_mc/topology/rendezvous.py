@@ -28,9 +28,10 @@ _ALL, _COUNT, _FAILED, _PRINTER = (f"rlhf_mc/join/{name}" for name in ("all", "c
 
 
 def init_process_group(timeout_seconds: float) -> None:
-    """Join the world that torchrun or srun describes in the environment. Without such an environment the world is this
-    process. timeout_seconds: timeout of its collectives. Raise JoinError if not all ranks join in time or this process
-    does not see its GPU, NodeError if it may not have enough files open, and what prepare_shared_gpus raises."""
+    """Join the world that torchrun or srun describes in the environment. Without such an
+    environment the world is this process. timeout_seconds: timeout of its collectives. Raise
+    JoinError if not all ranks join in time or this process does not see its GPU, NodeError if it
+    may not have enough files open, and what prepare_shared_gpus raises."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
         os.environ.setdefault("MASTER_PORT", "0")

@@ -1,5 +1,5 @@
-"""Several ranks on one GPU (RLHF_MC_RANKS_PER_GPU), by which all paths between ranks run over NCCL on fewer GPUs than
-ranks. Times and memory of such a run say nothing about one GPU for each rank.
+"""Several ranks on one GPU (RLHF_MC_RANKS_PER_GPU), by which all paths between ranks run over NCCL
+on fewer GPUs than ranks. Times and memory of such a run say nothing about one GPU for each rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from rlhf_mc.config.errors import NodeError, UserError
 from rlhf_mc.topology.consensus import gather_objects
 
 LEAST_NCCL = (2, 30)
-"""The first version of NCCL with NCCL_MULTI_RANK_GPU_ENABLE. Earlier ones end with "Duplicate GPU detected"."""
+"""The first version of NCCL with NCCL_MULTI_RANK_GPU_ENABLE. Earlier ones end with "Duplicate GPU
+detected"."""
 VARIABLES = {
     "NCCL_MULTI_RANK_GPU_ENABLE": ("1",),
     # By default NCCL looks for shared GPUs itself, but NCCL 2.30 remembers the last pair of ranks alone (init.cc).
@@ -23,16 +24,17 @@ VARIABLES = {
     "VLLM_ALLREDUCE_USE_FLASHINFER": ("0",),
     "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": ("0",),
 }
-"""Environment variables of a run whose ranks share GPUs: their permitted values, the default first."""
+"""Environment variables of a run whose ranks share GPUs: their permitted values, the default
+first."""
 MAX_CTAS = "2"
-"""Default of NCCL_MAX_CTAS: the channels of a communicator. A GPU must have room for the kernels and buffers of all its
-ranks at once, or NCCL hangs (NCCL's guide, NCCL_MULTI_RANK_GPU_ENABLE)."""
+"""Default of NCCL_MAX_CTAS: the channels of a communicator. A GPU must have room for the kernels
+and buffers of all its ranks at once, or NCCL hangs (NCCL's guide, NCCL_MULTI_RANK_GPU_ENABLE)."""
 
 
 def prepare_shared_gpus() -> None:
-    """Set the variables that libraries read where ranks share GPUs. Call before NCCL's first communicator. Raise
-    UserError where RLHF_MC_RANKS_PER_GPU is no number or the environment demands the opposite, and NodeError where the
-    loaded NCCL is too old."""
+    """Set the variables that libraries read where ranks share GPUs. Call before NCCL's first
+    communicator. Raise UserError where RLHF_MC_RANKS_PER_GPU is no number or the environment
+    demands the opposite, and NodeError where the loaded NCCL is too old."""
     text = os.environ.get(platform.RANKS_PER_GPU, "1")
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"the environment variable {platform.RANKS_PER_GPU} is {text!r}; it must be a number from 1 on")

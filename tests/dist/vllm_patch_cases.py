@@ -167,8 +167,8 @@ def custom_all_reduce_is_off(
 
 
 def options_of_shared_gpus() -> dict[str, Any]:
-    """Return what vLLM is told where two ranks share each GPU: whether its custom all-reduce is on, its options, and
-    the GPU on which each of four local ranks builds its worker."""
+    """Return what vLLM is told where two ranks share each GPU: whether its custom all-reduce is on,
+    its options, and the GPU on which each of four local ranks builds its worker."""
     before = dict(os.environ)
     devices = []
     with replaced(platform, "use_cuda", lambda: True), replaced(vllm_engine, "print_line", lambda *_, **__: None):
@@ -186,7 +186,8 @@ def options_of_shared_gpus() -> dict[str, Any]:
 
 
 def turns() -> tuple[float, float]:
-    """Run an action on ranks that share a GPU. Return when it has begun and ended here, by the machine's clock."""
+    """Run an action on ranks that share a GPU. Return when it has begun and ended here, by the
+    machine's clock."""
     times: list[float] = []
 
     def act() -> None:
@@ -201,8 +202,9 @@ def turns() -> tuple[float, float]:
 
 
 def all_reduce_workspaces(patched: bool, failing: dict[str, list[int]]) -> tuple[str, list[str]]:
-    """Let vLLM make the workspace of FlashInfer's all-reduce for ranks of one GPU node. failing: backend -> the ranks
-    that cannot. Return the backend of this rank's workspace, and the backends of those that it has destroyed."""
+    """Let vLLM make the workspace of FlashInfer's all-reduce for ranks of one GPU node. failing:
+    backend -> the ranks that cannot. Return the backend of this rank's workspace, and the backends
+    of those that it has destroyed."""
     destroyed: list[str] = []
 
     def create(backend: str, rank: int, **_: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Several ranks on one GPU: their devices, the version of NCCL, variables and refusals, the planner's share."""
+"""Several ranks on one GPU: their devices, the version of NCCL, variables and refusals, the
+planner's share."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_libraries_get_their_variables_and_the_console_a_line(shared: pytest.Mon
 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_without_shared_gpus_nothing_is_set_or_printed(cuda: bool, shared: pytest.MonkeyPatch) -> None:
-    """On a CPU the variable has no effect, so that a command can be tried there."""
+    """Show that the variable has no effect on a CPU, where a command can be tried."""
     shared.setattr(torch.cuda, "is_available", lambda: cuda)
     shared.setattr(platform, "nccl_version", lambda: (2, 29, 7))
     if cuda:
@@ -91,7 +92,10 @@ def test_the_version_is_that_of_the_library_that_is_loaded(tmp_path: Path) -> No
     source = tmp_path / "nccl.c"
     source.write_text("int ncclGetVersion(int *version) { *version = 23203; return 0; }")
     library = tmp_path / "libother.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source],
+        check=True,
+    )
     program = """
 import torch
 from rlhf_mc import platform
@@ -120,7 +124,10 @@ def test_the_kv_cache_is_of_a_ranks_share(shared: pytest.MonkeyPatch) -> None:
     cfg = RolloutConfig(gpu_memory_utilization=0.5)
     shared.setattr(platform, "device_memory", lambda: 8_000_000)
     assert vllm_limits.kv_cache_share(cfg, layout, torch.bfloat16, storage) == (2_000_000 - 1_000_000) // 2
-    with pytest.raises(UserError, match=r"0\.5 gives each of 2 ranks of a GPU 0\.00 GB, and vLLM's weights take 0\.00"):
+    with pytest.raises(
+        UserError,
+        match=r"0\.5 gives each of 2 ranks of a GPU 0\.00 GB, and vLLM's weights take 0\.00",
+    ):
         vllm_limits.kv_cache_share(cfg, layout, torch.float32, storage)
     shared.delenv("RLHF_MC_RANKS_PER_GPU")
     assert vllm_limits.kv_cache_share(cfg, layout, torch.float32, storage) is None

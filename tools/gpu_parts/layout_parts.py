@@ -43,7 +43,8 @@ METRIC_BOUND = 2e-3
 """Largest difference of a metric in float32, relative to the larger of it and METRIC_SCALE."""
 METRIC_SCALE = 1e-2
 UPDATE_BOUND = 1e-2
-"""Largest difference of the weights after two steps, relative to what the steps have changed in them."""
+"""Largest difference of the weights after two steps, relative to what the steps have changed in
+them."""
 STEPS = (1, 2)
 TOOLS = Path(__file__).resolve().parents[1]
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -97,8 +98,8 @@ def layouts_of(world: int) -> dict[str, Layout]:
 
 
 def layouts(report: Report, sizes: Sizes) -> None:
-    """Take two PPO steps in each layout, with verified weight updates, in float32. Tokens, losses, gradient norms and
-    weights must be those of one rank."""
+    """Take two PPO steps in each layout, with verified weight updates, in float32. Tokens, losses,
+    gradient norms and weights must be those of one rank."""
     texts = []
     with shared_directory() as directory:
         path = directory / "one_rank.pt"
@@ -115,7 +116,8 @@ def layouts(report: Report, sizes: Sizes) -> None:
 
 
 def _run_one_rank(size: dict[str, Any], path: Path) -> None:
-    """Take the steps in a further process, which is the only rank of its world, and write them to the file."""
+    """Take the steps in a further process, which is the only rank of its world, and write them to
+    the file."""
     own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
     paths = [str(TOOLS.parent), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -132,7 +134,10 @@ def _run_one_rank(size: dict[str, Any], path: Path) -> None:
 
 def train(size: dict[str, Any], layout: Layout) -> Trained:
     """Build a run in this layout, and take the steps. Every rank must call it."""
-    optim = {"lr": 5e-3, "eps": 1e-3}  # a large eps keeps Adam smooth where a gradient is all but zero
+    optim = {
+        "lr": 5e-3,
+        "eps": 1e-3,
+    }  # a large eps keeps Adam smooth where a gradient is all but zero
     settings = {
         "actor": {"optim": optim, "megatron": {"dtype": "float32", **layout.actor}},
         "critic": {"optim": optim, "megatron": layout.critic},
@@ -165,14 +170,18 @@ def _weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _compare(report: Report, name: str, got: Trained, wanted: Trained) -> float:
-    """Check the results of a layout. Return the largest error of a weight on any rank, relative to its change."""
+    """Check the results of a layout. Return the largest error of a weight on any rank, relative to
+    its change."""
     for step, mine, reference in zip(STEPS, got.tokens, wanted.tokens, strict=True):
         same = len(mine) == len(reference) and torch.equal(mine, reference)
         report.check(same, f"{name}, step {step}: other tokens than those of one rank")
     for step, metrics, reference_metrics in zip(STEPS, got.metrics, wanted.metrics, strict=True):
         for key, value in reference_metrics.items():
             error = abs(metrics[key] - value) / max(abs(value), METRIC_SCALE)
-            report.check(error < METRIC_BOUND, f"{name}, step {step}: {key} is {metrics[key]:.6g}, not {value:.6g}")
+            report.check(
+                error < METRIC_BOUND,
+                f"{name}, step {step}: {key} is {metrics[key]:.6g}, not {value:.6g}",
+            )
     errors = {
         key: float((got.after[key] - weight).norm() / (weight - wanted.before[key]).norm())
         for key, weight in wanted.after.items()

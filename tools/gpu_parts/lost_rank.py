@@ -1,5 +1,5 @@
-"""A program whose ranks exchange sums on the device, with the heartbeats of a run, until one of them is lost. The part
-`lost_ranks` starts it, and kills or stops a rank.
+"""A program whose ranks exchange sums on the device, with the heartbeats of a run, until one of
+them is lost. The part `lost_ranks` starts it, and kills or stops a rank.
 
 python -m gpu_parts.lost_rank HEARTBEAT_TIMEOUT_SECONDS
 """
@@ -30,7 +30,10 @@ def main(timeout: float) -> None:
     init_process_group(MOST_SECONDS)
     status = RankStatus()
     tensor = torch.ones(1 << 16, device=platform.device())
-    with heartbeats(status, dist.get_rank(), timeout, timeout), PhaseTimer(status=status).phase("sums"):
+    with (
+        heartbeats(status, dist.get_rank(), timeout, timeout),
+        PhaseTimer(status=status).phase("sums"),
+    ):
         deadline = time.monotonic() + MOST_SECONDS
         for turn in range(1 << 60):
             dist.all_reduce(tensor)

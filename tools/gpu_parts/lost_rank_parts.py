@@ -24,8 +24,8 @@ ENDS_WITHIN_SECONDS = 30.0
 
 
 def lost_ranks(report: Report, sizes: Sizes) -> None:
-    """Start further processes of all ranks, which add tensors on the device. Kill, or stop, the last of them: the
-    others must end with an error, of which one names the lost rank."""
+    """Start further processes of all ranks, which add tensors on the device. Kill, or stop, the
+    last of them: the others must end with an error, of which one names the lost rank."""
     texts = []
     for kind in SIGNALS:
         with report.case(kind):

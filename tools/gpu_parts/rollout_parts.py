@@ -127,8 +127,8 @@ def _sleep(report: Report, sizes: Sizes, offload_cuda_graphs: bool) -> None:
 
 
 def _used_memory() -> int:
-    """Return the bytes of device memory that all processes use together. GPU only. Every rank must call it: ranks may
-    share the GPU."""
+    """Return the bytes of device memory that all processes use together. GPU only. Every rank must
+    call it: ranks may share the GPU."""
     torch.cuda.empty_cache()
     gather_objects(None)
     free, total = torch.cuda.mem_get_info()
