@@ -95,19 +95,19 @@ def on_gpu() -> tuple[Patch, ...]:
 
     return (
         Patch(
+            worker,
+            "get_tp_group",
+            lambda: SimpleNamespace(is_first_rank=True),
+            "only the first rank of a tensor-parallel group returns the experts that it has chosen, and here each rank "
+            "has a scheduler of its own, which asserts that it gets them",
+        ),
+        Patch(
             flashinfer_all_reduce,
             "_create_workspace",
             create_on_every_rank,
             "a rank that cannot make the workspace of FlashInfer's all-reduce does without: it tries another "
             "backend, or compiles a graph without the fused all-reduce, and the other ranks wait for it "
             "in their kernels, without a timeout",
-        ),
-        Patch(
-            worker,
-            "get_tp_group",
-            lambda: SimpleNamespace(is_first_rank=True),
-            "only the first rank of a tensor-parallel group returns the experts that it has chosen, and here each rank "
-            "has a scheduler of its own, which asserts that it gets them",
         ),
     )
 
