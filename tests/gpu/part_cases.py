@@ -184,21 +184,19 @@ def _next_experts(original: Any) -> Any:
     return lambda record, *args: (original(record, *args) + 1) % 4
 
 
-def _larger_gradients(original: Any) -> Any:
-    """Return a backward pass whose gradients are a tenth too large."""
+def _larger_log_probs(original: Any) -> Any:
+    """Return a head (log-probs, entropies) whose log-probs are 2 % larger, and so their gradients."""
 
-    def backward(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        out = original(engine, *args, **kwargs)
-        for param in engine.named_parameters().values():
-            param.main_grad.mul_(1.1)
-        return out
+    def head(*args: Any) -> Any:
+        log_probs, entropy = original(*args)
+        return 1.02 * log_probs, entropy
 
-    return backward
+    return head
 
 
 def _by_sigterm(original: Any) -> Any:
-    """Return the signals of a part that loses ranks by another signal."""
-    return dict.fromkeys(original, signal.SIGTERM)
+    """Return the first of the signals of a part that loses ranks, with another number."""
+    return {"killed": signal.SIGTERM}
 
 
 _HEADS = "rlhf_mc.models.heads"
@@ -224,7 +222,13 @@ FAULTS = {
         _by_sigterm,
         "killed: the process of rank 0 ended with -15",
     ),
-    "gradients of a layout": Fault("layouts", _ENGINE, "backward", _larger_gradients, "step 1: actor/grad_norm is "),
+    "a layout with larger gradients": Fault(
+        "layouts",
+        "rlhf_mc.trainer.update",
+        "log_probs_and_entropy",
+        _larger_log_probs,
+        "dp, step 1: actor/grad_norm is ",
+    ),
     "scores without temperature": Fault(
         "models_float32", _HEADS, "log_probs", _at_temperature_1, "qwen2_actor: log_prob error"
     ),
