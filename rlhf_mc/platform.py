@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+RANKS_PER_GPU = "RLHF_MC_RANKS_PER_GPU"
+"""Environment variable by which several ranks share a GPU (docs/gpu.md)."""
 _DEFAULT_POOL = (0, 0)
 """Identifier of the pool of torch's allocator on a GPU that all tensors are in, unless a caller asks for another."""
 _M_TRIM_THRESHOLD = -1
@@ -29,11 +31,32 @@ def use_cuda() -> bool:
     return torch.cuda.is_available() and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
 
 
+def ranks_per_gpu() -> int:
+    """Return how many neighbouring local ranks share a GPU: RLHF_MC_RANKS_PER_GPU, which
+    topology/shared_gpu.py checks, or 1. On a CPU it is 1."""
+    return int(os.environ.get(RANKS_PER_GPU, "1")) if use_cuda() else 1
+
+
 def device() -> torch.device:
-    """Return the device of this process: one GPU per local rank, or the CPU."""
+    """Return the device of this process: the GPU of its local rank, or the CPU."""
     if use_cuda():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) // ranks_per_gpu())
     return torch.device("cpu")
+
+
+def nccl_version() -> tuple[int, int, int]:
+    """Return the version of the NCCL library that this process has loaded.
+    torch.cuda.nccl.version() is the version that torch was built with, also where LD_PRELOAD has
+    put another library in its place. It is the answer where torch contains NCCL, so that no library
+    of that name is loaded."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        major, minor, patch, *_ = torch.cuda.nccl.version()
+        return major, minor, patch
+    version = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(version))
+    return version.value // 10_000, version.value // 100 % 100, version.value % 100
 
 
 def backend() -> str:

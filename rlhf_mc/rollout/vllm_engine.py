@@ -33,9 +33,10 @@ from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import check_parameters, local_tensors, parameter_shapes, vllm_layout
-from rlhf_mc.rollout.vllm_limits import check_dtype
+from rlhf_mc.rollout.vllm_limits import check_dtype, kv_cache_share
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+from rlhf_mc.topology.shared_gpu import in_turn
 
 
 def check_build() -> None:
@@ -93,6 +94,7 @@ class VLLMEngine:
         """The requests that have not ended, by their numbers, with vLLM's names of them."""
         self.awake = frozenset({WEIGHTS, KV_CACHE})
         """The parts on the device."""
+        self._layout = vllm_layout(shape, self._group.index(rank), len(self._group))
         self._buffers: dict[str, torch.Tensor] = {}
         self._expert_layers = shape.expert_layers if return_experts else []
         self._experts: RoutedExperts | None = None
@@ -100,7 +102,10 @@ class VLLMEngine:
         options: dict[str, Any] = {"disable_custom_all_reduce": not _custom_all_reduce(groups, cfg)}
         if platform.use_cuda():
             _keep_stream()
-            options.update(_gpu_options(cfg), enable_return_routed_experts=return_experts)
+            kv_cache = kv_cache_share(cfg, self._layout, getattr(torch, dtype), storage or {})
+            options.update(
+                _gpu_options(cfg), enable_return_routed_experts=return_experts, kv_cache_memory_bytes=kv_cache
+            )
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
@@ -113,7 +118,12 @@ class VLLMEngine:
             options.update(quantization=METHOD)
         vllm_patches.patch()
         vllm_patches.use_storage(storage or {})
-        with vllm_patches.tensor_parallel_groups(groups), vllm_patches.in_any_world(shape.family), _build_errors(cfg):
+        with (
+            vllm_patches.tensor_parallel_groups(groups),
+            vllm_patches.in_any_world(shape.family),
+            vllm_patches.on_own_gpu(),
+            _build_errors(cfg),
+        ):
             self._llm = vllm.LLM(
                 **engine_settings(model_path, shape, cfg, max_model_len, dtype) | options,
                 # A part of the name of vLLM's cache of compiled code, in which each global rank has a folder. The code
@@ -132,7 +142,6 @@ class VLLMEngine:
         read_bytes = max(gather_objects(self.weight_bytes)) + _OVERHEAD_BYTES[platform.use_cuda()]
         self.cached_token_cost = kv_bytes / read_bytes
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
-        self._layout = vllm_layout(shape, self._group.index(rank), len(self._group))
         shapes = self._quantized.shapes(self._model)
         try:
             on_every_rank(lambda: check_parameters(model_path, parameter_shapes(self._layout), shapes))
@@ -196,9 +205,10 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Release the device memory of weights and KV cache. Neither is kept, since a weight update writes all weights.
-        Parameters in `storage` stay: vLLM has not allocated them. GPU only."""
+        Parameters in `storage` stay: vLLM has not allocated them. GPU only. Every rank must call it: those of one GPU
+        take turns, since vLLM asserts that the GPU has more free memory afterwards."""
         self._buffers = {name: buffer.cpu().clone() for name, buffer in self._model.named_buffers()}
-        self._llm.sleep(level=2)
+        in_turn(lambda: self._llm.sleep(level=2))
         self.awake = frozenset()
 
     def wake_up(self, part: str) -> None:
@@ -336,7 +346,7 @@ def _keep_stream() -> None:
 def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
     """Return vLLM's options that a CPU does not have."""
     options: dict[str, Any] = {
-        "gpu_memory_utilization": cfg.gpu_memory_utilization,
+        "gpu_memory_utilization": cfg.gpu_memory_utilization / platform.ranks_per_gpu(),
         "enforce_eager": cfg.enforce_eager,
         "enable_sleep_mode": cfg.free_cache_engine,
         # The memory of CUDA graphs is copied to the host and back. vLLM does so only if asked to.
@@ -346,8 +356,9 @@ def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
         # FlashInfer's kernel of linear attention is compiled by nvcc in the first run, on every node.
         "gdn_prefill_backend": "triton",
     }
-    if torch.are_deterministic_algorithms_enabled():
-        # FlashInfer's all-reduce, alone (runtime/determinism.py) or fused with a norm, adds in no fixed order.
+    if torch.are_deterministic_algorithms_enabled() or platform.ranks_per_gpu() > 1:
+        # FlashInfer's all-reduce, alone (runtime/determinism.py, topology/shared_gpu.py) or fused with a norm, adds in
+        # no fixed order, and needs a GPU for each rank.
         options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return options
 
@@ -367,7 +378,9 @@ def _custom_all_reduce(groups: Sequence[Sequence[int]], cfg: RolloutConfig) -> b
     group does, and share memory of their own."""
     unsorted = next((list(group) for group in groups if list(group) != sorted(group)), None)
     reason = ""
-    if unsorted is not None:
+    if platform.ranks_per_gpu() > 1:
+        reason = f"it needs a GPU for each rank ({platform.RANKS_PER_GPU})"
+    elif unsorted is not None:
         reason = f"it needs ascending ranks, and an engine has {unsorted}"
     elif not (_offloads_graphs(cfg) or cfg.enforce_eager) and expandable_segments_enabled_from_env():
         reason = "it cannot share the memory of CUDA graphs, since PYTORCH_CUDA_ALLOC_CONF has expandable_segments"

@@ -1,6 +1,10 @@
-"""The models that vLLM has no kernels for on this machine. Nothing here imports it."""
+"""The models that vLLM has no kernels for on this machine, and its memory where ranks share a GPU.
+Nothing here imports it."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 import torch
 
@@ -8,6 +12,8 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import NodeError, UserError
 from rlhf_mc.config.schema import RolloutConfig
+from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.rollout.vllm_layout import parameter_shapes
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply in fp8. Below it, vLLM's kernels would not quantize inputs."""
@@ -53,3 +59,28 @@ def _check_fp8(shape: ModelShape) -> None:
         present = ".".join(map(str, capability))
         needed = ".".join(map(str, FP8_CAPABILITY))
         raise NodeError(f"{key}; this GPU has compute capability {present}, and fp8 needs {needed}: set it to null")
+
+
+def kv_cache_share(
+    cfg: RolloutConfig, layout: Layout, dtype: torch.dtype, storage: Mapping[str, torch.Tensor]
+) -> int | None:
+    """Return the bytes of this rank's KV cache where ranks share GPUs: half of what the weights of
+    the layout leave of its share of rollout.gpu_memory_utilization. The other half is for
+    activations, graphs and communicators. Return None where they do not: vLLM then measures it.
+
+    vLLM measures the free memory of the GPU, from which its other ranks take meanwhile, and fails
+    where they give some back. They cannot take turns: the ranks of an engine run its profile
+    together. storage: tensors that vLLM does not allocate, by its parameters' names. Raise
+    UserError if the weights alone take the share."""
+    ranks = platform.ranks_per_gpu()
+    if ranks == 1:
+        return None
+    shapes = parameter_shapes(layout)
+    weights = sum(math.prod(shape) for name, shape in shapes.items() if name not in storage) * dtype.itemsize
+    share = cfg.gpu_memory_utilization * platform.device_memory() / ranks
+    if share <= weights:
+        raise UserError(
+            f"rollout.gpu_memory_utilization {cfg.gpu_memory_utilization} gives each of {ranks} ranks of a GPU"
+            f" {share / 1e9:.2f} GB, and vLLM's weights take {weights / 1e9:.2f}"
+        )
+    return int(share - weights) // 2

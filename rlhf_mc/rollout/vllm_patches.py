@@ -51,6 +51,7 @@ from rlhf_mc.patching import Patch, apply, replaced
 from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.experts import fused_moe
 from rlhf_mc.rollout.routed_experts import RoutedExperts
+from rlhf_mc.topology.consensus import all_ranks
 
 LOAD_FORMAT = "rlhf_mc"
 """vLLM's name of the weight loader that use_storage registers."""
@@ -75,9 +76,22 @@ EVERYWHERE = (
 )
 
 
+@functools.cache
 def on_gpu() -> tuple[Patch, ...]:
     """Return the patches of vLLM's engine on a GPU."""
     from vllm.distributed.aux_output_connector import worker
+    from vllm.distributed.device_communicators import flashinfer_all_reduce
+
+    create = flashinfer_all_reduce._create_workspace
+
+    def create_on_every_rank(*arguments: Any) -> Any:
+        workspace = create(*arguments)
+        *_, group = arguments
+        if all_ranks(workspace is not None, group):
+            return workspace
+        if workspace is not None:
+            workspace.destroy()
+        return None
 
     return (
         Patch(
@@ -86,6 +100,14 @@ def on_gpu() -> tuple[Patch, ...]:
             lambda: SimpleNamespace(is_first_rank=True),
             "only the first rank of a tensor-parallel group returns the experts that it has chosen, and here each rank "
             "has a scheduler of its own, which asserts that it gets them",
+        ),
+        Patch(
+            flashinfer_all_reduce,
+            "_create_workspace",
+            create_on_every_rank,
+            "a rank that cannot make the workspace of FlashInfer's all-reduce does without: it tries another "
+            "backend, or compiles a graph without the fused all-reduce, and the other ranks wait for it "
+            "in their kernels, without a timeout",
         ),
     )
 
@@ -239,6 +261,22 @@ def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
 
     with replaced(vllm_state, "init_model_parallel_group", init_group):
         yield
+
+
+@contextlib.contextmanager
+def on_own_gpu() -> Iterator[None]:
+    """Let vLLM build its worker on this rank's GPU while the body runs.
+
+    Target: the environment variable LOCAL_RANK, which vLLM's executor takes for the number of the
+    GPU. Reason: where ranks share GPUs (platform.ranks_per_gpu) there are fewer GPUs than local
+    ranks."""
+    local_rank = os.environ["LOCAL_RANK"]
+    if platform.use_cuda():
+        os.environ["LOCAL_RANK"] = str(platform.device().index)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = local_rank
 
 
 def in_any_world(family: str) -> AbstractContextManager[None]:

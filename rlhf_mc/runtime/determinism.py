@@ -4,12 +4,10 @@ docs/reliability.md says what this covers.
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.environment import demand_variables
 
 VARIABLES = {
     # cuBLAS may otherwise share a workspace between streams. torch requires one of these values.
@@ -34,13 +32,7 @@ def use_deterministic_algorithms() -> None:
     Megatron-Core, Transformer Engine and build.py ask torch whether it is on. Raise UserError where the environment
     demands the opposite."""
     if platform.use_cuda():
-        for name, values in VARIABLES.items():
-            value = os.environ.setdefault(name, values[0])
-            if value.lower() not in map(str.lower, values):
-                raise UserError(
-                    f"trainer.deterministic: the environment variable {name} is {value!r}; unset it, or set it to"
-                    f" {' or '.join(values)}"
-                )
+        demand_variables("trainer.deterministic", VARIABLES)
     torch.use_deterministic_algorithms(True)
     # Nothing reads memory before it is written; filling all of it with NaN would take time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

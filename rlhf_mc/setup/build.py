@@ -67,6 +67,7 @@ from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint,
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.topology.shared_gpu import shared_gpu_line
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.pool.group_pool import GroupPool
@@ -83,7 +84,7 @@ def build_run(cfg: Config) -> Run:
     rank = dist.get_rank()
     world = dist.get_world_size()
     cfg = for_this_device(cfg)
-    if (line := unread_line(cfg)) is not None:
+    for line in filter(None, (shared_gpu_line(), unread_line(cfg))):
         print_line(line, rank_0_only=True)
     factory = on_every_rank(lambda: engine_factory(cfg.rollout))
     journal = on_every_rank(lambda: RolloutJournal(cfg))
@@ -325,13 +326,15 @@ def _check_memory(cfg: Config, shapes: Mapping[str, ModelShape]) -> str | None:
     if cfg.trainer.planner == "off":
         return None
     cuda = platform.use_cuda()
-    smallest = min(gather_objects(platform.device_memory())) if cuda else _smallest_share()
+    ranks_per_gpu = platform.ranks_per_gpu()
+    smallest = min(gather_objects(platform.device_memory())) // ranks_per_gpu if cuda else _smallest_share()
     capacity = Capacity(
         dist.get_world_size(),
         smallest,
         cuda,
         ranks_per_node(),
         transformer_engine=uses_transformer_engine(),
+        ranks_per_gpu=ranks_per_gpu,
     )
     return on_rank_0(lambda: check_start(cfg, shapes, capacity))
 

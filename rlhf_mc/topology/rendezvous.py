@@ -15,6 +15,7 @@ from rlhf_mc.config.errors import JoinError
 from rlhf_mc.patching import apply
 from rlhf_mc.topology.numa import bind_to_numa_node
 from rlhf_mc.topology.open_files import raise_limit
+from rlhf_mc.topology.shared_gpu import prepare_shared_gpus
 from rlhf_mc.torch_patches import GLOO_GROUPS
 
 JOIN_SECONDS = 300.0
@@ -27,12 +28,14 @@ _ALL, _COUNT, _FAILED, _PRINTER = (f"rlhf_mc/join/{name}" for name in ("all", "c
 
 
 def init_process_group(timeout_seconds: float) -> None:
-    """Join the world that torchrun or srun describes in the environment. Without such an environment the world is this
-    process. timeout_seconds: timeout of its collectives. Raise JoinError if not all ranks join in time or this process
-    does not see its GPU, and NodeError if it may not have enough files open."""
+    """Join the world that torchrun or srun describes in the environment. Without such an
+    environment the world is this process. timeout_seconds: timeout of its collectives. Raise
+    JoinError if not all ranks join in time or this process does not see its GPU, NodeError if it
+    may not have enough files open, and what prepare_shared_gpus raises."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
         os.environ.setdefault("MASTER_PORT", "0")
+    prepare_shared_gpus()
     _check_device()
     platform.set_device()
     platform.enter_stream()
@@ -57,11 +60,14 @@ def _check_device() -> None:
     count = platform.num_devices()
     if device.type == "cpu" or device.index < count:
         return
+    local_rank = int(os.environ["LOCAL_RANK"])
+    share = platform.ranks_per_gpu()
+    ranks = f"{share} ranks ({platform.RANKS_PER_GPU})" if share > 1 else "rank"
     raise JoinError(
-        f"LOCAL_RANK is {device.index}, and this process sees {count} GPU{'s' * (count > 1)}; every rank must see all"
-        " GPUs of its node, of which there must be one for each rank: ask Slurm for --gpus-per-node and not for"
+        f"LOCAL_RANK is {local_rank}, and this process sees {count} GPU{'s' * (count > 1)}; every rank must see all"
+        f" GPUs of its node, of which there must be one for each {ranks}: ask Slurm for --gpus-per-node and not for"
         " --gpus-per-task or --gpu-bind, and see CUDA_VISIBLE_DEVICES",
-        prints=device.index == count,
+        prints=local_rank == count * share,
     )
 
 

@@ -87,7 +87,7 @@ def test_ranks_of_an_engine_return_experts(monkeypatch: pytest.MonkeyPatch) -> N
     scheduler = SimpleNamespace(max_num_batched_tokens=8)
     config = SimpleNamespace(scheduler_config=scheduler, max_concurrent_batches=1)
     parts = {"vllm_config": config, "model": None, "kv_cache_config": None}
-    (patch,) = vllm_patches.on_gpu()
+    patch, _ = vllm_patches.on_gpu()
     assert patch.owner is worker
     monkeypatch.setattr(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=False))
     output = worker.AuxOutputWorkerConnector(**parts).prepare_output(mock.Mock())
@@ -342,6 +342,40 @@ def test_custom_all_reduce_is_off_with_expandable_segments(
     )
     assert [line for line in found[1] if "expandable_segments" in line] == found[1]
     assert len(found[1]) == is_off
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize(
+    ("failing", "alone", "together"),
+    [
+        ({}, ["mnnvl", "mnnvl"], [("mnnvl", []), ("mnnvl", [])]),
+        ({"mnnvl": [1]}, ["mnnvl", "trtllm"], [("trtllm", ["mnnvl"]), ("trtllm", [])]),
+        ({"mnnvl": [0, 1], "trtllm": [0]}, ["none", "trtllm"], [("none", []), ("none", ["trtllm"])]),
+    ],
+    ids=str,
+)
+def test_ranks_of_an_engine_agree_on_flashinfers_all_reduce(
+    pool: Any, world: int, failing: dict[str, list[int]], alone: list[str], together: list[tuple[str, list[str]]]
+) -> None:
+    """Check that without the patch ranks would have different all-reduces, which wait for each
+    other."""
+    case = vllm_patch_cases.all_reduce_workspaces
+    assert [backend for backend, _ in pool(world).run(case, patched=False, failing=failing)] == alone
+    assert pool(world).run(case, patched=True, failing=failing) == together
+
+
+@pytest.mark.parametrize("world", [1])
+def test_vllm_is_told_that_ranks_share_gpus(pool: Any, world: int) -> None:
+    (found,) = pool(world).run(vllm_patch_cases.options_of_shared_gpus)
+    assert found["devices"] == [0, 0, 1, 1] and found["custom"] is False
+    assert found["gpu_memory_utilization"] == 0.3
+    assert found["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
+
+
+@pytest.mark.parametrize("world", [2])
+def test_ranks_of_a_gpu_take_turns(pool: Any, world: int) -> None:
+    (_, end_of_first), (begin_of_second, _) = pool(world).run(vllm_patch_cases.turns)
+    assert end_of_first <= begin_of_second
 
 
 @pytest.mark.parametrize("world", [1])

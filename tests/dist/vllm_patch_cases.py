@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ import torch.distributed as dist
 import vllm
 import vllm.distributed.parallel_state as vllm_state
 from rollout_cases import built_engine, respond
-from vllm.distributed.device_communicators import cpu_communicator, custom_all_reduce
+from vllm.distributed.device_communicators import cpu_communicator, custom_all_reduce, flashinfer_all_reduce
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import gpt_oss
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.executor import uniproc_executor
 
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf_format import HFReader
@@ -27,6 +29,7 @@ from rlhf_mc.patching import replaced
 from rlhf_mc.rollout import vllm_engine, vllm_patches
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.rollout.vllm_layout import vllm_layout
+from rlhf_mc.topology.shared_gpu import in_turn
 
 PATCHES = {patch.target: patch for patch in (*vllm_patches.EVERYWHERE, *vllm_patches.on_cpu())}
 
@@ -161,6 +164,68 @@ def custom_all_reduce_is_off(
         vllm_engine._custom_all_reduce([ranks], RolloutConfig(**settings))
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
     return found, lines
+
+
+def options_of_shared_gpus() -> dict[str, Any]:
+    """Return what vLLM is told where two ranks share each GPU: whether its custom all-reduce is on,
+    its options, and the GPU on which each of four local ranks builds its worker."""
+    before = dict(os.environ)
+    devices = []
+    with replaced(platform, "use_cuda", lambda: True), replaced(vllm_engine, "print_line", lambda *_, **__: None):
+        os.environ["RLHF_MC_RANKS_PER_GPU"] = "2"
+        for local_rank in range(4):
+            os.environ["LOCAL_RANK"] = str(local_rank)
+            with vllm_patches.on_own_gpu():
+                devices.append(uniproc_executor.ExecutorWithExternalLauncher._distributed_args(None)[2])  # type: ignore[arg-type]
+            assert os.environ["LOCAL_RANK"] == str(local_rank)
+        options = vllm_engine._gpu_options(RolloutConfig(gpu_memory_utilization=0.6))
+        custom = vllm_engine._custom_all_reduce([[0, 1]], RolloutConfig())
+    os.environ.clear()
+    os.environ.update(before)
+    return {"custom": custom, "devices": devices, **options}
+
+
+def turns() -> tuple[float, float]:
+    """Run an action on ranks that share a GPU. Return when it has begun and ended here, by the
+    machine's clock."""
+    times: list[float] = []
+
+    def act() -> None:
+        times.append(time.monotonic())
+        time.sleep(0.1)
+        times.append(time.monotonic())
+
+    with replaced(platform, "ranks_per_gpu", dist.get_world_size):
+        in_turn(act)
+    begin, end = times
+    return begin, end
+
+
+def all_reduce_workspaces(patched: bool, failing: dict[str, list[int]]) -> tuple[str, list[str]]:
+    """Let vLLM make the workspace of FlashInfer's all-reduce for ranks of one GPU node. failing:
+    backend -> the ranks that cannot. Return the backend of this rank's workspace, and the backends
+    of those that it has destroyed."""
+    destroyed: list[str] = []
+
+    def create(backend: str, rank: int, **_: Any) -> Any:
+        if rank in failing.get(backend, []):
+            raise RuntimeError("no kernel")
+        return SimpleNamespace(backend=backend, mc_ptr=1, destroy=lambda: destroyed.append(backend))
+
+    module = flashinfer_all_reduce
+    (patch,) = (one for one in vllm_patches.on_gpu() if one.owner is module)
+    fake = SimpleNamespace(create_allreduce_fusion_workspace=create)
+    with (
+        replaced(module, patch.name, patch.replacement if patched else patch.original),
+        replaced(module, "flashinfer_comm", fake),
+        replaced(module, "TorchDistBackend", lambda group: None),
+        replaced(module, "_node_count", lambda group: 1),
+    ):
+        workspace = module.get_fi_ar_workspace(2, dist.get_rank(), 16, 64, torch.bfloat16, dist.group.WORLD)
+        module._fi_ar_workspace = None
+        module._fi_ar_workspace_failed = False
+        module._fi_ar_workspace_groups.clear()
+    return ("none" if workspace is None else workspace.backend), destroyed
 
 
 def cache_names(checkpoint: str, ranks: list[int]) -> tuple[str, str]:

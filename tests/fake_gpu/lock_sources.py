@@ -26,6 +26,7 @@ CALLED = """
         GroupCoordinator.__init__ GroupCoordinator.destroy
     vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__
         CpuCommunicator._all_group_ranks_share_shm_group_name
+    vllm.distributed.device_communicators.flashinfer_all_reduce:_create_workspace
     vllm.engine.arg_utils:EngineArgs.create_engine_config
     vllm._custom_ops:cpu_fused_moe
     vllm.entrypoints.llm:LLM.__init__ LLM.sleep LLM.wake_up LLM.reset_prefix_cache
@@ -66,6 +67,8 @@ RELIED_ON = """
     vllm.device_allocator.cumem:CuMemAllocator
     vllm.device_allocator.sleep_mode_backend:CuMemBackend
     vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.register_graph_buffers
+    vllm.distributed.device_communicators.flashinfer_all_reduce:get_fi_ar_workspace get_fi_ar_quant_workspace
+    vllm.compilation.passes.fusion.allreduce_rms_fusion:AllReduceFusionPass.__init__
     vllm.distributed.aux_output_connector.connector:AuxOutputSchedulerConnector.take_output
         AuxOutputSchedulerConnector.reset
     vllm.model_executor.layers.fused_moe.routed_experts_capturer:RoutedExpertsCapturer
@@ -79,6 +82,7 @@ RELIED_ON = """
     vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor ExecutorWithExternalLauncher
     vllm.v1.worker.gpu_worker:Worker.sleep Worker.wake_up Worker.load_model Worker.init_device Worker.shutdown
         Worker._maybe_get_memory_pool_context Worker.initialize_from_config Worker._get_cudagraph_capture_context
+        Worker.determine_available_memory
     vllm.v1.worker.utils:request_memory
     vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model GPUModelRunner.finish_requests
         GPUModelRunner.add_requests

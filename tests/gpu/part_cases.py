@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pkgutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -183,6 +184,21 @@ def _next_experts(original: Any) -> Any:
     return lambda record, *args: (original(record, *args) + 1) % 4
 
 
+def _larger_log_probs(original: Any) -> Any:
+    """Return a head (log-probs, entropies) whose log-probs are 2 % larger, and so their gradients."""
+
+    def head(*args: Any) -> Any:
+        log_probs, entropy = original(*args)
+        return 1.02 * log_probs, entropy
+
+    return head
+
+
+def _by_sigterm(original: Any) -> Any:
+    """Return the first of the signals of a part that loses ranks, with another number."""
+    return {"killed": signal.SIGTERM}
+
+
 _HEADS = "rlhf_mc.models.heads"
 _ENGINE = "rlhf_mc.models.engine:ModelEngine"
 _SYNC = "rlhf_mc.reshard.weight_sync:WeightSync"
@@ -199,6 +215,20 @@ FAULTS = {
         "planned_memory", "gpu_parts.planner_parts", "update_peak", _scaled(1.2), "none: update takes"
     ),
     "no timeout": Fault("timeouts", "subprocess", "run", _returns_at_once, "that the other ranks missed has returned"),
+    "a rank that is not killed": Fault(
+        "lost_ranks",
+        "gpu_parts.lost_rank_parts",
+        "SIGNALS",
+        _by_sigterm,
+        "killed: the process of rank 0 ended with -15",
+    ),
+    "a layout with larger gradients": Fault(
+        "layouts",
+        "rlhf_mc.trainer.update",
+        "log_probs_and_entropy",
+        _larger_log_probs,
+        "dp, step 1: actor/grad_norm is ",
+    ),
     "scores without temperature": Fault(
         "models_float32", _HEADS, "log_probs", _at_temperature_1, "qwen2_actor: log_prob error"
     ),

@@ -40,7 +40,11 @@ def verdict_on(cfg: Config, capacity: Capacity) -> str:
 
 @pytest.mark.parametrize(
     ("capacity", "where"),
-    [(Capacity(1, 80 * GB), "of each GPU"), (Capacity(1, 80 * GB, cuda=False), "of a node")],
+    [
+        (Capacity(1, 80 * GB), "of each GPU"),
+        (Capacity(1, 80 * GB, ranks_per_gpu=2), "of 1/2 of each GPU"),
+        (Capacity(1, 80 * GB, cuda=False), "of a node"),
+    ],
 )
 def test_one_line_where_it_fits(capacity: Capacity, where: str) -> None:
     line = verdict_on(config(), capacity)

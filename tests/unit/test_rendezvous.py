@@ -98,15 +98,26 @@ def test_too_low_a_limit_on_open_files_is_one_line(rank: int, least: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "num_gpus", "prints"),
-    [(0, 1, None), (1, 1, True), (2, 1, False), (7, 8, None), (8, 8, True)],
+    ("local_rank", "num_gpus", "share", "prints"),
+    [
+        (0, 1, 1, None),
+        (1, 1, 1, True),
+        (2, 1, 1, False),
+        (7, 8, 1, None),
+        (8, 8, 1, True),
+        (1, 1, 2, None),
+        (2, 1, 2, True),
+        (3, 1, 2, False),
+        (5, 2, 3, None),
+    ],
 )
 def test_each_rank_must_see_its_gpu(
-    local_rank: int, num_gpus: int, prints: bool | None, monkeypatch: pytest.MonkeyPatch
+    local_rank: int, num_gpus: int, share: int, prints: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("RLHF_MC_RANKS_PER_GPU", str(share))
     if prints is None:
         _check_device()
         return

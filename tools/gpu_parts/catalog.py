@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ VLLM = ("vllm",)
 NEEDS = {
     "cuda": "it needs a GPU",
     "ranks": "it needs two ranks or more (torchrun --nproc-per-node 2)",
+    "own_gpu": "it measures speed, and ranks share a GPU here (RLHF_MC_RANKS_PER_GPU)",
     "vllm": "vLLM is not installed",
     TE: "Transformer Engine is not installed",
 }
@@ -50,6 +52,7 @@ PARTS = (
     Part("checksums", "torch_parts", "checksums of the weight update on the device against the CPU"),
     Part("process_groups", "torch_parts", "objects over gloo, sums and point-to-point messages on the device, groups"),
     Part("timeouts", "torch_parts", "a collective that a rank misses ends within its timeout", ("ranks",)),
+    Part("lost_ranks", "lost_rank_parts", "a rank is killed, or stopped: the others end and name it", ("ranks",)),
     Part(
         "models_float32",
         "model_parts",
@@ -89,14 +92,29 @@ PARTS = (
     Part("planned_memory", "planner_parts", "the planner's bytes of a 0.5B model's state and activations"),
     Part("weight_update", "memory_parts", "the weight update of 8B models against one copy on the device"),
     Part("synchronisations", "speed_parts", "waits for the device per micro-batch"),
-    Part("throughput", "speed_parts", "tokens per second and share of peak FLOP/s of a 0.5B model"),
+    Part("throughput", "speed_parts", "tokens per second and share of peak FLOP/s of a 0.5B model", ("own_gpu",)),
     Part("profile", "profile_parts", "the profile of a step: named ranges, kernels, history of the allocator"),
     Part("quickstart", "rollout_parts", "the quickstart by its own commands", VLLM, seconds=1200, rank_0_only=True),
     Part("sleep", "rollout_parts", "vLLM's sleep: memory released, the same tokens afterwards", ("cuda", *VLLM)),
     Part("sleep_graphs", "rollout_parts", "the same, with the memory of CUDA graphs on the host", ("cuda", *VLLM)),
     Part("aliased_weights", "rollout_parts", "weights that vLLM and the trainer share, under CUDA graphs", VLLM),
     Part("experts", "rollout_parts", "models with experts: vLLM's choices are replayed", VLLM, seconds=900),
-    Part("step_speed", "rollout_parts", "tokens per second by phase of a PPO step of a 0.5B model", VLLM, seconds=600),
+    Part(
+        "layouts",
+        "layout_parts",
+        "whole PPO steps in every kind of layout against one rank",
+        ("ranks", *VLLM),
+        hides=(TE,),
+        exact_float32=True,
+        seconds=900,
+    ),
+    Part(
+        "step_speed",
+        "rollout_parts",
+        "tokens per second by phase of a PPO step of a 0.5B model",
+        ("own_gpu", *VLLM),
+        seconds=600,
+    ),
 )
 
 
@@ -110,6 +128,7 @@ def missing(part: Part, device: str, world: int) -> str:
     has: dict[str, Any] = {
         "cuda": lambda: device == "cuda",
         "ranks": lambda: world > 1,
+        "own_gpu": lambda: device == "cpu" or os.environ.get("RLHF_MC_RANKS_PER_GPU", "1") == "1",
         "vllm": lambda: importlib.util.find_spec("vllm") is not None,
         # Without a GPU its layers are not used, and its libraries cannot be loaded.
         TE: lambda: device == "cuda" and importlib.util.find_spec(TE) is not None,

@@ -28,6 +28,7 @@ from rlhf_mc.reshard.verify import checksum, verify
 from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
+from rlhf_mc.topology.shared_gpu import in_turn
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 GB = 1e9
@@ -105,12 +106,18 @@ def _full_device() -> Iterator[float | None]:
     if not platform.use_cuda():
         yield None
         return
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    ballast = torch.empty(max(0, int(free - (1 - FULL) * total)), dtype=torch.uint8, device=platform.device())
+    ballast: list[torch.Tensor] = []
+
+    def fill() -> None:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        num_bytes = max(0, int(free - (1 - FULL) * total))
+        ballast.append(torch.empty(num_bytes, dtype=torch.uint8, device=platform.device()))
+
+    in_turn(fill)
     free, total = torch.cuda.mem_get_info()
     yield 1 - free / total
-    del ballast
+    ballast.clear()
 
 
 def out_of_memory(report: Report, sizes: Sizes) -> None:

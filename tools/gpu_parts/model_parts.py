@@ -92,7 +92,7 @@ def _compare_families(report: Report, sizes: Sizes, dtype: str) -> None:
             # transformers writes on rank 0 alone.
             checkpoint = on_rank_0(lambda f=family, k=keys: str(make_checkpoint(directory / f, f, **k)))
             for role in ("actor", "critic") if family == "qwen2" else ("actor",):
-                for layout, settings in layouts.items():
+                for layout, settings in (layouts | _further_layouts(family, role)).items():
                     name = f"{family}_{role}" + (f"_{layout}" if layout else "")
                     with report.case(name):
                         errors = _compare(report, name, checkpoint, role, sizes, dtype, settings)
@@ -109,6 +109,13 @@ def _layouts(world: int) -> dict[str, dict[str, Any]]:
         return {"": {}}
     tensor = {"tp": 2, "sequence_parallel": True}  # experts with tensor parallelism need sequence parallelism
     return {"tp2": tensor, "pp2": {"pp": 2}}
+
+
+def _further_layouts(family: str, role: Role) -> dict[str, dict[str, Any]]:
+    """Return the layouts of one family: its experts, or the sequences, over two ranks."""
+    if dist.get_world_size() % 2 or role == "critic":
+        return {}
+    return {"qwen2": {"cp2": {"cp": 2}}, "qwen3_moe": {"ep2": {"ep": 2}}}.get(family, {})
 
 
 def _compare(
@@ -129,9 +136,9 @@ def _compare(
         bounds = {key: FACTOR * value + BOUNDS[key] for key, value in rounded.items()}
         report.record(**{f"{name}_{key}_error_of_transformers": value for key, value in rounded.items()})
     del exact
-    tp, pp = (settings.get(key, 1) for key in ("tp", "pp"))
-    rest = {key: value for key, value in settings.items() if key not in ("tp", "pp")}
-    with mesh_groups(tp, pp) as groups:
+    sizes_of_mesh = {key: settings.get(key, 1) for key in ("tp", "pp", "ep", "cp")}
+    rest = {key: value for key, value in settings.items() if key not in sizes_of_mesh}
+    with mesh_groups(**sizes_of_mesh) as groups:
         results = _by_megatron(checkpoint, role, groups, batch, job, dtype=dtype, **rest)
     errors = _errors(results, wanted, torch_dtype != torch.float32)
     report.record(**{f"{name}_{key}_error": value for key, value in errors.items()})

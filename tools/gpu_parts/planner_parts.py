@@ -102,6 +102,8 @@ def _planned(
 
 def _besides_tensors(report: Report, groups: ProcessGroups) -> None:
     """Record what this process takes of the device besides torch's memory: context, kernels, communicators."""
+    if platform.ranks_per_gpu() > 1:  # other ranks' memory is in it
+        return
     free, total = torch.cuda.mem_get_info()
     besides = total - free - torch.cuda.memory_reserved()
     planned = besides_tensors(frozenset([groups.mesh]), torch.cuda.device_count())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
 from gpu_parts import measure
@@ -29,7 +30,7 @@ from rlhf_mc.run_files import SUCCESS_FILE
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup.build import build_run
-from rlhf_mc.topology.consensus import on_rank_0
+from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 from rlhf_mc.trainer import generate, log_probs, loop, step_state
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND
 from rlhf_mc.trainer.run import Run
@@ -102,8 +103,9 @@ def sleep_graphs(report: Report, sizes: Sizes) -> None:
 
 
 def _sleep(report: Report, sizes: Sizes, offload_cuda_graphs: bool) -> None:
-    rollout = {"free_cache_engine": True, "offload_cuda_graphs": offload_cuda_graphs}
-    with _built_run(sizes.runs["tiny"], {"rollout": rollout}) as run:
+    settings = _tensor_parallel(dist.get_world_size())
+    settings["rollout"] |= {"free_cache_engine": True, "offload_cuda_graphs": offload_cuda_graphs}
+    with built_run(sizes.runs["tiny"], settings) as run:
         first_state = step_state.begin_step(1, RankStatus())
         generate.update_weights(run, first_state.timer)
         first = generate.generate_batch(run, first_state)[1]
@@ -125,16 +127,28 @@ def _sleep(report: Report, sizes: Sizes, offload_cuda_graphs: bool) -> None:
 
 
 def _used_memory() -> int:
-    """Return the bytes of device memory that all processes use together. GPU only."""
+    """Return the bytes of device memory that all processes use together. GPU only. Every rank must
+    call it: ranks may share the GPU."""
     torch.cuda.empty_cache()
+    gather_objects(None)
     free, total = torch.cuda.mem_get_info()
+    gather_objects(None)
     return total - free
+
+
+def _tensor_parallel(world: int) -> dict[str, dict[str, Any]]:
+    """Return settings with which actor and engine have TP 2, where the number of ranks is even."""
+    if world % 2:
+        return {"actor": {}, "rollout": {}}
+    megatron = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    return {"actor": {"megatron": megatron}, "rollout": {"tensor_model_parallel_size": 2}}
 
 
 def aliased_weights(report: Report, sizes: Sizes) -> None:
     """Take PPO steps with weights that vLLM and the trainer share, in bfloat16 and, on a GPU, under CUDA graphs. After
     an update that moves the log-probs, vLLM's must follow the trainer's."""
-    with _built_run(sizes.runs["tiny"], {"reshard": {"verify": "always"}}) as run:
+    settings = {**_tensor_parallel(dist.get_world_size()), "reshard": {"verify": "always"}}
+    with built_run(sizes.runs["tiny"], settings) as run:
         bound = DEFAULT_BOUND["bfloat16"]
         spans = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in run.actor.params.values()]
         pointers = [param.data_ptr() for param in run.rollout.params.values()]
@@ -142,7 +156,7 @@ def aliased_weights(report: Report, sizes: Sizes) -> None:
         differences = []
         batch = None
         for step in (1, 2, 3):
-            state, batch = _step(run, step)
+            state, batch = take_step(run, step)
             differences.append(state.metrics["training/rollout_logprobs_diff_mean"])
             report.check(differences[-1] < bound, f"step {step}: log-probs differ by {differences[-1]:.3f}")
         assert batch is not None and batch.old_log_probs is not None
@@ -166,9 +180,9 @@ def experts(report: Report, sizes: Sizes) -> None:
     for family, keys in sizes.experts.items():
         size = {"family": family, "model": keys, "prompts": 16, "response": 64}
         settings = {"algorithm": {"adv_estimator": "grpo"}, "reshard": {"verify": "always"}}
-        with report.case(family), _built_run(size, settings) as run:
-            _step(run, 1)
-            metrics = _step(run, 2)[0].metrics  # a step raises UserError where the log-probs differ by too much
+        with report.case(family), built_run(size, settings) as run:
+            take_step(run, 1)
+            metrics = take_step(run, 2)[0].metrics  # a step raises UserError where the log-probs differ by too much
             difference = metrics["training/rollout_logprobs_diff_mean"]
             choices = metrics["training/expert_choices_diff"]
             report.record(**{f"{family}_logprob_difference_mean": difference, f"{family}_choices_diff": choices})
@@ -179,9 +193,9 @@ def experts(report: Report, sizes: Sizes) -> None:
 def step_speed(report: Report, sizes: Sizes) -> None:
     """Measure a PPO step of a 0.5B model: tokens per second and share of the peak FLOP/s of each phase, and the weight
     update against one copy on the device."""
-    with _built_run(sizes.runs["half_billion"], {"reshard": {"share_weights": False}}) as run:
+    with built_run(sizes.runs["half_billion"], {"reshard": {"share_weights": False}}) as run:
         for step in (1, 2):  # the first includes compilation and first allocations
-            state, batch = _step(run, step)
+            state, batch = take_step(run, step)
             difference = state.metrics["training/rollout_logprobs_diff_mean"]
             report.check(difference < DEFAULT_BOUND["bfloat16"], f"step {step}: log-probs differ by {difference:.3f}")
         times = state.timer.result()
@@ -210,7 +224,8 @@ def step_speed(report: Report, sizes: Sizes) -> None:
     report.summarize(f"tokens/s and share of {of} FLOP/s: {', '.join(texts)}; {update}")
 
 
-def _step(run: Run, step: int) -> tuple[StepState, RaggedBatch]:
+def take_step(run: Run, step: int) -> tuple[StepState, RaggedBatch]:
+    """Take a PPO step. Return its state and its batch."""
     state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
     return state, loop.one_step(run, state, StopRequests(run.config.trainer))
 
@@ -222,7 +237,7 @@ def _make_inputs(directory: Path, size: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _built_run(size: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Iterator[Run]:
+def built_run(size: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Iterator[Run]:
     """Build a whole run in bfloat16 over random weights, with these settings beside its own, and close it."""
     with shared_directory() as directory:
         on_rank_0(lambda: _make_inputs(directory, size))

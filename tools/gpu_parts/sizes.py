@@ -165,6 +165,13 @@ class Sizes(NamedTuple):
         },
     }
     """Whole runs: keys of config.json, prompts of a step, tokens of a response."""
+    layouts: dict[str, Any] = {
+        "family": "qwen3_moe",
+        "model": {"hidden_size": 256, "num_experts": 8},
+        "prompts": 16,
+        "response": 64,
+    }
+    """Keys as in `runs`: the PPO steps in every kind of layout."""
     experts: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"head_dim": 128, "num_experts": 16, "moe_intermediate_size": 256},
         "gpt_oss": {"tied": False, "head_dim": 64, "num_local_experts": 16},
@@ -179,6 +186,7 @@ SMALL = Sizes(
     model={"num_hidden_layers": 2},
     families={"qwen2": {}, "llama": {"tied": False}, "qwen3": {}, "gemma": {"num_kv_heads": 1}, "qwen3_moe": {}},
     experts={"qwen3_moe": {}},
+    layouts={"family": "qwen3_moe", "model": {}, "prompts": 4, "response": 8},
     prompt_lens=(3, 9, 5, 4, 4, 14, 2),
     response_lens=(6, 1, 11, 5, 5, 16, 8),
     head_tokens=48,

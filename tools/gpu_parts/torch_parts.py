@@ -41,7 +41,7 @@ def machine(report: Report, sizes: Sizes) -> None:
     if platform.use_cuda():
         properties = torch.cuda.get_device_properties(platform.device())
         name = properties.name
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, platform.nccl_version()))
         report.record(
             gpus=torch.cuda.device_count(),
             compute_capability=f"{properties.major}.{properties.minor}",
