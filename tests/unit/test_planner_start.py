@@ -35,7 +35,7 @@ def config(*overrides: str) -> Config:
 
 
 def verdict_on(cfg: Config, capacity: Capacity) -> str:
-    return check_start(cfg, planned_shapes(cfg), capacity)
+    return check_start(cfg, planned_shapes(cfg), capacity)[0]
 
 
 @pytest.mark.parametrize(
