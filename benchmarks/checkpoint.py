@@ -165,9 +165,7 @@ def planned_bytes(role: TrainedModel) -> float:
     mesh = engine.groups.mesh
     layout = role.layouts[engine.groups.rank]
     stage = engine.groups.coordinate.pp
-    state = trained_state(
-        layout, megatron, mesh, stage, (), uses_transformer_engine(), engine.shape.shares_embeddings
-    )
+    state = trained_state(layout, megatron, mesh, stage, (), uses_transformer_engine(), engine.shape.shares_embeddings)
     return saved_bytes(state, mesh)
 
 
@@ -177,9 +175,9 @@ def report_variants(roles: list[TrainedModel], result: dict[tuple[str, str], tup
         return
     planned = sum(map(planned_bytes, roles))
     print(f"{'storages':10}{'save':14}{'blocked s':>10}{'host memory MB':>16}{'planned MB':>12}")
-    for (storages, kind), (seconds, num_bytes) in result.items():
+    for (storages, kind), (seconds, taken) in result.items():
         row = planned if kind == "background" else 0
-        print(f"{storages:10}{kind:14}{seconds:10.3f}{num_bytes / 1e6:16.0f}{row / 1e6:12.0f}")
+        print(f"{storages:10}{kind:14}{seconds:10.3f}{taken / 1e6:16.0f}{row / 1e6:12.0f}")
 
 
 def main() -> None:

@@ -157,9 +157,7 @@ def _fits(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, set
         return False
 
 
-def check_start(
-    cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity
-) -> tuple[str, frozenset[str]]:
+def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> tuple[str, frozenset[str]]:
     """Return in one line whether the run fits, and RankMemory.staying. Raise UserError if the run does not fit and
     trainer.planner is "refuse"."""
     plan = plan_run(cfg, shapes, capacity)
