@@ -189,8 +189,8 @@ class _Model:
         passes: of forward and backward passes. stays: the optimizer state is there meanwhile, too."""
         in_steps = self.resident({*needed, "optimizer"})
         if stays:
-            return in_steps | passes
-        return max(self.resident(needed) | passes, in_steps, key=lambda parts: sum(parts.values()))
+            return {**in_steps, **passes}
+        return max({**self.resident(needed), **passes}, in_steps, key=lambda parts: sum(parts.values()))
 
     def replayed_experts(self, cfg: Config, sequences: int) -> float:
         """Return the bytes of the experts that are replayed in a pass over as many sequences, all of maximum length."""
