@@ -4,36 +4,46 @@ critic with their optimizers, alternating, the same files, on this machine's dis
     OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
 
-Lower bounds are printed with the times: the bytes at this machine's memory and disk bandwidth.
+Lower bounds are printed with the times: the bytes at this machine's memory and disk bandwidth. Host memory that a save
+takes is printed beside the planner's, with storages of exact size and with views of the arena, which Megatron-Core
+clones.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint import training_tensors
+from rlhf_mc.checkpoint.directory import digest_file, final_path
 from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks, num_bytes
 from rlhf_mc.checkpoint.training_state import Save
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
+from rlhf_mc.planner.host_memory import saved_bytes
+from rlhf_mc.planner.model_state import trained_state
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
 
 
-def make_roles(hidden: int, layers: int, dtype: str) -> list[TrainedModel]:
+def make_roles(hidden: int, layers: int, dtype: str, vocab_size: int = 32000) -> list[TrainedModel]:
     """Build actor and critic of about 12 x layers x hidden^2 parameters each, with optimizer states as after a step."""
     config = {
         "model_type": "qwen2",
@@ -42,7 +52,7 @@ def make_roles(hidden: int, layers: int, dtype: str) -> list[TrainedModel]:
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": 2,
-        "vocab_size": 32000,
+        "vocab_size": vocab_size,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
         "rms_norm_eps": 1e-6,
@@ -102,6 +112,74 @@ def matmul_rate(seconds: float, until: Callable[[], bool]) -> float:
     return count / (time.perf_counter() - start)
 
 
+STORAGES = {"exact": training_tensors.with_exact_storage, "views": lambda tensor: tensor}
+"""Variant -> the function that makes what Megatron-Core writes from a block on the host."""
+VARIANTS = tuple(itertools.product(STORAGES, ("background", "synchronous")))
+
+
+def peak_host_memory() -> int:
+    """Return the largest host memory of this process since `reset_peak`, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def reset_peak() -> int:
+    """Begin a new peak of this process's host memory. Return the bytes that it has now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return platform.process_memory()
+
+
+def measure_variants(roles: list[TrainedModel], root: Path, rounds: int) -> dict[tuple[str, str], tuple[float, int]]:
+    """Save in each variant, alternating, and report. Return by variant the median of the seconds that the loop is
+    blocked until the write has begun (synchronous: has ended), and the host memory that the save takes in bytes. The
+    files of all variants have the same bytes. The first round is a warm-up, in which the arenas are allocated."""
+    arenas = {storages: HostBuffers() for storages in STORAGES}
+    seconds: dict[tuple[str, str], list[float]] = {variant: [] for variant in VARIANTS}
+    memory = dict.fromkeys(VARIANTS, 0)
+    digests = set()
+    for step, variant in enumerate(VARIANTS * (rounds + 1)):
+        storages, kind = variant
+        buffers = arenas[storages] if kind == "background" else None
+        saves: list[Save] = []
+
+        def begin(step: int = step, buffers: HostBuffers | None = buffers, saves: list[Save] = saves) -> None:
+            saves.append(Save(root, step, roles, {}, {}, {}, "run", buffers))
+
+        with mock.patch.object(training_tensors, "with_exact_storage", STORAGES[storages]):
+            before = reset_peak()
+            seconds[variant].append(timed(begin))
+            saves[0].commit()
+            memory[variant] = max(memory[variant], max(gather_objects(peak_host_memory() - before)))
+        digests.add(digest_file(final_path(root, step) / f"__{dist.get_rank()}_0.distcp").sha256)
+    assert len(digests) == 1, "the variants have written different bytes"
+    result = {variant: (statistics.median(seconds[variant][1:]), memory[variant]) for variant in VARIANTS}
+    report_variants(roles, result)
+    return result
+
+
+def planned_bytes(role: TrainedModel) -> float:
+    """Return the planner's bytes of an asynchronous save of this rank's part of a model."""
+    engine = role.engine
+    megatron = MegatronConfig(dtype=engine.dtype)  # type: ignore[arg-type]
+    mesh = engine.groups.mesh
+    layout = role.layouts[engine.groups.rank]
+    stage = engine.groups.coordinate.pp
+    state = trained_state(layout, megatron, mesh, stage, (), uses_transformer_engine(), engine.shape.shares_embeddings)
+    return saved_bytes(state, mesh)
+
+
+def report_variants(roles: list[TrainedModel], result: dict[tuple[str, str], tuple[float, int]]) -> None:
+    """Print the variants on rank 0."""
+    if dist.get_rank() != 0:
+        return
+    planned = sum(map(planned_bytes, roles))
+    print(f"{'storages':10}{'save':14}{'blocked s':>10}{'host memory MB':>16}{'planned MB':>12}")
+    for (storages, kind), (seconds, taken) in result.items():
+        row = planned if kind == "background" else 0
+        print(f"{storages:10}{kind:14}{seconds:10.3f}{taken / 1e6:16.0f}{row / 1e6:12.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
@@ -114,6 +192,7 @@ def main() -> None:
     roles = make_roles(args.hidden, args.layers, args.dtype)
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         root = Path(gather_objects(directory)[0])
+        measure_variants(roles, root / "variants", args.rounds)
         measure(roles, root, args.rounds)
         dist.barrier()
     dist.destroy_process_group()

@@ -59,6 +59,19 @@ class HostBuffers:
         return copies
 
 
+def with_exact_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory whose storage ends with it, of a contiguous one on the host; others as they
+    are. The memory lives as long as the result.
+
+    Megatron-Core copies every tensor on the host that is a part of a larger storage before the write begins
+    (filesystem_async.py), and torch.save would write all of the storage."""
+    size = tensor.untyped_storage().nbytes()
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.nbytes in (0, size):
+        return tensor
+    memory = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
 class TensorWriter:
     """Write of the tensors of one checkpoint, by a thread."""
 
@@ -76,6 +89,7 @@ class TensorWriter:
         self._others = others
         written = [block for block in blocks if block.is_writer]
         data = [block.data for block in written] if buffers is None else buffers.copies(written)
+        data = [with_exact_storage(tensor) for tensor in data]
         strategy = PlannedSave()
         with megatron_calls():
             strategy.async_save(_sharded(written, data), str(directory))

@@ -23,8 +23,8 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
     "values":          ("",                       "params",                 "",        "",                   ""),
     "sum_log_probs":   UNCHANGED,
     "adv":             UNCHANGED,
-    "update_critic":   ("",                       "params grads optimizer", "",        "",                   ""),
-    "update_actor":    ("params grads optimizer", "",                       "",        "",                   ""),
+    "update_critic":   ("",                       "params grads",           "",        "",                   ""),
+    "update_actor":    ("params grads",           "",                       "",        "",                   ""),
     "load_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
     "save_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
     "export":          ("params",                 "",                       "",        "",                   ""),
@@ -32,9 +32,10 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
 # fmt: on
 """The parts that each phase needs on the device. All others are offloaded if the settings allow it: params, grads and
 optimizer by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of the rollout engine
-by rollout.free_cache_engine. Each of reward_models has a phase of its own, like reward_model. Weights that the engine
-shares with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and the
-engine's sleep skips them."""
+by rollout.free_cache_engine. An update brings the optimizer state for each of its steps (Offload.optimizer_step); it
+stays between them where the planner finds room. Each of reward_models has a phase of its own, like reward_model.
+Weights that the engine shares with the actor (reshard.share_weights) stay on the device: the actor's params then cannot
+be offloaded, and the engine's sleep skips them."""
 
 Row = Mapping[str, frozenset[str]]
 

@@ -92,7 +92,8 @@ class MegatronConfig(FrozenMegatronConfig):
     grad_offload: bool = False
     """Free the gradient buffers outside the update of the model."""
     optimizer_offload: bool = False
-    """Offload float32 main parameters and Adam's moments to host memory outside the update of the model."""
+    """Offload float32 main parameters and Adam's moments to host memory outside the optimizer steps of the model.
+    Between the steps of an update they stay on the device if the planner finds room (trainer.planner)."""
 
 
 TRAINING_ONLY = tuple(MegatronConfig.__annotations__)

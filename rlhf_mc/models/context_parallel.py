@@ -73,7 +73,10 @@ def _group(groups: ProcessGroups, size: int) -> dist.ProcessGroup:
 
 def rotate_in_context(model: torch.nn.Module, groups: ProcessGroups) -> None:
     """Let each attention of Megatron-Core take the ranks of its micro-batch's context for the positions of the tokens,
-    in place of all context-parallel ranks. On a CPU the rotation has the positions themselves."""
+    in place of all context-parallel ranks. On a CPU the rotation has the positions themselves.
+
+    Transformer Engine's attention is passed pad_between_seqs. Without it versions 2.11 to 2.17 compare the offsets of
+    the sequences with and without padding in every layer, and wait for the device unless these are one tensor."""
     collections = {size: copy.copy(groups.collection) for size in (1, *groups.mesh.context_sizes)}
     for size, collection in collections.items():
         collection.cp = _group(groups, size)
@@ -84,6 +87,8 @@ def rotate_in_context(model: torch.nn.Module, groups: ProcessGroups) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.register_forward_pre_hook(choose, with_kwargs=True)
+        if isinstance(passed := getattr(module, "kept_packed_seq_params", None), set):  # TEDotProductAttention
+            passed.add("pad_between_seqs")
 
 
 class _Joined(torch.autograd.Function):

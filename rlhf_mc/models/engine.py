@@ -280,7 +280,7 @@ class ModelEngine:
             self._optimizer.prepare_grads()
             result = OptimizerStep(float(self._optimizer.get_grad_norm()), self.lr, sums)
         if not result.skipped:
-            with megatron_calls(), platform.named_range("optimizer_step"):
+            with self.offload.optimizer_step(), megatron_calls(), platform.named_range("optimizer_step"):
                 self._step(result.grad_norm)
             if self.balance is not None:
                 self.balance.step()
@@ -301,7 +301,6 @@ class ModelEngine:
     def _step(self, grad_norm: float) -> None:
         """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after it has computed
         the norm."""
-        self.offload.require(OPTIMIZER)
         for part in self._optimizer.chained_optimizers:
             factor = part.config.clip_grad / (grad_norm + 1e-6)
             grads = [param.grad for param in part.get_parameters() if param.grad is not None]

@@ -41,6 +41,8 @@ class PackedSequences(PackedSeqParams):
     """[T] int64: position of each token in its sequence."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """(number of sequences, their length), in packing order: adjacent sequences of equal length are one batch."""
+    pad_between_seqs: bool = False
+    """For Transformer Engine: no sequence is shorter than its place. Padding within a sequence counts as tokens."""
     context: Context = ONE_RANK
     """The ranks that share the sequences. `positions` are of this rank's tokens, all else is of whole sequences."""
 

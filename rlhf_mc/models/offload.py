@@ -95,6 +95,8 @@ class Offload:
     def __init__(self, name: str, groups: Mapping[str, TensorGroup]) -> None:
         self._name = name
         self._groups = dict(groups)
+        self.optimizer_stays = False
+        """The optimizer state stays on the device between the optimizer steps of an update."""
 
     @property
     def offloaded_bytes(self) -> int:
@@ -110,6 +112,15 @@ class Offload:
         """Return True where a group must move so that the groups `on_device`, and no others, are on the device. The
         result is the same on every rank."""
         return any((name in on_device) == group.is_offloaded for name, group in self._groups.items())
+
+    @contextlib.contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Have the optimizer state on the device for the body alone, or with optimizer_stays from the body on. The
+        passes that follow need not wait until it has left."""
+        self.onload((OPTIMIZER,))
+        yield
+        if not self.optimizer_stays:
+            self.offload_all_but(self.names - {OPTIMIZER})
 
     def offload_all_but(self, on_device: Collection[str]) -> None:
         """Offload all groups but `on_device`."""

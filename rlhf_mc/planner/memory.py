@@ -38,6 +38,8 @@ _ROLES_OF_PASSES = {
     "update_critic": "critic",
 }
 """The model of each pass; the others are named after it."""
+ROOM = 0.05
+"""Share of the device that is left where the optimizer state stays there between the steps of an update."""
 _QUANTIZED = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 """Weights that rollout.quantization quantizes: of linear layers, without embeddings and router."""
 
@@ -93,6 +95,9 @@ class RankMemory:
     rollout: Rollout
     states: Mapping[str, ModelState]
     """Of each model, by role, wherever it is."""
+    staying: frozenset[str]
+    """Roles whose optimizer state stays on the device between the steps of an update, the same on all ranks: there is
+    room for it beside the passes, or nothing to gain. Where trainer.planner is "off", none."""
 
     @property
     def fullest(self) -> Phase:
@@ -128,12 +133,22 @@ def plan_memory(
         models = {role: _Model(cfg, role, shapes[role], meshes[role], ranks[0], cuda) for role in shapes}
         key = (rollout, *((model.state, model.stage) for model in models.values()))
         classes.setdefault(key, (models, rollout, []))[2].extend(ranks)
-    planned: list[RankMemory] = []
-    for models, rollout, ranks in classes.values():
-        states = {role: model.state for role, model in models.items()}
-        phases = tuple(_phases(cfg, models, rollout, cuda, gpus_per_node))
-        planned.append(RankMemory(tuple(sorted(ranks)), phases, rollout, states))
-    return planned
+
+    def phases(staying: Collection[str]) -> list[tuple[Phase, ...]]:
+        of_class = [(models, rollout) for models, rollout, _ in classes.values()]
+        return [tuple(_phases(cfg, *parts, cuda, gpus_per_node, staying)) for parts in of_class]
+
+    updates = {phase: role for phase, role in _ROLES_OF_PASSES.items() if "update" in phase and role in shapes}
+    planned = phases(updates.values())
+    room = 0.0 if cfg.trainer.planner == "off" else (1 - ROOM) * device_bytes
+    full = {phase.name for of_rank in planned for phase in of_rank if cuda and phase.total > room}
+    staying = frozenset(role for phase, role in updates.items() if phase not in full)
+    if len(staying) < len(updates):
+        planned = phases(staying)
+    return [
+        RankMemory(tuple(sorted(ranks)), of_rank, rollout, {r: m.state for r, m in models.items()}, staying)
+        for (models, rollout, ranks), of_rank in zip(classes.values(), planned, strict=True)
+    ]
 
 
 def _one_of_each_stage(meshes: Sequence[Mesh]) -> list[int]:
@@ -169,6 +184,14 @@ class _Model:
         sizes = vars(self.state)
         return {f"{self.role} {part}": sizes[part] for part in offloads if part in needed or not offloads[part]}
 
+    def updated(self, needed: Collection[str], passes: Mapping[str, float], stays: bool) -> dict[str, float]:
+        """Return the bytes of the parts that are on the device while the model is updated, where they take most.
+        passes: of forward and backward passes. stays: the optimizer state is there meanwhile, too."""
+        in_steps = self.resident({*needed, "optimizer"})
+        if stays:
+            return {**in_steps, **passes}
+        return max({**self.resident(needed), **passes}, in_steps, key=lambda parts: sum(parts.values()))
+
     def replayed_experts(self, cfg: Config, sequences: int) -> float:
         """Return the bytes of the experts that are replayed in a pass over as many sequences, all of maximum length."""
         if (
@@ -189,9 +212,14 @@ class _Model:
 
 
 def _phases(
-    cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: bool, gpus_per_node: int
+    cfg: Config,
+    models: Mapping[str, _Model],
+    rollout: Rollout,
+    cuda: bool,
+    gpus_per_node: int,
+    staying: Collection[str],
 ) -> Iterator[Phase]:
-    """Yield the phases that hold tensors on the device."""
+    """Yield the phases that hold tensors on the device. staying: RankMemory's."""
     meshes = [model.mesh for model in models.values()]
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     work = _activations(cfg, models)
@@ -204,7 +232,9 @@ def _phases(
         assert row is not None
         parts: dict[str, float] = {}
         for role, model in models.items():
-            parts |= model.resident(row.get(role, frozenset()))
+            needed = row.get(role, frozenset())
+            is_updated = name == f"update_{role}"
+            parts |= model.updated(needed, work.pop(name), role in staying) if is_updated else model.resident(needed)
         is_awake = not cfg.rollout.free_cache_engine or "kv_cache" in row["rollout"]
         if is_awake:
             parts["vLLM"] = rollout.budget

@@ -158,9 +158,9 @@ def _fits(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, set
         return False
 
 
-def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> str:
-    """Return in one line whether the run fits. Raise UserError if the run does not fit and trainer.planner is
-    "refuse"."""
+def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> tuple[str, frozenset[str]]:
+    """Return in one line whether the run fits, and RankMemory.staying. Raise UserError if the run does not fit and
+    trainer.planner is "refuse"."""
     plan = plan_run(cfg, shapes, capacity)
     fit = check_fit(cfg, shapes, plan, capacity)
     if fit.problem is None:
@@ -170,11 +170,11 @@ def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacit
         where = share if capacity.cuda else "of a node"
         taken = size - fit.spare
         most = f"{fit.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
-        return f"memory as planned: {most}{approximations(cfg, capacity)}"
+        return f"memory as planned: {most}{approximations(cfg, capacity)}", plan[0].staying
     line = fit_error(cfg, shapes, capacity, fit)
     if cfg.trainer.planner == "refuse":
         raise UserError(f"{line}; with trainer.planner=warn it starts all the same")
-    return f"warning: as planned it {line}"
+    return f"warning: as planned it {line}", plan[0].staying
 
 
 # ---------------------------------------------------------------- settings that make a run fit

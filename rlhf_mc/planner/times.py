@@ -75,7 +75,9 @@ def plan_times(
     decoded = sequences_at_a_time(cfg, machine.world, lengths, kv_tokens)
     phases = [Phase("gen", generation(cfg, shapes["actor"], machine, lengths, decoded))]
     phases += passes(cfg, shapes, states, machine, lengths)
-    onload = onload_bytes(cfg, states, [phase.name for phase in phases]) / machine.rates.host
+    steps = {w.role: w.passes for w in phase_work(cfg, shapes, machine.world, lengths) if w.is_update}
+    steps |= dict.fromkeys(plan[0].staying & steps.keys(), 1)
+    onload = onload_bytes(cfg, states, [phase.name for phase in phases], steps) / machine.rates.host
     received = sum(machine.seconds(transfer.intra_node, transfer.inter_node) for transfer in weights)
     phases += [Phase(UPDATE_WEIGHTS, {"weights": received})] if received else []
     phases += [Phase("offload", {"onload": onload})] if onload else []
@@ -288,17 +290,19 @@ def _seconds_by_purpose(collectives: Iterable[Collective], rank: int, machine: M
     return sum_by_name((one.name, machine.seconds(*one.received(rank, machine.gpus_per_node))) for one in collectives)
 
 
-def onload_bytes(cfg: Config, states: Mapping[str, ModelState], phases: Sequence[str]) -> float:
+def onload_bytes(
+    cfg: Config, states: Mapping[str, ModelState], phases: Sequence[str], steps: Mapping[str, int]
+) -> float:
     """Return the bytes that offload settings bring to the device in a step of these phases, in their order, after the
-    weight update. Gradients are freed without a copy; copies to the host overlap with the computation
-    (models/offload.py): neither is counted."""
+    weight update. steps: how often the optimizer state comes, by role. Gradients are freed without a copy; copies to
+    the host overlap with the computation (models/offload.py): neither is counted."""
     rows = [row for row in map(parts_on_device, ("update_weights", *phases)) if row is not None]
     total = 0
     for role, state in states.items():
         settings = layouts(cfg)[role]
-        for part, offloads in (("params", settings.param_offload), ("optimizer", settings.optimizer_offload)):
-            needed = [part in row.get(role, ()) for row in rows]
-            # The step after this one begins with the same phase as this one.
-            arrivals = sum(now and not before for before, now in zip([needed[-1], *needed], needed, strict=False))
-            total += arrivals * vars(state)[part] * offloads
+        needed = ["params" in row.get(role, ()) for row in rows]
+        # The step after this one begins with the same phase as this one.
+        arrivals = sum(now and not before for before, now in zip([needed[-1], *needed], needed, strict=False))
+        total += arrivals * state.params * settings.param_offload
+        total += steps.get(role, 0) * state.optimizer * settings.optimizer_offload
     return total

@@ -117,7 +117,7 @@ def build_run(cfg: Config) -> Run:
 
     starts = on_every_rank(lambda: _starts(cfg, factory, tokenizer, conversations))
     with working("planning"):
-        fit = _check_memory(cfg, {role: start.shape for role, start in starts.items()})
+        fit, staying = _check_memory(cfg, {role: start.shape for role, start in starts.items()})
     if fit is not None and "console" in cfg.trainer.logger:
         print_line(fit, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
@@ -126,6 +126,8 @@ def build_run(cfg: Config) -> Run:
 
     offload_schedule = OffloadSchedule()
     models = _build_models(cfg, starts, groups, total_steps, offload_schedule)
+    for role, model in models.items():
+        model.offload.optimizer_stays = role in staying
     actor = models["actor"]
     _set_routers(cfg, actor)
     budgets = token_budgets(cfg)
@@ -320,11 +322,12 @@ def _set_routers(cfg: Config, actor: ModelEngine) -> None:
         actor.balance = RouterBalance(cfg.actor, shape, actor.groups, actor.chunks)
 
 
-def _check_memory(cfg: Config, shapes: Mapping[str, ModelShape]) -> str | None:
-    """Return in one line whether the run fits by the planner, the same on every rank; None if trainer.planner is "off".
-    Raise UserError on every rank if the run does not fit and trainer.planner is "refuse". Every rank must call it."""
+def _check_memory(cfg: Config, shapes: Mapping[str, ModelShape]) -> tuple[str | None, frozenset[str]]:
+    """Return in one line whether the run fits by the planner, and the roles whose optimizer state stays on the device
+    between the steps of an update; None and no role if trainer.planner is "off". Raise UserError on every rank if the
+    run does not fit and trainer.planner is "refuse". Every rank must call it, and gets the same."""
     if cfg.trainer.planner == "off":
-        return None
+        return None, frozenset()
     cuda = platform.use_cuda()
     ranks_per_gpu = platform.ranks_per_gpu()
     smallest = min(gather_objects(platform.device_memory())) // ranks_per_gpu if cuda else _smallest_share()

@@ -99,20 +99,29 @@ def groups_on_device(engine: ModelEngine) -> list[str]:
 def steps_with_offload(
     checkpoint: str, mesh: dict[str, int], batch: RaggedBatch, offload: bool, **megatron: Any
 ) -> tuple[list[torch.Tensor], list[float], list[int]]:
-    """Run two updates; with `offload`, all tensor groups are offloaded and onloaded before each. Return the weights and
-    all tensors of the optimizer, the gradient norms, and the bytes offloaded each time.
+    """Run two updates; with `offload`, all tensor groups are offloaded before each. The optimizer state comes for the
+    step alone, and after the second one stays. Return the weights and all tensors of the optimizer, the gradient norms,
+    and the bytes offloaded each time.
     """
     offloaded = []
     norms = []
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, "actor", groups, **megatron, **(OFFLOAD_ALL if offload else {}))
         engine.make_trainable(OptimConfig(lr=1e-3), total_steps=1)
-        for _ in range(2):
+        for stays in (False, True):
+            engine.offload.optimizer_stays = stays
             engine.offload.offload_all_but(())
             offloaded.append(engine.offload.offloaded_bytes)
-            engine.offload.onload(("params", "grads", "optimizer"))
+            engine.offload.onload(("params", "grads"))
             micro_batches = _my_micro_batches(engine, batch, 48)
-            norms.append(engine.train_step(batch, micro_batches, _objective(engine, batch, "token-mean")).grad_norm)
+            objective = _objective(engine, batch, "token-mean")
+
+            def loss(*args: Any, objective: Any = objective) -> Any:
+                assert not offload or "optimizer" not in groups_on_device(engine)
+                return objective(*args)
+
+            norms.append(engine.train_step(batch, micro_batches, loss).grad_norm)
+            assert ("optimizer" in groups_on_device(engine)) == (stays or not offload)
         engine.offload.offload_all_but(())
         offloaded.append(engine.offload.offloaded_bytes)
         engine.offload.onload(("params", "optimizer"))

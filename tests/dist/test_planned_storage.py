@@ -79,6 +79,13 @@ def test_checkpoint(
     assert predicted <= planned < 1.1 * predicted
 
 
+def test_the_benchmark_of_saves_runs_small(pool: Any) -> None:
+    """benchmarks/gpu/save.py: both kinds of save with both kinds of storages, which write the same bytes."""
+    (found,) = pool(1).run(traffic_cases.measured_saves)
+    assert found.keys() == {(a, b) for a in ("exact", "views") for b in ("background", "synchronous")}
+    assert all(seconds > 0 for seconds, _ in found.values())
+
+
 @pytest.mark.parametrize(
     ("world", "mesh", "rollout_tp"),
     [(2, {"tp": 2}, 1), (4, {"tp": 2, "pp": 2}, 1), (4, {"pp": 4}, 2), (4, {"tp": 4}, 2)],

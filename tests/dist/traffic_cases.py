@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,6 +142,17 @@ def saved(checkpoint: str, role: Role, mesh: dict[str, int], freeze: Sequence[st
             "asynchronous save": buffers._arena.num_bytes,
             **arenas,
         }
+
+
+def measured_saves() -> dict[tuple[str, str], tuple[float, int]]:
+    """Run benchmarks/gpu/save.py with a small model. Return its seconds and bytes by variant."""
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+    import save
+
+    with shared_directory() as root:
+        roles = save.make_roles(128, 1, "bfloat16", 512)
+        save.print_bounds(roles)
+        return save.measure_variants(roles, root, 1)
 
 
 def moved(checkpoint: str, mesh: dict[str, int], rollout_tp: int, **megatron: Any) -> int:

@@ -55,7 +55,7 @@ def measure(source: str, overrides: Sequence[str], world: int, rank: int) -> Mea
         stack.enter_context(mock.patch.object(offload, "available_memory", lambda: 1 << 50))
         stack.enter_context(mock.patch.object(offload, "_pages", _pages))
         stack.enter_context(gpu)
-        peaks, left = _run(cfg, gpu, world)
+        peaks, left = _run(cfg, gpu, world, "actor" in planned.staying)
         gc.collect()
     return Measured({name: PhaseBytes(peak, _planned(planned, name)) for name, peak in peaks.items()}, left)
 
@@ -74,7 +74,7 @@ def _planned(planned: RankMemory, name: str) -> float:
     return sum(phase.parts.get(part, 0) for part in parts)
 
 
-def _run(cfg: Config, gpu: FakeCuda, world: int) -> tuple[dict[str, int], Counter[str]]:
+def _run(cfg: Config, gpu: FakeCuda, world: int, stays: bool) -> tuple[dict[str, int], Counter[str]]:
     megatron = cfg.actor.megatron
     gpu.phase = "build"
     engine = ModelEngine("actor", planned_shapes(cfg)["actor"], megatron, build_groups(training_mesh(megatron, world)))
@@ -94,8 +94,9 @@ def _run(cfg: Config, gpu: FakeCuda, world: int) -> tuple[dict[str, int], Counte
     update = with_targets(update, scores)
     terms = ActorTerms(POLICY_LOSSES["vanilla"], cfg.actor.entropy_coeff, 0.0, 1, torch.Generator())
     loss = actor_objective(update, cfg.actor, engine.shape.vocab_size, cfg.rollout.temperature, terms)
+    engine.offload.optimizer_stays = stays
     for _ in range(2):  # the first one allocates Adam's moments
-        begin("update_actor", PARAMS, GRADS, OPTIMIZER)
+        begin("update_actor", PARAMS, GRADS, *([OPTIMIZER] if stays else []))
         engine.train_step(update, micro_batches, loss)
         peaks["update_actor"] = gpu.memory.peak
     begin("old_log_prob", PARAMS)

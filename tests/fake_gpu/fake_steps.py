@@ -196,6 +196,7 @@ def _checkpoint(gpu: FakeCuda, engine: ModelEngine, directory: Path) -> None:
     the device to the host and back."""
     model = TrainedModel(engine, engine_layouts(engine))
     path = directory / "checkpoint"
+    engine.offload.onload(engine.offload.names)  # the optimizer state has left after its step
     for buffers in (HostBuffers(), None):
         gpu.phase = "save" if buffers is None else "async_save"
         blocks = model_blocks(model)

@@ -51,6 +51,13 @@ def test_no_dense_micro_batch_waits(report: Run, name: str, rank: int) -> None:
     assert waits_of_passes(report(name, rank)) == []
 
 
+@pytest.mark.parametrize(("name", "rank"), [run for run in RUNS if ALL[run[0]].cp > 1])
+def test_no_layer_compares_offsets_of_sequences(report: Run, name: str, rank: int) -> None:
+    """Under context parallelism Transformer Engine would compare them in each layer, and wait for the device where they
+    are two tensors."""
+    assert not [types for operator, types in report(name, rank).operators if operator == "aten.equal.default"]
+
+
 def test_a_layer_of_experts_waits_for_its_numbers_of_tokens(report: Run) -> None:
     passes = {"score": 1, "gradient": 2}  # over two micro-batches each
     for name, selections in {"experts": 2, "experts, Transformer Engine": 0}.items():

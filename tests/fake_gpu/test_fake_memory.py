@@ -37,6 +37,7 @@ CONFIGS = {
     "0.5B": Config("ppo_qwen2.5_0.5b", "qwen2.5-0.5b", 1, 0),
     "7B": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0),
     "7B without offload": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, WITHOUT_OFFLOAD),
+    "7B, state in steps": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, ("trainer.planner=off",)),
     "32B, first stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 0),
     "32B, last stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 15),
     "30B-A3B, first stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 0),

@@ -200,6 +200,57 @@ def test_gpu_tensors_are_written_without_buffers(tmp_path: Path) -> None:
     assert (back == data).all()
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_host_memory_is_written_where_it_is(tmp_path: Path, in_background: bool) -> None:
+    """Megatron-Core must clone no tensor: each is written from the buffers, or from the parameter itself."""
+    data = torch.arange(36.0).bfloat16().view(6, 6)
+    values = [data[0:2], data[2:3], data[3:6].flatten()[1:4], torch.arange(5.0)]
+    blocks = [Block(f"t{i}", tuple(v.shape), tuple((0, n) for n in v.shape), v, True) for i, v in enumerate(values)]
+    buffers = training_tensors.HostBuffers() if in_background else None
+    writing = training_tensors.TensorWriter(blocks, tmp_path, buffers)
+    ((*_, (_, written)),) = writing._writer.write_buckets
+    of_block = {item.index.fqn: tensor.data_ptr() for item, tensor in written}
+    addresses = [of_block[block.key] for block in blocks]
+    if buffers is None:
+        assert addresses == [value.data_ptr() for value in values]
+    else:
+        assert addresses == [view.data_ptr() for view in buffers._arena.views([value.nbytes for value in values])]
+    writing.finish()
+    wanted = [value.clone() for value in values]
+    data.zero_()
+    training_tensors.read_tensors(blocks, tmp_path)
+    assert all(map(torch.equal, values, wanted))
+
+
+def test_a_column_is_written_although_it_is_not_contiguous(tmp_path: Path) -> None:
+    data = torch.arange(12.0).view(2, 6)
+    block = Block("a", (2, 3), ((0, 2), (0, 3)), data[:, 3:], True)
+    training_tensors.TensorWriter([block], tmp_path, None).finish()
+    data.zero_()
+    training_tensors.read_tensors([block], tmp_path)
+    assert data.tolist() == [[0, 0, 0, 3, 4, 5], [0, 0, 0, 9, 10, 11]]
+
+
+def test_background_save_has_the_values_of_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bucket = training_tensors.write_bucket
+    has_changed = threading.Event()
+
+    def later(*args: Any, **kwargs: Any) -> None:
+        has_changed.wait()
+        write_bucket(*args, **kwargs)
+
+    monkeypatch.setattr(training_tensors, "write_bucket", later)
+    data = torch.arange(12.0).view(2, 6)
+    wanted = data.clone()
+    writing = training_tensors.TensorWriter(blocks_over(data), tmp_path, training_tensors.HostBuffers())
+    data.fill_(torch.nan)  # an optimizer step while the files are written
+    gc.collect()
+    has_changed.set()
+    writing.finish()
+    training_tensors.read_tensors(blocks_over(data), tmp_path)
+    assert torch.equal(data, wanted)
+
+
 def test_every_file_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: dict[str, int] = {}
     fsync = os.fsync

@@ -10,7 +10,7 @@ from published import model_path
 from test_shipped_configs import REPO
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config
+from rlhf_mc.config.load import load_config, to_dict
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.start import Capacity, check_start, plan_run, planned_shapes
 
@@ -35,7 +35,7 @@ def config(*overrides: str) -> Config:
 
 
 def verdict_on(cfg: Config, capacity: Capacity) -> str:
-    return check_start(cfg, planned_shapes(cfg), capacity)
+    return check_start(cfg, planned_shapes(cfg), capacity)[0]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,34 @@ def test_ranks_of_a_node_share_its_memory() -> None:
     assert verdict_on(cfg, Capacity(2, share, False, 2)).endswith(" GB of a node")
     with pytest.raises(UserError, match="on ranks 0 to 1 takes"):
         verdict_on(cfg, Capacity(2, share - GB, False, 2))
+
+
+@pytest.mark.parametrize("tokens", [2048, 24576])
+def test_optimizer_state_leaves_between_steps_where_there_is_no_room(tokens: int) -> None:
+    """Check that an update then takes the larger of its activations and of the state, not their sum."""
+    cfg = config(
+        "actor.megatron.optimizer_offload=true",
+        f"actor.ppo_max_token_len_per_gpu={tokens}",
+        "rollout.free_cache_engine=true",
+    )
+
+    def planned(num_bytes: float, *overrides: str) -> tuple[frozenset[str], dict[str, float]]:
+        changed = load_config(to_dict(cfg), overrides)
+        (ranks,) = plan_run(changed, planned_shapes(cfg), Capacity(1, int(num_bytes)))
+        return ranks.staying, next(dict(phase.parts) for phase in ranks.phases if phase.name == "update_actor")
+
+    staying, together = planned(200 * GB)
+    assert staying == {"actor", "critic"}
+    total = sum(together.values())
+    state = together.pop("actor optimizer")
+    passes = together.pop("activations")
+    assert (state < passes) == (tokens == 24576)
+    staying, parts = planned(total / 0.94)
+    assert "actor" in staying and sum(parts.values()) == pytest.approx(total)
+    larger = {"activations": passes} if state < passes else {"actor optimizer": state}
+    for device_bytes, override in ((total / 0.96, "trainer.planner=warn"), (200 * GB, "trainer.planner=off")):
+        staying, parts = planned(device_bytes, override)
+        assert "actor" not in staying and parts == together | larger
 
 
 def test_saving_may_take_most() -> None:

@@ -100,6 +100,8 @@ def test_directions(times: Any) -> None:
     assert slow > 1.1 * change("update_critic", "tensor parallel", *beyond, "--network-bandwidth", "450e9") > 2
     assert change("update_actor", "products", "actor.megatron.fp8=blockwise") < 0.6
     assert change("offload", "onload", "actor.megatron.optimizer_offload=false") < 1
+    # Without a plan the two states of 13.2 GB come for each of four steps.
+    assert change("offload", "onload", "trainer.planner=off") == pytest.approx(1 + 6 * 13.2 / 45.2, rel=0.02)
     assert change("update_actor", "products", "--mean-response-length", "400") < 0.5
     assert change("update_actor", "products", "--gpu", "a100") == pytest.approx(989 / 312)
     assert change("update_actor", "products", "actor.ppo_epochs=2") == pytest.approx(2)

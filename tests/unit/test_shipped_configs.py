@@ -132,12 +132,15 @@ TOO_FULL: list[tuple[str, int, str, list[str]]] = [
     [(name, world, model, change) for name, world, model, changes in TOO_FULL for change in changes],
 )
 def test_config_needs_its_settings(name: str, world: int, model: str, change: str) -> None:
-    """Plan the run without an offload, or with the next larger micro-batch."""
+    """Plan the run without an offload, or with the next larger micro-batch: it leaves less than the margin, or there is
+    no room for the optimizer state between the steps of an update."""
     cfg = load_config(
         str(REPO / "configs" / f"{name}.yaml"), [model_path(model), f"actor.{change}", f"critic.{change}"]
     )
     capacity = Capacity(world, 80 << 30)
-    assert check_fit(cfg, planned_shapes(cfg), plan_run(cfg, planned_shapes(cfg), capacity), capacity).spare < MARGIN
+    plan = plan_run(cfg, planned_shapes(cfg), capacity)
+    is_too_full = check_fit(cfg, planned_shapes(cfg), plan, capacity).spare < MARGIN
+    assert is_too_full or not plan[0].staying
 
 
 def test_70b_layout() -> None:

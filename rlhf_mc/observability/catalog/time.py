@@ -55,7 +55,8 @@ TIME = Section(
         Metric("timing_s/export", "writing the actor as a Hugging Face checkpoint", "s", _SUM),
         Metric(
             "timing_s/offload",
-            "offload and onload between the step's phases; only with offload settings or `rollout.free_cache_engine`",
+            "offload and onload between the step's phases, not of optimizer states within an update; only with offload "
+            "settings or `rollout.free_cache_engine`",
             "s",
             _SUM,
         ),
