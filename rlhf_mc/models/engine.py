@@ -50,10 +50,9 @@ from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
-from rlhf_mc.observability.phase_work import count
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import training_layouts
-from rlhf_mc.runtime.work import working
+from rlhf_mc.runtime.work import count, working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
