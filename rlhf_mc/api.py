@@ -126,7 +126,7 @@ def _write_reward(directory: Path, reward: Reward) -> str:
         raise UserError(f"reward is {reward!r}; it must be a function or a class")
     try:
         pickled = cloudpickle.dumps(reward)
-    except Exception as error:
+    except Exception as error:  # pickling runs the code of the user's classes
         raise UserError(f"reward {getattr(reward, '__name__', reward)!r} cannot be pickled: {error}") from error
     code = (
         f'"""{getattr(reward, "__qualname__", type(reward).__name__)}, from Python (rlhf_mc/api.py)."""\n'

@@ -33,7 +33,13 @@ from rlhf_mc.models.gpt_model import (
     named_parameters,
 )
 from rlhf_mc.models.heads import Head
-from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
+from rlhf_mc.models.megatron_patches import (
+    fuse_adam,
+    gather_parameters_once,
+    megatron_calls,
+    own_operations,
+    remove_hooks,
+)
 from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, gradient_buffers, model_offload
 from rlhf_mc.models.optimizer import (
@@ -151,7 +157,7 @@ class ModelEngine:
                 for chunk in self.chunks
             ]
             for ddp in self._ddp:
-                weakref.finalize(self, _remove_hooks, ddp.grad_accs)
+                weakref.finalize(self, remove_hooks, ddp.grad_accs)
             dtype = DTYPES[self._megatron.dtype]
             config = OptimizerConfig(
                 optimizer="adam",
@@ -433,14 +439,6 @@ class ModelEngine:
                 collect_non_loss_data=forward_only,
                 **extra,
             )
-
-
-def _remove_hooks(nodes: list[Any]) -> None:
-    """Remove the hooks of autograd's nodes. Through them Megatron-Core's DistributedDataParallel holds itself, and
-    garbage collection does not follow nodes: a later run in the same process would have less memory."""
-    for node in nodes:
-        node.register_hook(print).hooks_dict_ref().clear()
-    nodes.clear()
 
 
 def engine_layouts(engine: ModelEngine) -> list[Layout]:

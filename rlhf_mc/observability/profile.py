@@ -88,7 +88,7 @@ def _recorded(trace: Trace | None) -> Iterator[PhaseWork]:
     try:
         with phase_work.recorded() as work:
             yield work
-    except BaseException:
+    except BaseException:  # raised again, once the trace has ended
         if trace is not None:
             trace.stop()
         raise

@@ -118,7 +118,7 @@ def best_effort(name: str, write: Callable[[], object]) -> bool:
         write()
         count(file_seconds=time.perf_counter() - start)
         return True
-    except Exception as error:
+    except Exception as error:  # what only looks at a run does not end it, whatever a library raises
         text = error_reason(error) if isinstance(error, OSError) else str(error)
         reason = next(iter(text.splitlines()), type(error).__name__)
         print_line(f"warning: {name} cannot be written ({reason}); the run continues without")

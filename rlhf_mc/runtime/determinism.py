@@ -42,5 +42,5 @@ def use_deterministic_algorithms() -> None:
                     f" {' or '.join(values)}"
                 )
     torch.use_deterministic_algorithms(True)
-    # Nothing reads memory before it is written; filling all of it with NaN would take time.
+    # A setting of torch. Nothing reads memory before it is written; filling it with NaN would take time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

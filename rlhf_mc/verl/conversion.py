@@ -190,7 +190,7 @@ def _line(key: str, value: Any, verl: Settings) -> Line:
     if (absent := _absent_section(key, verl)) is not None:
         return absent
     known = dotted_keys()
-    rows = list(table.rows_of(key))
+    rows = list(table.find_rows(key))
     convert_value = next((row.convert for row in rows if row.convert is not None), None)
     line = convert_value(key, value, verl) if convert_value is not None else None
     if line is not None and (line.ours is None or line.ours in known):

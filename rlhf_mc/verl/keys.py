@@ -1,4 +1,4 @@
-"""What becomes of one of verl's settings (a Line), and verl's keys without the sections around ours."""
+"""The outcome of one of verl's settings (a Line), and verl's keys without the sections around ours."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _MODULES = (values, correction, multi_turn, parallelism)
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of a setting of verl's. The fields are described in table.yaml."""
+    """A row: the outcome of some settings of verl's. table.yaml describes the fields."""
 
     kind: Kind | None = None
     """None: the row has a converter alone."""
@@ -49,7 +49,7 @@ def rows() -> dict[str, Row]:
     return table
 
 
-def rows_of(key: str) -> Iterator[Row]:
+def find_rows(key: str) -> Iterator[Row]:
     """Yield the rows of verl's key, the most specific first. A renamed key has the key's role."""
     for name in _names(key):
         row = rows().get(name)
@@ -61,7 +61,7 @@ def rows_of(key: str) -> Iterator[Row]:
 
 def key_hint(key: str) -> str | None:
     """Return what to do with a key of verl's in a config of ours, or None if the table lacks it."""
-    return next(filter(None, (row.advice() for row in rows_of(plain_key(key)))), None)
+    return next(filter(None, (row.advice() for row in find_rows(plain_key(key)))), None)
 
 
 def _row(entry: dict[str, Any]) -> Row:

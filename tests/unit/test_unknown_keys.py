@@ -93,12 +93,12 @@ def test_keys_that_are_named_in_answers_exist() -> None:
 
 
 def test_the_most_specific_row_counts() -> None:
-    whole, section = (row.text for row in table.rows_of("rollout.agent.num_workers"))
+    whole, section = (row.text for row in table.find_rows("rollout.agent.num_workers"))
     assert whole.startswith("each rank") and section.startswith("use rollout.environment.path")
-    longer, _ = (row.text for row in table.rows_of("actor.fsdp.qat.mode"))
+    longer, _ = (row.text for row in table.find_rows("actor.fsdp.qat.mode"))
     assert longer == "it is of quantization-aware training"
-    assert [row.text for row in table.rows_of("critic.grad_clip")] == ["critic.optim.clip_grad"]
-    assert list(table.rows_of("qat")) == [], "*. stands for a section"
+    assert [row.text for row in table.find_rows("critic.grad_clip")] == ["critic.optim.clip_grad"]
+    assert list(table.find_rows("qat")) == [], "*. stands for a section"
 
 
 def test_the_table_names_each_converter() -> None:
