@@ -69,7 +69,9 @@ def _row(entry: dict[str, Any]) -> Row:
     convert = entry.get("convert")
     function = next((getattr(m, convert) for m in _MODULES if convert and hasattr(m, convert)), None)
     assert (function is None) == (convert is None), convert
-    return Row(kind, entry.get(kind, ""), tuple(entry.get("values", OFF)), function, entry.get("hint"))
+    return Row(
+        kind, entry[kind] if kind is not None else "", tuple(entry.get("values", OFF)), function, entry.get("hint")
+    )
 
 
 def _split(text: str) -> Iterator[str]:
