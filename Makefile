@@ -89,6 +89,7 @@ checks: $(STAMP)
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/python tests/checks/structure.py
 	$(BIN)/python tests/checks/language.py
+	$(BIN)/python tests/checks/patches.py
 
 # transformer-engine-torch names the CUDA 12 build in its metadata although it compiles against either.
 lock: $(STAMP)

@@ -9,6 +9,7 @@ setup(
     packages=find_packages(include=["rlhf_mc", "rlhf_mc.*"]),
     package_data={
         "rlhf_mc.report": ["assets/*"],  # the report's template
+        "rlhf_mc.verl": ["table.yaml"],  # what becomes of verl's settings
         "rlhf_mc.planner": ["models/*/config.json"],  # published models
     },
     python_requires=">=3.11",

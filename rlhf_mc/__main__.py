@@ -34,6 +34,7 @@ from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.session import session
 from rlhf_mc.setup.early_checks import check_early, world_size
+from rlhf_mc.verl.table import key_hint
 
 
 def main(argv: list[str]) -> None:
@@ -63,7 +64,7 @@ def check() -> None:
 
 def train(command: CommandLine) -> None:
     """Train, from the config to the end of the run. Raise RequeueError if the run was asked to stop."""
-    cfg = load_config(command.config, command.overrides)
+    cfg = load_config(command.config, command.overrides, key_hint)
     stop = StopRequests(cfg.trainer)
     stop.take_signals()  # before check_early: it imports pyarrow, whose threads must inherit the signal mask
     check_early(cfg, world_size())

@@ -20,6 +20,7 @@ from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.session import session
 from rlhf_mc.setup.early_checks import check_early, world_size
+from rlhf_mc.verl.table import key_hint
 
 if TYPE_CHECKING:  # torch is imported once the environment is set
     from rlhf_mc.trainer.loop import Step
@@ -62,7 +63,7 @@ class Trainer:
         place of data.train_files and data.val_files. reward: in place of custom_reward_function.path; it runs in
         processes of its own, so that its copy there (by cloudpickle) is what counts."""
         given = [*(["data.train_files=[]"] if prompts is not None else []), *overrides]
-        self.config: Config = load_config(config, given)
+        self.config: Config = load_config(config, given, key_hint)
         self.run: Run | None = None
         """Models, engine and prompts while the steps run, else None."""
         directory = Path(self.config.trainer.default_local_dir) / INPUTS
@@ -125,7 +126,7 @@ def _write_reward(directory: Path, reward: Reward) -> str:
         raise UserError(f"reward is {reward!r}; it must be a function or a class")
     try:
         pickled = cloudpickle.dumps(reward)
-    except Exception as error:
+    except Exception as error:  # pickling runs the code of the user's classes
         raise UserError(f"reward {getattr(reward, '__name__', reward)!r} cannot be pickled: {error}") from error
     code = (
         f'"""{getattr(reward, "__qualname__", type(reward).__name__)}, from Python (rlhf_mc/api.py)."""\n'

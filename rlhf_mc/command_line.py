@@ -17,6 +17,7 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 from rlhf_mc.verl.input import converted_arguments, split_arguments
+from rlhf_mc.verl.table import key_hint
 
 USAGE = "torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]"
 HELP = f"""\
@@ -80,7 +81,7 @@ class CommandLine:
             return HELP
         if self.option == "--version":
             return f"rlhf_mc {rlhf_mc.__version__}"
-        config = load_config(self.config, self.overrides)
+        config = load_config(self.config, self.overrides, key_hint)
         check_config(config, None)
         files = [self.config] if self.config is not None else []
         command = " ".join(shlex.join(command_without_secrets([*files, *self.overrides])).splitlines())
@@ -121,7 +122,7 @@ def config_from_argv(argv: list[str]) -> Config:
     command = parse(argv)
     if command.option is not None:
         raise UserError(f"{command.option} starts no run; give it to `python -m rlhf_mc`")
-    return load_config(command.config, command.overrides)
+    return load_config(command.config, command.overrides, key_hint)
 
 
 def _hint(argument: str) -> str:

@@ -72,8 +72,8 @@ def write_run(root: Path, num_steps: int = 500, seed: int = 1, lr: float = 1e-6,
         write_samples(root, step)
     folder = root / "profile" / "step_3"
     folder.mkdir(parents=True)
-    gen = {"seconds": [4.1, 4.1], "waiting": [0.0, 0.9], "slowest": 0, "reason": "it had 1.28x the tokens: 900 to 700"}
-    update = {"seconds": [2.5, 2.5], "waiting": [0.001, 0.0], "slowest": None, "reason": None}
+    gen = {"seconds": [4.1, 4.1], "waiting": [0.0, 0.9], "slowest": 0}
+    update = {"seconds": [2.5, 2.5], "waiting": [0.001, 0.0], "slowest": None}
     phases = {"gen": gen, "update_actor": update}
     (folder / "phases.json").write_text(json.dumps({"step": 3, "ranks": 2, "phases": phases}))
     (root / "success.json").write_text(json.dumps({"run_id": root.name, "step": num_steps}))

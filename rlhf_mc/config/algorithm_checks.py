@@ -15,9 +15,6 @@ from rlhf_mc.config.roles import estimator_needs, prompts_in_flight, prompts_per
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig, expand_reward_models, get_setting, reward_models
 from rlhf_mc.config.yaml_reader import yaml_text
 
-_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-"""A part of a host's name."""
-
 
 def problems(cfg: Config) -> Iterator[str]:
     """Yield the problems of the settings of algorithm, policy loss and reward."""
@@ -259,15 +256,11 @@ def _url_problem(text: str, has_key: bool) -> str | None:
         return f"the character {wrong!r} must be written as %{ord(wrong):02X}, or left out"
     try:
         url = httpx.URL(text)
-        host = url.raw_host.decode() if url.host else ""  # each decodes names in another way
+        host = url.host  # decodes names
     except (httpx.InvalidURL, UnicodeError):
         return "its host or port is not valid"
     if not host:
         return "it has no host"
-    if ":" not in host and not (len(host) <= 253 and all(map(_LABEL.fullmatch, host.removesuffix(".").split(".")))):
-        return "its host is not valid"
-    if url.port is not None and not 1 <= url.port <= 65535:
-        return f"its port {url.port} is not between 1 and 65535"
     if url.fragment:
         return "the part after # is never sent; leave it out"
     if url.userinfo and has_key:

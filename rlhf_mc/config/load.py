@@ -26,7 +26,7 @@ from rlhf_mc.config.fields import (
 from rlhf_mc.config.masking import masked_argument
 from rlhf_mc.config.model_schema import FrozenMegatronConfig, MegatronConfig
 from rlhf_mc.config.schema import Config, roles
-from rlhf_mc.config.unknown import explain
+from rlhf_mc.config.unknown import Hint, explain
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 
 VERL_WRAPPER = "actor_rollout_ref"
@@ -42,13 +42,16 @@ class _Setting(NamedTuple):
     """The file or override that set it, for messages."""
 
 
-def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), hint: Hint = lambda key: None
+) -> Config:
     """Return the config of a YAML file, the files that it inherits through `base:`, and `section.key=value` overrides,
     whose values are YAML. Later ones take precedence: bases in their order, the file itself, overrides in their order.
     Raise UserError, with a message of one line, for a mistake in any of them.
 
-    source: the file; or a mapping of sections, as a file contains it, without `base`; or None for overrides alone."""
-    settings = _read(source, overrides)
+    source: the file; or a mapping of sections, as a file contains it, without `base`; or None for overrides alone.
+    hint: for the message on unknown keys; verl/table.py has one for verl's."""
+    settings = _read(source, overrides, hint)
     path = "command line" if source is None else "config" if isinstance(source, Mapping) else str(source)
     config = _build(Config, "", settings, None, path)
     assert isinstance(config, Config)
@@ -65,7 +68,7 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
 def read_settings(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the settings, by dotted key, that `load_config` of these arguments finds in files and overrides: without
     defaults."""
-    return {key: setting.value for key, setting in _read(source, overrides).items()}
+    return {key: setting.value for key, setting in _read(source, overrides, lambda key: None).items()}
 
 
 def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def value_problem(key: str, value: Any) -> str | None:
     return None
 
 
-def _read(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]) -> dict[str, _Setting]:
+def _read(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], hint: Hint) -> dict[str, _Setting]:
     reading = _Reading()
     if isinstance(source, str | Path):
         settings = reading.file(Path(source), ())
@@ -127,7 +130,7 @@ def _read(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str
     for override in overrides:
         _merge(settings, reading.override(override))
     if reading.unknown:
-        raise UserError(explain(reading.unknown, dotted_keys()))
+        raise UserError(explain(reading.unknown, dotted_keys(), hint))
     return settings
 
 

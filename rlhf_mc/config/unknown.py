@@ -1,11 +1,12 @@
-"""Messages for keys that schema.py does not have: what verl/keys.py says of a verl key, or the most similar key."""
+"""Messages for keys that schema.py does not have: the hint of the caller, or the most similar key."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rlhf_mc.verl.keys import plain_key, rename_hint
+Hint = Callable[[str], str | None]
+"""Returns what to do with a key that schema.py does not have, or None."""
 
 _MOST_NAMED = 10
 _NEAR = 0.75
@@ -16,21 +17,22 @@ _WRAPPERS = ("actor_rollout_ref", "reward", "config")
 """verl's sections that contain sections of schema.py."""
 
 
-def explain(unknown: Sequence[tuple[str, str]], known: Sequence[str]) -> str:
+def explain(unknown: Sequence[tuple[str, str]], known: Sequence[str], hint: Hint) -> str:
     """Return one line on all unknown keys. unknown: (file or override, key) of each."""
     if len(unknown) == 1:
         origin, key = unknown[0]
-        return f"{origin}: unknown key {key!r}; {_replacement(key, known)}"
+        return f"{origin}: unknown key {key!r}; {_replacement(key, known, hint)}"
     origins = {origin for origin, _ in unknown}
     where = f"{origins.pop()}: " if len(origins) == 1 else ""
     listed = [
-        f"{key!r}{'' if where else f' ({origin})'}: {_replacement(key, known)}" for origin, key in unknown[:_MOST_NAMED]
+        f"{key!r}{'' if where else f' ({origin})'}: {_replacement(key, known, hint)}"
+        for origin, key in unknown[:_MOST_NAMED]
     ]
     more = [f"and {len(unknown) - _MOST_NAMED} more"] if len(unknown) > _MOST_NAMED else []
     return f"{where}{len(unknown)} unknown keys: {'; '.join([*listed, *more])}"
 
 
-def _replacement(key: str, known: Sequence[str]) -> str:
+def _replacement(key: str, known: Sequence[str], hint: Hint) -> str:
     parts = key.lstrip("+~").split(".")
     name = ".".join(parts)
     if name in known:
@@ -39,8 +41,8 @@ def _replacement(key: str, known: Sequence[str]) -> str:
             if name == key
             else f"write it without {key[: -len(name)]!r}: {name}"
         )
-    if (hint := rename_hint(plain_key(name))) is not None:
-        return hint
+    if (advice := hint(name)) is not None:
+        return advice
     near = nearest_key(name, known)
     return (
         f"the nearest known key is {near!r}"

@@ -96,7 +96,7 @@ class EnvironmentsOfWorker:
             environment = self._environments[turn.key] = await called(self._class, **self._kwargs)
             try:
                 first = await called(environment.reset, turn.row)
-            except BaseException:
+            except BaseException:  # raised again, once the environment has ended
                 await self.end(turn.key)
                 raise
             if self.cfg.first_observation:

@@ -33,7 +33,13 @@ from rlhf_mc.models.gpt_model import (
     named_parameters,
 )
 from rlhf_mc.models.heads import Head
-from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
+from rlhf_mc.models.megatron_patches import (
+    fuse_adam,
+    gather_parameters_once,
+    megatron_calls,
+    own_operations,
+    remove_hooks,
+)
 from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, gradient_buffers, model_offload
 from rlhf_mc.models.optimizer import (
@@ -50,10 +56,9 @@ from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
-from rlhf_mc.observability.phase_work import count
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import training_layouts
-from rlhf_mc.runtime.work import working
+from rlhf_mc.runtime.work import count, working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
@@ -152,7 +157,7 @@ class ModelEngine:
                 for chunk in self.chunks
             ]
             for ddp in self._ddp:
-                weakref.finalize(self, _remove_hooks, ddp.grad_accs)
+                weakref.finalize(self, remove_hooks, ddp.grad_accs)
             dtype = DTYPES[self._megatron.dtype]
             config = OptimizerConfig(
                 optimizer="adam",
@@ -433,14 +438,6 @@ class ModelEngine:
                 collect_non_loss_data=forward_only,
                 **extra,
             )
-
-
-def _remove_hooks(nodes: list[Any]) -> None:
-    """Remove the hooks of autograd's nodes. Through them Megatron-Core's DistributedDataParallel holds itself, and
-    garbage collection does not follow nodes: a later run in the same process would have less memory."""
-    for node in nodes:
-        node.register_hook(print).hooks_dict_ref().clear()
-    nodes.clear()
 
 
 def engine_layouts(engine: ModelEngine) -> list[Layout]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.linalg import solve_triangular
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_mc.architectures.operations import DELTA_CHUNK
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.models.layers import PackedSequences, RMSNorm
-from rlhf_mc.patching import replaced
 
 
 class PackedDeltaNet(GatedDeltaNet):
@@ -26,8 +24,7 @@ class PackedDeltaNet(GatedDeltaNet):
     again in the backward pass, since its matrices are larger than all else in a layer."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, *, pg_collection: Any, **_: Any) -> None:
-        with replaced(gated_delta_net, "HAVE_FLA", True):
-            super().__init__(config, submodules, layer_number, pg_collection=pg_collection)
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection)
         for param in (self.conv1d.weight, self.dt_bias, self.A_log):
             param.partition_dim = 0  # beside tensor_model_parallel, which the original sets
             param.partition_stride = 1

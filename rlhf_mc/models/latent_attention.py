@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer import attention, multi_latent_attention
+from megatron.core.transformer import attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn.functional import linear
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.models.layers import PackedSequences, mark_sequence_parallel
-from rlhf_mc.patching import replaced
 
 
 class DuplicatedLinear(torch.nn.Module):
@@ -41,9 +40,7 @@ class LatentAttention(MLASelfAttention):
         # The original gives this layer alone no group, and would take it from the global parallel_state.
         projection = ModuleSpec(submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
         submodules = replace(submodules, linear_q_proj=projection)
-        # It takes any other class for one that shards the output, and gathers it.
-        with replaced(multi_latent_attention, "TELinear", submodules.linear_kv_down_proj):
-            super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
+        super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
 
     def get_query_key_value_tensors(
         self,

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -30,7 +31,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer import TransformerConfig, attention, multi_latent_attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -40,6 +41,7 @@ from torch.nn.functional import silu
 from rlhf_mc import platform
 from rlhf_mc.models import transformer_engine
 from rlhf_mc.models.cpu_operations import GatedSiluMLP, rotate
+from rlhf_mc.models.latent_attention import DuplicatedLinear
 from rlhf_mc.patching import Patch, apply
 from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu, get_rng_state, set_rng_state
 
@@ -98,6 +100,12 @@ EVERYWHERE = (
         _combine_and_forget,
         "each layer keeps the routing of its last micro-batch, 0.7 GB of 128 experts, 24 layers and 16k tokens",
     ),
+    Patch(
+        gated_delta_net,
+        "HAVE_FLA",
+        True,
+        "without FLA's kernels, which models/gated_delta_net.py does not use, the layer is not built",
+    ),
 )
 WITH_TRANSFORMER_ENGINE = (
     Patch(
@@ -106,6 +114,14 @@ WITH_TRANSFORMER_ENGINE = (
         True,
         "with gradient_accumulation_fusion the output layer asks for Apex's kernel, which only its forward pass uses; "
         "heads.py takes the place of that, and all other linear layers are Transformer Engine's",
+    ),
+)
+WITH_LOCAL_LAYERS = (
+    Patch(
+        multi_latent_attention,
+        "TELinear",
+        DuplicatedLinear,
+        "of any other class latent attention does not build a projection that each tensor-parallel rank has whole",
     ),
 )
 ON_CPU = (
@@ -161,6 +177,8 @@ def _patch() -> None:
     apply(EVERYWHERE)
     if transformer_engine.uses_transformer_engine():
         apply((*WITH_TRANSFORMER_ENGINE, *transformer_engine.patches()))
+    else:
+        apply(WITH_LOCAL_LAYERS)
     if not platform.use_cuda() or LOCAL_NORM[0].original is local_multi_tensor_l2_norm:
         apply(LOCAL_NORM)
     if not platform.use_cuda():
@@ -284,6 +302,19 @@ def gather_parameters_once(optimizer: Any) -> None:
     for part in optimizer.chained_optimizers[:-1]:
         if isinstance(part, DistributedOptimizer):
             part.step_with_ready_grads = functools.partial(MixedPrecisionOptimizer.step_with_ready_grads, part)
+
+
+def remove_hooks(nodes: list[Any]) -> None:
+    """Remove all hooks of autograd's nodes.
+
+    Reason: through them Megatron-Core's DistributedDataParallel refers to itself, and garbage
+    collection does not follow nodes: a later run in the same process would have less memory.
+    torch removes a hook by its handle, and Megatron-Core keeps none. Each handle refers to the
+    dictionary of all hooks of its node, so a hook is added for its handle."""
+    for node in nodes:
+        handle = node.register_hook(lambda *gradients: None)
+        handle.hooks_dict_ref().clear()
+    nodes.clear()
 
 
 def fuse_adam(optimizer: Any) -> None:

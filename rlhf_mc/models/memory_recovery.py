@@ -45,7 +45,7 @@ class MemoryRecovery:
         failed = False
         try:
             passes()
-        except Exception as error:
+        except RuntimeError as error:
             if self._is_agreed or not platform.is_out_of_memory(error):
                 raise
             failed = True  # outside of this block nothing refers to the stack, which holds the activations

@@ -22,7 +22,7 @@ from rlhf_mc.config.algorithm_schema import RouterReplayMode
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.observability.phase_work import count
+from rlhf_mc.runtime.work import count
 from rlhf_mc.topology.consensus import gather_vectors, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 

@@ -68,7 +68,7 @@ class PhaseTimer:
                 yield
                 self._synchronize()
             self._status.leave()
-        except Exception as error:
+        except Exception as error:  # raised again, with a note
             error.add_note(f"in phase {name}")
             raise
         finally:

@@ -1,5 +1,5 @@
-"""The table of a profiled step: seconds of each phase by rank, the slowest rank, and why the others waited for it. Pure
-functions of the times of all ranks; profile.py measures and prints.
+"""The table of a profiled step: seconds of each phase by rank, and the slowest rank with its amounts of work beside the
+others'. Pure functions of the times of all ranks; profile.py measures and prints.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ _LEAST_GAP = 0.1
 """Share of a phase by which the slowest rank's own work exceeds the others' before it is named."""
 _LEAST_SECONDS = 0.02
 """The same in seconds."""
-_LEAST_SHARE = 0.5
-"""Share of the excess that a cause must explain."""
-_ALIKE = 0.05
-"""Relative difference up to which amounts of work are called the same."""
-_REWARD_FUNCTIONS = "its reward functions took longer"
 STEP = "step"
 """The phase that consists of others."""
 REST = "between_phases"
@@ -36,8 +31,6 @@ class RankTimes:
     host: str
     is_traced: bool
     """True where the rank writes a trace, which takes time."""
-    stage: int
-    """The actor's pipeline stage, 0 for the first."""
     seconds: dict[str, float]
     """By phase."""
     waiting: dict[str, float]
@@ -87,50 +80,18 @@ def slowest_rank(ranks: Sequence[RankTimes], phase: str) -> int | None:
     return slowest if _excess(work, slowest) >= max(_LEAST_SECONDS, _LEAST_GAP * longest) else None
 
 
-def waiting_reason(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
-    """Return in words why the slowest rank of a phase took longer than the others."""
-    work = [rank.work(phase) for rank in ranks]
-    ratio = work[slowest] / max(_median_of_others(work, slowest), 1e-9)
-    compared = ""
-    for kind in ("tokens", "responses"):
-        amounts = [rank.amount(phase, kind) for rank in ranks]
-        own = amounts[slowest]
-        others = _median_of_others(amounts, slowest)
-        if not others:
-            continue
-        if own > others and own / others - 1 >= _LEAST_SHARE * (ratio - 1):
-            return f"it had {own / others:.2f}x the {kind}: {own:.0f} against {others:.0f}"
-        is_same = abs(own / others - 1) < _ALIKE
-        compared = compared or (f"as many {kind}; " if is_same else f"{own:.0f} {kind} against {others:.0f}; ")
-    return compared + _other_reason(ranks, phase, slowest, work)
-
-
-def _other_reason(ranks: Sequence[RankTimes], phase: str, slowest: int, work: Sequence[float]) -> str:
-    """Return the reason of a rank whose amounts of work do not explain its time."""
-    files = [rank.amount(phase, "file_seconds") for rank in ranks]
-    stages = [rank.stage for rank in ranks]
-    hosts = [rank.host for rank in ranks]
-    if _excess(files, slowest) >= _LEAST_SHARE * _excess(work, slowest):
-        return f"it wrote files for {files[slowest]:.2f} s"
-    rewards = [rank.amount(phase, "reward_seconds") for rank in ranks]
-    if _excess(rewards, slowest) >= _LEAST_SHARE * _excess(work, slowest):
-        return _REWARD_FUNCTIONS
-    if [r for r, rank in enumerate(ranks) if rank.is_traced] == [slowest]:
-        return "it was traced, which takes time (profile.ranks=[]: no traces)"
-    if phase == "reward":
-        return _REWARD_FUNCTIONS
-    if _explains(stages, work, slowest):
-        return f"it has pipeline stage {stages[slowest] + 1} of {max(stages) + 1}"
-    if _explains(hosts, work, slowest):
-        return f"slower machine: host {hosts[slowest]}"
-    return f"slower processor or GPU, or other programs on it (host {hosts[slowest]})"
-
-
-def _explains(traits: Sequence[object], work: Sequence[float], slowest: int) -> bool:
-    """Return True if each rank with the slowest rank's trait works longer than most of the ranks with another."""
-    same = [seconds for trait, seconds in zip(traits, work, strict=True) if trait == traits[slowest]]
-    others = [seconds for trait, seconds in zip(traits, work, strict=True) if trait != traits[slowest]]
-    return bool(others) and min(same) > statistics.median(others)
+def slowest_line(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
+    """Return which rank of a phase took longer, on which host, and its amounts of work beside the others' median."""
+    kinds = dict.fromkeys(kind for rank in ranks for kind in rank.amounts.get(phase, {}))
+    amounts = {kind: [rank.amount(phase, kind) for rank in ranks] for kind in kinds}
+    decimals = {kind: 2 if kind.endswith("_seconds") else 0 for kind in kinds}
+    compared = [
+        f"{kind} {counts[slowest]:.{decimals[kind]}f} against {_median_of_others(counts, slowest):.{decimals[kind]}f}"
+        for kind, counts in amounts.items()
+    ]
+    others = "the other" if len(ranks) == 2 else "the others"
+    head = f"{phase}: {others} waited for rank {slowest} (host {ranks[slowest].host})"
+    return ": ".join([head, *([", ".join(compared)] if compared else [])])
 
 
 def _median_of_others(values: Sequence[float], one: int) -> float:
@@ -152,7 +113,6 @@ def as_json(step: int, ranks: Sequence[RankTimes]) -> dict[str, Any]:
             "waiting": [round(rank.waiting.get(name, 0.0), 6) for rank in ranks],
             **{kind: [round(rank.amount(name, kind), 6) for rank in ranks] for kind in kinds},
             "slowest": slowest,
-            "reason": None if slowest is None else waiting_reason(ranks, name, slowest),
         }
     return {
         "step": step,
@@ -168,15 +128,11 @@ def as_text(step: int, ranks: Sequence[RankTimes]) -> list[str]:
     the slowest rank."""
     lines = [f"profile of step {step}: seconds of each rank's own work and of its waiting"]
     lines += _columns(ranks) if len(ranks) <= MOST_COLUMNS else _summaries(ranks)
-    phases_by_reason: dict[tuple[int, str], list[str]] = {}
     for phase in phase_names(ranks):
         slowest = slowest_rank(ranks, phase)
         if slowest is not None:
-            phases_by_reason.setdefault((slowest, waiting_reason(ranks, phase, slowest)), []).append(phase)
-    others = "the other" if len(ranks) == 2 else "the others"
-    for (slowest, reason), phases in phases_by_reason.items():
-        text = f"{', '.join(phases)}: {others} waited for rank {slowest}: {reason}"
-        lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            line = slowest_line(ranks, phase, slowest)
+            lines += textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
 

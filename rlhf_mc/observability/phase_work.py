@@ -1,5 +1,6 @@
-"""The waiting of this rank for others, and the amounts of its work, in each phase of a profiled step. In other steps
-nothing is recorded. profile.py decides which steps are profiled.
+"""The waiting of this rank for others, and the amounts of its work, in each phase of a profiled step.
+
+profile.py decides which steps are profiled. In other steps nothing is recorded here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_mc import platform
+from rlhf_mc.runtime.work import totals
 from rlhf_mc.torch_patches import watched_communication
 
 WHOLE = "profiled_step"
@@ -26,20 +28,19 @@ class PhaseWork:
         """Seconds inside collectives and messages, in which a rank waits for others, and the transfers themselves. On a
         GPU: seconds for which they hold up the stream of the computation."""
         self.amounts: dict[str, dict[str, float]] = defaultdict(dict)
-        """Amounts of work by phase, as `count` names them."""
-        self._phases: list[str] = []
+        """Amounts of work by phase, as runtime/work.py counts them."""
         self._waits: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the body as a phase. It ends with the device synchronised."""
         first = len(self._waits)
-        self._phases.append(name)
-        try:
-            with platform.named_range(name):
-                yield
-        finally:
-            self._phases.pop()
+        before = dict(totals)
+        with platform.named_range(name):
+            yield
+        for kind, total in totals.items():
+            if total != before.get(kind):
+                self.amounts[name][kind] = self.amounts[name].get(kind, 0.0) + total - before.get(kind, 0.0)
         self.waiting[name] += sum(platform.seconds_between(*wait) for wait in self._waits[first:])
 
     @contextlib.contextmanager
@@ -48,12 +49,6 @@ class PhaseWork:
         start = platform.time_mark()
         yield
         self._waits.append((start, platform.time_mark()))
-
-    def count(self, **amounts: float) -> None:
-        """Add to the amounts of work of the phases that this rank is in."""
-        for phase in self._phases:
-            for kind, amount in amounts.items():
-                self.amounts[phase][kind] = self.amounts[phase].get(kind, 0.0) + amount
 
 
 @contextlib.contextmanager
@@ -73,10 +68,3 @@ def recorded() -> Iterator[PhaseWork]:
 def observed(phase: str) -> contextlib.AbstractContextManager[None]:
     """Return a context that records its body as a phase, if work is recorded."""
     return _NOT_RECORDED if _current is None else _current.phase(phase)
-
-
-def count(**amounts: float) -> None:
-    """Add to the amounts of work of the current phase, if work is recorded: tokens, responses, expert_bytes,
-    file_seconds, reward_seconds."""
-    if _current is not None:
-        _current.count(**amounts)

@@ -72,9 +72,7 @@ def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: ProcessGroups) -
             name = path / f"rank_{groups.rank}.json.gz"
             best_effort(str(name), lambda: trace.write(root / name))
         seconds = {key.removeprefix("timing_s/"): value for key, value in timer.result().items()}
-        times = phase_table.RankTimes(
-            socket.gethostname(), is_traced, groups.coordinate.pp, seconds, dict(work.waiting), dict(work.amounts)
-        )
+        times = phase_table.RankTimes(socket.gethostname(), is_traced, seconds, dict(work.waiting), dict(work.amounts))
         ranks = gather_objects(phase_table.with_rest(times, phase_work.WHOLE, span))
         if groups.rank == 0:
             best_effort(str(path / PHASES_FILE), lambda: _write_json(root / path / PHASES_FILE, step, ranks))
@@ -90,7 +88,7 @@ def _recorded(trace: Trace | None) -> Iterator[PhaseWork]:
     try:
         with phase_work.recorded() as work:
             yield work
-    except BaseException:
+    except BaseException:  # raised again, once the trace has ended
         if trace is not None:
             trace.stop()
         raise

@@ -22,11 +22,11 @@ from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.recorded import recorded
 from rlhf_mc.config.schema import Config, TrainerConfig
-from rlhf_mc.observability.phase_work import count
 from rlhf_mc.observability.step_table import StepTable
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
 from rlhf_mc.run_files import METRICS_FILE, keep_up_to, read_rows
 from rlhf_mc.runtime.console import print_line
+from rlhf_mc.runtime.work import count
 
 TENSORBOARD_DIR = "tensorboard"
 
@@ -118,7 +118,7 @@ def best_effort(name: str, write: Callable[[], object]) -> bool:
         write()
         count(file_seconds=time.perf_counter() - start)
         return True
-    except Exception as error:
+    except Exception as error:  # what only looks at a run does not end it, whatever a library raises
         text = error_reason(error) if isinstance(error, OSError) else str(error)
         reason = next(iter(text.splitlines()), type(error).__name__)
         print_line(f"warning: {name} cannot be written ({reason}); the run continues without")

@@ -249,7 +249,7 @@ def within(seconds: float, call: Callable[[], _Result]) -> _Result:
     def work() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:
+        except BaseException as error:  # raised by the future's result in the main thread
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True, name="tracker").start()

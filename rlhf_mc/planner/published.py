@@ -14,6 +14,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import get_setting, reward_models
+from rlhf_mc.verl.table import key_hint
 
 MODELS = Path(__file__).parent / "models"
 PUBLISHED = tuple(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
@@ -29,7 +30,7 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 def with_model(source: str, overrides: Sequence[str], model: str | None) -> list[str]:
     """Return the overrides, and those that set the model that --model gives: for the actor, and for each other role
     whose path is the actor's. Raise UserError if a model that it does not replace has no config.json."""
-    cfg = load_config(source, overrides)
+    cfg = load_config(source, overrides, key_hint)
     critic = ["critic.model_path"] if uses_critic(cfg) and cfg.critic.model_path is not None else []
     keys = ["model.path", *critic, *(f"{role}.model_path" for role in reward_models(cfg))]
     paths = {key: Path(get_setting(cfg, key)) for key in keys}

@@ -232,7 +232,7 @@ def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str,
 
 
 def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a phase: its slowest rank and why, the most seconds of a rank's own work, their mean over the
+    """Return the row of a phase: its slowest rank, the most seconds of a rank's own work, their mean over the
     ranks, the longest wait, and of each rank its own work and, after a plus, its waiting. Empty without times."""
     seconds = [number(value) or 0.0 for value in times.get("seconds") or []]
     waiting = [number(value) or 0.0 for value in times.get("waiting") or []]
@@ -244,7 +244,6 @@ def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
     return {
         "phase": phase,
         "slowest": "alike" if slowest is None else slowest,
-        "reason": times.get("reason") or "",
         "most": f"{max(own):.3f}",
         "mean": f"{sum(own) / len(own):.3f}",
         "waiting": f"{max(waiting):.3f}",

@@ -286,7 +286,7 @@ def _apply_rule(part: str, row: RewardRow) -> dict[str, float]:
         result = checked(rule.function(**row.arguments(part)))
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # a rule parses text that a model has chosen; its libraries raise anything
         raise Failure("raised", f"the rule {part} raised {describe_error(error)}") from error
     return {"acc": result["score"], **result} if rule.needs_truth else result
 

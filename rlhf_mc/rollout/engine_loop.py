@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.data.responses import exchange_responses
-from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rollout.base import Arrivals, Request, RolloutEngine, Sampling, Turns
 from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, period_length
-from rlhf_mc.runtime.work import working
+from rlhf_mc.runtime.work import count, working
 from rlhf_mc.topology.consensus import gather_vectors
 
 NO_ARRIVALS = Arrivals()

@@ -253,8 +253,8 @@ class VLLMEngine:
                 params = _sampling_params(sampling, request, draws_itself=self._draws is None)
                 name = self._llm.llm_engine.add_request(str(request.number), prompt, params)
                 self._requests[request.number] = request, name
-        except Exception:
-            self.abort()  # the next call would wait for them
+        except Exception:  # raised again: the next call would wait for these requests
+            self.abort()
             raise
 
     def step(self) -> dict[int, Generation]:

@@ -34,5 +34,5 @@ def use_deterministic_algorithms() -> None:
     if platform.use_cuda():
         demand_variables("trainer.deterministic", VARIABLES)
     torch.use_deterministic_algorithms(True)
-    # Nothing reads memory before it is written; filling all of it with NaN would take time.
+    # A setting of torch. Nothing reads memory before it is written; filling it with NaN would take time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

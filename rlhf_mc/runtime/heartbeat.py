@@ -37,7 +37,7 @@ def heartbeats(status: RankStatus, rank: int, timeout_seconds: float, straggler_
         yield
     except UserError:  # every rank raises the same one, so no rank waits for another
         raise
-    except Exception as error:
+    except Exception as error:  # raised again, with a note
         collective, at = describe_error(error)
         error.add_note(f"in {collective}, called from {at}" if collective else f"at {at}")
         error.add_note(thread.diagnosis())

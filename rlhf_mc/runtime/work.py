@@ -1,5 +1,5 @@
-"""The work that this process is doing, counted by whoever does it: responses generated, micro-batches run, rows read.
-observability/phase_progress.py shows it.
+"""The work of this process, counted by whoever does it: responses generated, micro-batches run, rows read, tokens.
+observability/phase_progress.py shows the pieces that it is doing, phase_work.py the totals by phase of a profiled step.
 
 As with logging, the counts belong to the process: code that works need not know who shows them, and a tool counts
 as a run does. Counting costs an addition. The thread of the loop counts, other threads read.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,14 @@ class Work:
 
 
 _stack: list[Work] = []
+totals: dict[str, float] = defaultdict(float)
+"""Amounts of work since the process began, by kind, as `count` names them."""
+
+
+def count(**amounts: float) -> None:
+    """Add to the totals: tokens, responses, expert_bytes, file_seconds, reward_seconds."""
+    for kind, amount in amounts.items():
+        totals[kind] += amount
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Episode, Score, penalize_overlong, reward_metrics
 from rlhf_mc.run_files import TRAIN_GENERATIONS
 from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.work import count
 from rlhf_mc.topology.consensus import gather_results
 from rlhf_mc.trainer import reward_models
 from rlhf_mc.trainer.reward_models import RewardModel

@@ -215,7 +215,7 @@ def peak_flops(dtype: str) -> float | None:
     rate = device_bfloat16(torch.cuda.get_device_name()) if platform.use_cuda() else None
     try:
         return rate or measured_flops(DTYPES[dtype], 8192 if platform.use_cuda() else 512)
-    except Exception as error:
+    except RuntimeError as error:
         if not platform.is_out_of_memory(error):
             raise
         print_line("warning: no memory to measure the device's FLOP/s; perf/mfu is left out", rank_0_only=True)

@@ -68,7 +68,7 @@ def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: Token
             return engine.train_step(mini, micro_batches, loss)
         except OutOfMemory as error:
             rank = error.rank
-        except Exception as error:
+        except RuntimeError as error:
             if platform.is_out_of_memory(error):
                 error.add_note(budget.advice(number, engine.groups.rank))
             raise

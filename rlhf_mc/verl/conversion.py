@@ -1,8 +1,8 @@
 """From the settings of a verl run to ours, with a report on each: what keeps its name, what is renamed, what rlhf_mc
 does anyway, what is not needed, and what is not supported.
 
-A setting that schema.py has under the same name passes, and load.py checks its value. verl/values.py converts values,
-and verl/keys.py has the names that differ. verl's files and command lines are read in verl/input.py.
+A setting that schema.py has under the same name passes, and load.py checks its value. table.yaml has the others, and
+the converters of values. verl's files and command lines are read in verl/input.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
+from rlhf_mc.verl import table
 from rlhf_mc.verl.correction import rejection_lower_bound
-from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, find_rule, number
+from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, number
 from rlhf_mc.verl.multi_turn import MULTI_TURN, TOOL_PATHS, turn_defaults
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints, named_engine
-from rlhf_mc.verl.values import OF_SEQUENCES, converted, uses_critic
+from rlhf_mc.verl.values import OF_SEQUENCES, uses_critic
 
 _MOST_NAMED = 10
 VERL = "0.10.0.dev of 2026-08-22"
@@ -189,29 +190,31 @@ def _line(key: str, value: Any, verl: Settings) -> Line:
     if (absent := _absent_section(key, verl)) is not None:
         return absent
     known = dotted_keys()
-    line = converted(key, value, verl)
+    rows = list(table.find_rows(key))
+    convert_value = next((row.convert for row in rows if row.convert is not None), None)
+    line = convert_value(key, value, verl) if convert_value is not None else None
     if line is not None and (line.ours is None or line.ours in known):
         return line
     if key in known or _enclosing_mapping(key) is not None:
         return Line("same", "", key, value)
-    rule = find_rule(key)
-    if rule is None and value in (None, {}, []):
-        return Line("implied", "nothing is given")
-    if rule is None:
+    row = next((row for row in rows if row.kind is not None), None)
+    if row is None or row.kind is None:
+        if value in (None, {}, []):
+            return Line("implied", "nothing is given")
         near = nearest_key(key, known)
         hint = f"; the nearest of ours is {near}" if near else ""
         return Line("not supported", f"no setting of verl's that is known here{hint}")
-    if rule.kind == "renamed":
+    if row.kind == "renamed":
         if value is None:
             return Line("implied", "null")
-        if rule.text in known:
-            return Line("renamed", "", rule.text, value)
-        return Line("not supported", f"it would be {rule.text}")
-    if rule.kind == "not supported" and any(_equal(value, off) for off in rule.values):
+        if row.text in known:
+            return Line("renamed", "", row.text, value)
+        return Line("not supported", f"it would be {row.text}")
+    if row.kind == "not supported" and any(_equal(value, off) for off in row.values):
         return Line("implied", "off")
-    if rule.kind == "implied" and not any(_equal(value, implied) for implied in rule.values):
-        return Line("not supported", f"{yaml_text(value)}: {rule.text}")
-    return Line(rule.kind, rule.text)
+    if row.kind == "implied" and not any(_equal(value, implied) for implied in row.values):
+        return Line("not supported", f"{yaml_text(value)}: {row.text}")
+    return Line(row.kind, row.text)
 
 
 def _equal(value: Any, other: Any) -> bool:

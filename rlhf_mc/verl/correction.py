@@ -99,7 +99,7 @@ def _lower_bounds(names: list[str], specs: list[str]) -> set[float | None]:
 def trainer_mode(key: str, value: Any, verl: Settings) -> Line | None:
     """Convert verl's mode in which a step continues responses that an earlier one has begun."""
     if value != "colocate_async":
-        return None  # the rules of verl/keys.py
+        return None  # as the table has it
     return renamed("rollout.partial_rollout", True, "verl's colocate_async; it needs algorithm.rollout_correction")
 
 
@@ -122,8 +122,8 @@ def truncated_weights(key: str, value: Any, verl: Settings) -> Line | None:
 
 
 def router_replay(key: str, value: Any, verl: Settings) -> Line | None:
-    """Return the line of actor.router_replay.mode; None where verl replays nothing."""
-    mode = {"R2": "recompute", "R3": "rollout"}.get(str(value))
+    """Return the line of the actor's router_replay.mode; None where verl replays nothing."""
+    mode = {"R2": "recompute", "R3": "rollout"}.get(str(value)) if key.startswith("actor.") else None
     return None if mode is None else renamed("algorithm.router_replay", mode, f"verl's {value}")
 
 

@@ -196,7 +196,7 @@ def context_size(key: str, verl: Settings) -> int:
 def main_dtype(key: str, value: Any, verl: Settings) -> Line | None:
     """Return the line of the type in which FSDP keeps or reduces a trained model's tensors."""
     if key.startswith("ref.") or value not in ("bf16", "bfloat16"):
-        return None  # the rules of verl/keys.py
+        return None  # as the table has it
     text = f"main parameters, gradients and Adam's state are float32, in verl {value}"
     return Line("implied", text)
 
@@ -246,11 +246,6 @@ def expert_tensor(key: str, value: Any, verl: Settings) -> Line:
     if value in (None, _size(key, "tensor_model_parallel_size", verl)):
         return Line("implied", sharded)
     return Line("not needed", f"{sharded}; expert_model_parallel_size is converted to as many shards")
-
-
-def training_only(key: str, value: Any, verl: Settings) -> Line:
-    """Convert a setting of training, for a model that is never trained."""
-    return Line("not needed", "it does nothing for a model that is never trained")
 
 
 def _size(key: str, name: str, verl: Settings, default: int = 1) -> int:

@@ -1,20 +1,16 @@
 """Conversions of the verl settings whose value changes on the way to ours, or whose meaning depends on other settings.
 
-A converter takes verl's key, its value and all of verl's settings, and returns a Line. Settings that are renamed,
-implied or refused by their name alone are in verl/keys.py.
+A converter takes verl's key, its value and all of verl's settings, and returns a Line, or None for what the table says.
+table.yaml names it. Converters of layouts, turns and corrections are in files of their own.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Callable
 from typing import Any
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
-from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.verl import correction, multi_turn, parallelism
-from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same, split_patterns
+from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same
 from rlhf_mc.verl.parallelism import longest_sequence
 
 
@@ -36,13 +32,13 @@ OF_SEQUENCES = "seq-mean-token-mean"
 _SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 
 
-def _kl(key: str, value: Any, verl: Settings) -> Line:
+def kl_estimator(key: str, value: Any, verl: Settings) -> Line:
     name = value.removesuffix("+") if isinstance(value, str) and key == "algorithm.kl_penalty" else value
     ours = _KL.get(name, name) if isinstance(name, str) else name
     return same(key, ours, "" if ours == value else f"verl's {value}")
 
 
-def _estimator(key: str, value: Any, verl: Settings) -> Line:
+def estimator(key: str, value: Any, verl: Settings) -> Line:
     ours = _ESTIMATORS.get(value, value) if isinstance(value, str) else value
     return same(key, ours, "" if ours == value else f"verl's {value}")
 
@@ -52,7 +48,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _logger(key: str, value: Any, verl: Settings) -> Line:
+def logger(key: str, value: Any, verl: Settings) -> Line:
     given = [str(name) for name in _listed(value)]
     left = [name for name in given if name not in _SINKS]
     sinks = [name for name in given if name in _SINKS]
@@ -60,13 +56,13 @@ def _logger(key: str, value: Any, verl: Settings) -> Line:
     return same(key, [*dict.fromkeys([*sinks, "jsonl"])], text)
 
 
-def _warmup_steps(key: str, value: Any, verl: Settings) -> Line:
+def warmup_steps(key: str, value: Any, verl: Settings) -> Line:
     if value is None or (type(value) is int and value <= 0):
         return Line("implied", "by lr_warmup_steps_ratio" if verl.get(f"{key}_ratio") else "no warm-up")
     return same(key, value, "the first step has lr / lr_warmup_steps, in verl 0")
 
 
-def _warmup_ratio(key: str, value: Any, verl: Settings) -> Line:
+def warmup_ratio(key: str, value: Any, verl: Settings) -> Line:
     if value in OFF:
         return Line("implied", "no warm-up by ratio")
     if number(verl, key.removesuffix("_ratio")) > 0:
@@ -74,11 +70,11 @@ def _warmup_ratio(key: str, value: Any, verl: Settings) -> Line:
     return same(key, value)
 
 
-def _min_lr(key: str, value: Any, verl: Settings) -> Line:
+def min_lr(key: str, value: Any, verl: Settings) -> Line:
     return Line("implied", "0") if value is None else same(key, value)
 
 
-def _min_lr_ratio(key: str, value: Any, verl: Settings) -> Line:
+def min_lr_ratio(key: str, value: Any, verl: Settings) -> Line:
     lr = verl.get(key.replace("min_lr_ratio", "lr"), 1e-5 if key.startswith("critic.") else 1e-6)
     if value in OFF:
         return Line("implied", "the decay ends at 0")
@@ -87,11 +83,11 @@ def _min_lr_ratio(key: str, value: Any, verl: Settings) -> Line:
     return renamed(key.removesuffix("_ratio"), value * lr, f"{value} of {lr}")
 
 
-def _frequency(key: str, value: Any, verl: Settings) -> Line:
+def frequency(key: str, value: Any, verl: Settings) -> Line:
     return same(key, -1 if value is None or value in (0, False) else value)
 
 
-def _checkpoints_to_keep(key: str, value: Any, verl: Settings) -> Line:
+def checkpoints_to_keep(key: str, value: Any, verl: Settings) -> Line:
     if value is None or number(verl, "trainer.save_freq", -1) < 1:
         return Line("implied", "all checkpoints are kept" if value is None else "nothing is saved")
     if key == "trainer.max_critic_ckpt_to_keep" and uses_critic(verl) and "trainer.max_actor_ckpt_to_keep" in verl:
@@ -99,7 +95,7 @@ def _checkpoints_to_keep(key: str, value: Any, verl: Settings) -> Line:
     return renamed("trainer.max_ckpt_to_keep", value, "actor and critic are one checkpoint")
 
 
-def _resume_from(key: str, value: Any, verl: Settings) -> Line:
+def resume_from(key: str, value: Any, verl: Settings) -> Line:
     if value in OFF:
         return Line("implied", "none")
     if verl.get("trainer.resume_mode", "auto") != "resume_path":
@@ -107,7 +103,7 @@ def _resume_from(key: str, value: Any, verl: Settings) -> Line:
     return same(key, value, "a training checkpoint of rlhf_mc: verl's cannot be read")
 
 
-def _model_length(key: str, value: Any, verl: Settings) -> Line:
+def model_length(key: str, value: Any, verl: Settings) -> Line:
     longest = longest_sequence(verl)
     if value is None or (type(value) is int and value >= longest):
         return Line("implied", f"data.max_prompt_length + data.max_response_length, {longest}")
@@ -117,14 +113,14 @@ def _model_length(key: str, value: Any, verl: Settings) -> Line:
     )
 
 
-def _length(key: str, value: Any, verl: Settings) -> Line:
+def length(key: str, value: Any, verl: Settings) -> Line:
     data = "data.max_prompt_length" if key == "rollout.prompt_length" else "data.max_response_length"
     if value is None or value == number(verl, data, 512):
         return Line("implied", f"by {data}")
     return Line("not supported", f"use {data}, which is {number(verl, data, 512)}")
 
 
-def _greedy(key: str, value: Any, verl: Settings) -> Line:
+def greedy(key: str, value: Any, verl: Settings) -> Line:
     temperature = verl.get("rollout.val_kwargs.temperature", 0)
     if value or not temperature:
         return Line(
@@ -133,41 +129,41 @@ def _greedy(key: str, value: Any, verl: Settings) -> Line:
     return Line("not supported", f"greedy, and val_kwargs.temperature is {temperature}: give one of the two")
 
 
-def _val_temperature(key: str, value: Any, verl: Settings) -> Line:
+def val_temperature(key: str, value: Any, verl: Settings) -> Line:
     is_unclear = bool(value) and "rollout.val_kwargs.do_sample" not in verl
     return same(key, value, "verl's synchronous engine samples only with do_sample" if is_unclear else "")
 
 
-def _val_sampling(key: str, value: Any, verl: Settings) -> Line:
+def val_sampling(key: str, value: Any, verl: Settings) -> Line:
     if not verl.get("rollout.val_kwargs.temperature", 0):
         return Line("not needed", "validation is greedy: rollout.val_kwargs.temperature is 0")
     return same(key, -1 if key.endswith("top_k") and value == 0 else value)
 
 
-def _rollout_name(key: str, value: Any, verl: Settings) -> Line | None:
+def rollout_name(key: str, value: Any, verl: Settings) -> Line | None:
     return None if value in ("vllm", "custom") else same(key, "vllm", f"{value} in verl: another engine")
 
 
-def _rollout_dtype(key: str, value: Any, verl: Settings) -> Line:
+def rollout_dtype(key: str, value: Any, verl: Settings) -> Line:
     dtype = verl.get("actor.megatron.dtype", "bfloat16")
     if value is None or value == dtype:
         return Line("implied", "by actor.megatron.dtype")
     return Line("not supported", f"vLLM's is that of the actor: actor.megatron.dtype, {dtype}")
 
 
-def _quantization(key: str, value: Any, verl: Settings) -> Line:
+def quantization(key: str, value: Any, verl: Settings) -> Line:
     if value in OFF:
         return Line("implied", "none")
     return same(key, value, "one scale per output channel, in verl one per block")
 
 
-def _truncation(key: str, value: Any, verl: Settings) -> Line | None:
+def truncation(key: str, value: Any, verl: Settings) -> Line | None:
     if value != "error" and verl.get("data.filter_overlong_prompts"):
         return Line("not needed", "overlong prompts are dropped: data.filter_overlong_prompts")
     return None
 
 
-def _generation_batch(key: str, value: Any, verl: Settings) -> Line:
+def generation_batch(key: str, value: Any, verl: Settings) -> Line:
     if value is None or value == number(verl, "data.train_batch_size", 1024):
         return Line("implied", "by data.train_batch_size")
     if verl.get("algorithm.filter_groups.enable"):
@@ -176,7 +172,7 @@ def _generation_batch(key: str, value: Any, verl: Settings) -> Line:
     return Line("not needed", text)
 
 
-def _group_metric(key: str, value: Any, verl: Settings) -> Line:
+def group_metric(key: str, value: Any, verl: Settings) -> Line:
     if value != "seq_final_reward":
         return same(key, value)
     if not verl.get("algorithm.use_kl_in_reward"):
@@ -184,7 +180,7 @@ def _group_metric(key: str, value: Any, verl: Settings) -> Line:
     return Line("not supported", "groups are chosen before the log-probs of the KL term: use seq_reward")
 
 
-def _most_batches(key: str, value: Any, verl: Settings) -> Line:
+def most_batches(key: str, value: Any, verl: Settings) -> Line:
     if type(value) is int and value <= 0:
         return same(key, 0, "at most one pass over the training prompts in a step, in verl no limit")
     return same(key, value)
@@ -194,13 +190,13 @@ _VISION = re.compile(r"[-_.\d]vl\d*([-_./]|$)|llava|minicpm-?[ov]|[-_]omni|[-_]v
 """Names of models that read images."""
 
 
-def _model_path(key: str, value: Any, verl: Settings) -> Line | None:
+def model_path(key: str, value: Any, verl: Settings) -> Line | None:
     if not _VISION.search(str(value)):
         return None
     return Line("not supported", f"{value} is a vision-language model by its name: prompts have text alone")
 
 
-def _images(key: str, value: Any, verl: Settings) -> Line:
+def images(key: str, value: Any, verl: Settings) -> Line:
     """Refuse columns of images, unless verl's whole config names them and the model reads text."""
     has_all = {"data.image_key", "data.video_key"} <= verl.keys()
     if value is None or (has_all and not _VISION.search(str(verl.get("model.path")))):
@@ -208,7 +204,7 @@ def _images(key: str, value: Any, verl: Settings) -> Line:
     return Line("not supported", "prompts have text alone; remove it by '~' if the data has no such column")
 
 
-def _clip_ratio(key: str, value: Any, verl: Settings) -> Line:
+def clip_ratio(key: str, value: Any, verl: Settings) -> Line:
     if value == 0.2 or {"actor.clip_ratio_low", "actor.clip_ratio_high"} <= verl.keys():
         return Line("not needed", "verl reads clip_ratio_low and clip_ratio_high")
     return Line(
@@ -217,14 +213,14 @@ def _clip_ratio(key: str, value: Any, verl: Settings) -> Line:
     )
 
 
-def _save_contents(key: str, value: Any, verl: Settings) -> Line:
+def save_contents(key: str, value: Any, verl: Settings) -> Line:
     frequency = number(verl, "trainer.save_freq", -1)
     if key == "actor.checkpoint.save_contents" and "hf_model" in _listed(value) and frequency > 0:
         return renamed("trainer.export_freq", frequency, "hf_model; a checkpoint holds all that a resume needs")
     return Line("not needed", "a checkpoint holds all that a resume needs, and the last step exports the actor to hf/")
 
 
-def _dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
+def dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
     path = verl.get("actor.megatron.dist_checkpointing_path")
     uses = key.replace("dist_checkpointing_path", "use_dist_checkpointing")
     if value in OFF or not verl.get(uses):
@@ -238,33 +234,33 @@ def _dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
     return Line("not supported", "only the actor and the reference start from a Megatron checkpoint, the same one")
 
 
-def _max_positions(key: str, value: Any, verl: Settings) -> Line:
+def max_positions(key: str, value: Any, verl: Settings) -> Line:
     longest = longest_sequence(verl)
     if type(value) is int and value >= longest:
         return Line("not needed", "config.json's must hold prompt and response, and is checked at the start")
     return Line("not supported", f"it is below data.max_prompt_length + data.max_response_length, {longest}")
 
 
-def _reference_model(key: str, value: Any, verl: Settings) -> Line:
+def reference_model(key: str, value: Any, verl: Settings) -> Line:
     if value in (None, verl.get("model.path")):
         return Line("implied", "the reference starts from model.path")
     return Line("not supported", "the reference starts from model.path")
 
 
-def _critic_enable(key: str, value: Any, verl: Settings) -> Line:
+def critic_enable(key: str, value: Any, verl: Settings) -> Line:
     needs = uses_critic(verl)
     if value is None or bool(value) == needs:
         return Line("implied", "by algorithm.adv_estimator")
     return Line("not supported", f"algorithm.adv_estimator {'needs a' if needs else 'does not use a'} critic")
 
 
-def _critic_shuffle(key: str, value: Any, verl: Settings) -> Line:
+def critic_shuffle(key: str, value: Any, verl: Settings) -> Line:
     if value is None or bool(value) == bool(verl.get("actor.shuffle")):
         return Line("implied", "by actor.shuffle")
     return Line("not supported", "the critic's mini-batches are shuffled as the actor's: actor.shuffle")
 
 
-def _overlong(key: str, value: Any, verl: Settings) -> Line | None:
+def overlong(key: str, value: Any, verl: Settings) -> Line | None:
     if key.endswith(".max_resp_len"):
         if value == number(verl, "data.max_response_length", 512):
             return Line("implied", "by data.max_response_length")
@@ -276,33 +272,33 @@ def _overlong(key: str, value: Any, verl: Settings) -> Line | None:
     return None
 
 
-def _aggregation(key: str, value: Any, verl: Settings) -> Line:
+def aggregation(key: str, value: Any, verl: Settings) -> Line:
     loss = verl.get("actor.policy_loss.loss_mode")
     if loss not in SEQUENCE_LOSSES or value == OF_SEQUENCES:
         return same(key, value)
     return renamed(key, OF_SEQUENCES, f"verl's {loss} too; its entropy and KL losses have {value}, here this one")
 
 
-def _function_name(key: str, value: Any, verl: Settings) -> Line | None:
+def function_name(key: str, value: Any, verl: Settings) -> Line | None:
     return Line("implied", "compute_score") if value is None else None
 
 
-def _adaptive(key: str, value: Any, verl: Settings) -> Line | None:
+def adaptive(key: str, value: Any, verl: Settings) -> Line | None:
     # verl's coefficient of the KL loss is constant.
     if value == "adaptive" and not verl.get("algorithm.use_kl_in_reward"):
         return Line("not needed", "algorithm.use_kl_in_reward is false")
     return None
 
 
-def _reward_workers(key: str, value: Any, verl: Settings) -> Line:
+def reward_workers(key: str, value: Any, verl: Settings) -> Line:
     return Line("not needed", "it is per rank here, and changes only the speed: reward.num_workers")
 
 
-def _reward_enable(key: str, value: Any, verl: Settings) -> Line:
+def reward_enable(key: str, value: Any, verl: Settings) -> Line:
     return Line("implied", "by reward_model.model_path" if value else "there is no reward model")
 
 
-def _input_tokenizer(key: str, value: Any, verl: Settings) -> Line:
+def input_tokenizer(key: str, value: Any, verl: Settings) -> Line:
     path = verl.get("reward_model.model.path")
     if value is None:
         return Line("implied", "the reward model reads the actor's tokens")
@@ -311,7 +307,7 @@ def _input_tokenizer(key: str, value: Any, verl: Settings) -> Line:
     return renamed("reward_model.tokenizer_path", path, "the reward model's own; verl's key is the actor's")
 
 
-def _profile_ranks(key: str, value: Any, verl: Settings) -> Line:
+def profile_ranks(key: str, value: Any, verl: Settings) -> Line:
     if not verl.get("actor.profiler.enable"):
         return Line("not needed", "actor.profiler.enable is off")
     if verl.get("actor.profiler.all_ranks"):
@@ -319,100 +315,12 @@ def _profile_ranks(key: str, value: Any, verl: Settings) -> Line:
     return renamed("profile.ranks", value)
 
 
-def _all_profile_ranks(key: str, value: Any, verl: Settings) -> Line:
+def all_profile_ranks(key: str, value: Any, verl: Settings) -> Line:
     return renamed("profile.ranks", None, "null: all") if value else Line("implied", "by the list of ranks")
 
 
-def _profile_contents(key: str, value: Any, verl: Settings) -> Line:
+def profile_contents(key: str, value: Any, verl: Settings) -> Line:
     ours = [name for name in _listed(value) if name not in ("cpu", "cuda")]
     if not ours or not (verl.get("global_profiler.steps") and verl.get("actor.profiler.enable")):
         return Line("implied", "none beside the operators" if not ours else "nothing is profiled")
     return renamed("profile.contents", ours)
-
-
-Converter = Callable[[str, Any, Settings], Line | None]
-_PATTERNS: dict[Converter, str] = {
-    _kl: "actor.kl_loss_type algorithm.kl_penalty",
-    _estimator: "algorithm.adv_estimator",
-    _adaptive: "algorithm.kl_ctrl.type",
-    _logger: "trainer.logger",
-    _warmup_steps: "*.optim.lr_warmup_steps",
-    _warmup_ratio: "*.optim.lr_warmup_steps_ratio",
-    _min_lr: "*.optim.min_lr",
-    _min_lr_ratio: "*.optim.min_lr_ratio",
-    parallelism.micro_batch: "*micro_batch_size_per_gpu",
-    parallelism.micro_batch_of_all: "*.{ppo_,log_prob_,forward_,}micro_batch_size",
-    _model_path: "{,critic.}model.path",
-    _images: "data.{image,video,audio}_key",
-    correction.truncated_weights: "algorithm.rollout_correction.rollout_is_threshold",
-    parallelism.dynamic: "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
-    parallelism.virtual_chunks: "*.megatron.virtual_pipeline_model_parallel_size",
-    parallelism.training_only: (
-        f"{{ref,reward_model}}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity,override*.moe_*loss*,"
-        "override*.moe_router_bias_update_rate,override*.moe_router_load_balancing_type}"
-    ),
-    correction.router_balance: "actor.megatron.override*.moe_{aux_loss_coeff,z_loss_coeff,router_bias_update_rate}",
-    parallelism.sequence_parallel: "*.megatron.sequence_parallel",
-    parallelism.dynamic_context: "*.megatron.dynamic_context_parallel",
-    parallelism.expert_tensor: "*.megatron.expert_tensor_parallel_size",
-    parallelism.expert_parallel: "*.megatron.expert_model_parallel_size",
-    parallelism.gradient_checkpointing: "*.enable_gradient_checkpointing",
-    parallelism.fsdp_offload: "*.{fsdp,fsdp_config,veomni}.*offload*",
-    parallelism.ulysses: "*.ulysses_sequence_parallel_size *.veomni.ulysses_parallel_size",
-    multi_turn.multi_turn: f"{multi_turn.MULTI_TURN}*",
-    multi_turn.agent: "rollout.agent.*",
-    multi_turn.tools_of_data: "data.{tool_config,function_tool}_path",
-    parallelism.token_budget: "*_max_token_len_per_gpu",
-    _aggregation: "actor.loss_agg_mode",
-    _dist_checkpoint: "*.megatron.*dist_checkpointing*",
-    _frequency: "trainer.{save,test}_freq",
-    _checkpoints_to_keep: "trainer.max_*_ckpt_to_keep",
-    _resume_from: "trainer.resume_from_path",
-    _save_contents: "*.checkpoint.{save,load}_contents",
-    _model_length: "rollout.max_model_len rollout.engine_kwargs.vllm.max_model_len",
-    _length: "rollout.{prompt,response}_length",
-    _greedy: "rollout.val_kwargs.do_sample",
-    _val_temperature: "rollout.val_kwargs.temperature",
-    _val_sampling: "rollout.val_kwargs.top_[pk]",
-    _rollout_name: "rollout.name",
-    _rollout_dtype: "rollout.dtype",
-    parallelism.main_dtype: "*.{fsdp_config,fsdp}.model_dtype *.mixed_precision.{reduce,buffer}_dtype",
-    parallelism.in_override: (
-        "*.megatron.override_transformer_config.{sequence_parallel,use_distributed_optimizer}"
-        " *.megatron.override_transformer_config.{tensor_model,pipeline_model,context,expert_model}_parallel_size"
-    ),
-    _quantization: "rollout.quantization",
-    _truncation: "data.truncation",
-    _generation_batch: "data.gen_batch_size",
-    correction.trainer_mode: "trainer.v1.trainer_mode",
-    correction.off_policy_bound: "trainer.v1.sampler.max_off_policy_{threshold,strategy}",
-    correction.router_replay: "actor.{,megatron.,veomni.}router_replay.mode",
-    _group_metric: "algorithm.filter_groups.metric",
-    _most_batches: "algorithm.filter_groups.max_num_gen_batches",
-    _clip_ratio: "actor.clip_ratio",
-    _reference_model: "ref.model.path",
-    _critic_enable: "critic.enable",
-    _critic_shuffle: "critic.shuffle",
-    _profile_ranks: "actor.profiler.ranks",
-    _all_profile_ranks: "actor.profiler.all_ranks actor.profile_ranks_all",
-    _profile_contents: "actor.profiler.tool_config.torch.contents",
-    _max_positions: "model.override_config.*max_position_embeddings",
-    _overlong: "reward_model.*overlong_buffer*.* reward_model.reward_kwargs.max_resp_len",
-    correction.rejection_statistics: "algorithm.rollout_correction.rollout_rs",
-    correction.rejection_thresholds: "algorithm.rollout_correction.rollout_rs_threshold",
-    correction.rejection_lower_threshold: "algorithm.rollout_correction.rollout_rs_threshold_lower",
-    _reward_enable: "reward_model.enable",
-    _function_name: "custom_reward_function.name",
-    _input_tokenizer: "reward_model.model.input_tokenizer",
-    _reward_workers: "{reward,reward_model}.num_workers",
-}
-"""Converters and the patterns of their keys. One that returns None leaves the setting to schema.py and verl/keys.py."""
-_CONVERTERS = [(pattern, convert) for convert, text in _PATTERNS.items() for pattern in split_patterns(text)]
-
-
-def converted(key: str, value: Any, verl: Settings) -> Line | None:
-    """Return the line of a setting that a converter knows, or None."""
-    for pattern, convert in _CONVERTERS:
-        if fnmatch.fnmatchcase(key, pattern):
-            return convert(key, value, verl)
-    return None

@@ -1,5 +1,6 @@
-"""Fail if a file or a function is longer than a reader can take in, or if two modules of the package, or two of
-its public classes, have one name. Part of `make checks`, run from the repository's root."""
+"""Fail if a file or a function is longer than a reader can take in, if two modules of the package, or two of its public
+classes, have one name, or if all exceptions are caught without a reason. Part of `make checks`, run from the
+repository's root."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ PACKAGE = "rlhf_mc"
 ROOTS = (PACKAGE, "tools")
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 100
+BROAD = ("Exception", "BaseException")
 SPECIAL_FILES = ("__init__", "__main__")
 """Modules that each package may have."""
 
@@ -28,6 +30,17 @@ def oversized(path: Path, tree: ast.Module, num_lines: int) -> list[str]:
             if length > MAX_FUNCTION_LINES:
                 problems.append(f"{path}:{node.lineno}: {node.name}() has {length} lines; at most {MAX_FUNCTION_LINES}")
     return problems
+
+
+def broad_excepts(path: Path, tree: ast.Module, lines: list[str]) -> list[str]:
+    """Return one line for each `except` of every exception without its reason in a comment."""
+    return [
+        f"{path}:{node.lineno}: name the exceptions, or say in a comment on this line why all are caught"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and getattr(node.type, "id", "BaseException" if node.type is None else "") in BROAD
+        and "  # " not in lines[node.lineno - 1]
+    ]
 
 
 def shared_names(trees: Mapping[Path, ast.Module]) -> list[str]:
@@ -55,7 +68,13 @@ def main() -> int:
     sources = {path: path.read_text() for path in files}
     trees = {path: ast.parse(source, str(path)) for path, source in sources.items()}
     problems = [
-        line for path in files for line in oversized(path, trees[path], len(sources[path].splitlines()))
+        line
+        for path in files
+        for lines in [sources[path].splitlines()]
+        for line in (
+            *oversized(path, trees[path], len(lines)),
+            *broad_excepts(path, trees[path], lines),
+        )
     ] + shared_names({path: tree for path, tree in trees.items() if path.parts[0] == PACKAGE})
     print("\n".join(problems) if problems else f"structure: {len(files)} files, sizes and names are right")
     return 1 if problems else 0

@@ -29,11 +29,18 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import engine, gpt_model, megatron_patches
 from rlhf_mc.models.gpt_model import fusions
 from rlhf_mc.models.heads import log_prob_head
-from rlhf_mc.models.megatron_patches import EVERYWHERE, LOCAL_NORM, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
+from rlhf_mc.models.megatron_patches import (
+    EVERYWHERE,
+    LOCAL_NORM,
+    ON_CPU,
+    WITH_LOCAL_LAYERS,
+    WITH_TRANSFORMER_ENGINE,
+    megatron_calls,
+)
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu
 
-MEGATRON = (*EVERYWHERE, *WITH_TRANSFORMER_ENGINE, *LOCAL_NORM, *ON_CPU)
+MEGATRON = (*EVERYWHERE, *WITH_TRANSFORMER_ENGINE, *WITH_LOCAL_LAYERS, *LOCAL_NORM, *ON_CPU)
 PATCHES = {patch.target: patch for patch in (*CUDA_CALLS, *GLOO_GROUPS, *MEGATRON)}
 
 

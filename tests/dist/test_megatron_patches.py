@@ -33,6 +33,8 @@ STEPS = {
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": ("experts", 2, 1, "'te_general_gemm' is not defined"),
     f"{RANDOM}._get_cuda_rng_state": ("dense", 2, 1, NO_CUDA),
     f"{DISPATCHER}.cuda_dtoh_stream": ("experts", 2, 1, NO_CUDA),
+    "megatron.core.ssm.gated_delta_net.HAVE_FLA": ("delta", 1, 1, "FLA is not installed"),
+    "megatron.core.transformer.multi_latent_attention.TELinear": ("latent", 2, 1, r"isinstance\(\) arg 2 must be"),
     f"{DISPATCHER}._maybe_dtoh_and_synchronize": ("experts", 2, 1, f"{NO_CUDA}|no attribute 'wait_stream'"),
 }
 TESTED_ALONE = {
@@ -51,8 +53,12 @@ WORLD = pytest.mark.parametrize("world", [2])
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("patches")
-    families = {"dense": "qwen2", "experts": "qwen3_moe"}
-    return {name: str(make_checkpoint(root / name, family, num_hidden_layers=2)) for name, family in families.items()}
+    families = {"dense": "qwen2", "experts": "qwen3_moe", "delta": "qwen3_next", "latent": "deepseek_v3"}
+    untied = ("delta", "latent")
+    return {
+        name: str(make_checkpoint(root / name, family, num_hidden_layers=2, tied=name not in untied))
+        for name, family in families.items()
+    }
 
 
 def all_fail(outcomes: list[tuple[bool, Any]], error: str) -> bool:

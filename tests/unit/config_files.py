@@ -10,6 +10,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
+from rlhf_mc.verl.table import key_hint
 
 MINIMAL = """
 data:
@@ -24,14 +25,14 @@ trainer:
 def error_of(path: Path, *overrides: str) -> str:
     """Return the message of the UserError that loading raises, which is one line."""
     with pytest.raises(UserError) as caught:
-        load_config(str(path), overrides)
+        load_config(str(path), overrides, key_hint)
     message = str(caught.value)
     assert "\n" not in message
     return message
 
 
 def load(path: Path, *overrides: str) -> Config:
-    return load_config(str(path), overrides)
+    return load_config(str(path), overrides, key_hint)
 
 
 def validated(path: Path, *overrides: str, world_size: int = 4) -> Config:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models import megatron_patches
 from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.forward import pack_micro_batch, packed_lengths
 
@@ -74,3 +78,27 @@ def test_dummy_micro_batch_can_be_padded() -> None:
     micro = pack_micro_batch(make_batch([3], [4]), [], 4)
     assert micro.is_dummy
     assert micro.tokens.shape == (1, 4)  # it has two tokens
+
+
+def test_hooks_of_gradients_are_removed() -> None:
+    """Check what the removal is for: the owner of a hook, which refers to the node, can be collected."""
+
+    class Owner:
+        def __init__(self, parameter: torch.Tensor) -> None:
+            self.nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0]]
+            for _ in range(2):
+                self.nodes[0].register_hook(self.hook)
+
+        def hook(self, *gradients: object) -> None:
+            raise AssertionError("a removed hook is called")
+
+    parameter = torch.zeros(2, requires_grad=True)
+    owner = Owner(parameter)
+    nodes = list(owner.nodes)
+    collected = weakref.ref(owner)
+    megatron_patches.remove_hooks(owner.nodes)
+    assert owner.nodes == [] and collected() is not None
+    parameter.sum().backward()
+    del owner
+    gc.collect()
+    assert collected() is None and len(nodes) == 1

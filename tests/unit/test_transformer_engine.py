@@ -47,7 +47,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def test_tokens_of_context_parallel_ranks_are_ordered_as_transformer_engine_orders_them() -> None:
-    """Take the example of its reorder_seq_chunks_before_a2a_after_attn_thd."""
+    """Take the example of its reorder_seq_chunks_before_a2a_after_attn_thd, the inverse of
+    reorder_seq_chunks_after_a2a_before_attn_thd."""
     sequences = torch.tensor([*range(8), *range(8), *range(8), *range(16)])
     bounds = torch.tensor([0, 8, 16, 24, 40], dtype=torch.int32)
     by_rank = torch.tensor(

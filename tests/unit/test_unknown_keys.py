@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from config_files import MINIMAL, error_of, load
 
 from rlhf_mc.config.load import dotted_keys
-from rlhf_mc.verl import keys
+from rlhf_mc.verl import correction, multi_turn, parallelism, table, values
 
 
 @pytest.mark.parametrize(
@@ -84,12 +85,29 @@ def test_unknown_key_has_this_answer(config_file: Path, key: str, answer: str) -
 
 def test_keys_that_are_named_in_answers_exist() -> None:
     """Check each section.key in the replacements of verl's keys."""
-    rules = [keys.find_rule(rule.pattern.replace("*", "actor")) or rule for rule in keys.RULES]
-    answers = [*keys.CONVERTED_HINTS.values(), *(rule.hint() for rule in rules)]
+    keys = [key.replace("*.", "actor.").replace(".*", "") for key in table.rows()]
     known = dotted_keys()
-    for answer in answers:
+    for answer in filter(None, map(table.key_hint, keys)):
         for word in re.findall(r"\b[a-z_]+(?:\.(?!json)[a-z_]+)+\b", answer):
             assert any(key == word or key.endswith(f".{word}") for key in known), answer
+
+
+def test_the_most_specific_row_counts() -> None:
+    whole, section = (row.text for row in table.find_rows("rollout.agent.num_workers"))
+    assert whole.startswith("each rank") and section.startswith("use rollout.environment.path")
+    longer, _ = (row.text for row in table.find_rows("actor.fsdp.qat.mode"))
+    assert longer == "it is of quantization-aware training"
+    assert [row.text for row in table.find_rows("critic.grad_clip")] == ["critic.optim.clip_grad"]
+    assert list(table.find_rows("qat")) == [], "*. stands for a section"
+
+
+def test_the_table_names_each_converter() -> None:
+    named = {row.convert for row in table.rows().values()}
+    for module in (correction, multi_turn, parallelism, values):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            is_ours = function.__module__ == module.__name__
+            if is_ours and list(inspect.signature(function).parameters) == ["key", "value", "verl"]:
+                assert function in named, f"{module.__name__}.{name}"
 
 
 def test_all_unknown_keys_are_listed_at_once(config_file: Path) -> None:

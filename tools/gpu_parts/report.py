@@ -83,7 +83,7 @@ class Report:
         ranks the part ends, since the others may wait for this one in the middle of the case."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # a case that fails is part of the report
             traceback.print_exc()
             self.check(False, f"{name}: {_line(error)}")
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -101,7 +101,7 @@ class Report:
             return
         except _CaseFailed:
             pass
-        except Exception as error:
+        except Exception as error:  # a case that fails is part of the report
             traceback.print_exc()
             self.check(False, _line(error))
         self.result.verdict = FAILED if self._failures else PASSED
