@@ -91,7 +91,7 @@ def device_bfloat16(name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a step takes beside products, memory and links at their rates: nothing in a lower bound."""
+    """Time of a step beside products, memory and links at their rates: none in a lower bound."""
 
     attention: float = 1.0
     """Share of the rate of other products that attention reaches."""

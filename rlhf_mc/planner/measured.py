@@ -103,20 +103,25 @@ def expect_times(
     machine: Machine,
     lengths: Lengths,
 ) -> Expected:
-    """Return the times to expect by the nearest measurement. The arguments are plan_times's, machine at its peaks."""
+    """Return the times to expect by the nearest measurement. The arguments are plan_times's, machine
+    at its peaks. A phase is MEASURED that was, of the same model on the same GPU, with half to twice
+    as many tokens of a sequence and, in generation, sequences at a time."""
     reached, measurement = expected_machine(machine, shapes["actor"])
     times = plan_times(cfg, shapes, plan, weights, reached, lengths)
     roles = {work.phase: work.role for work in phase_work(cfg, shapes, machine.world, lengths)} | {GEN: "actor"}
     same_gpu = machine.world == 1 and machine.rates == GPUS[measurement.gpu].rates
-    ratios = {lengths.total / measurement.tokens, times.sequences_at_a_time / measurement.sequences}
-    is_near = same_gpu and cfg.rollout.quantization is None and all(0.5 <= ratio <= 2 for ratio in ratios)
+    tokens = lengths.total / measurement.tokens
+    sequences = times.sequences_at_a_time / measurement.sequences
 
     def kind(phase: str) -> str:
-        if not is_near or phase not in measurement.phases:
+        ratios = (tokens, sequences) if phase == GEN else (tokens,)
+        if not same_gpu or phase not in measurement.phases or not all(0.5 <= r <= 2 for r in ratios):
             return EXTRAPOLATED
-        shape, megatron = shapes[roles[phase]], layouts(cfg)[roles[phase]]
+        shape = shapes[roles[phase]]
+        megatron = layouts(cfg)[roles[phase]]
         same_model = (shape.hidden_size, shape.num_layers) == (measurement.hidden_size, measurement.num_layers)
         plain = (megatron.dtype, megatron.fp8, megatron.recompute_granularity) == ("bfloat16", None, None)
+        plain &= phase != GEN or cfg.rollout.quantization is None
         return MEASURED if same_model and plain else EXTRAPOLATED
 
     return Expected(times, {phase.name: kind(phase.name) for phase in times.phases}, measurement.source)

@@ -106,24 +106,23 @@ def times_table(times: StepTimes, expected: Expected, lengths: Lengths) -> str:
         f" ({times.sequences_at_a_time} sequences at a time in each engine), and the parts of the lower bounds:",
         f"{'':17}{'lower bound':>12} {'':>5} {'expected':>10}",
     ]
-    for phase, later in zip(times.phases, expected.times.phases, strict=True):
+    for phase, to_expect in zip(times.phases, expected.times.phases, strict=True):
         parts = _durations(phase.parts)
-        more = _durations({name: seconds for name, seconds in later.parts.items() if name not in phase.parts})
+        new = {name: seconds for name, seconds in to_expect.parts.items() if name not in phase.parts}
+        more = f"; expected: {_durations(new)}" if any(new.values()) else ""
         lines.append(
             f"  {phase.name:<16} {_duration(phase.total):>9}  {phase.total / times.seconds:5.0%}"
-            f" {_duration(later.total):>10} {expected.kinds[phase.name]:<13} {parts}{more and f'; expected: {more}'}"
+            f" {_duration(to_expect.total):>10} {expected.kinds[phase.name]:<13} {parts}{more}"
         )
-    totals = [f"{plan.tokens_per_gpu:.0f} tokens/s on each GPU ({kind})" for plan, kind in _both(times, expected)]
+    least = times.tokens_per_gpu
+    reached = expected.times.tokens_per_gpu
     lines.append(
         f"  step             {_duration(times.seconds):>9}        {_duration(expected.times.seconds):>10}"
-        f" {expected.kind:<13} {', '.join(totals)}; pipeline bubble {times.bubble_share:.1%} of the bound"
+        f" {expected.kind:<13} tokens/s on each GPU: {least:.0f} (bound), {reached:.0f} ({expected.kind});"
+        f" pipeline bubble {times.bubble_share:.1%} of the bound"
     )
     lines.append(f"expected: the factors of {expected.source}")
     return "\n".join(lines)
-
-
-def _both(times: StepTimes, expected: Expected) -> tuple[tuple[StepTimes, str], tuple[StepTimes, str]]:
-    return (times, "bound"), (expected.times, expected.kind)
 
 
 def _durations(parts: Mapping[str, float]) -> str:
