@@ -1,6 +1,7 @@
-"""Where does the log-prob head's time go at small hidden sizes? The present head (A) and the one with two Triton row
-kernels (B, head_kernels.py; left out without Triton), alternating, with 152k columns: forward and backward apart, as an
-update has them, beside each product alone and the reads and writes of the logits, counted.
+"""Measure where the log-prob head's time goes at small hidden sizes. The present head (A) and the one
+with two Triton row kernels (B, head_kernels.py; left out without Triton), alternating, with 152k
+columns: forward and backward apart, as an update has them, beside each product alone and the reads
+and writes of the logits, counted.
 
     python benchmarks/gpu/head.py
     python benchmarks/gpu/head.py --hidden 32 --columns 1000 --tokens 64

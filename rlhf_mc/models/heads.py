@@ -170,9 +170,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         logits = _Logits(hidden, weight, ctx.num_tokens, ctx.temperature)
         counted = torch.ones_like(log_z) if is_local is None else is_local.float()
         for part in logits.parts:
-            of_rows = [x[part, None] for x in (counted, log_z, entropy, grad_log_probs)]
-            of_entropy = None if grad_entropy is None else grad_entropy[part, None]
-            narrow = row_gradient(logits.scaled(part), local[part, None], *of_rows, of_entropy, weight.dtype)
+            narrow = row_gradient(
+                logits.scaled(part),
+                local[part, None],
+                counted[part, None],
+                log_z[part, None],
+                entropy[part, None],
+                grad_log_probs[part, None],
+                None if grad_entropy is None else grad_entropy[part, None],
+                weight.dtype,
+            )
             # Without grad_entropy a factor per row is applied outside the products with the weight and the states.
             of_row = -grad_log_probs if grad_entropy is None else torch.ones_like(log_z)
             factor = of_row[part, None] / ctx.temperature

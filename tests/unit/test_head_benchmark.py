@@ -34,9 +34,10 @@ def test_passes_over_the_logits(
 
 def test_a_variant_takes_the_place_of_the_heads_row_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let B be A with another name, and with a wrong gradient: both are compared with A."""
+    right = head.heads.row_gradient
     wrong = head.SimpleNamespace(
         row_statistics=head.heads.row_statistics,
-        row_gradient=lambda *args: -head.heads.row_gradient(*args),
+        row_gradient=lambda *args: -right(*args),
         STATISTICS_PASSES=1.0,
         GRADIENT_PASSES=1.5,
     )
