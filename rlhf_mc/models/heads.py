@@ -68,6 +68,42 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: floa
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
 
 
+def row_statistics(x: torch.Tensor, targets: torch.Tensor, out: torch.Tensor, with_entropy: bool) -> None:
+    """Write to out [4, r] the largest of each row of the logits x [r, columns] and, relative to it,
+    the target's x and the sums of exp(x) and, with_entropy, exp(x) x. x is overwritten."""
+    peak, target_x, total, weighted = out
+    torch.amax(x, -1, out=peak)
+    x.sub_(peak[:, None])
+    torch.gather(x, 1, targets[:, None], out=target_x[:, None])
+    exp = x.exp() if with_entropy else x.exp_()
+    torch.sum(exp, -1, out=total)
+    if with_entropy:
+        torch.sum(exp.mul_(x), -1, out=weighted)
+
+
+def row_gradient(
+    x: torch.Tensor,
+    targets: torch.Tensor,
+    counted: torch.Tensor,
+    log_z: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the gradient of the logits x [r, columns], which are overwritten; without grad_entropy
+    divided by -grad_log_probs. All others are [r, 1]; counted is 1.0 where the target is among the
+    columns, else 0.0."""
+    log_p = x.sub_(log_z)
+    if grad_entropy is None:
+        grad = log_p.exp_().scatter_add_(1, targets, -counted)
+    else:
+        grad = log_p.exp()
+        log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_probs).neg_()
+        grad.mul_(log_p).scatter_add_(1, targets, counted * grad_log_probs)
+    return grad.to(dtype)
+
+
 class _VocabParallelLogProbs(torch.autograd.Function):
     """log softmax(x)[target] and the entropy H of softmax(x), x = hidden weight^T / temperature, where the rows of
     weight are sharded over a process group. The backward pass recomputes x, chunk by chunk.
@@ -96,18 +132,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             is_local = (local >= 0) & (local < columns)
             local = torch.where(is_local, local, 0)
         # Of this rank's columns, relative to their largest x: the target's x, sum exp(x), sum exp(x) x.
-        peak, target_x, total, weighted = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
+        rows = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
         logits = _Logits(hidden, weight, num_tokens, temperature)
         for part in logits.parts:
-            x = logits.scaled(part)
-            torch.amax(x, -1, out=peak[part])
-            x.sub_(peak[part, None])
-            torch.gather(x, 1, local[part, None], out=target_x[part, None])
-            exp = x.exp() if with_entropy else x.exp_()
-            torch.sum(exp, -1, out=total[part])
-            if with_entropy:
-                torch.sum(exp.mul_(x), -1, out=weighted[part])
-            del x, exp  # before those of the next chunk
+            row_statistics(logits.scaled(part), local[part], rows[:, part], with_entropy)
+        peak, target_x, total, weighted = rows
         target_x = target_x + peak if is_local is None else torch.where(is_local, target_x + peak, 0.0)
         if is_sharded:
             highest = peak.clone()
@@ -141,18 +170,19 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         logits = _Logits(hidden, weight, ctx.num_tokens, ctx.temperature)
         counted = torch.ones_like(log_z) if is_local is None else is_local.float()
         for part in logits.parts:
-            log_p = logits.scaled(part).sub_(log_z[part, None])
-            at_target = (local[part, None], counted[part, None])
-            if grad_entropy is None:
-                # One factor per row, applied outside the products with the weight and with the states.
-                factor = -grad_log_probs[part, None] / ctx.temperature
-                grad = log_p.exp_().scatter_add_(1, at_target[0], -at_target[1])
-            else:
-                factor = torch.full_like(log_z[part, None], 1.0 / ctx.temperature)
-                grad = log_p.exp()
-                log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_log_probs[part, None]).neg_()
-                grad.mul_(log_p).scatter_add_(1, at_target[0], at_target[1] * grad_log_probs[part, None])
-            narrow = grad.to(weight.dtype)
+            narrow = row_gradient(
+                logits.scaled(part),
+                local[part, None],
+                counted[part, None],
+                log_z[part, None],
+                entropy[part, None],
+                grad_log_probs[part, None],
+                None if grad_entropy is None else grad_entropy[part, None],
+                weight.dtype,
+            )
+            # Without grad_entropy a factor per row is applied outside the products with the weight and the states.
+            of_row = -grad_log_probs if grad_entropy is None else torch.ones_like(log_z)
+            factor = of_row[part, None] / ctx.temperature
             grad_hidden[part] = torch.mm(narrow, weight) * factor
             if grad_weight is not None:
                 states = (hidden[part] * factor).to(weight.dtype)
@@ -160,7 +190,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                     _add_product(grad_weight, narrow.t(), states, beta=1.0)
                 else:
                     grad_weight += torch.mm(narrow.t(), states)
-            del log_p, grad, narrow  # before those of the next chunk
+            del narrow  # before that of the next chunk
         if ctx.group.size() > 1:
             # Each rank has the contribution of its columns.
             dist.all_reduce(grad_hidden, group=ctx.group)

@@ -23,6 +23,7 @@ from rlhf_mc.config.load import load_config, read_settings
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, Machine, parse_gpu
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.lengths import expected_lengths
+from rlhf_mc.planner.measured import expect_times
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.planner.report import (
     NO_TIMES,
@@ -78,18 +79,19 @@ def _plan(arguments: argparse.Namespace) -> None:
     storage = plan_storage(cfg, shapes, plan, gpus_per_node, arguments.storage_bandwidth)
     transfers = plan_traffic(cfg, shapes, capacity.num_ranks, gpus_per_node, lengths)
     machine = _machine(arguments)
-    times = None
+    times = expected = None
     if machine is not None:
         weights = [transfer for transfer in transfers if transfer.phase == UPDATE_WEIGHTS]
         times = plan_times(cfg, shapes, plan, weights, machine, lengths)
+        expected = expect_times(cfg, shapes, plan, weights, machine, lengths)
     if arguments.json:
         files = {"host_memory": vars(host), "storage": {**vars(storage), "space": storage.space}}
-        text = {**as_json(plan, fit, transfers), **files, "times": times and times_json(times, lengths)}
+        text = {**as_json(plan, fit, transfers), **files, "times": times and times_json(times, lengths, expected)}
         print(json.dumps(text))
     else:
         memory = table(cfg, plan, capacity.device_bytes)
         print(memory, host_table(host, storage), traffic_table(transfers), sep="\n")
-        print(times_table(times, lengths) if times else NO_TIMES)
+        print(times_table(times, expected, lengths) if times and expected else NO_TIMES)
     if fit.problem is not None:
         raise UserError(fit_error(cfg, shapes, capacity, fit))
     if not arguments.json:

@@ -31,7 +31,7 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     Prefill is bound by its FLOPs; an engine computes each prompt once, by its prefix cache. Decoding computes one token
     of each sequence in an engine step, which reads the weights and the keys and values of all sequences: the longer of
     memory and FLOPs, at the mean length. A layer has two all-reduces; each sampled token has its float32 logits
-    gathered."""
+    gathered. "host" is what the device waits for."""
     tp = cfg.rollout.tensor_model_parallel_size
     engines = machine.world // tp
     prompts = prompts_per_batch(cfg.data)
@@ -41,7 +41,7 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     prefilled = math.ceil(prompts * min(responses, engines) / engines)
     rates = machine.rates
     fp8 = cfg.rollout.quantization == "fp8"
-    rate = ProductRate(rates, cfg.actor.megatron.dtype, fp8)
+    rate = ProductRate(machine, cfg.actor.megatron.dtype, fp8)
     prefill = rate.seconds(forward_flops(shape, [lengths.prompt], 1)) * prefilled / tp
     # Positions 1 to the last but one of the response; its first token comes from the prefill.
     steps = max(lengths.response - 1, 0.0) * sequences / decoded
@@ -59,13 +59,15 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     read = decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, decoded) + decoded * kv_bytes
     memory = read / rates.memory
     products = decoded * rate.seconds(one) / tp
-    seconds = {"prefill": prefill, "decode": steps * max(memory, products)}
+    device = max(memory, products) + shape.num_layers * machine.overheads.layer_seconds
+    seconds = {"prefill": prefill, "decode": steps * device}
     if tp > 1:
         tokens = steps * decoded + prefilled * lengths.prompt
         states = 2 * shape.num_layers * tokens * shape.hidden_size * itemsize
         logits = steps * decoded * padded_vocab_size(shape.vocab_size, 1) * _FLOAT32
         seconds["tensor parallel"] = ring_seconds(2 * states + logits, tp, machine)
-    return seconds
+    host = steps * decoded * machine.overheads.host_seconds - sum(seconds.values()) + prefill
+    return {**seconds, "host": host} if host > 0 else seconds
 
 
 def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsize: int, tokens: int) -> float:

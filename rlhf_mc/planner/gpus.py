@@ -90,6 +90,27 @@ def device_bfloat16(name: str) -> float | None:
 
 
 @dataclass(frozen=True)
+class Overheads:
+    """Time of a step beside products, memory and links at their rates: none in a lower bound."""
+
+    attention: float = 1.0
+    """Share of the rate of other products that attention reaches."""
+    forward_traffic: float = 0.0
+    """Bytes that a forward pass reads and writes outside of products, over those that its layers store for a backward
+    pass without recomputation."""
+    training_traffic: float = 0.0
+    """The same of a forward and a backward pass, over the same bytes."""
+    forward_logits: float = 0.0
+    """Reads and writes of float32 logits in a forward pass of the log-prob head."""
+    training_logits: float = 0.0
+    """The same of a forward and a backward pass."""
+    layer_seconds: float = 0.0
+    """Of an engine step, for each layer, beside products and bytes: launches, small kernels, a part of the sampler."""
+    host_seconds: float = 0.0
+    """Of an engine step on the host, for each sequence. The device computes meanwhile."""
+
+
+@dataclass(frozen=True)
 class Machine:
     """The GPUs of a run and their links."""
 
@@ -98,6 +119,7 @@ class Machine:
     rates: Rates
     network: float
     """Bytes per second and direction of the network, per GPU."""
+    overheads: Overheads = Overheads()
 
     def seconds(self, intra_node: float, inter_node: float) -> float:
         """Return the seconds in which a rank receives bytes from its node and, at the same time, from others."""
@@ -107,11 +129,13 @@ class Machine:
 class ProductRate:
     """Rates of products."""
 
-    def __init__(self, rates: Rates, dtype: str, fp8: bool) -> None:
+    def __init__(self, machine: Machine, dtype: str, fp8: bool) -> None:
+        rates = machine.rates
         self._wide = rates.float32 if dtype == "float32" else rates.bfloat16
         self._weights = (rates.fp8 or self._wide) if fp8 else self._wide
+        self._attention = self._wide * machine.overheads.attention
 
     def seconds(self, flops: ForwardFlops) -> float:
         """Return the seconds of a forward pass. With fp8 attention and output layer are in bfloat16."""
         in_layers = (flops.projections + flops.feed_forward) / self._weights
-        return in_layers + (flops.attention + flops.output) / self._wide
+        return in_layers + flops.attention / self._attention + flops.output / self._wide

@@ -13,6 +13,7 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.config.yaml_reader import yaml_document
 from rlhf_mc.planner.host_memory import NodeMemory
 from rlhf_mc.planner.lengths import Lengths
+from rlhf_mc.planner.measured import Expected
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
 from rlhf_mc.planner.search import EQUAL, Choice
 from rlhf_mc.planner.start import GB, MemoryFit, rank_text
@@ -25,6 +26,7 @@ _COLUMNS = (
     "rank",
     "step s",
     "tokens/s/GPU",
+    "expected",
     "GB left",
     "TP",
     "CP",
@@ -96,20 +98,35 @@ def host_table(host: NodeMemory, storage: Storage) -> str:
     return "\n".join(lines)
 
 
-def times_table(times: StepTimes, lengths: Lengths) -> str:
-    """Return the text: each phase with its lower bound, its share of the step, and its parts."""
+def times_table(times: StepTimes, expected: Expected, lengths: Lengths) -> str:
+    """Return the text: each phase with its lower bound, its share of the bounds, what is expected with its kind, the
+    parts of the bound, and what is expected beside them."""
     lines = [
-        f"lower bounds of a step's times, for prompts of {lengths.prompt:g} and responses of {lengths.response:g}"
-        f" tokens ({times.sequences_at_a_time} sequences at a time in each engine):"
+        f"times of a step, for prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens"
+        f" ({times.sequences_at_a_time} sequences at a time in each engine), and the parts of the lower bounds:",
+        f"{'':17}{'lower bound':>12} {'':>5} {'expected':>10}",
     ]
-    for phase in times.phases:
-        parts = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in phase.parts.items() if seconds > 0)
-        lines.append(f"  {phase.name:<16} {_duration(phase.total):>9} {phase.total / times.seconds:5.0%}   {parts}")
+    for phase, to_expect in zip(times.phases, expected.times.phases, strict=True):
+        parts = _durations(phase.parts)
+        new = {name: seconds for name, seconds in to_expect.parts.items() if name not in phase.parts}
+        more = f"; expected: {_durations(new)}" if any(new.values()) else ""
+        lines.append(
+            f"  {phase.name:<16} {_duration(phase.total):>9}  {phase.total / times.seconds:5.0%}"
+            f" {_duration(to_expect.total):>10} {expected.kinds[phase.name]:<13} {parts}{more}"
+        )
+    least = times.tokens_per_gpu
+    reached = expected.times.tokens_per_gpu
     lines.append(
-        f"  step             {_duration(times.seconds):>9}        {times.tokens_per_gpu:.0f} tokens/s on each GPU,"
-        f" {times.tokens_per_gpu * times.world:.0f} in all; pipeline bubble {times.bubble_share:.1%}"
+        f"  step             {_duration(times.seconds):>9}        {_duration(expected.times.seconds):>10}"
+        f" {expected.kind:<13} tokens/s on each GPU: {least:.0f} (bound), {reached:.0f} ({expected.kind});"
+        f" pipeline bubble {times.bubble_share:.1%} of the bound"
     )
+    lines.append(f"expected: the factors of {expected.source}")
     return "\n".join(lines)
+
+
+def _durations(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds > 0)
 
 
 def _gigabytes(sizes: Mapping[str, float]) -> str:
@@ -139,9 +156,9 @@ def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traf
     }
 
 
-def times_json(times: StepTimes, lengths: Lengths) -> dict[str, Any]:
-    """Return the times as plain data, in seconds."""
-    return {
+def times_json(times: StepTimes, lengths: Lengths, expected: Expected | None) -> dict[str, Any]:
+    """Return the lower bounds as plain data, in seconds, and below "expected" the times to expect with their kinds."""
+    text = {
         "prompt_length": lengths.prompt,
         "response_length": lengths.response,
         "sequences_at_a_time": times.sequences_at_a_time,
@@ -152,6 +169,10 @@ def times_json(times: StepTimes, lengths: Lengths) -> dict[str, Any]:
         "tokens_per_second_per_gpu": times.tokens_per_gpu,
         "bubble_share": times.bubble_share,
     }
+    if expected is None:
+        return text
+    kinds = {"kind": expected.kind, "kinds": dict(expected.kinds), "source": expected.source}
+    return {**text, "expected": {**times_json(expected.times, lengths, None), **kinds}}
 
 
 # ---------------------------------------------------------------- a search
@@ -166,7 +187,8 @@ def search_table(choices: Sequence[Choice], lengths: Lengths) -> str:
         f"plans that fit, by the lower bound of a step with prompts of {lengths.prompt:g} and responses of"
         f" {lengths.response:g} tokens (those within {EQUAL:.0%}: by less offload and recomputation):"
     )
-    return "\n".join([title, *lines])
+    sources = {f"expected: {one.kind}, the factors of {one.source}" for one in (c.expected for c in choices) if one}
+    return "\n".join([title, *lines, *sorted(sources)])
 
 
 def _row(number: int, choice: Choice) -> tuple[str, ...]:
@@ -178,6 +200,7 @@ def _row(number: int, choice: Choice) -> tuple[str, ...]:
         str(number),
         f"{choice.times.seconds:.1f}",
         f"{choice.times.tokens_per_gpu:.0f}",
+        f"{choice.expected.times.tokens_per_gpu:.0f}" if choice.expected else "",
         f"{choice.fit.spare / 1e9:.1f}",
         str(actor.tensor_model_parallel_size),
         str(actor.context_parallel_size),
@@ -200,7 +223,7 @@ def search_json(choices: Sequence[Choice], lengths: Lengths) -> list[dict[str, A
             "settings": dict(choice.settings),
             "spare_bytes": choice.fit.spare,
             "fullest_phase": choice.fit.phase,
-            "times": times_json(choice.times, lengths),
+            "times": times_json(choice.times, lengths, choice.expected),
         }
         for choice in choices
     ]

@@ -22,12 +22,13 @@ from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.lengths import Lengths
+from rlhf_mc.planner.measured import Expected, expect_times
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.model_state import ModelState
 from rlhf_mc.planner.rank_layouts import planned_layouts
 from rlhf_mc.planner.start import Capacity, MemoryFit, check_fit, plan_run, planned_shapes
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
-from rlhf_mc.planner.traffic import weight_update
+from rlhf_mc.planner.traffic import Traffic, weight_update
 from rlhf_mc.reshard.layout import logical_shapes
 from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.rollout.engines import engine_factory
@@ -39,8 +40,8 @@ MARGIN = 0.05
 EQUAL = 0.03
 """Share of a time by which two bounds do not differ: they leave more out than that. The simpler settings then come
 first."""
-SECONDS = 45.0
-"""Time after which a search begins nothing new and returns the best so far."""
+BUDGET = 4000
+"""Layouts, candidates and plans after which a search returns the best so far, on any machine."""
 MOST_RANKS = 4096
 """Ranks beyond which a search leaves out the weight update, whose plan for all of them takes minutes."""
 _PRINT_SECONDS = 5.0
@@ -87,6 +88,8 @@ class Choice:
     fit: MemoryFit
     offload: int
     """Number of the offload settings, in the order in which they are tried."""
+    expected: Expected | None = None
+    """The times to expect; None: not yet computed."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,8 @@ def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Le
     user's. Raise UserError if none fits, or if the settings are wrong whatever the layout."""
     run = _Search(settings, machine, capacity, lengths)
     choices = run.best(top, beyond_node=False) or run.best(top, beyond_node=True)
-    if run.time.is_up:
-        hint = "with the best so far; with fewer GPUs it would compare all"
-        print_line(f"the search has ended after {SECONDS:.0f} s, {hint}")
-        if not choices:
-            raise UserError(f"the search has found no settings that fit in {SECONDS:.0f} s; name fewer GPUs")
+    if run.budget.is_spent:
+        print_line(f"the search ended after {BUDGET} settings; with fewer GPUs it would compare all")
     if machine.world > MOST_RANKS:
         hint = "the times leave out the weight update; plan the choice without --search"
         print_line(f"of more than {MOST_RANKS} GPUs {hint}")
@@ -124,24 +124,24 @@ def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Le
     return choices
 
 
-class _Time:
-    """The time of a search."""
+class _Budget:
+    """The number of settings that a search looks at. The clock decides only when a line is printed."""
 
     def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._printed = self._start
-        self.is_up = False
-        """The search has left something out."""
+        self._looked_at = 0
+        self._printed = time.monotonic()
+        self.is_spent = False  # something was left out
 
-    def is_over(self, share: float, done: str) -> bool:
-        """Return whether this share of the time is over. done: what the search has done, which is printed at times."""
-        now = time.monotonic()
-        if now - self._printed >= _PRINT_SECONDS:
-            self._printed = now
-            print_line(f"search: {done} ({now - self._start:.0f} s)")
-        is_over = now - self._start > share * SECONDS
-        self.is_up |= is_over
-        return is_over
+    def take(self, share: float, done: str) -> bool:
+        """Count one more setting, and return whether this share of the budget has room for it.
+        done: what the search has done, printed at times."""
+        if time.monotonic() - self._printed >= _PRINT_SECONDS:
+            self._printed = time.monotonic()
+            print_line(f"search: {done}")
+        self._looked_at += 1
+        has_room = self._looked_at <= share * BUDGET
+        self.is_spent |= not has_room
+        return has_room
 
 
 class _Search:
@@ -151,7 +151,7 @@ class _Search:
         self._capacity = capacity
         self._device_bytes = capacity.device_bytes
         self._lengths = lengths
-        self.time = _Time()
+        self.budget = _Budget()
         self._base = self._config({})
         self._longest = self._base.data.max_prompt_length + self._base.data.max_response_length
         self._shapes = planned_shapes(self._base)
@@ -168,7 +168,7 @@ class _Search:
         best: dict[tuple[object, ...], Choice] = {}
         candidates = sorted(self._candidates(beyond_node), key=lambda candidate: candidate.bound)
         for number, candidate in enumerate(candidates):
-            if self.time.is_over(0.8, f"{number} of {len(candidates)} settings tried, {len(best)} layouts fit"):
+            if not self.budget.take(0.8, f"{number} of {len(candidates)} settings tried, {len(best)} layouts fit"):
                 break
             enough = sorted(choice.times.seconds for choice in best.values())[top - 1 : top]
             if enough and candidate.bound > enough[0] * (1 + EQUAL):
@@ -178,9 +178,7 @@ class _Search:
                 best[key] = _ranked([choice, best.get(key, choice)])[0]
         complete: list[Choice] = []
         for choice in _ranked(list(best.values())):
-            if len(complete) == top or (
-                complete and self.time.is_over(1.0, f"{len(complete)} of {top} plans completed")
-            ):
+            if len(complete) == top or (complete and not self.budget.take(1.0, f"{len(complete)} of {top} plans")):
                 break
             complete += filter(None, [self._complete(choice)])
         return _ranked(complete)
@@ -201,7 +199,7 @@ class _Search:
             rollouts[rollout_tp] = sum(parts.values())
         is_any = False
         for number, layout in enumerate(self._layouts(beyond_node)):
-            if self.time.is_over(0.5, f"{number} layouts looked at"):
+            if not self.budget.take(0.5, f"{number} layouts looked at"):
                 break
             budget = self._budget_sizes(layout)[-1]
             trial = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
@@ -407,13 +405,14 @@ class _Search:
         machine = self._machine
         if fit is None:
             return None
-        if machine.world > MOST_RANKS:
-            return replace(choice, fit=fit)
-        shape = self._shapes["actor"]
-        layouts = planned_layouts(shape, training_mesh(choice.cfg.actor.megatron, machine.world), cuda=True)
-        weights = weight_update(choice.cfg, shape, layouts, machine.gpus_per_node)
+        weights: list[Traffic] = []
+        if machine.world <= MOST_RANKS:
+            shape = self._shapes["actor"]
+            layouts = planned_layouts(shape, training_mesh(choice.cfg.actor.megatron, machine.world), cuda=True)
+            weights = weight_update(choice.cfg, shape, layouts, machine.gpus_per_node)
         times = plan_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
-        return replace(choice, times=times, fit=fit)
+        expected = expect_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
+        return replace(choice, times=times, expected=expected, fit=fit)
 
     def _plan(self, cfg: Config, one_of_each_stage: bool = True) -> list[RankMemory]:
         world = self._machine.world

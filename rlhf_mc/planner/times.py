@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
-from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.planner.activations import layer_bytes
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine, ProductRate
@@ -118,7 +119,7 @@ class _Model:
         self._megatron = megatron
         self._mesh = mesh
         self._machine = machine
-        self._rate = ProductRate(machine.rates, megatron.dtype, megatron.fp8 is not None)
+        self._rate = ProductRate(machine, megatron.dtype, megatron.fp8 is not None)
         self._lengths = lengths
 
     def forward(self, work: PhasePasses) -> dict[str, float]:
@@ -176,7 +177,28 @@ class _Model:
             # Keys and values are received while attention to the ones before is computed.
             attention = self._attention(stage, sequences) * (1 + BACKWARD * backward)
             communication["context parallel"] = max(0.0, communication["context parallel"] - attention)
-        return {"products": products, **communication}
+        return {"products": products, **self._traffic(stage, sequences, results, backward), **communication}
+
+    def _traffic(self, stage: int, sequences: float, results: float, backward: bool) -> dict[str, float]:
+        """Return the seconds in which a micro-batch's activations and logits are read and written outside of products,
+        by the machine's overheads; none in a lower bound."""
+        extra = self._machine.overheads
+        if not extra.forward_traffic:
+            return {}
+        mesh = self._mesh
+        whole = replace(self._megatron, recompute_granularity=None)
+        moved = 0.0
+        for part in self._shape.by_kind(itertools.chain(*mesh.chunk_layers(self._shape.num_layers, stage))):
+            stored = layer_bytes(part, whole, True).stored
+            recomputed = layer_bytes(part, self._megatron, True).recomputed
+            training = stored * extra.training_traffic + recomputed * extra.forward_traffic
+            moved += part.num_layers * (training if backward else stored * extra.forward_traffic)
+        seconds = {"activations": sequences / mesh.cp * self._lengths.total * moved / self._machine.rates.memory}
+        if stage == mesh.pp - 1 and not self._shape.value_head:
+            passes = extra.training_logits if backward else extra.forward_logits
+            logits = sequences / mesh.cp * results * padded_vocab_size(self._shape.vocab_size, mesh.tp) / mesh.tp
+            seconds["logits"] = passes * logits * _FLOAT32 / self._machine.rates.memory
+        return seconds
 
     def _attention(self, stage: int, sequences: float) -> float:
         """Return the seconds of attention of a micro-batch's forward pass on a stage."""

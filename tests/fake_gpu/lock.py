@@ -31,6 +31,8 @@ CHECKS: dict[str, tuple[list[str], dict[str, str]]] = {
     "config_b200": (["lock_config.py", "b200"], {}),
     "sampler": (["lock_sampler.py"], {"TRITON_INTERPRET": "1"}),
     "tf32": (["lock_tf32.py"], {}),
+    "head": (["lock_head.py", "interpreted"], {"TRITON_INTERPRET": "1"}),
+    "head_compiled": (["lock_head.py", "compiled"], {}),
     "sleep": (["lock_sleep.py"], {}),
 }
 """Name -> program in this folder with its arguments, and environment variables."""

@@ -24,6 +24,7 @@ MODELS = {
     "grpo_qwen3_235b_a22b": "qwen3-235b-a22b",
     "grpo_qwen3_8b_32k": "qwen3-8b",
     "ppo_70b": "llama-3-70b",
+    "ppo_70b_8b_critic": "llama-3-70b",
     "ppo_qwen2.5_0.5b": "qwen2.5-0.5b",
     "ppo_qwen2.5_32b": "qwen2.5-32b",
     "ppo_qwen2.5_7b": "qwen2.5-7b",

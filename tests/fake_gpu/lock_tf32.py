@@ -52,16 +52,19 @@ class Driver(DriverBase):
 
 
 class Compiled:
-    """Stands for a kernel of Triton: a launch compiles it and keeps its PTX."""
+    """Stands for a kernel of Triton: a launch compiles it and keeps its PTX and machine code."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self.ptx = ""
+        self.cubin = b""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             self._kernel.device_caches.clear()  # they are not keyed by the environment; Triton's files are
-            self.ptx = self._kernel.run(*args, grid=grid, warmup=True, **kwargs).asm["ptx"]
+            asm = self._kernel.run(*args, grid=grid, warmup=True, **kwargs).asm
+            self.ptx = asm["ptx"]
+            self.cubin = asm["cubin"]
 
         return launch
 

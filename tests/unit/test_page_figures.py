@@ -17,6 +17,7 @@ from rlhf_mc.config.schema import get_setting
 from rlhf_mc.observability.catalog import undeclared
 from rlhf_mc.observability.step_table import COLUMNS
 from rlhf_mc.planner.__main__ import main as planner
+from rlhf_mc.planner.published import MODELS
 from rlhf_mc.topology.groups import _group_ranks
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.open_files import needed
@@ -92,6 +93,18 @@ def test_the_plan_of_the_cluster_page_is_the_planners(capsys: pytest.CaptureFixt
     assert planner([*arguments, "--model", "llama-3-70b"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in output.splitlines() if line.strip() != "..." and line not in printed] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", rows(section("planner", "Times")), ids=lambda row: row[0])
+def test_what_is_reachable_for_70b(row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    config, *overrides = " ".join(re.findall(r"`([^`]+)`", row[0])).split()
+    critic = [f"critic.model_path={MODELS}/llama-3-8b"] if "8b_critic" in config else []
+    arguments = [str(ROOT / "configs" / f"{config}.yaml"), "--model", "llama-3-70b", "--nodes", "8"]
+    assert planner([*arguments, *overrides, *critic, "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)["times"]
+    each = [plan["tokens_per_second_per_gpu"] for plan in (times, times["expected"])]
+    assert row[1:] == [f"{times['step_seconds']:.1f} s", *(f"{tokens:.0f}" for tokens in each)]
 
 
 AS_SHIPPED = "as the config has it"

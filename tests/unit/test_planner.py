@@ -139,7 +139,10 @@ def test_no_settings_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "80"], ("--gpu is '80'", "80e9")),
         (["--nodes", "3"], ("does not divide the 24 processes",)),
         (["actor.megatron.pipeline_model_parallel_size=3"], ("pipeline_model_parallel_size",)),
-        (["--model", "Llama-3-7b"], ("--model is 'Llama-3-7b' (near: llama-3-70b); ", "qwen2.5-0.5b, qwen2.5-32b")),
+        (
+            ["--model", "Llama-3-7b"],
+            ("--model is 'Llama-3-7b' (near: llama-3-70b, llama-3-8b); ", "qwen2.5-0.5b, qwen2.5-32b"),
+        ),
         (["--model", "configs"], ("--model is 'configs'; it must be a directory with config.json",)),
         (["critic.model_path=nowhere"], ("critic.model_path: nowhere/config.json", "give critic.model_path=DIRECTORY")),
     ],

@@ -78,8 +78,9 @@ def test_table(run: Any) -> None:
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith("plans that fit, by the lower bound of a step with prompts of 512")
-    assert lines[1].split()[:4] == ["rank", "step", "s", "tokens/s/GPU"]
-    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "3"]
+    assert lines[1].split()[:5] == ["rank", "step", "s", "tokens/s/GPU", "expected"]
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "3", "expected:"]
+    assert lines[-1].startswith("expected: extrapolated, the factors of one H200, Qwen2.5-0.5B")
 
 
 @pytest.mark.slow
@@ -133,26 +134,25 @@ def test_less_memory_takes_more_of_what_saves_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_ends_in_time_with_the_best_so_far(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count looks at the clock as seconds."""
-    monkeypatch.setattr(search_module, "time", SimpleNamespace(monotonic=itertools.count().__next__))
-    code, out, err = run(SMALL, "--search", "--top", "3", "--json")
-    assert code == 0 and json.loads(out)
-    lines = err.splitlines()
-    assert re.fullmatch(r"rlhf_mc: search: \d+ layouts looked at \(5 s\)", lines[0])
-    assert lines[-1] == (
-        "rlhf_mc: the search has ended after 45 s, with the best so far; with fewer GPUs it would compare all"
-    )
-    monkeypatch.setattr(search_module, "SECONDS", 0.0)
-    code, out, err = run(SMALL, "--search")
-    assert (code, out) == (2, "")
-    assert "rlhf_mc: error: the search has found no settings that fit in 0 s; name fewer GPUs" in err
+def test_a_slow_machine_finds_the_same(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an hour pass between two looks at the clock."""
+    arguments = (SMALL, "--search", "--top", "3", "--json")
+    code, out, err = run(*arguments)
+    clock = SimpleNamespace(monotonic=itertools.count(step=3600).__next__)
+    monkeypatch.setattr(search_module, "time", clock)
+    slow_code, slow_out, slow_err = run(*arguments)
+    assert (code, out) == (slow_code, slow_out) and len(json.loads(out)) == 3
+    assert slow_err.count("rlhf_mc: search: ") > err.count("rlhf_mc: search: ")
+    assert re.fullmatch(r"rlhf_mc: search: \d+ layouts looked at", slow_err.splitlines()[0])
 
 
 @pytest.mark.slow
-def test_a_search_on_very_many_ranks_leaves_out_the_weight_update(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "MOST_RANKS", 7)
-    monkeypatch.setattr(search_module, "weight_update", None)
-    code, out, err = run(SMALL, "--search", "--top", "1")
-    assert code == 0 and out
-    assert "of more than 7 GPUs the times leave out the weight update" in err
+def test_a_search_ends_after_its_budget(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "BUDGET", 20)
+    code, out, err = run(SMALL, "--search", "--top", "3", "--json")
+    assert code == 0 and 0 < len(json.loads(out)) <= 3
+    assert err.splitlines()[-1] == ("rlhf_mc: the search ended after 20 settings; with fewer GPUs it would compare all")
+    monkeypatch.setattr(search_module, "BUDGET", 0)
+    code, out, err = run(SMALL, "--search")
+    assert (code, out) == (2, "")
+    assert "rlhf_mc: error: no settings fit 8 GPUs of 85.9 GB" in err

@@ -36,6 +36,7 @@ CLUSTERS: list[tuple[str, int, str, float, float]] = [
     ("ppo_qwen2.5_32b", 16, "qwen2.5-32b", 13.8, 1142),
     ("ppo_qwen3_30b_a3b", 16, "qwen3-30b-a3b", 15.1, 1033),
     ("ppo_70b", 64, "llama-3-70b", 21.8, 676),
+    ("ppo_70b_8b_critic", 64, "llama-3-70b", 21.0, 488),
     ("grpo_glm_4.5_air", 64, "glm-4.5-air", 29.0, 530),
     ("grpo_mixtral_8x22b", 64, "mixtral-8x22b", 29.0, 609),
     ("grpo_gpt_oss_120b", 64, "gpt-oss-120b", 27.5, 533),
@@ -45,9 +46,17 @@ CLUSTERS: list[tuple[str, int, str, float, float]] = [
     ("grpo_deepseek_v3", 256, "deepseek-v3", 12.7, 758),
     ("grpo_kimi_k2", 512, "kimi-k2", 12.7, 586),
 ]
+CRITICS = {"ppo_70b_8b_critic": "llama-3-8b"}
+"""Config -> the model of its critic, where it is not the actor's."""
 GB = 10**9
 MARGIN = 12 * GB
 """Left of each GPU: for graphs that vLLM may keep while it sleeps, fragmentation, and what no plan has."""
+
+
+def model_paths(name: str, model: str) -> list[str]:
+    """Return the overrides with published models in place of a config's own."""
+    critics = [model_path(CRITICS[name]).replace("model.path", "critic.model_path")] if name in CRITICS else []
+    return [model_path(model), *critics]
 
 
 @pytest.mark.parametrize(("name", "world", "model"), [cluster[:3] for cluster in CLUSTERS])
@@ -55,7 +64,8 @@ def test_config_fits_its_world_size_and_model(name: str, world: int, model: str)
     cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
     check_config(cfg, world)
     for role, megatron in layouts(cfg).items():
-        check_layout(ModelShape.from_hf_config(CONFIGS[model], value_head=role == "critic"), megatron)
+        of_role = CRITICS.get(name, model) if role == "critic" else model
+        check_layout(ModelShape.from_hf_config(CONFIGS[of_role], value_head=role == "critic"), megatron)
     shape = ModelShape.from_hf_config(CONFIGS[model])
     check_vllm(shape, cfg.rollout.tensor_model_parallel_size)
     assert cfg.data.max_prompt_length + cfg.data.max_response_length <= shape.max_position_embeddings
@@ -68,7 +78,7 @@ def test_config_fits_its_world_size_and_model(name: str, world: int, model: str)
 def test_config_fits_its_machine(name: str, world: int, model: str, spare: float, host: float) -> None:
     """Plan the run on GPUs of 80 GiB, and compare with the figures in the config's comments."""
     config = str(REPO / "configs" / f"{name}.yaml")
-    cfg = load_config(config, [model_path(model)])
+    cfg = load_config(config, model_paths(name, model))
     gpus_per_node = min(world, 8)
     capacity = Capacity(world, 80 << 30, True, gpus_per_node, 2e12)
     plan = plan_run(cfg, planned_shapes(cfg), capacity)
@@ -240,6 +250,7 @@ def test_memory_of_other_settings(change: str, gb: float) -> None:
     ("script", "config", "nodes"),
     [
         ("ppo_70b.sh", "ppo_70b", 8),
+        ("ppo_70b.sh", "ppo_70b_8b_critic", 8),
         ("ppo_1node.sh", "ppo_qwen2.5_0.5b", 1),
         ("ppo_1node.sh", "ppo_qwen2.5_7b", 1),
         ("ppo_2nodes.sh", "ppo_qwen2.5_32b", 2),

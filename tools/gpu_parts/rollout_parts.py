@@ -37,7 +37,8 @@ from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
 
 ROOT = Path(__file__).resolve().parents[2]
-PHASES = ("gen", "old_log_prob", "values", "update_critic", "update_actor")
+PASSES = {"gen": 1, "old_log_prob": 1, "values": 1, "update_critic": 3, "update_actor": 3}
+"""Phase -> FLOPs over those of a forward pass."""
 ACCURACY = 0.9
 """Validation accuracy that the quickstart must reach."""
 GPU_MEMORY_UTILIZATION = 0.3
@@ -199,18 +200,19 @@ def step_speed(report: Report, sizes: Sizes) -> None:
             difference = state.metrics["training/rollout_logprobs_diff_mean"]
             report.check(difference < DEFAULT_BOUND["bfloat16"], f"step {step}: log-probs differ by {difference:.3f}")
         times = state.timer.result()
-        shape = run.actor.shape
+        assert run.critic is not None
+        critic = run.critic.shape
+        shapes = dict.fromkeys(PASSES, run.actor.shape) | {"values": critic, "update_critic": critic}
         world = run.groups.mesh.world
     lens = batch.seq_lens.tolist()
     responses = int(batch.response_lens.sum())
     peak = measure.matmul_rate(sizes.matmul)
     sheet = measure.data_sheet_flops()
-    passes = {"gen": 1, "old_log_prob": 1, "values": 1, "update_critic": 3, "update_actor": 3}
     texts = []
-    for phase in PHASES:
+    for phase, shape in shapes.items():
         seconds = times[f"timing_s/{phase}"]
         tokens = int(batch.response_lens.sum() if phase == "gen" else batch.seq_lens.sum()) / seconds / world
-        share = passes[phase] * forward_flops(shape, lens, responses).total / seconds / world / (sheet or peak)
+        share = PASSES[phase] * forward_flops(shape, lens, responses).total / seconds / world / (sheet or peak)
         report.record(**{f"{phase}_tokens_per_s": tokens, f"{phase}_share_of_peak": share})
         texts.append(f"{phase} {tokens:.0f} ({share:.1%})")
     copied = run.weight_sync.metrics["reshard/copied_bytes"] + run.weight_sync.metrics["reshard/received_bytes"]
