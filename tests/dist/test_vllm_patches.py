@@ -357,8 +357,8 @@ def test_custom_all_reduce_is_off_with_expandable_segments(
 def test_ranks_of_an_engine_agree_on_flashinfers_all_reduce(
     pool: Any, world: int, failing: dict[str, list[int]], alone: list[str], together: list[tuple[str, list[str]]]
 ) -> None:
-    """Check that without the patch ranks would have different all-reduces, which wait for each
-    other."""
+    """Check that without the patch of `_create_workspace` ranks would have different all-reduces,
+    which wait for each other."""
     case = vllm_patch_cases.all_reduce_workspaces
     assert [backend for backend, _ in pool(world).run(case, patched=False, failing=failing)] == alone
     assert pool(world).run(case, patched=True, failing=failing) == together
