@@ -18,6 +18,7 @@ from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.roles import absent_roles, token_budgets
 from rlhf_mc.config.schema import Config, layouts, reward_models, score_part
 from rlhf_mc.data.source import scored_by_rule
+from rlhf_mc.verl.table import key_hint
 
 SECTIONS = """
 actor: {megatron: {tensor_model_parallel_size: 2, recompute_granularity: full}}
@@ -31,7 +32,7 @@ reward_models:
 def load(directory: Path, text: str = SECTIONS, *overrides: str) -> Config:
     path = directory / "config.yaml"
     path.write_text(MINIMAL + text)
-    return load_config(path, overrides)
+    return load_config(path, overrides, key_hint)
 
 
 def test_named_models_are_roles_of_their_own(tmp_path: Path) -> None:
