@@ -1,9 +1,10 @@
-"""The random draws of one call of a rollout engine on a CPU: keys of the noise, and log-probs of the drawn tokens, as
-arrays over all requests.
+"""Arrays over all requests of one call of a rollout engine: log-probs of the drawn tokens, and on a CPU the keys of the
+noise that draws them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,25 +17,52 @@ _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
+@functools.lru_cache(1 << 14)
+def request_number(name: str) -> int:
+    """Return the number of a request by vLLM's name of it: vLLM appends random characters."""
+    return int(name.partition("-")[0])
+
+
+class LogProbs:
+    """The log-probs of all responses of one call, by the requests' numbers."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._values = np.zeros((0, max_tokens), dtype=np.float32)
+        self._lens = np.zeros(0, dtype=np.int64)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add requests, with the log-probs of their begun responses."""
+        self._values = _with_row(self._values, requests)
+        self._lens = _with_row(self._lens, requests)
+        for request in requests:
+            begun = request.begun.log_probs
+            self._values[request.number, : len(begun)] = begun
+            self._lens[request.number] = len(begun)
+
+    def append(self, requests: Sequence[int], log_probs: np.ndarray) -> None:
+        """Append the log-probs [rows] float32 of the next tokens of these requests, each named once."""
+        rows = np.asarray(requests)
+        self._values[rows, self._lens[rows]] = log_probs
+        self._lens[rows] += 1
+
+    def of(self, request: int) -> list[float]:
+        """Return the log-probs of a response."""
+        log_probs: list[float] = self._values[request, : self._lens[request]].tolist()
+        return log_probs
+
+
 class Draws:
-    """The requests of one call, by their numbers."""
+    """The random draws of one call, by the requests' numbers."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self._seeds = np.zeros(0, dtype=np.uint64)
-        self._prompt_lens = np.zeros(0, dtype=np.int64)
-        self._log_probs = np.zeros((0, sampling.max_tokens), dtype=np.float32)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests."""
-        more = max(0, 1 + max(request.number for request in requests) - len(self._seeds))
-        for name in ("_seeds", "_prompt_lens", "_log_probs") if more else ():
-            rows = getattr(self, name)
-            setattr(self, name, np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)]))
+        self._seeds = _with_row(self._seeds, requests)
         for request in requests:
             self._seeds[request.number] = request.seed
-            self._prompt_lens[request.number] = len(request.prompt)
-            self._log_probs[request.number, : len(request.begun.log_probs)] = request.begun.log_probs
 
     def keys(self, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Return the key of each draw, [rows] int64: SplitMix64 of the request's seed at this position.
@@ -48,11 +76,8 @@ class Draws:
             key = (key ^ (key >> shift)) * factor
         return torch.from_numpy((key ^ (key >> _SHIFTS[2])).view(np.int64))
 
-    def record(self, requests: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
-        """Store the log-probs [rows] float32 of tokens drawn at these positions."""
-        self._log_probs[requests, positions - self._prompt_lens[requests]] = log_probs
 
-    def log_probs(self, request: int, num_tokens: int) -> list[float]:
-        """Return the log-probs of the first num_tokens tokens of a response."""
-        log_probs: list[float] = self._log_probs[request, :num_tokens].tolist()
-        return log_probs
+def _with_row(rows: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
+    """Return the array with a row for each request's number, zeros where it had none."""
+    more = max(0, 1 + max(request.number for request in requests) - len(rows))
+    return np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)]) if more else rows

@@ -20,7 +20,8 @@ from vllm.device_allocator.alloc_conf import expandable_segments_enabled_from_en
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.v1.request import Request as VLLMRequest
+from vllm.v1.request import RequestStatus
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
@@ -28,12 +29,13 @@ from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
-from rlhf_mc.rollout.draws import Draws
+from rlhf_mc.rollout.draws import Draws, LogProbs, request_number
 from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import check_parameters, local_tensors, parameter_shapes, vllm_layout
 from rlhf_mc.rollout.vllm_limits import check_dtype, kv_cache_share
+from rlhf_mc.rollout.vllm_scheduler import DecodeScheduler
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 from rlhf_mc.topology.shared_gpu import in_turn
@@ -90,8 +92,10 @@ class VLLMEngine:
         """Of the requests that have not ended."""
         self._draws: Draws | None = None
         """Their random draws, on a CPU."""
-        self._requests: dict[int, tuple[Request, str]] = {}
-        """The requests that have not ended, by their numbers, with vLLM's names of them."""
+        self._log_probs = LogProbs(0)
+        """Their log-probs."""
+        self._requests: dict[int, tuple[Request, VLLMRequest]] = {}
+        """The requests that have not ended, by their numbers, with vLLM's objects."""
         self.awake = frozenset({WEIGHTS, KV_CACHE})
         """The parts on the device."""
         self._layout = vllm_layout(shape, self._group.index(rank), len(self._group))
@@ -242,35 +246,54 @@ class VLLMEngine:
         assert not self._requests or sampling == self._sampling, "two kinds of sampling at once"
         if not self._requests:
             self._sampling = sampling
+            self._log_probs = LogProbs(sampling.max_tokens)
             self._draws = None if platform.use_cuda() else Draws(sampling)
-        if self._draws is not None and requests:
+        if not requests:
+            return
+        self._log_probs.add(requests)
+        if self._draws is not None:
             self._draws.add(requests)
+        engine = self._llm.llm_engine
         try:
             for request in requests:
                 # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of
-                # adding a request.
+                # adding a request. Not LLMEngine.add_request: vLLM's output processor would wait for each token.
                 prompt = tokens_input([*request.prompt.tolist(), *request.begun.token_ids])
                 params = _sampling_params(sampling, request, draws_itself=self._draws is None)
-                name = self._llm.llm_engine.add_request(str(request.number), prompt, params)
-                self._requests[request.number] = request, name
+                core_request = engine.input_processor.process_inputs(
+                    str(request.number), prompt, params, engine.get_supported_tasks()
+                )
+                engine.input_processor.assign_request_id(core_request)
+                engine.engine_core.add_request(core_request)
+                self._requests[request.number] = request, self._core.scheduler.requests[core_request.request_id]
         except Exception:  # raised again: the next call would wait for these requests
             self.abort()
             raise
 
     def step(self) -> dict[int, Generation]:
         """Draw the next token of each request that runs. Return the responses that ended, by the request's number."""
-        with contextlib.nullcontext() if self._draws is None else vllm_patches.drawing(self._draws, self._experts):
-            ended = self._llm.llm_engine.step()
+        draws = self._draws
+        with (
+            contextlib.nullcontext() if draws is None else vllm_patches.drawing(draws, self._experts),
+            self._core.scheduler.recording(self._log_probs),
+        ):
+            ended = self._llm.llm_engine.engine_core.get_output().outputs
         responses = {}
-        for one in ended:
-            request, _ = self._requests.pop(int(one.request_id))
-            response = _response(request, one.outputs[0], self._draws)
-            responses[request.number] = self._with_experts(request, response, one.outputs[0])
+        for output in ended:
+            request, state = self._requests.pop(request_number(output.request_id))
+            responses[request.number] = self._with_experts(request, self._response(request, state), output)
         return responses
 
+    def _response(self, request: Request, state: VLLMRequest) -> Generation:
+        """Return the response as far as it is drawn."""
+        return Generation(
+            [*request.begun.token_ids, *state.output_token_ids],
+            self._log_probs.of(request.number),
+            finished=state.status == RequestStatus.FINISHED_STOPPED,
+        )
+
     def _with_experts(self, request: Request, response: Generation, output: Any) -> Generation:
-        """Return the response with the experts of vLLM's CompletionOutput or of this engine's own record, if asked
-        for."""
+        """Return the response with the experts of vLLM's output or of this engine's own record, if asked for."""
         if self._experts is not None:
             num_routed = len(request.prompt) + len(response.token_ids) - 1
             return replace(response, experts=self._experts.take(request.number, num_routed))
@@ -280,18 +303,14 @@ class VLLMEngine:
 
     def abort(self) -> dict[int, Generation]:
         """End all requests. Return what was generated of each response, by the request's number."""
-        engine = self._llm.llm_engine
-        states = engine.output_processor.request_states
-        responses = {
-            number: _response(request, states[name]._new_completion_output([], None, None), self._draws)
-            for number, (request, name) in self._requests.items()
-        }
+        responses = {number: self._response(*states) for number, states in self._requests.items()}
         if self._experts is not None:
-            self._experts.forget([*self._requests])
-        engine.abort_request([name for _, name in self._requests.values()], internal=True)
+            self._experts.forget([*responses])
+        core = self._llm.llm_engine.engine_core
+        core.abort_requests([state.request_id for _, state in self._requests.values()])
         self._requests.clear()
         while self._core.batch_queue:  # steps that vLLM has begun ahead of their results
-            engine.step()
+            core.get_output()
         return responses
 
     def close(self) -> None:
@@ -330,6 +349,7 @@ def engine_settings(
         "max_model_len": max_model_len,
         "max_num_seqs": cfg.max_num_seqs,
         "max_num_batched_tokens": max(cfg.max_num_batched_tokens, max_model_len),
+        "scheduler_cls": DecodeScheduler,
         "disable_log_stats": True,
         # Of delta nets: states in float32, as the trainer's, which a cached prefix would have only where a block ends.
         "mamba_ssm_cache_dtype": "float32" if shape.linear_layers else "auto",
@@ -431,19 +451,7 @@ def _sampling_params(sampling: Sampling, request: Request, draws_itself: bool) -
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the end tokens are among stop_token_ids
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # vLLM changes nothing in it that differs by request: a shallow copy is enough
         seed=request.seed if draws_itself else None,
         logprobs=0 if draws_itself else None,
     )
-
-
-def _response(request: Request, output: Any, draws: Draws | None) -> Generation:
-    """Return the response of vLLM's CompletionOutput, with the log-probs of `draws` or else vLLM's."""
-    tokens = [*request.begun.token_ids, *output.token_ids]
-    if draws is not None:
-        log_probs = draws.log_probs(request.number, len(tokens))
-    else:
-        entries = zip(output.token_ids, output.logprobs or (), strict=True)
-        log_probs = [*request.begun.log_probs, *(entry[token].logprob for token, entry in entries)]
-    return Generation(tokens, log_probs, finished=output.finish_reason == "stop")

@@ -48,7 +48,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rlhf_mc.patching import Patch, apply, replaced
-from rlhf_mc.rollout.draws import Draws
+from rlhf_mc.rollout.draws import Draws, request_number
 from rlhf_mc.rollout.experts import fused_moe
 from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.topology.consensus import all_ranks
@@ -201,17 +201,17 @@ def patch() -> None:
 
 @contextlib.contextmanager
 def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None]:
-    """Let the engine draw tokens with the noise of `draws`, and record their log-probs there, while the body runs. CPU
-    only. All requests are of `draws`, named by their numbers, and without a seed, log-probs or penalties. experts: gets
-    the choices of each step.
+    """Let the engine draw tokens with the noise of `draws`, and return their log-probs, while the body runs. CPU only.
+    All requests are of `draws`, named by their numbers, and without a seed, log-probs or penalties. experts: gets the
+    choices of each step.
 
     Target: CPUModelRunner._sample.
-    Reason: vLLM's seeds are a generator for each request, and its log-probs a list of objects for each token: one
-    Python operation after the other, a tenth to a fifth of the time of a small model. Its generators also fail
+    Reason: vLLM's seeds are a generator for each request: one Python operation after the other, a tenth to a fifth of
+    the time of a small model together with log-probs as objects. Its generators also fail
     (RuntimeError) for requests with tokens left to prefill, since max_num_batched_tokens splits their prompts or they
     were preempted: these are sampled too, and their offsets are set back, which a CPU generator does not have. Here
     such a draw is repeated later with the same key."""
-    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.outputs import LogprobsTensors, SamplerOutput
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -219,8 +219,7 @@ def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None
 
     def sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: None) -> SamplerOutput:
         batch = runner.input_batch
-        # vLLM appends random characters to the name of a request.
-        requests = np.array([int(name.partition("-")[0]) for name in batch.req_ids])
+        requests = np.array([request_number(name) for name in batch.req_ids])
         positions = batch.num_tokens_no_spec[: len(requests)]
         if experts is not None:
             places = batch.num_computed_tokens_cpu[: len(requests)]
@@ -232,10 +231,10 @@ def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None
             metadata = batch.sampling_metadata
             logits = apply_top_k_top_p(logits.div_(temperature), metadata.top_k, metadata.top_p)
             tokens = torch.ops._C.fused_gumbel_argmax(logits, draws.keys(requests, positions))
-        log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-        whole = ~runner.discard_request_mask.np[: len(requests)]
-        draws.record(requests[whole], positions[whole], log_probs.numpy()[whole])
-        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32)[:, None], logprobs_tensors=None)
+        drawn = tokens[:, None]
+        log_probs = logits.gather(1, drawn) - logits.logsumexp(-1, keepdim=True)
+        ranks = tokens  # of the tokens by probability; not read
+        return SamplerOutput(drawn.to(torch.int32), LogprobsTensors(drawn, log_probs, ranks))
 
     with replaced(CPUModelRunner, "_sample", sample):
         yield

@@ -37,6 +37,7 @@ from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
+from rlhf_mc.rollout.vllm_scheduler import DecodeScheduler
 from rlhf_mc.rollout.work_sharing import CLOCKS, VirtualClock
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -286,10 +287,10 @@ def conversations(
     results = []
     rows = [Prompt(i, np.array(prompt, np.int32), "mine", i) for i, prompt in enumerate(prompts)]
     requests = [Request(row.index, row.token_ids, 1000 + row.index, NOTHING) for row in rows]
-    schedule = Scheduler.schedule
+    schedule = DecodeScheduler.schedule
     num_computed = 0
 
-    def counted(scheduler: Scheduler, *args: Any) -> Any:
+    def counted(scheduler: DecodeScheduler, *args: Any) -> Any:
         nonlocal num_computed
         output = schedule(scheduler, *args)
         num_computed += output.total_num_scheduled_tokens
@@ -304,7 +305,7 @@ def conversations(
             environments.connect(groups)
             num_computed = 0
             with (
-                replaced(Scheduler, "schedule", counted),
+                replaced(DecodeScheduler, "schedule", counted),
                 built_engine(checkpoint, len(groups[0]), 256, groups=groups, max_num_seqs=4) as engine,
             ):
                 turns = environments.begin(requests, rows)

@@ -48,16 +48,28 @@ CALLED = """
     vllm.model_executor.model_loader.reload.utils:get_layer_params_buffers
     vllm.model_executor.model_loader.utils:initialize_model
     vllm.platforms:__getattr__
-    vllm.sampling_params:RequestOutputKind.FINAL_ONLY SamplingParams.__post_init__
-        SamplingParams.update_from_generation_config
+    vllm.sampling_params:SamplingParams.__post_init__ SamplingParams.update_from_generation_config
     vllm.tool_parsers.abstract_tool_parser:ToolParserManager.get_tool_parser ToolParserManager.list_registered
         ToolParserManager
     vllm.utils.torch_utils:set_default_torch_dtype
-    vllm.v1.core.sched.scheduler:Scheduler.get_request_counts
-    vllm.v1.engine.llm_engine:LLMEngine.from_engine_args LLMEngine.add_request LLMEngine.abort_request LLMEngine.step
-        LLMEngine.has_unfinished_requests LLMEngine.reset_prefix_cache LLMEngine.sleep LLMEngine.wake_up
+    vllm.v1.core.sched.async_scheduler:AsyncScheduler
+    vllm.v1.core.sched.interface:PauseState.UNPAUSED
+    vllm.v1.core.sched.output:CachedRequestData SchedulerOutput
+    vllm.v1.core.sched.scheduler:Scheduler.get_request_counts Scheduler.__init__ Scheduler.schedule
+        Scheduler.update_from_output Scheduler._update_after_schedule Scheduler._make_cached_request_data
+        Scheduler._update_request_with_output Scheduler._free_request Scheduler._get_new_block_ids_to_zero
+        Scheduler.finish_requests Scheduler.has_requests
+    vllm.v1.core.sched.utils:remove_all check_stop
+    vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots KVCacheManager.cache_blocks
+    vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager SingleTypeKVCacheManager
+    vllm.v1.engine:EngineCoreOutput EngineCoreOutputs
+    vllm.v1.engine.core:EngineCore.step EngineCore.step_with_batch_queue EngineCore.post_step
+    vllm.v1.engine.input_processor:InputProcessor.process_inputs InputProcessor.assign_request_id
+    vllm.v1.engine.llm_engine:LLMEngine.from_engine_args LLMEngine.get_supported_tasks
+        LLMEngine.reset_prefix_cache LLMEngine.sleep LLMEngine.wake_up
     vllm.v1.engine.core_client:InprocClient
-    vllm.v1.outputs:SamplerOutput
+    vllm.v1.outputs:LogprobsTensors ModelRunnerOutput SamplerOutput
+    vllm.v1.request:Request RequestStatus.FINISHED_STOPPED RequestStatus.RUNNING
     vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p
     vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__
     vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample

@@ -1,12 +1,13 @@
-"""The keys of random draws (rollout/draws.py): functions of seed and position, and independent of one another."""
+"""The keys of random draws (rollout/draws.py): functions of seed and position, and independent of one another. And the
+log-probs of drawn tokens."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlhf_mc.data.batch import NOTHING
+from rlhf_mc.data.batch import NOTHING, Generation
 from rlhf_mc.rollout.base import Request, Sampling
-from rlhf_mc.rollout.draws import Draws
+from rlhf_mc.rollout.draws import Draws, LogProbs
 
 SAMPLING = Sampling(1.0, 8, ())
 
@@ -43,11 +44,14 @@ def test_bits_of_keys_are_independent() -> None:
     assert len(np.unique(rows)) == rows.size
 
 
-def test_log_probs_are_those_of_the_last_draw_at_a_position() -> None:
-    draws = Draws(SAMPLING)
-    draws.add([Request(1, np.array([3]), 0, NOTHING)])
-    draws.add([Request(0, np.array([1, 2]), 0, NOTHING)])
-    draws.record(np.array([1, 0]), np.array([1, 2]), np.array([-1.0, -2.0], dtype=np.float32))
-    draws.record(np.array([0, 1]), np.array([3, 1]), np.array([-3.0, -4.0], dtype=np.float32))
-    assert draws.log_probs(0, 2) == [-2.0, -3.0]
-    assert draws.log_probs(1, 1) == [-4.0]
+def test_log_probs_follow_those_of_the_begun_response() -> None:
+    log_probs = LogProbs(8)
+    log_probs.add([Request(1, np.array([3]), 0, Generation([5, 6], [-0.5, -0.25], finished=False))])
+    log_probs.add([Request(0, np.array([1, 2]), 0, NOTHING)])
+    log_probs.append([1, 0], np.array([-1.0, -2.0], dtype=np.float32))
+    log_probs.append([0], np.array([-3.0], dtype=np.float32))
+    assert log_probs.of(0) == [-2.0, -3.0]
+    assert log_probs.of(1) == [-0.5, -0.25, -1.0]
+    log_probs.add([Request(0, np.array([1, 2]), 0, Generation([7], [-4.0], finished=False))])  # its next turn
+    log_probs.append([0], np.array([-5.0], dtype=np.float32))
+    assert log_probs.of(0) == [-4.0, -5.0]
