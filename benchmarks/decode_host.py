@@ -34,7 +34,8 @@ from rlhf_mc.data.batch import NOTHING, Generation
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request, Sampling
 from rlhf_mc.rollout.draws import Draws
-from rlhf_mc.rollout.vllm_engine import VLLMEngine, _sampling_params
+from rlhf_mc.rollout.vllm_engine import VLLMEngine
+from rlhf_mc.rollout.vllm_options import sampling_params
 from rlhf_mc.rollout.vllm_patches import drawing
 from rlhf_mc.rollout.vllm_scheduler import DecodeScheduler
 from rlhf_mc.runtime.garbage_collector import without_garbage_collector
@@ -219,7 +220,7 @@ class VLLMsSteps:
             self._draws = self._draws if self._requests else Draws(sampling)
             self._draws.add(requests)
         for request in requests:
-            params = _sampling_params(sampling, request, draws_itself=self._draws is None)
+            params = sampling_params(sampling, request, draws_itself=self._draws is None)
             params.logprobs = 0
             params.output_kind = RequestOutputKind.FINAL_ONLY
             prompt = vllm.TokensPrompt(prompt_token_ids=[*request.prompt.tolist(), *request.begun.token_ids])

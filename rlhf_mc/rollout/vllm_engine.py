@@ -16,7 +16,6 @@ import torch
 
 from rlhf_mc.rollout import vllm_patches  # isort: skip  (it sets what vllm reads when it is imported)
 import vllm
-from vllm.device_allocator.alloc_conf import expandable_segments_enabled_from_env
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.platforms import current_platform
@@ -35,8 +34,12 @@ from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import check_parameters, local_tensors, parameter_shapes, vllm_layout
 from rlhf_mc.rollout.vllm_limits import check_dtype, kv_cache_share
-from rlhf_mc.rollout.vllm_scheduler import DecodeScheduler
-from rlhf_mc.runtime.console import print_line
+from rlhf_mc.rollout.vllm_options import (
+    custom_all_reduce,
+    engine_settings,
+    gpu_options,
+    sampling_params,
+)
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 from rlhf_mc.topology.shared_gpu import in_turn
 
@@ -103,12 +106,12 @@ class VLLMEngine:
         self._expert_layers = shape.expert_layers if return_experts else []
         self._experts: RoutedExperts | None = None
         """The record of the routers' choices, on a CPU."""
-        options: dict[str, Any] = {"disable_custom_all_reduce": not _custom_all_reduce(groups, cfg)}
+        options: dict[str, Any] = {"disable_custom_all_reduce": not custom_all_reduce(groups, cfg)}
         if platform.use_cuda():
             _keep_stream()
             kv_cache = kv_cache_share(cfg, self._layout, getattr(torch, dtype), storage or {})
             options.update(
-                _gpu_options(cfg), enable_return_routed_experts=return_experts, kv_cache_memory_bytes=kv_cache
+                gpu_options(cfg), enable_return_routed_experts=return_experts, kv_cache_memory_bytes=kv_cache
             )
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
@@ -259,7 +262,7 @@ class VLLMEngine:
                 # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of
                 # adding a request. Not LLMEngine.add_request: vLLM's output processor would wait for each token.
                 prompt = tokens_input([*request.prompt.tolist(), *request.begun.token_ids])
-                params = _sampling_params(sampling, request, draws_itself=self._draws is None)
+                params = sampling_params(sampling, request, draws_itself=self._draws is None)
                 core_request = engine.input_processor.process_inputs(
                     str(request.number), prompt, params, engine.get_supported_tasks()
                 )
@@ -325,88 +328,10 @@ class VLLMEngine:
         gc.collect()
 
 
-def engine_settings(
-    model_path: str, shape: ModelShape, cfg: RolloutConfig, max_model_len: int, dtype: str
-) -> dict[str, Any]:
-    """Return vLLM's arguments for the model and its layout."""
-    # They replace keys of config.json.
-    overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
-    if shape.kv_lora_rank:
-        # vLLM needs these, which transformers does not write, and computes the router in the model's type otherwise.
-        overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_router_dtype": "float32"}
-    if platform.float32_products():
-        # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no differently.
-        overrides["head_dtype"] = "float32"
-    return {
-        "model": model_path,
-        "config_format": "hf",  # not mistral's params.json, which the trainer does not read
-        "skip_tokenizer_init": True,
-        "hf_overrides": overrides,
-        "tensor_parallel_size": cfg.tensor_model_parallel_size,
-        "distributed_executor_backend": "external_launcher",
-        "load_format": vllm_patches.LOAD_FORMAT,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": cfg.max_num_seqs,
-        "max_num_batched_tokens": max(cfg.max_num_batched_tokens, max_model_len),
-        "scheduler_cls": DecodeScheduler,
-        "disable_log_stats": True,
-        # Of delta nets: states in float32, as the trainer's, which a cached prefix would have only where a block ends.
-        "mamba_ssm_cache_dtype": "float32" if shape.linear_layers else "auto",
-        "enable_prefix_caching": False if shape.linear_layers else None,
-    }
-
-
 def _keep_stream() -> None:
     """Let vLLM use the current stream. Its current_stream() knows a stream only by torch.cuda.set_stream, which it has
     replaced when it was imported; without a call since then it enters a stream of its own."""
     torch.cuda.set_stream(torch.cuda.current_stream())
-
-
-def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
-    """Return vLLM's options that a CPU does not have."""
-    options: dict[str, Any] = {
-        "gpu_memory_utilization": cfg.gpu_memory_utilization / platform.ranks_per_gpu(),
-        "enforce_eager": cfg.enforce_eager,
-        "enable_sleep_mode": cfg.free_cache_engine,
-        # The memory of CUDA graphs is copied to the host and back. vLLM does so only if asked to.
-        "sleep_mode_offload_cudagraph": _offloads_graphs(cfg),
-        # The only backend that does not repack the weights of experts: a weight update writes them in place.
-        "moe_backend": "triton",
-        # FlashInfer's kernel of linear attention is compiled by nvcc in the first run, on every node.
-        "gdn_prefill_backend": "triton",
-    }
-    if torch.are_deterministic_algorithms_enabled() or platform.ranks_per_gpu() > 1:
-        # FlashInfer's all-reduce, alone (runtime/determinism.py, topology/shared_gpu.py) or fused with a norm, adds in
-        # no fixed order, and needs a GPU for each rank.
-        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    return options
-
-
-def _offloads_graphs(cfg: RolloutConfig) -> bool:
-    """Return whether a sleep moves the memory of CUDA graphs to the host."""
-    return cfg.free_cache_engine and cfg.offload_cuda_graphs
-
-
-def _custom_all_reduce(groups: Sequence[Sequence[int]], cfg: RolloutConfig) -> bool:
-    """Return whether vLLM may use its custom all-reduce; on a GPU print a line if not.
-
-    CustomAllreduce.register_graph_buffers collects the addresses in captured graphs by sorted rank, but files this
-    rank's own by its rank in the group. The two differ in groups that do not ascend, and a capture fails. It fails too
-    where torch allocates expandable segments, which cudaIpcGetMemHandle refuses (vLLM issue 42609); graphs that vLLM
-    offloads are not registered. vLLM's other all-reduces (FlashInfer, symmetric memory, NCCL) number the ranks as the
-    group does, and share memory of their own."""
-    unsorted = next((list(group) for group in groups if list(group) != sorted(group)), None)
-    reason = ""
-    if platform.ranks_per_gpu() > 1:
-        reason = f"it needs a GPU for each rank ({platform.RANKS_PER_GPU})"
-    elif unsorted is not None:
-        reason = f"it needs ascending ranks, and an engine has {unsorted}"
-    elif not (_offloads_graphs(cfg) or cfg.enforce_eager) and expandable_segments_enabled_from_env():
-        reason = "it cannot share the memory of CUDA graphs, since PYTORCH_CUDA_ALLOC_CONF has expandable_segments"
-    if reason and platform.use_cuda():
-        print_line(f"rollout: vLLM's custom all-reduce is off: {reason}", rank_0_only=True)
-    return not reason
 
 
 @contextlib.contextmanager
@@ -439,19 +364,3 @@ def _build_errors(cfg: RolloutConfig) -> Iterator[None]:
         if cfg.quantization is not None and str(error).startswith(("Failed to find a kernel", "FP8 PTPC")):
             raise UserError(f"rollout.quantization is 'fp8'; vLLM says: {first_line(error)}; set it to null") from error
         raise
-
-
-def _sampling_params(sampling: Sampling, request: Request, draws_itself: bool) -> vllm.SamplingParams:
-    """Return vLLM's parameters of a request. draws_itself: vLLM draws the tokens, not the trainer."""
-    return vllm.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=(request.max_tokens or sampling.max_tokens) - len(request.begun.token_ids),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the end tokens are among stop_token_ids
-        detokenize=False,
-        skip_clone=True,  # vLLM changes nothing in it that differs by request: a shallow copy is enough
-        seed=request.seed if draws_itself else None,
-        logprobs=0 if draws_itself else None,
-    )

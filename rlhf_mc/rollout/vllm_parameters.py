@@ -21,8 +21,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
 from rlhf_mc.patching import replaced
-from rlhf_mc.rollout.vllm_engine import check_build, engine_settings
+from rlhf_mc.rollout.vllm_engine import check_build
 from rlhf_mc.rollout.vllm_layout import check_parameters, parameter_shapes, vllm_layout
+from rlhf_mc.rollout.vllm_options import engine_settings
 from rlhf_mc.topology.groups import simulated_rank
 
 

@@ -34,7 +34,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import field_types, number_range
 from rlhf_mc.config.schema import RolloutConfig, ValKwargsConfig
 from rlhf_mc.machine.check import TESTED_VERSIONS
-from rlhf_mc.rollout import vllm_derived, vllm_engine, vllm_patches
+from rlhf_mc.rollout import vllm_derived, vllm_engine, vllm_options, vllm_patches
 from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
@@ -303,7 +303,7 @@ def test_head_multiplies_as_the_trainers(pool: Any, checkpoint: str, world: int,
 @pytest.mark.parametrize("offloads", [False, True])
 def test_graphs_are_offloaded_in_a_sleep_alone(sleeps: bool, offloads: bool) -> None:
     cfg = RolloutConfig(free_cache_engine=sleeps, offload_cuda_graphs=offloads)
-    found = EngineArgs(model="model", **vllm_engine._gpu_options(cfg))
+    found = EngineArgs(model="model", **vllm_options.gpu_options(cfg))
     assert (found.enable_sleep_mode, found.sleep_mode_offload_cudagraph) == (sleeps, sleeps and offloads)
 
 
@@ -311,7 +311,7 @@ def test_graphs_are_offloaded_in_a_sleep_alone(sleeps: bool, offloads: bool) -> 
 def test_vllm_has_the_options_for_gpus(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     try:
-        options = vllm_engine._gpu_options(RolloutConfig(free_cache_engine=True))
+        options = vllm_options.gpu_options(RolloutConfig(free_cache_engine=True))
     finally:
         torch.use_deterministic_algorithms(False)
     found = EngineArgs(model="model", **options)

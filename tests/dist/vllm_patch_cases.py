@@ -26,7 +26,7 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.patching import replaced
-from rlhf_mc.rollout import vllm_engine, vllm_patches
+from rlhf_mc.rollout import vllm_options, vllm_patches
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.shared_gpu import in_turn
@@ -158,10 +158,10 @@ def custom_all_reduce_is_off(
         pass
     with (
         replaced(platform, "use_cuda", lambda: True),
-        replaced(vllm_engine, "print_line", lambda line, rank_0_only: lines.append(line)),
+        replaced(vllm_options, "print_line", lambda line, rank_0_only: lines.append(line)),
     ):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = alloc_conf
-        vllm_engine._custom_all_reduce([ranks], RolloutConfig(**settings))
+        vllm_options.custom_all_reduce([ranks], RolloutConfig(**settings))
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
     return found, lines
 
@@ -171,15 +171,15 @@ def options_of_shared_gpus() -> dict[str, Any]:
     its options, and the GPU on which each of four local ranks builds its worker."""
     before = dict(os.environ)
     devices = []
-    with replaced(platform, "use_cuda", lambda: True), replaced(vllm_engine, "print_line", lambda *_, **__: None):
+    with replaced(platform, "use_cuda", lambda: True), replaced(vllm_options, "print_line", lambda *_, **__: None):
         os.environ["RLHF_MC_RANKS_PER_GPU"] = "2"
         for local_rank in range(4):
             os.environ["LOCAL_RANK"] = str(local_rank)
             with vllm_patches.on_own_gpu():
                 devices.append(uniproc_executor.ExecutorWithExternalLauncher._distributed_args(None)[2])  # type: ignore[arg-type]
             assert os.environ["LOCAL_RANK"] == str(local_rank)
-        options = vllm_engine._gpu_options(RolloutConfig(gpu_memory_utilization=0.6))
-        custom = vllm_engine._custom_all_reduce([[0, 1]], RolloutConfig())
+        options = vllm_options.gpu_options(RolloutConfig(gpu_memory_utilization=0.6))
+        custom = vllm_options.custom_all_reduce([[0, 1]], RolloutConfig())
     os.environ.clear()
     os.environ.update(before)
     return {"custom": custom, "devices": devices, **options}

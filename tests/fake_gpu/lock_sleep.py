@@ -35,7 +35,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rlhf_mc.data.batch import NOTHING
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
-from rlhf_mc.rollout.vllm_engine import VLLMEngine, _sampling_params
+from rlhf_mc.rollout.vllm_engine import VLLMEngine
+from rlhf_mc.rollout.vllm_options import sampling_params
 
 DEVICE = torch.device("cuda", 0)
 UNMAPPED = 0xFF
@@ -389,7 +390,7 @@ def parameters(temperature: float, seed: int) -> vllm.SamplingParams:
     """Return a request's parameters as VLLMEngine gives them to vLLM on a GPU, and as vLLM then completes them for a
     model with penalties in its generation_config.json."""
     request = Request(0, np.zeros(4, np.int32), seed, NOTHING)
-    given = _sampling_params(Sampling(temperature, 32, (2, 3)), request, draws_itself=True)
+    given = sampling_params(Sampling(temperature, 32, (2, 3)), request, draws_itself=True)
     given.update_from_generation_config({"eos_token_id": [5, 6], "repetition_penalty": 1.3}, eos_token_id=5)
     return given
 
