@@ -145,30 +145,39 @@ def fill_buckets(
     patterns: Sequence[Pattern], queue: Sequence[tuple[int, int, int]], limit: int
 ) -> tuple[tuple[BucketPart, ...], ...]:
     """Return the parts of the queued tensors (position, pattern, index in the pattern), in buckets in which no rank
-    sends or receives more than `limit` elements."""
+    sends or receives more than `limit` elements: each in the first that has room on its ranks, so that ranks whose
+    layers come later send meanwhile. A part that forwards a block is in a later bucket than the block."""
+    import numpy as np  # not for the planner's command line alone
+
     splits = {number: patterns[number].num_parts(limit) for number in {number for _, number, _ in queue}}
-    loads = {
-        (number, index): patterns[number].loads(index, split)
-        for number, split in splits.items()
-        for index in range(math.prod(split))
-    }
+    loads = {}
+    for number, split in splits.items():
+        for index in range(math.prod(split)):
+            load = patterns[number].loads(index, split)
+            loads[number, index] = load, load.nonzero()[0]
     parts = [
         (position, BucketPart(number, tensor, index, splits[number]))
         for position, number, tensor in queue
         for index in range(math.prod(splits[number]))
     ]
     # Layers of equal depth in all pipeline stages are neighbours, so that all stages send in every bucket.
-    parts.sort(key=lambda p: (patterns[p[1].pattern].forwarded, p[0], p[1].number, p[1].pattern, p[1].tensor))
+    parts.sort(key=lambda p: (p[0], patterns[p[1].pattern].forwarded, p[1].number, p[1].pattern, p[1].tensor))
     buckets: list[list[BucketPart]] = []
-    filled: _Loads | int = 0
-    forwarded = False
+    filled: list[_Loads] = []
+    first: dict[tuple[int, int], int] = {}  # the first bucket with room for a load
+    delivered: dict[tuple[int, int], int] = {}  # the bucket after that of a tensor's last part
     for _, part in parts:
-        load = loads[part.pattern, part.number]
-        begins = patterns[part.pattern].forwarded != forwarded
-        forwarded = patterns[part.pattern].forwarded
-        if not buckets or begins or ((filled + load > limit) & (load > 0)).any():
+        load, of_load = loads[part.pattern, part.number]
+        at = first.get((part.pattern, part.number), 0)
+        if patterns[part.pattern].forwarded:  # from the targets of the pattern before
+            at = max(at, delivered[part.pattern - 1, part.tensor])
+        while at < len(buckets) and (filled[at][of_load] + load[of_load] > limit).any():
+            at += 1
+        if at == len(buckets):
             buckets.append([])
-            filled = 0
-        filled = filled + load
-        buckets[-1].append(part)
+            filled.append(np.zeros_like(load))
+        filled[at][of_load] += load[of_load]
+        buckets[at].append(part)
+        first[part.pattern, part.number] = at
+        delivered[part.pattern, part.tensor] = max(at + 1, delivered.get((part.pattern, part.tensor), 0))
     return tuple(map(tuple, buckets))

@@ -380,6 +380,7 @@ def _rollout(cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int)
             cfg.reshard.bucket_megabytes << 20,
             per_node,
             cfg.reshard.share_weights,
+            keep_views=cfg.rollout.quantization is None,  # with it each update writes temporary tensors
         )
     with working(f"starting {factory.title}"):
         # make_trainable has moved the actor's parameters to their final storage before.
