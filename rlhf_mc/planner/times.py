@@ -76,7 +76,7 @@ def plan_times(
     phases = [Phase("gen", generation(cfg, shapes["actor"], machine, lengths, decoded))]
     phases += passes(cfg, shapes, states, machine, lengths)
     onload = onload_bytes(cfg, states, [phase.name for phase in phases]) / machine.rates.host
-    received = sum(machine.seconds(transfer.intra_node, transfer.inter_node) for transfer in weights)
+    received = sum(machine.seconds(*bucket) for transfer in weights for bucket in transfer.buckets)
     phases += [Phase(UPDATE_WEIGHTS, {"weights": received})] if received else []
     phases += [Phase("offload", {"onload": onload})] if onload else []
     tokens = cfg.data.train_batch_size * cfg.rollout.n * lengths.total

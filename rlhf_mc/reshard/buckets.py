@@ -95,8 +95,8 @@ class Pattern:
             counted = ranks[sizes[move.block]]
             counted += move.src_rank, self.world + move.dst_rank
             if move.src_rank // self.ranks_per_node != move.dst_rank // self.ranks_per_node:
-                counted.append(2 * self.world + move.dst_rank)
-        return {size: np.bincount(numbers, minlength=3 * self.world) for size, numbers in ranks.items()}
+                counted += 2 * self.world + move.src_rank, 3 * self.world + move.dst_rank
+        return {size: np.bincount(numbers, minlength=4 * self.world) for size, numbers in ranks.items()}
 
     def _loads(self, numel: Callable[[Box], int]) -> _Loads:
         return functools.reduce(operator.add, (numel(size) * counts for size, counts in self._counts.items()))
@@ -128,7 +128,8 @@ class Pattern:
 
 
 _Loads: TypeAlias = "np.ndarray"
-"""[3 x ranks] the elements that each rank sends, then those that each receives, then those from other nodes."""
+"""[4 x ranks] the elements that each rank sends, then those that each receives, then of both those to and from other
+nodes."""
 
 
 @dataclass(frozen=True, slots=True)

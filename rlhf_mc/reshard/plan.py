@@ -51,12 +51,13 @@ class Plan:
         return max(self.sent_bytes) * len(self.sent_bytes) / total if total else 1.0
 
     def bucket_maxima(self) -> list[tuple[int, int]]:
-        """Return for each bucket the bytes that a rank receives at most from its own node, and from others."""
+        """Return for each bucket the bytes that a rank sends or receives at most within its node, and to or from other
+        nodes."""
         maxima = []
         for bucket in self.buckets:
             loads = sum(self.patterns[part.pattern].loads(part.number, part.parts) for part in bucket)
-            _, received, from_others = loads.reshape(3, -1) * self.itemsize  # type: ignore[union-attr]
-            maxima.append((int((received - from_others).max()), int(from_others.max())))
+            both, outside = loads.reshape(2, -1) * self.itemsize  # type: ignore[union-attr]
+            maxima.append((int((both - outside).max()), int(outside.max())))
         return maxima
 
     @without_garbage_collector()  # a plan has no cycles
@@ -116,14 +117,14 @@ def make_plan(
             patterns.append(pattern)
     buckets = fill_buckets(patterns, queue, max(1, bucket_bytes // itemsize))
     copied = [0] * len(source)
-    totals = np.zeros(3 * len(source), np.int64)
+    totals = np.zeros(4 * len(source), np.int64)
     for pattern in patterns:
         times = itemsize * len(pattern.dst)
         for move in pattern.copies:
             copied[move.src_rank] += times * volume(move.block)
         if pattern.moves:
             totals += times * pattern.loads(0, (1, 1))
-    sent, received, from_other_nodes = (tuple(part.tolist()) for part in np.split(totals, 3))
+    sent, received, _, from_other_nodes = (tuple(part.tolist()) for part in np.split(totals, 4))
     return Plan(
         itemsize,
         tuple(aliases),
@@ -148,10 +149,12 @@ def make_plans(
 ) -> tuple[Plan, Plan | None]:
     """Return the plans of the weight update: of the model, whose elements have `itemsize` bytes, and of its correction
     biases (logical tensors), which are float32; None without any. Other arguments as of make_plan."""
+    if not biases:
+        return make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share), None
     source, source_biases = split_layouts(source, biases)
     target, target_biases = split_layouts(target, biases)
     plan = make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share)
-    return plan, make_plan(source_biases, target_biases, 4, bucket_bytes, ranks_per_node) if biases else None
+    return plan, make_plan(source_biases, target_biases, 4, bucket_bytes, ranks_per_node)
 
 
 def _alias(
