@@ -150,7 +150,7 @@ class ModelEngine:
             )
             for chunk in self.chunks:
                 ordered = ascending_in_buffer(chunk.named_parameters())
-                with replaced(chunk, "named_parameters", lambda ordered=ordered: ordered):
+                with replaced(chunk, "named_parameters", lambda ordered=ordered, **_: ordered):
                     ddp = DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=self.groups.collection)
                 weakref.finalize(self, _remove_hooks, ddp.grad_accs)
                 self._ddp.append(ddp)

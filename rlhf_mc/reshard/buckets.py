@@ -162,7 +162,7 @@ def fill_buckets(
         for index in range(math.prod(splits[number]))
     ]
     # Layers of equal depth in all pipeline stages are neighbours, so that all stages send in every bucket.
-    parts.sort(key=lambda p: (p[0], patterns[p[1].pattern].forwarded, p[1].number, p[1].pattern, p[1].tensor))
+    parts.sort(key=lambda p: (patterns[p[1].pattern].forwarded, p[0], p[1].number, p[1].pattern, p[1].tensor))
     buckets: list[list[BucketPart]] = []
     filled: list[_Loads] = []
     first: dict[tuple[int, int], int] = {}  # the first bucket with room for a load
