@@ -61,7 +61,7 @@ class WeightSync:
     def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
         """Update the target. Collective. Raise UserError if verification finds a difference."""
         tensors = [*source.values(), *target.values()]
-        bound = self._bound if self._have_views_of(tensors) else []
+        bound = self._bound if self._is_bound_to(tensors) else []
         for number, (plan, dtype, transport) in enumerate(self._parts):
             if len(bound) == number:
                 one = bind(plan, source, target, dtype)
@@ -76,7 +76,7 @@ class WeightSync:
                     verify(plan, source, target, _world(), dtype)
         self._is_first = False
 
-    def _have_views_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def _is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return True where the views are of the memory of these tensors. An offload resizes a storage, which all of
         its views follow, and vLLM's sleep keeps addresses."""
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -364,8 +364,8 @@ def test_ppo_with_experts_on_two_ranks_matches_one_rank(pool: Any, workspaces: d
 
 
 def test_aliased_experts_change_no_number(pool: Any, workspaces: dict[str, Path]) -> None:
-    """With all experts on each rank vLLM's stacks are views of the distributed optimizer's buffer; with the experts
-    over two ranks they are not. Compare metrics and weights bit for bit with copies."""
+    """Compare metrics and weights bit for bit between aliased and copied experts. With all experts on each rank vLLM's
+    stacks are views of the distributed optimizer's buffer; with the experts over two ranks they are not."""
     stacks = {f"model.layers.*.block_sparse_moe.experts.routed_experts.{name}_weight" for name in ("w13", "w2")}
     directory = workspaces["mixtral"]  # all of its tensors are multiples of 128 elements
     found = []

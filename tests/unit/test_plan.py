@@ -195,7 +195,7 @@ def test_bucket_of_one_byte_moves_single_rows() -> None:
 
 
 def test_a_bucket_has_parts_of_later_layers_where_ranks_have_room() -> None:
-    """Each of two stages sends one large tensor, the first in its first layer, the second in its last."""
+    """Plan for two stages that send one large tensor each, the first in its first layer, the second in its last."""
     sizes = [{"a": (30, 8), "b": (2, 8), "c": (2, 8)}, {"d": (2, 8), "e": (2, 8), "f": (30, 8)}]
     source = [whole_layout(size) for size in sizes]
     plan = make_plan(source, source[::-1], 4, 30 * 8 * 4)

@@ -73,7 +73,7 @@ def test_without_a_transport_a_plan_with_messages_is_rejected() -> None:
 
 
 def test_views_are_made_again_only_for_other_memory(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resized storage, as an offload leaves it, is followed by the views of it."""
+    """Include a resized storage, as an offload leaves it, which its views follow."""
     bound: list[Any] = []
     monkeypatch.setattr(weight_sync, "bind", lambda *args: bound.append(args) or bind(*args))
     layout = whole_layout({"w": (4, 2)})

@@ -21,7 +21,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_views_made_once_and_remade_write_the_same_bits(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program compares the ways' bits itself."""
+    """Run the program, which compares the bits of all ways itself."""
     program = benchmark("gpu.weight_update")
     monkeypatch.setattr(sys, "argv", ["weight_update.py", "--small", "--layers", "2", "--repeats", "1"])
     program.main()
