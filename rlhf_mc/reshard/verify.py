@@ -53,11 +53,11 @@ def _first_difference(
             return f"{name} on rank {plan.rank} does not alias its source, but the plan says that it does"
     received = [] if group is None else [t for _, receives in plan.buckets for t in receives]
     sides = Sides(source, target)
-    wanted = [checksums([sides.source_blocks(t) for t in plan.copies]).cpu()]
+    wanted = [checksums([sides.source_blocks(t) for t in plan.copies])]
     if group is not None:
         wanted.append(_checksums_of_senders(plan, sides, received, group))
     written = [*plan.copies, *received]
-    got = checksums([sides.destination(t) for t in written], dtype).cpu()
+    got = checksums([sides.destination(t) for t in written], dtype)
     different = (torch.cat(wanted) != got).any(dim=1).nonzero().flatten().tolist()
     if not different:
         return None
@@ -82,8 +82,8 @@ def _checksums_of_senders(
 def checksums(
     transfers: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype | None = None, chunk_bytes: int | None = None
 ) -> torch.Tensor:
-    """Return for each transfer the `checksum` of its blocks, cast to `dtype` if given: [transfers, 2], on the blocks'
-    device. Transfers of one size are packed and summed together, as many as chunk_bytes have room for."""
+    """Return for each transfer the `checksum` of its blocks, cast to `dtype` if given: [transfers, 2], on the CPU,
+    copied there at once. Transfers of one size are packed and summed together, as many as chunk_bytes have room for."""
     if not transfers:
         return torch.empty(0, 2, dtype=torch.int64)
     device = transfers[0][0].device
@@ -91,12 +91,11 @@ def checksums(
     by_size: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
     for number, blocks in enumerate(transfers):
         by_size[sum(block.numel() for block in blocks), dtype or blocks[0].dtype].append(number)
-    sums = torch.empty(len(transfers), 2, dtype=torch.int64, device=device)
+    found = []
     for (numel, kind), numbers in by_size.items():
         fit = limit // (numel * kind.itemsize)
         if fit == 0:
-            for number in numbers:
-                sums[number] = checksum([block.to(kind) for block in transfers[number]], limit)
+            found += [checksum([block.to(kind) for block in transfers[number]], limit)[None] for number in numbers]
             continue
         for start in range(0, len(numbers), fit):
             chosen = numbers[start : start + fit]
@@ -105,7 +104,9 @@ def checksums(
             rows = flat.view(len(chosen), numel).view(torch.uint8)
             if rows.shape[1] % 8:
                 rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8))
-            sums[torch.tensor(chosen, device=device)] = _sums(rows.view(torch.int64), 0)
+            found.append(_sums(rows.view(torch.int64), 0))
+    sums = torch.empty(len(transfers), 2, dtype=torch.int64)
+    sums[list(itertools.chain.from_iterable(by_size.values()))] = torch.cat(found).cpu()
     return sums
 
 
