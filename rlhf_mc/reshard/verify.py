@@ -91,11 +91,13 @@ def checksums(
     by_size: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
     for number, blocks in enumerate(transfers):
         by_size[sum(block.numel() for block in blocks), dtype or blocks[0].dtype].append(number)
-    found = []
+    rows_of_sums = []
     for (numel, kind), numbers in by_size.items():
         fit = limit // (numel * kind.itemsize)
         if fit == 0:
-            found += [checksum([block.to(kind) for block in transfers[number]], limit)[None] for number in numbers]
+            rows_of_sums += [
+                checksum([block.to(kind) for block in transfers[number]], limit)[None] for number in numbers
+            ]
             continue
         for start in range(0, len(numbers), fit):
             chosen = numbers[start : start + fit]
@@ -104,9 +106,9 @@ def checksums(
             rows = flat.view(len(chosen), numel).view(torch.uint8)
             if rows.shape[1] % 8:
                 rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8))
-            found.append(_sums(rows.view(torch.int64), 0))
+            rows_of_sums.append(_sums(rows.view(torch.int64), 0))
     sums = torch.empty(len(transfers), 2, dtype=torch.int64)
-    sums[list(itertools.chain.from_iterable(by_size.values()))] = torch.cat(found).cpu()
+    sums[list(itertools.chain.from_iterable(by_size.values()))] = torch.cat(rows_of_sums).cpu()
     return sums
 
 
