@@ -126,6 +126,11 @@ def overlaps_reduction(megatron: MegatronConfig, replicas: int, cuda: bool) -> b
     return megatron.overlap_grad_reduce
 
 
+def has_contiguous_experts(cfg: Config) -> bool:
+    """Return whether the actor's experts lie in the buffer of the distributed optimizer, which has no frozen ones."""
+    return cfg.actor.megatron.use_distributed_optimizer and not cfg.actor.freeze
+
+
 def absent_roles(cfg: Config) -> list[str]:
     """Return the sections of models that the run does not have."""
     is_present = {

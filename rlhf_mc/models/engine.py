@@ -23,7 +23,7 @@ from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import num_sharing_ranks
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.context_parallel import Context
-from rlhf_mc.models.expert_parts import CORRECTION_BIAS
+from rlhf_mc.models.expert_parts import CORRECTION_BIAS, ascending_in_buffer
 from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
 from rlhf_mc.models.gpt_model import (
     DTYPES,
@@ -56,6 +56,7 @@ from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
+from rlhf_mc.patching import replaced
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.runtime.work import count, working
@@ -152,12 +153,12 @@ class ModelEngine:
                 overlap_grad_reduce=overlaps_reduction(self._megatron, self.groups.mesh.replicas, platform.use_cuda()),
                 use_distributed_optimizer=self._megatron.use_distributed_optimizer,
             )
-            self._ddp = [
-                DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=self.groups.collection)
-                for chunk in self.chunks
-            ]
-            for ddp in self._ddp:
+            for chunk in self.chunks:
+                ordered = ascending_in_buffer(chunk.named_parameters())
+                with replaced(chunk, "named_parameters", lambda ordered=ordered, **_: ordered):
+                    ddp = DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=self.groups.collection)
                 weakref.finalize(self, remove_hooks, ddp.grad_accs)
+                self._ddp.append(ddp)
             dtype = DTYPES[self._megatron.dtype]
             config = OptimizerConfig(
                 optimizer="adam",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,6 +39,17 @@ def expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, An
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,
     }
+
+
+def ascending_in_buffer(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters in an order in which the experts of a linear layer ascend in Megatron-Core's buffer, which
+    is filled from the last parameter to the first. They are then one tensor [experts, ...], which the weight update
+    copies at once, or the rollout engine aliases."""
+    stacks: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, param in named:
+        stack = re.sub(r"(\.experts\.)(local_experts\.\d+\.)?(linear_fc\d\.[a-z]+)\d*$", r"\1\3", name)
+        stacks.setdefault(stack, []).append((name, param))
+    return [pair for stack in stacks.values() for pair in reversed(stack)]
 
 
 CORRECTION_BIAS = "router.expert_bias"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
-from rlhf_mc.config.roles import router_replay, token_budgets, tokens_on_rank
+from rlhf_mc.config.roles import has_contiguous_experts, router_replay, token_budgets, tokens_on_rank
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
@@ -284,7 +284,9 @@ def _rollout(
     tp = settings.tensor_model_parallel_size
     place = model_coordinate(mesh, rank)
     layout = engine_factory(settings).layout
-    own = own_rollout_weights(shape, mesh, place, tp_rank, tp, layout, dtype, cfg.reshard.share_weights, cuda)
+    shares = cfg.reshard.share_weights
+    contiguous = has_contiguous_experts(cfg)
+    own = own_rollout_weights(shape, mesh, place, tp_rank, tp, layout, dtype, shares, cuda, contiguous)
     weights = sum(own.values())
     staged = 0
     if settings.quantization is not None:

@@ -193,6 +193,8 @@ def _chunks(layout: Layout) -> dict[str, list[tuple[str, int]]]:
 def _place(name: str) -> tuple[int, ...]:
     """Return the sort key of a parameter: the places of its modules, and the numbers in its name."""
     key: list[int] = []
+    # Experts of local layers are in the buffer as those of Transformer Engine are: by linear layer.
+    name = re.sub(r"local_experts\.(\d+)\.(.*)", r"\2\1", name)
     for part in name.split("."):
         word, number = re.fullmatch(r"(.*?)(\d*)", part).groups()  # type: ignore[union-attr]
         key += [_ORDER.get(word, 0), int(number or 0)]

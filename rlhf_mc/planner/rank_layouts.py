@@ -18,7 +18,7 @@ from rlhf_mc.reshard.aliasing import find_aliases
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout, RankLayout
-from rlhf_mc.reshard.placement import training_layout
+from rlhf_mc.reshard.placement import training_layout, with_contiguous_experts
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 SomeSettings = tuple[tuple[str, Any], ...]
@@ -110,12 +110,16 @@ def own_rollout_weights(
     dtype: str,
     shares: bool,
     cuda: bool,
+    contiguous_experts: bool = False,
 ) -> Mapping[str, int]:
     """Return the bytes of the rollout engine's parameters by name, without those that alias the actor's, on the
     ranks of a place in the training mesh and of this tensor-parallel rank of an engine. layout: the engine's; shares:
-    reshard.share_weights."""
+    reshard.share_weights; contiguous_experts: has_contiguous_experts."""
     target = layout(shape, tp_rank, tp)
     itemsize = ITEMSIZES[dtype]
-    aliased = find_aliases(layout_at(shape, mesh, place, cuda), target, itemsize) if shares else {}
+    source = layout_at(shape, mesh, place, cuda)
+    if contiguous_experts:
+        (source,) = with_contiguous_experts([source], mesh)
+    aliased = find_aliases(source, target, itemsize) if shares else {}
     own = {name: size for name, size in target.stacked_shapes.items() if name not in aliased}
     return {name: math.prod(size) * target.itemsize(name, itemsize) for name, size in own.items()}

@@ -152,7 +152,7 @@ def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traf
             }
             for ranks in plan
         ],
-        "traffic": [dict(vars(transfer)) for transfer in transfers],
+        "traffic": [{key: x for key, x in vars(transfer).items() if key != "buckets"} for transfer in transfers],
     }
 
 

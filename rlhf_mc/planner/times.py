@@ -79,7 +79,7 @@ def plan_times(
     steps = {w.role: w.passes for w in phase_work(cfg, shapes, machine.world, lengths) if w.is_update}
     steps |= dict.fromkeys(plan[0].staying & steps.keys(), 1)
     onload = onload_bytes(cfg, states, [phase.name for phase in phases], steps) / machine.rates.host
-    received = sum(machine.seconds(transfer.intra_node, transfer.inter_node) for transfer in weights)
+    received = sum(machine.seconds(*bucket) for transfer in weights for bucket in transfer.buckets)
     phases += [Phase(UPDATE_WEIGHTS, {"weights": received})] if received else []
     phases += [Phase("offload", {"onload": onload})] if onload else []
     tokens = cfg.data.train_batch_size * cfg.rollout.n * lengths.total

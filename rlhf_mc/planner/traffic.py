@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch, router_replay, token_budgets, tokens_on_rank
+from rlhf_mc.config.roles import (
+    has_contiguous_experts,
+    overlaps_reduction,
+    prompts_per_batch,
+    router_replay,
+    token_budgets,
+    tokens_on_rank,
+)
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.balance import DUMMY_TOKENS
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
@@ -20,9 +27,9 @@ from rlhf_mc.planner.lengths import Lengths, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.planner.rank_layouts import choice_bytes_of_stage, planned_layouts
 from rlhf_mc.reshard.grouping import choose_rollout_groups
-from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.reshard.placement import rollout_layouts
-from rlhf_mc.reshard.plan import Plan, make_plan
+from rlhf_mc.reshard.layout import Layout, correction_biases
+from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
+from rlhf_mc.reshard.plan import Plan, make_plans
 from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
@@ -50,6 +57,9 @@ class Traffic:
     """Bytes received from other nodes."""
     count: float
     """Calls of the collective, or messages."""
+    buckets: tuple[tuple[int, int], ...] = ()
+    """Of the weight update: for each bucket the bytes that some rank sends or receives at most in its node, and to or
+    from other nodes. Ranks exchange one bucket after another."""
 
 
 def plan_traffic(
@@ -201,24 +211,33 @@ def _load(transfers: Sequence[Traffic]) -> tuple[float, float]:
     return inter, inter + sum(transfer.intra_node for transfer in transfers)
 
 
-def weight_update_plan(cfg: Config, shape: ModelShape, rank_layouts: Sequence[Layout], gpus_per_node: int) -> Plan:
-    """Return the plan of the weight update, as a run makes it. shape, rank_layouts: the actor's shape and
+def weight_update_plans(
+    cfg: Config, shape: ModelShape, rank_layouts: Sequence[Layout], gpus_per_node: int
+) -> list[Plan]:
+    """Return the plans of the weight update, as a run makes them. shape, rank_layouts: the actor's shape and
     the layouts of all ranks."""
     mesh = training_mesh(cfg.actor.megatron, len(rank_layouts))
     layout = engine_factory(cfg.rollout).layout
     groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, layout, gpus_per_node)
-    return make_plan(
-        rank_layouts,
+    plans = make_plans(
+        with_contiguous_experts(rank_layouts, mesh) if has_contiguous_experts(cfg) else rank_layouts,
         rollout_layouts(shape, groups, layout),
+        correction_biases(shape),
         ITEMSIZES[cfg.actor.megatron.dtype],
         cfg.reshard.bucket_megabytes << 20,
         gpus_per_node,
         cfg.reshard.share_weights,
     )
+    return [plan for plan in plans if plan is not None]
 
 
 def weight_update(cfg: Config, shape: ModelShape, rank_layouts: Sequence[Layout], gpus_per_node: int) -> list[Traffic]:
     """Return what the rank that receives most receives in the weight update."""
-    plan = weight_update_plan(cfg, shape, rank_layouts, gpus_per_node)
-    inter, total = max(zip(plan.received_from_other_nodes, plan.received_bytes, strict=True))
-    return [Traffic(UPDATE_WEIGHTS, "weights", "receive", total - inter, inter, len(plan.buckets))] if total else []
+    plans = weight_update_plans(cfg, shape, rank_layouts, gpus_per_node)
+
+    def by_rank(name: str) -> list[int]:
+        return [sum(of_rank) for of_rank in zip(*(getattr(plan, name) for plan in plans), strict=True)]
+
+    inter, total = max(zip(by_rank("received_from_other_nodes"), by_rank("received_bytes"), strict=True))
+    buckets = tuple(maxima for plan in plans for maxima in plan.bucket_maxima())
+    return [Traffic(UPDATE_WEIGHTS, "weights", "receive", total - inter, inter, len(buckets), buckets)] if total else []

@@ -32,8 +32,8 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
     The target's padding must lie within the source tensor. The values there are never used."""
     sources: dict[str, list[Shard]] = {}
     for shard in source.stacked:
-        if STACK in shard.local:
-            continue  # each expert has a tensor of its own in the source
+        if STACK in shard.local and shard.local not in source.contiguous:
+            continue  # each expert has memory of its own in the source
         sources.setdefault(shard.tensor, []).append(shard)
     aliases = {}
     shapes = source.stacked_shapes

@@ -95,8 +95,8 @@ class Pattern:
             counted = ranks[sizes[move.block]]
             counted += move.src_rank, self.world + move.dst_rank
             if move.src_rank // self.ranks_per_node != move.dst_rank // self.ranks_per_node:
-                counted.append(2 * self.world + move.dst_rank)
-        return {size: np.bincount(numbers, minlength=3 * self.world) for size, numbers in ranks.items()}
+                counted += 2 * self.world + move.src_rank, 3 * self.world + move.dst_rank
+        return {size: np.bincount(numbers, minlength=4 * self.world) for size, numbers in ranks.items()}
 
     def _loads(self, numel: Callable[[Box], int]) -> _Loads:
         return functools.reduce(operator.add, (numel(size) * counts for size, counts in self._counts.items()))
@@ -128,7 +128,8 @@ class Pattern:
 
 
 _Loads: TypeAlias = "np.ndarray"
-"""[3 x ranks] the elements that each rank sends, then those that each receives, then those from other nodes."""
+"""[4 x ranks] the elements that each rank sends, then those that each receives, then of both those to and from other
+nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +146,16 @@ def fill_buckets(
     patterns: Sequence[Pattern], queue: Sequence[tuple[int, int, int]], limit: int
 ) -> tuple[tuple[BucketPart, ...], ...]:
     """Return the parts of the queued tensors (position, pattern, index in the pattern), in buckets in which no rank
-    sends or receives more than `limit` elements."""
+    sends or receives more than `limit` elements: each in the first that has room on its ranks, so that ranks whose
+    layers come later send meanwhile. A part that forwards a block is in a later bucket than the block."""
+    import numpy as np  # not for the planner's command line alone
+
     splits = {number: patterns[number].num_parts(limit) for number in {number for _, number, _ in queue}}
-    loads = {
-        (number, index): patterns[number].loads(index, split)
-        for number, split in splits.items()
-        for index in range(math.prod(split))
-    }
+    loads = {}
+    for number, split in splits.items():
+        for index in range(math.prod(split)):
+            load = patterns[number].loads(index, split)
+            loads[number, index] = load, load.nonzero()[0]
     parts = [
         (position, BucketPart(number, tensor, index, splits[number]))
         for position, number, tensor in queue
@@ -160,15 +164,21 @@ def fill_buckets(
     # Layers of equal depth in all pipeline stages are neighbours, so that all stages send in every bucket.
     parts.sort(key=lambda p: (patterns[p[1].pattern].forwarded, p[0], p[1].number, p[1].pattern, p[1].tensor))
     buckets: list[list[BucketPart]] = []
-    filled: _Loads | int = 0
-    forwarded = False
+    filled: list[_Loads] = []
+    first: dict[tuple[int, int], int] = {}  # the first bucket with room for a load
+    delivered: dict[tuple[int, int], int] = {}  # the bucket after that of a tensor's last part
     for _, part in parts:
-        load = loads[part.pattern, part.number]
-        begins = patterns[part.pattern].forwarded != forwarded
-        forwarded = patterns[part.pattern].forwarded
-        if not buckets or begins or ((filled + load > limit) & (load > 0)).any():
+        load, of_load = loads[part.pattern, part.number]
+        at = first.get((part.pattern, part.number), 0)
+        if patterns[part.pattern].forwarded:  # from the targets of the pattern before
+            at = max(at, delivered[part.pattern - 1, part.tensor])
+        while at < len(buckets) and (filled[at][of_load] + load[of_load] > limit).any():
+            at += 1
+        if at == len(buckets):
             buckets.append([])
-            filled = 0
-        filled = filled + load
-        buckets[-1].append(part)
+            filled.append(np.zeros_like(load))
+        filled[at][of_load] += load[of_load]
+        buckets[at].append(part)
+        first[part.pattern, part.number] = at
+        delivered[part.pattern, part.tensor] = max(at + 1, delivered.get((part.pattern, part.tensor), 0))
     return tuple(map(tuple, buckets))

@@ -1,5 +1,5 @@
-"""Rollout groups for tensor-parallel sizes of which neither divides the other, chosen for the fewest bytes in a weight
-update. Plain arithmetic on layouts. topology.mesh.rollout_groups has the groups for the other sizes.
+"""Rollout groups where topology.mesh.rollout_groups has none of its own, or takes ranks of more nodes than needed: for
+the fewest nodes, then for the fewest bytes in a weight update. Plain arithmetic on layouts.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.layout import Box, Layout, RankLayout, intersection, mcore_layout, volume
@@ -29,9 +29,15 @@ def choose_rollout_groups(
     The bytes that a rank receives depend only on its rollout TP rank. So in each block of consecutive ranks, rollout TP
     ranks are assigned such that the ranks hold as much as possible of their rollout shards. The block size with the
     fewest received bytes wins. The engines span no more nodes than engines of consecutive ranks. Among equals, engines
-    with ascending ranks win."""
+    with ascending ranks win. Training TP over several nodes, of which an engine needs one, is such a case too."""
+
+    def nodes(groups: Iterable[Sequence[int]]) -> int:
+        return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
+
     usual = rollout_groups(mesh, rollout_tp)
-    if mesh.tp % rollout_tp == 0 or rollout_tp % mesh.tp == 0:
+    fewest = nodes(range(start, start + rollout_tp) for start in range(0, mesh.world, rollout_tp))
+    divides = mesh.tp % rollout_tp == 0 or rollout_tp % mesh.tp == 0
+    if divides and nodes(usual) <= fewest:
         return usual
     shared = _shared_by_rank(shape, mesh, rollout_tp, layout)
 
@@ -40,16 +46,13 @@ def choose_rollout_groups(
         kept = sum(shared[rank][tp_rank] for group in groups for tp_rank, rank in enumerate(group))
         return kept, sum(group == sorted(group) for group in groups)
 
-    def nodes(groups: list[list[int]]) -> int:
-        return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
-
-    candidates = [usual]
+    candidates = [usual] if nodes(usual) <= fewest else []
     for size, consecutive in itertools.product(_block_sizes(mesh, rollout_tp, ranks_per_node), (True, False)):
         blocks = [(start, tuple(shared[start : start + size])) for start in range(0, mesh.world, size)]
         groups = [[a + r for r in group] for a, block in blocks for group in _assign(block, rollout_tp, consecutive)]
-        if nodes(groups) <= nodes(usual):
+        if nodes(groups) <= fewest:
             candidates.append(groups)
-    return max(candidates, key=preference)
+    return max(candidates, key=preference, default=usual)
 
 
 def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:

@@ -111,6 +111,8 @@ class Layout:
     """Local tensors that are float32 whatever the type of the model."""
     zero: frozenset[str] = frozenset()
     """Local tensors without shards, which must be zero."""
+    contiguous: frozenset[str] = frozenset()
+    """Stacks whose tensors, one for each expert, lie one after another in memory: the stack is a view of them."""
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:

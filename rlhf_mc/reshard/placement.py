@@ -4,11 +4,12 @@ topology/mesh.py the coordinates of the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.reshard.layout import Layout, RankLayout, mcore_layout
+from rlhf_mc.reshard.layout import STACK, Layout, RankLayout, mcore_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
@@ -52,6 +53,23 @@ def _concatenated(chunks: Sequence[Layout]) -> Layout:
         shards += [replace(shard, local=prefix + shard.local) for shard in layout.stacked]
         float32 |= {prefix + name for name in layout.float32}
     return Layout(shapes, tuple(shards), frozenset(float32))
+
+
+def with_contiguous_experts(layouts: Sequence[Layout], mesh: Mesh) -> list[Layout]:
+    """Return the training layouts of ranks whose experts lie in the distributed optimizer's buffer, in the order of
+    models/expert_parts.ascending_in_buffer. Ranks that share a Layout share the result.
+
+    The stacks are contiguous where the buffer has no padding: the start of a tensor is padded to 64 elements, and the
+    end of a bucket to 128 and to equal shards of its ranks. Without expert parallelism the buffer has all tensors."""
+    multiple = math.lcm(128, mesh.replicas // mesh.ep)
+    known = {}
+    for layout in {id(layout): layout for layout in layouts}.values():
+        stacks = frozenset(name for name in layout.stacked_shapes if STACK in name)
+        members = stacks if mesh.ep > 1 else layout.stacked_shapes.keys() - layout.float32
+        sizes = (math.prod(layout.stacked_shapes[name][name in stacks :]) for name in members)
+        fits = all(size % multiple == 0 for size in sizes)
+        known[id(layout)] = replace(layout, contiguous=stacks) if stacks and fits else layout
+    return [known[id(layout)] for layout in layouts]
 
 
 def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]], layout: RankLayout) -> list[Layout]:

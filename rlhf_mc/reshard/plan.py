@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.aliasing import Alias, find_aliases
 from rlhf_mc.reshard.buckets import BucketPart, Move, Pattern, fill_buckets
 from rlhf_mc.reshard.layout import Box, Layout, Shard, box_text, intersection, volume
+from rlhf_mc.reshard.placement import split_layouts
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
 from rlhf_mc.runtime.garbage_collector import without_garbage_collector
 
@@ -48,6 +49,16 @@ class Plan:
         """Maximum over mean of the bytes that the ranks send; 1 if nothing is sent."""
         total = sum(self.sent_bytes)
         return max(self.sent_bytes) * len(self.sent_bytes) / total if total else 1.0
+
+    def bucket_maxima(self) -> list[tuple[int, int]]:
+        """Return for each bucket the bytes that a rank sends or receives at most within its node, and to or from other
+        nodes."""
+        maxima = []
+        for bucket in self.buckets:
+            loads = sum(self.patterns[part.pattern].loads(part.number, part.parts) for part in bucket)
+            both, outside = loads.reshape(2, -1) * self.itemsize  # type: ignore[union-attr]
+            maxima.append((int((both - outside).max()), int(outside.max())))
+        return maxima
 
     @without_garbage_collector()  # a plan has no cycles
     def for_rank(self, rank: int) -> RankPlan:
@@ -106,14 +117,14 @@ def make_plan(
             patterns.append(pattern)
     buckets = fill_buckets(patterns, queue, max(1, bucket_bytes // itemsize))
     copied = [0] * len(source)
-    totals = np.zeros(3 * len(source), np.int64)
+    totals = np.zeros(4 * len(source), np.int64)
     for pattern in patterns:
         times = itemsize * len(pattern.dst)
         for move in pattern.copies:
             copied[move.src_rank] += times * volume(move.block)
         if pattern.moves:
             totals += times * pattern.loads(0, (1, 1))
-    sent, received, from_other_nodes = (tuple(part.tolist()) for part in np.split(totals, 3))
+    sent, received, _, from_other_nodes = (tuple(part.tolist()) for part in np.split(totals, 4))
     return Plan(
         itemsize,
         tuple(aliases),
@@ -125,6 +136,25 @@ def make_plan(
         received,
         from_other_nodes,
     )
+
+
+def make_plans(
+    source: Sequence[Layout],
+    target: Sequence[Layout],
+    biases: Collection[str],
+    itemsize: int,
+    bucket_bytes: int,
+    ranks_per_node: int = 8,
+    share: bool = False,
+) -> tuple[Plan, Plan | None]:
+    """Return the plans of the weight update: of the model, whose elements have `itemsize` bytes, and of its correction
+    biases (logical tensors), which are float32; None without any. Other arguments as of make_plan."""
+    if not biases:
+        return make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share), None
+    source, source_biases = split_layouts(source, biases)
+    target, target_biases = split_layouts(target, biases)
+    plan = make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share)
+    return plan, make_plan(source_biases, target_biases, 4, bucket_bytes, ranks_per_node)
 
 
 def _alias(

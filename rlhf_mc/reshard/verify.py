@@ -6,14 +6,14 @@ Runs after execute.py with the same plan and tensors. Nothing here writes to wei
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.execute import aliased_views, by_peer, destination, source_blocks
+from rlhf_mc.reshard.execute import Blocks, Sides, aliased_views, by_peer
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
 from rlhf_mc.reshard.transport import message_device, send_and_receive
 from rlhf_mc.topology.consensus import gather_objects
@@ -52,11 +52,12 @@ def _first_difference(
         if target[name].data_ptr() != view.data_ptr():
             return f"{name} on rank {plan.rank} does not alias its source, but the plan says that it does"
     received = [] if group is None else [t for _, receives in plan.buckets for t in receives]
-    wanted = [_checksums(source_blocks(t, source, target) for t in plan.copies)]
+    sides = Sides(source, target)
+    wanted = [checksums([sides.source_blocks(t) for t in plan.copies])]
     if group is not None:
-        wanted.append(_checksums_of_senders(plan, source, target, received, group))
+        wanted.append(_checksums_of_senders(plan, sides, received, group))
     written = [*plan.copies, *received]
-    got = _checksums([block.to(dtype or block.dtype) for block in destination(t, target)] for t in written)
+    got = checksums([sides.destination(t) for t in written], dtype)
     different = (torch.cat(wanted) != got).any(dim=1).nonzero().flatten().tolist()
     if not different:
         return None
@@ -64,34 +65,55 @@ def _first_difference(
 
 
 def _checksums_of_senders(
-    plan: RankPlan,
-    source: Mapping[str, torch.Tensor],
-    target: Mapping[str, torch.Tensor],
-    received: Sequence[Transfer],
-    group: dist.ProcessGroup,
+    plan: RankPlan, sides: Sides, received: Sequence[Transfer], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the senders' checksums of the blocks that this rank received: [blocks, 2], on the CPU. Collective."""
     device = message_device(group)
     leaving = by_peer([t for sends, _ in plan.buckets for t in sends], lambda t: t.dst_rank)
     arriving = by_peer(received, lambda t: t.src_rank)
-    outgoing = {p: _checksums(source_blocks(t, source, target) for t in ts).to(device) for p, ts in leaving.items()}
+    outgoing = {p: checksums([sides.source_blocks(t) for t in ts]).to(device) for p, ts in leaving.items()}
     incoming = {p: torch.empty(len(ts), 2, dtype=torch.int64, device=device) for p, ts in arriving.items()}
     send_and_receive(outgoing, incoming, group)
     rows = {p: iter(sums.cpu()) for p, sums in incoming.items()}
-    return _stacked([next(rows[t.src_rank]) for t in received])
+    sums = [next(rows[t.src_rank]) for t in received]
+    return torch.stack(sums) if sums else checksums([])
 
 
-def _checksums(transfers: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the checksum of each transfer's blocks: [transfers, 2], on the CPU, copied there at once."""
-    return _stacked([checksum(blocks) for blocks in transfers]).cpu()
-
-
-def _stacked(checksums: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([*checksums]) if checksums else torch.empty(0, 2, dtype=torch.int64)
+def checksums(
+    transfers: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype | None = None, chunk_bytes: int | None = None
+) -> torch.Tensor:
+    """Return for each transfer the `checksum` of its blocks, cast to `dtype` if given: [transfers, 2], on the CPU,
+    copied there at once. Transfers of one size are packed and summed together, as many as chunk_bytes have room for."""
+    if not transfers:
+        return torch.empty(0, 2, dtype=torch.int64)
+    device = transfers[0][0].device
+    limit = chunk_bytes or CHUNK_BYTES[device.type]
+    by_size: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+    for number, blocks in enumerate(transfers):
+        by_size[sum(block.numel() for block in blocks), dtype or blocks[0].dtype].append(number)
+    rows_of_sums = []
+    for (numel, kind), numbers in by_size.items():
+        fit = limit // (numel * kind.itemsize)
+        if fit == 0:
+            rows_of_sums += [
+                checksum([block.to(kind) for block in transfers[number]], limit)[None] for number in numbers
+            ]
+            continue
+        for start in range(0, len(numbers), fit):
+            chosen = numbers[start : start + fit]
+            flat = torch.empty(len(chosen) * numel, dtype=kind, device=device)
+            Blocks([[block for number in chosen for block in transfers[number]]], kind).pack([flat])
+            rows = flat.view(len(chosen), numel).view(torch.uint8)
+            if rows.shape[1] % 8:
+                rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8))
+            rows_of_sums.append(_sums(rows.view(torch.int64), 0))
+    sums = torch.empty(len(transfers), 2, dtype=torch.int64)
+    sums[list(itertools.chain.from_iterable(by_size.values()))] = torch.cat(rows_of_sums).cpu()
+    return sums
 
 
 def checksum(blocks: Sequence[torch.Tensor], chunk_bytes: int | None = None) -> torch.Tensor:
-    """Return two sums over the bits of the elements of all blocks [n, rows, ...], taken eight bytes at a time as an
+    """Return two sums over the bits of the elements of all blocks, one after another, taken eight bytes at a time as an
     integer, the second weighted by position, modulo 2^64: [2] int64, on the blocks' device. Lost, changed or reordered
     elements change one of them.
 
@@ -101,30 +123,43 @@ def checksum(blocks: Sequence[torch.Tensor], chunk_bytes: int | None = None) -> 
     chunk_bytes: bytes summed at a time, which do not change the result; None: as CHUNK_BYTES says."""
     device = blocks[0].device
     total = torch.zeros(2, dtype=torch.int64, device=device)
-    weights = torch.arange(0, device=device)
     start = 0
     for words in _words(blocks, chunk_bytes or CHUNK_BYTES[device.type]):
-        if len(words) > len(weights):
-            weights = torch.arange(1, 1 + len(words), device=device)
-        total[0] += words.sum()
-        mixed = words.bitwise_right_shift(33).add_(words)
-        # Not torch.dot: it has no CUDA kernel for int64.
-        total[1] += start * mixed.sum() + mixed.mul_(weights[: len(words)]).sum()
+        total += _sums(words[None], start)[0]
         start += len(words)
     return total
 
 
+def _sums(words: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the two sums of each row of words [rows, n], the first of which is at position `start`: [rows, 2]."""
+    weights = torch.arange(start + 1, start + 1 + words.shape[1], device=words.device)
+    mixed = words.bitwise_right_shift(33).add_(words)
+    # Not torch.mv: it has no CUDA kernel for int64.
+    return torch.stack([words.sum(1), mixed.mul_(weights).sum(1)], dim=1)
+
+
 def _words(blocks: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the bytes of the elements in order, as int64 vectors of at most chunk_bytes. Each block is padded at its
-    end to complete words."""
-    row_bytes = max(1, blocks[0][0, 0].numel() * blocks[0].element_size())
-    whole = 8 // math.gcd(8, row_bytes)  # rows that are complete words together: no chunk but a block's last is padded
-    for block in itertools.chain.from_iterable(blocks):
-        for rows in block.split(max(1, chunk_bytes // (row_bytes * whole)) * whole):
-            for part in rows.contiguous().view(-1).view(torch.uint8).split(chunk_bytes):
-                if len(part) % 8 or part.data_ptr() % 8:
-                    part = torch.cat([part, part.new_zeros(-len(part) % 8)])
-                yield part.view(torch.int64)
+    """Yield the bytes of the elements in order, as int64 vectors of about chunk_bytes, padded to a complete word at the
+    end."""
+    rest = torch.empty(0, dtype=torch.uint8, device=blocks[0].device)
+    for piece in itertools.chain.from_iterable(_pieces(block, chunk_bytes) for block in blocks):
+        part = piece.contiguous().view(-1).view(torch.uint8)
+        if len(rest) or part.data_ptr() % 8:
+            part = torch.cat([rest, part])
+        end = len(part) // 8 * 8
+        rest = part[end:]
+        yield part[:end].view(torch.int64)
+    yield torch.nn.functional.pad(rest, (0, -len(rest) % 8)).view(torch.int64)
+
+
+def _pieces(block: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:
+    """Yield the parts of a block, in order, as consecutive ranges of a dimension, of at most num_bytes each."""
+    one = block[0].nbytes
+    if one <= num_bytes:
+        yield from block.split(num_bytes // one)
+    else:
+        for part in block.unbind():
+            yield from _pieces(part, num_bytes)
 
 
 def _describe(transfer: Transfer) -> str:

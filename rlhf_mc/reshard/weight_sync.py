@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
-from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.execute import BoundPlan, bind
 from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.reshard.placement import split_layouts
-from rlhf_mc.reshard.plan import Plan, make_plan
+from rlhf_mc.reshard.plan import Plan, make_plans
 from rlhf_mc.reshard.shared_memory import host_transport
+from rlhf_mc.reshard.transfers import RankPlan
 from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
 
@@ -31,40 +31,56 @@ class WeightSync:
         verify_when: VerifyWhen,
         dtype: torch.dtype | None = None,
         biases: Plan | None = None,
+        keep_views: bool = True,
     ) -> None:
         """dtype: of the messages; None: the one type of all tensors. biases: the plan of the correction biases,
-        which are float32."""
-        self._dtype = dtype
-        self._biases = None if biases is None else biases.for_rank(rank)
+        which are float32. keep_views: the views of the first update serve the later ones; without it the target's
+        tensors may be temporary."""
         self.plan = plan.for_rank(rank)
-        """This rank's transfers."""
+        """This rank's transfers, without those of the correction biases."""
         # On GPUs, NCCL chooses between NVLink and the network.
-        self._transport: Transport = (
-            PointToPoint(_world()) if platform.use_cuda() else host_transport(self.plan.outbox_bytes, _world())
-        )
+        messages = PointToPoint(_world()) if platform.use_cuda() else host_transport(self.plan.outbox_bytes, _world())
+        self._parts: list[tuple[RankPlan, torch.dtype | None, Transport]] = [(self.plan, dtype, messages)]
+        if biases is not None:
+            self._parts.append((biases.for_rank(rank), torch.float32, PointToPoint(_world())))
+        self._keep_views = keep_views
+        self._bound: list[BoundPlan] = []
+        """The plans with the views of `_tensors`."""
+        self._tensors: list[torch.Tensor] = []
         self._verify_when = verify_when
         self._is_first = True
+        plans = [plan] if biases is None else [plan, biases]
         self.metrics = {
-            "reshard/shared_bytes": float(plan.shared_bytes[rank]),
-            "reshard/copied_bytes": float(plan.copied_bytes[rank]),
-            "reshard/sent_bytes": float(plan.sent_bytes[rank]),
-            "reshard/received_bytes": float(plan.received_bytes[rank]),
+            f"reshard/{kind}_bytes": float(sum(getattr(one, f"{kind}_bytes")[rank] for one in plans))
+            for kind in ("shared", "copied", "sent", "received")
         }
         """Bytes that one update moves on this rank."""
-        self.summary = _summary(plan)
+        self.summary = _summary(plans)
         """One line of text for the console."""
 
     def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
         """Update the target. Collective. Raise UserError if verification finds a difference."""
-        execute(self.plan, source, target, self._transport, self._dtype)
-        if self._biases is not None:
-            execute(self._biases, source, target, PointToPoint(_world()), torch.float32)
+        tensors = [*source.values(), *target.values()]
+        bound = self._bound if self._is_bound_to(tensors) else []
+        for number, (plan, dtype, transport) in enumerate(self._parts):
+            if len(bound) == number:
+                one = bind(plan, source, target, dtype)
+                bound.append(one.kept() if self._keep_views else one)
+            bound[number].execute(transport)
+        if self._keep_views:
+            self._bound = bound
+            self._tensors = tensors
         if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
             with platform.named_range("verify"):
-                verify(self.plan, source, target, _world(), self._dtype)
-                if self._biases is not None:
-                    verify(self._biases, source, target, _world())
+                for plan, dtype, _ in self._parts:
+                    verify(plan, source, target, _world(), dtype)
         self._is_first = False
+
+    def _is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True where the views are of the memory of these tensors. An offload resizes a storage, which all of
+        its views follow, and vLLM's sleep keeps addresses."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return bool(self._bound) and addresses == [tensor.data_ptr() for tensor in self._tensors]
 
 
 def plan_weight_sync(
@@ -77,16 +93,13 @@ def plan_weight_sync(
     bucket_bytes: int,
     ranks_per_node: int = 8,
     share: bool = False,
+    keep_views: bool = True,
 ) -> WeightSync:
     """Return this rank's update from each rank's layout of the trainer to its layout of an engine, the same plan on
-    every rank. biases: the correction biases, float32 in both, whatever the type `dtype` of the trainer's others."""
-    source, source_biases = split_layouts(source, biases)
-    target, target_biases = split_layouts(target, biases)
-    plan = make_plan(source, target, dtype.itemsize, bucket_bytes, ranks_per_node, share=share)
-    if not biases:
-        return WeightSync(plan, rank, verify_when, dtype)
-    others = make_plan(source_biases, target_biases, torch.float32.itemsize, bucket_bytes, ranks_per_node)
-    return WeightSync(plan, rank, verify_when, dtype, others)
+    every rank. biases: the correction biases, float32 in both, whatever the type `dtype` of the trainer's others.
+    keep_views: as WeightSync has it."""
+    plan, of_biases = make_plans(source, target, biases, dtype.itemsize, bucket_bytes, ranks_per_node, share)
+    return WeightSync(plan, rank, verify_when, dtype, of_biases, keep_views)
 
 
 def _world() -> dist.ProcessGroup:
@@ -94,14 +107,16 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _summary(plan: Plan) -> str:
-    def megabytes(counts: tuple[int, ...]) -> str:
+def _summary(plans: Sequence[Plan]) -> str:
+    def megabytes(kind: str) -> str:
+        counts = [sum(of_rank) for of_rank in zip(*(getattr(plan, f"{kind}_bytes") for plan in plans), strict=True)]
         low = min(counts) / 1e6
         high = max(counts) / 1e6
         return f"{high:.1f} MB" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f} MB"
 
     line = (
-        f"weight update: {megabytes(plan.shared_bytes)} shared (zero-copy), "
-        f"{megabytes(plan.copied_bytes)} copied, {megabytes(plan.received_bytes)} received"
+        f"weight update: {megabytes('shared')} shared (zero-copy), "
+        f"{megabytes('copied')} copied, {megabytes('received')} received"
     )
+    plan = plans[0]
     return f"{line}; largest sender {plan.sender_imbalance:.2f} x the mean" if any(plan.sent_bytes) else line

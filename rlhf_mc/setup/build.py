@@ -24,6 +24,7 @@ from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.roles import (
     adapts_kl_loss,
     balances_experts,
+    has_contiguous_experts,
     router_replay,
     token_budgets,
     uses_critic,
@@ -51,7 +52,7 @@ from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import correction_biases
-from rlhf_mc.reshard.placement import rollout_layouts
+from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
 from rlhf_mc.reshard.weight_sync import WeightSync, plan_weight_sync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
@@ -375,9 +376,12 @@ def _rollout(cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int)
     per_node = ranks_per_node()
     tp = cfg.rollout.tensor_model_parallel_size
     engine_ranks = choose_rollout_groups(actor.shape, actor.groups.mesh, tp, factory.layout, per_node)
+    trained = engine_layouts(actor)
+    if has_contiguous_experts(cfg):
+        trained = with_contiguous_experts(trained, actor.groups.mesh)
     with working("planning the weight update"):
         weight_sync = plan_weight_sync(
-            engine_layouts(actor),
+            trained,
             rollout_layouts(actor.shape, engine_ranks, factory.layout),
             correction_biases(actor.shape),
             rank,
@@ -386,6 +390,7 @@ def _rollout(cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int)
             cfg.reshard.bucket_megabytes << 20,
             per_node,
             cfg.reshard.share_weights,
+            keep_views=cfg.rollout.quantization is None,  # with it each update writes temporary tensors
         )
     with working(f"starting {factory.title}"):
         # make_trainable has moved the actor's parameters to their final storage before.

@@ -95,13 +95,11 @@ def two_steps(
 
 
 def aliased_params(run: Run) -> list[str]:
-    """Return the names, without layer numbers, of vLLM's parameters whose memory lies inside one of the actor's."""
-    spans = [(p.untyped_storage().data_ptr(), p.data_ptr(), p.data_ptr() + p.nbytes) for p in run.actor.params.values()]
+    """Return the names, without layer numbers, of vLLM's parameters whose memory is the actor's."""
+    storages = {param.untyped_storage().data_ptr() for param in run.actor.params.values()}
     found = set()
     for name, param in run.rollout.params.items():
-        begin = param.data_ptr()
-        end = param.data_ptr() + param.nbytes
-        if any(a <= begin and end <= b for _, a, b in spans):
+        if param.untyped_storage().data_ptr() in storages:
             found.add(re.sub(r"layers\.\d+\.", "layers.*.", name))
     return sorted(found)
 

@@ -16,7 +16,7 @@ from rlhf_mc.planner.host_memory import saved_bytes
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.model_state import trained_state
 from rlhf_mc.planner.storage import checkpoint_bytes
-from rlhf_mc.planner.traffic import plan_traffic, weight_update_plan
+from rlhf_mc.planner.traffic import plan_traffic, weight_update_plans
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import Mesh
 
@@ -104,7 +104,7 @@ def test_weight_update(
         str(write_config(tmp_path, actor={"megatron": {**sizes, "dtype": "bfloat16"}}, rollout=rollout)), []
     )
     shape = HFReader(str(checkpoints["qwen2"])).shape()
-    plan = weight_update_plan(cfg, shape, training_layouts(shape, ranks, transformer_engine=True), 2)
+    (plan,) = weight_update_plans(cfg, shape, training_layouts(shape, ranks, transformer_engine=True), 2)
     assert list(plan.received_bytes) == measured
     update, *_ = plan_traffic(cfg, {"actor": shape}, world, 2, Lengths(24, 12))
     assert update.intra_node + update.inter_node in measured

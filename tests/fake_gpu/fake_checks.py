@@ -37,7 +37,7 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
     ("save", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
     ("load_state", "item", "models/optimizer.py:adam_steps"): (1, "the fused optimizer has its step on the device"),
     ("load_state", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
-    ("update_weights", "copy to the host", "reshard/verify.py:_checksums"): (None, "verification alone"),
+    ("update_weights", "copy to the host", "reshard/verify.py:checksums"): (None, "verification alone"),
     ("update_weights", "copy to the host", "reshard/verify.py:_checksums_of_senders.<locals>.<dictcomp>"): (
         None,
         "verification alone, one a peer",
@@ -47,7 +47,7 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
 """(phase, operator or call, place) -> (1 where it is once in the phase, otherwise None; the reason)."""
 PAGEABLE_COPIES = {
     ("load", "models/gpt_model.py:build_model"): "constants of the model",
-    ("load", "reshard/execute.py:execute"): "weights of the files",
+    ("load", "reshard/execute.py:_Copies.run"): "weights of the files",
     ("load", "tests"): "the value head of the tests",
     ("make_trainable", "models/engine.py:ModelEngine.make_trainable"): "constants of the optimizer",
     ("score", "models/gpt_model.py:PackedGPT.forward"): "numbers of chunks before an all-to-all of heads, once a size; "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.reshard.execute import aliased_views, by_peer, execute, pack, unpack
+from rlhf_mc.reshard.execute import aliased_views, bind, execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes, mcore_layout
 from rlhf_mc.reshard.plan import Plan
 
@@ -137,15 +137,16 @@ def run_plan(plan: Plan, sources: list[dict], targets: list[dict]) -> None:
     for part, source, target in zip(parts, sources, targets, strict=True):
         target.update(aliased_views(part, source))
         execute(replace(part, buckets=()), source, target, transport=None)
+    sides = zip(parts, sources, targets, strict=True)
+    buckets = [bind(part, *tensors, torch.int64).kept().buckets for part, *tensors in sides]
     for number in range(len(plan.buckets)):
         wires = {}
         for rank, part in enumerate(parts):
-            for peer, transfers in by_peer(part.buckets[number][0], lambda t: t.dst_rank).items():
-                wires[rank, peer] = torch.empty(sum(t.numel for t in transfers), dtype=torch.int64)
-                pack(wires[rank, peer], transfers, sources[rank], targets[rank])
-        for rank, part in enumerate(parts):
-            for peer, transfers in by_peer(part.buckets[number][1], lambda t: t.src_rank).items():
-                unpack(wires.pop((peer, rank)), transfers, targets[rank])
+            outbox = torch.empty(sum(t.numel for t in part.buckets[number][0]), dtype=torch.int64)
+            wires |= {(rank, peer): flat for peer, flat in buckets[rank][number].pack(outbox).items()}
+        for rank in range(len(parts)):
+            bucket = buckets[rank][number]
+            bucket.unpack({peer: wires.pop((peer, rank)) for peer in bucket.sizes})
         assert not wires, "a message without a receiver"
 
 

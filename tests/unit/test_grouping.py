@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from simulated_ranks import SimulatedMesh, check_movement, expected_vllm, make_shape
@@ -153,3 +154,17 @@ def test_assignment_has_the_least_sum() -> None:
             assert sorted(columns) == list(range(size))
             sums = [sum(cost[r][c] for r, c in enumerate(order)) for order in itertools.permutations(range(size))]
             assert sum(cost[r][c] for r, c in enumerate(columns)) == min(sums)
+
+
+def test_an_engine_that_fits_in_a_node_does_not_leave_it() -> None:
+    """Training TP 16 over two nodes of 8, rollout TP 8: at a stride of 2 each engine would be on both nodes."""
+    shape = SHAPES["heads"]
+    shape = replace(shape, num_heads=64, num_kv_heads=64, ffn_hidden_size=128, vocab_size=1024)
+    mesh = Mesh(32, 16, 1)
+    groups = choose_rollout_groups(shape, mesh, 8, vllm_layout, ranks_per_node=8)
+    assert sorted(itertools.chain(*groups)) == list(range(32))
+    assert all(len({rank // 8 for rank in group}) == 1 for group in groups), groups
+    # A node has training shards of half of the rollout shards: 4 ranks keep theirs, and the other 4 receive all.
+    kept = [rank for group in groups for tp_rank, rank in enumerate(group) if rank % 16 // 2 == tp_rank]
+    assert len(kept) == 16
+    assert choose_rollout_groups(shape, mesh, 8, vllm_layout, ranks_per_node=16) == rollout_groups(mesh, 8)

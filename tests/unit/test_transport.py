@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard import weight_sync
-from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.execute import BoundPlan, bind, execute
 from rlhf_mc.reshard.layout import EMPTY, whole_layout
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
-from rlhf_mc.reshard.transfers import RankPlan
 from rlhf_mc.reshard.transport import PointToPoint
 
 
@@ -54,11 +53,14 @@ def test_correction_biases_are_verified_after_an_update(
     sync.run(source, target)
     assert all(torch.equal(target[name], source[name]) for name in source)
 
-    def execute_wrongly(plan: RankPlan, source: Any, target: Any, *others: Any) -> None:
-        execute(plan, source, target, *others)
+    assert sync.metrics["reshard/copied_bytes"] == 8 * 2 + 3 * 4, "biases are counted"
+    run = BoundPlan.execute
+
+    def execute_wrongly(plan: BoundPlan, *others: Any) -> None:
+        run(plan, *others)
         target["bias"][1] += 1.0
 
-    monkeypatch.setattr(weight_sync, "execute", execute_wrongly)
+    monkeypatch.setattr(BoundPlan, "execute", execute_wrongly)
     with pytest.raises(UserError, match=r"^reshard.verify: bias\[0:3\] on rank 0 differs from bias\[0:3\] on rank 0"):
         sync.run(source, target)
 
@@ -68,3 +70,31 @@ def test_without_a_transport_a_plan_with_messages_is_rejected() -> None:
     plan = make_plan([tensor, EMPTY], [EMPTY, tensor], 4, 1000)
     with pytest.raises(AssertionError, match="rank 1's plan has messages"):
         execute(plan.for_rank(1), {}, {"w": torch.zeros(4, 2)}, transport=None)
+
+
+def test_views_are_made_again_only_for_other_memory(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Include a resized storage, as an offload leaves it, which its views follow."""
+    bound: list[Any] = []
+    monkeypatch.setattr(weight_sync, "bind", lambda *args: bound.append(args) or bind(*args))
+    layout = whole_layout({"w": (4, 2)})
+
+    def updates(keep_views: bool) -> Iterator[int]:
+        bound.clear()
+        sync = weight_sync.plan_weight_sync(
+            [layout], [layout], frozenset(), 0, torch.float32, "off", 1000, keep_views=keep_views
+        )
+        source = {"w": torch.randn(4, 2)}
+        target = {"w": torch.zeros(4, 2)}
+        for change in ("nothing", "values", "storage", "target"):
+            if change == "storage":
+                source["w"].untyped_storage().resize_(0)
+                source["w"].untyped_storage().resize_(32)
+            if change == "target":
+                target = {"w": torch.zeros(4, 2)}
+            source["w"].normal_()
+            sync.run({"w": source["w"].detach()}, {"w": target["w"].detach()})
+            assert torch.equal(target["w"], source["w"]), change
+            yield len(bound)
+
+    assert list(updates(True)) == [1, 1, 1, 2]
+    assert list(updates(False)) == [1, 2, 3, 4]

@@ -12,7 +12,7 @@ from rlhf_mc.reshard import verify as verify_module
 from rlhf_mc.reshard.execute import aliased_views, execute
 from rlhf_mc.reshard.layout import Layout, Shard, whole_layout
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.verify import CHUNK_BYTES, checksum, verify
+from rlhf_mc.reshard.verify import CHUNK_BYTES, checksum, checksums, verify
 
 EXPERTS = Layout({"all": (2, 3, 4)}, tuple(Shard(f"e{i}", ((0, 3), (0, 4)), "all", (i, 0, 0)) for i in (0, 1)))
 SEPARATE = whole_layout({"e0": (3, 4), "e1": (3, 4)})
@@ -70,14 +70,17 @@ def test_checksum_does_not_depend_on_the_chunks(dtype: torch.dtype, shape: tuple
     inside = torch.zeros(shape[0], shape[1] + 1, *(n + 3 for n in shape[2:]), dtype=dtype)
     view = inside[:, 1:, 2:-1] if len(shape) == 3 else inside[:, 1:]  # strided and unaligned
     view.copy_(blocks)
-    padded = [block.reshape(-1).view(torch.uint8) for block in blocks]
-    padded = [torch.cat([part, part.new_zeros(-len(part) % 8)]) for part in padded]
-    words = torch.cat(padded).view(torch.int64).tolist()
+    content = blocks.reshape(-1).view(torch.uint8)
+    words = torch.cat([content, content.new_zeros(-len(content) % 8)]).view(torch.int64).tolist()
     wanted = [sum(words), sum(n * (word + (word >> 33)) for n, word in enumerate(words, 1))]
     for found in (blocks, view):
         for chunk in (8, 16, 40, 1 << 10, *CHUNK_BYTES.values()):
-            sums = checksum([found], chunk).tolist()
-            assert [(a - b) % 2**64 for a, b in zip(sums, wanted, strict=True)] == [0, 0], chunk
+            sums = [checksum([found], chunk).tolist(), checksum([*found], chunk).tolist()]
+            # Among transfers of the same and of other sizes, with which they are summed.
+            transfers = [[blocks + 1], [found], [*found], [blocks.repeat(2, *[1] * (len(shape) - 1))]]
+            sums += checksums(transfers, chunk_bytes=chunk)[1:3].tolist()
+            for one in sums:
+                assert [(a - b) % 2**64 for a, b in zip(one, wanted, strict=True)] == [0, 0], chunk
 
 
 def test_checksums_are_copied_to_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
