@@ -38,6 +38,7 @@ from rlhf_mc.models.megatron_patches import (
     gather_parameters_once,
     megatron_calls,
     own_operations,
+    parameters_in_order,
     remove_hooks,
 )
 from rlhf_mc.models.memory_recovery import MemoryRecovery
@@ -56,7 +57,6 @@ from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
-from rlhf_mc.patching import replaced
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.runtime.work import count, working
@@ -155,7 +155,7 @@ class ModelEngine:
             )
             for chunk in self.chunks:
                 ordered = ascending_in_buffer(chunk.named_parameters())
-                with replaced(chunk, "named_parameters", lambda ordered=ordered, **_: ordered):
+                with parameters_in_order(chunk, ordered):
                     ddp = DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=self.groups.collection)
                 weakref.finalize(self, remove_hooks, ddp.grad_accs)
                 self._ddp.append(ddp)

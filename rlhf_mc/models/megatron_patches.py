@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -302,6 +302,14 @@ def gather_parameters_once(optimizer: Any) -> None:
     for part in optimizer.chained_optimizers[:-1]:
         if isinstance(part, DistributedOptimizer):
             part.step_with_ready_grads = functools.partial(MixedPrecisionOptimizer.step_with_ready_grads, part)
+
+
+def parameters_in_order(
+    chunk: torch.nn.Module, ordered: Sequence[tuple[str, torch.nn.Parameter]]
+) -> AbstractContextManager[None]:
+    """Let DistributedDataParallel, which is built meanwhile, register the parameters of a chunk in
+    this order."""
+    return replaced(chunk, "named_parameters", lambda **_: ordered)
 
 
 def remove_hooks(nodes: list[Any]) -> None:
