@@ -42,7 +42,7 @@ from rlhf_mc import platform
 from rlhf_mc.models import transformer_engine
 from rlhf_mc.models.cpu_operations import GatedSiluMLP, rotate
 from rlhf_mc.models.latent_attention import DuplicatedLinear
-from rlhf_mc.patching import Patch, apply
+from rlhf_mc.patching import Patch, apply, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu, get_rng_state, set_rng_state
 
 TESTED_VERSION = "0.16.1"
