@@ -1,5 +1,5 @@
-"""One conversation with an environment, as a state machine: SAMPLING -> WAITING -> SAMPLING -> ... -> ENDED. What it
-keeps between two calls of the engines is a ConversationState.
+"""One conversation with an environment, as a state machine: SAMPLING -> WAITING -> SAMPLING -> ...
+-> ENDED. What it keeps between two calls of the engines is a ConversationState.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class ConversationState:
-    """A conversation after a call of the engines, without its tokens. With rollout.partial_rollout a
-    later call continues it, on any rank."""
+    """A conversation after a call of the engines, without its tokens. With rollout.partial_rollout
+    a later call continues it, on any rank."""
 
     engine: int
     """Engine of the call."""
@@ -55,8 +55,8 @@ class ConversationState:
 
     @staticmethod
     def from_dict(row: Mapping[str, Any], length: int) -> ConversationState:
-        """Return the state of a dict of asdict. length: of the response, in tokens. Raise ValueError for
-        another dict."""
+        """Return the state of a dict of asdict. length: of the response, in tokens. Raise
+        ValueError for another dict."""
         try:
             state = msgspec.convert(row, ConversationState)
         except msgspec.ValidationError as error:
@@ -92,23 +92,24 @@ class Conversation:
     status: Status = Status.ELSEWHERE
     num_cached: int = 0
     """Tokens in the engine's KV cache."""
-    recorded: Reply | None = None
-    """Journal's answer, while WAITING."""
 
     def start(self, waits: bool) -> None:
-        """Begin, or continue what an earlier call has left. waits: for the answer to its last turn."""
+        """Begin, or continue what an earlier call has left. waits: for the answer to its last
+        turn."""
         has_turn = waits or self.is_before_first
         self.status = Status.WAITING if has_turn else Status.SAMPLING
 
     def stop(self, response: Generation) -> None:
-        """Take the response where the engine has stopped: at the turn's end, or at the call's limit."""
+        """Take the response where the engine has stopped: at the turn's end, or at the call's
+        limit."""
         self.response = response
         self.num_cached = len(self.whole_request.prompt) + len(response.token_ids)
         is_complete = response.finished or len(response.token_ids) == self.turn_limit
         self.status = Status.WAITING if is_complete else Status.SUSPENDED
 
     def answer(self, reply: Reply) -> None:
-        """Append the answer. The conversation ends, or continues with a turn if the call has room for it."""
+        """Append the answer. The conversation ends, or continues with a turn if the call has room
+        for it."""
         turn = self.response
         self._append(reply)
         self.status = Status.SAMPLING
@@ -133,7 +134,8 @@ class Conversation:
 
     @property
     def is_before_first(self) -> bool:
-        """True until the environment has given its first observation, which precedes the model's first turn."""
+        """True until the environment has given its first observation, which precedes the model's
+        first turn."""
         return self.cfg.first_observation and not self.episode.rewards
 
     @property

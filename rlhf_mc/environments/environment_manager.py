@@ -1,5 +1,6 @@
-"""The transport between conversations and environments: it sends turns to this rank's worker processes,
-and receives answers. An environment that is lost begins again, and gets the earlier turns again.
+"""The transport between conversations and environments: it sends turns to this rank's worker
+processes, and receives answers. An environment that is lost begins again, and gets the earlier
+turns again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.journal import ObservationJournal, Reply
 from rlhf_mc.environments.pool import EnvironmentPool
-from rlhf_mc.environments.protocol import StepResult
+from rlhf_mc.environments.protocol import StepOutcome
 from rlhf_mc.environments.translation import Translator
-from rlhf_mc.rewards.results import Failure
 from rlhf_mc.topology.consensus import gather_objects
 
 RETAINED = -1
@@ -33,7 +33,7 @@ class _Environment:
     """Turns sent; 0 again once the environment is lost."""
     is_busy: bool = False
     """The last turn is sent, and no conversation has received its answer."""
-    answer: StepResult | Failure | None = None
+    answer: StepOutcome | None = None
     """Answer to the last turn, not received yet."""
     fatal_turns: set[int] = field(default_factory=set)
     """Turns that have ended a worker process: they are not sent again."""
@@ -62,7 +62,8 @@ class EnvironmentManager:
         self._ranks: Sequence[int] = ()
 
     def connect(self, engines: Sequence[Sequence[int]]) -> None:
-        """Make a process group of the ranks of each engine that has several. Every rank must call it."""
+        """Make a process group of the ranks of each engine that has several. Every rank must call
+        it."""
         for number, ranks in enumerate(engines):
             group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
             if dist.get_rank() in ranks:
@@ -71,8 +72,9 @@ class EnvironmentManager:
                 self._group = group
 
     def keys(self, names: Sequence[int], retained: bool) -> list[Key]:
-        """Return the keys of a call's conversations. names: unique in the call. retained: a later call may
-        continue them, and other retained environments are closed; else the names are the call's own."""
+        """Return the keys of a call's conversations. names: unique in the call. retained: a later
+        call may continue them, and other retained environments are closed; else the names are the
+        call's own."""
         if retained:
             self.end_retained(set(names))
         call = RETAINED if retained else next(self._num_calls)
@@ -89,8 +91,8 @@ class EnvironmentManager:
         return self._ranks[key[1] % len(self._ranks)] == dist.get_rank()
 
     def next_turn(self, key: Key) -> tuple[int, bool] | None:
-        """Return the index of the turn to send next, and whether the environment is new then. Return None
-        while the answer to another turn is awaited."""
+        """Return the index of the turn to send next, and whether the environment is new then.
+        Return None while the answer to another turn is awaited."""
         environment = self._environments.setdefault(key, _Environment())
         if environment.is_busy:
             return None
@@ -105,9 +107,9 @@ class EnvironmentManager:
         environment.is_busy = True
         self.pool.submit(turn)
 
-    def receive(self, keys: Collection[Key], seconds: float) -> dict[Key, tuple[int, StepResult | Failure]]:
-        """Return the answers that have come for these conversations, with the indices of their turns.
-        Without any, wait for at most `seconds`."""
+    def receive(self, keys: Collection[Key], seconds: float) -> dict[Key, tuple[int, StepOutcome]]:
+        """Return the answers that have come for these conversations, with the indices of their
+        turns. Without any, wait for at most `seconds`."""
         wanted = {key: self._environments[key] for key in keys}
         has_answers = any(environment.answer is not None for environment in wanted.values())
         for key, answer in self.pool.take(0.0 if has_answers else seconds).items():

@@ -1,6 +1,6 @@
-"""The journal of observations, observations/step_<n>_<rank>.jsonl: the answers of a run's environments
-and their times. A run that is resumed or replayed takes the answers from there. No environment is
-called again, and batches, which depend on the time of an answer, are the same.
+"""The journal of observations, observations/step_<n>_<rank>.jsonl: the answers of a run's
+environments and their times. A run that is resumed or replayed takes the answers from there. No
+environment is called again, and batches, which depend on the time of an answer, are the same.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Crc32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _Float32 = Annotated[float, msgspec.Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 _Iteration = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
-"""Iteration of the engine's loop in a call, from 1. The limit is 28 hours of an idle engine: a replay
-passes through all."""
+"""Iteration of the engine's loop in a call, from 1. The limit is 28 hours of an idle engine: a
+replay passes through all."""
 
 
 class TurnId(NamedTuple):
@@ -63,8 +63,12 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("is_fatal without a failure that ends the conversation")
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="answer"):
-    """A row of the journal: a turn's answer."""
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """A row of the journal."""
+
+
+class TurnAnswer(_Row, frozen=True, tag="answer"):
+    """The answer to a turn."""
 
     turn: TurnId
     digest: _Crc32
@@ -72,8 +76,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     reply: Reply
 
 
-class CallEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="call_end"):
-    """A row of the journal: the end of a call on an engine."""
+class CallEnd(_Row, frozen=True, tag="call_end"):
+    """The end of a call on an engine."""
 
     call: _Natural
     engine: _Natural
@@ -86,7 +90,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: _Natural
     environment: _Crc32
     """Result of environment_digest."""
-    row: Answer | CallEnd
+    row: TurnAnswer | CallEnd
 
 
 def environment_digest(cfg: EnvironmentConfig, max_response_length: int) -> int:
@@ -98,8 +102,8 @@ def environment_digest(cfg: EnvironmentConfig, max_response_length: int) -> int:
 
 
 class ObservationJournal:
-    """This rank's part of the journal to write, and the answers of the present step from all ranks: of
-    this run before it was killed, or of the run that it replays."""
+    """This rank's part of the journal to write, and the answers of the present step from all ranks:
+    of this run before it was killed, or of the run that it replays."""
 
     def __init__(
         self,
@@ -140,8 +144,8 @@ class ObservationJournal:
         self._is_writable = True
 
     def begin_call(self) -> int:
-        """Return the number of the next call of the engines in the step. The first one reads the step's
-        answers. Every rank must call it."""
+        """Return the number of the next call of the engines in the step. The first one reads the
+        step's answers. Every rank must call it."""
         if not self._is_loaded and self._source is not None:
             self._load(self._source)
         self._num_calls += 1
@@ -153,26 +157,28 @@ class ObservationJournal:
         files = observation_files(source)
         if self.is_replay and self.step > max((step for step, _ in files), default=0):
             raise UserError(
-                f"trainer.replay: {source / OBSERVATIONS} has no step {self.step}; leave trainer.replay"
-                " out to continue from a checkpoint without it"
+                f"trainer.replay: {source / OBSERVATIONS} has no step {self.step};"
+                " leave trainer.replay out to continue from a checkpoint without it"
             )
         paths = [path for step, path in files if step == self.step]
-        parts = gather_results(
-            lambda: [line for i in my_share(len(paths)) for line in self._read(paths[i])], OBSERVATIONS
-        )
+
+        def read() -> list[_Line]:
+            return [line for i in my_share(len(paths)) for line in self._read(paths[i])]
+
+        parts = gather_results(read, OBSERVATIONS)
         self._replies = defaultdict(dict)
         self._ends = {}
         for line in (line for part in parts for line in part):
             row = line.row
             if not self.is_replay and line.environment != self._environment:
                 continue  # this run's environment would answer otherwise
-            if isinstance(row, Answer):
+            if isinstance(row, TurnAnswer):
                 self._replies[row.turn][row.digest] = row.reply
             else:
                 self._ends[row.call, row.engine] = row.iteration
         if self._replies:
-            answers = f"{len(self._replies)} answers of environments"
-            print_line(f"step {self.step}: {answers} are in {source / OBSERVATIONS}", rank_0_only=True)
+            answers = f"{len(self._replies)} answers of environments are in {source / OBSERVATIONS}"
+            print_line(f"step {self.step}: {answers}", rank_0_only=True)
 
     def replies(self, turn: TurnId) -> Mapping[int, Reply]:
         """Return the answers to a turn by digest. Runs that were killed may have left several."""
@@ -189,7 +195,7 @@ class ObservationJournal:
         of_ends = (iteration for (number, _), iteration in self._ends.items() if number == call)
         return max([*of_answers, *of_ends], default=0)
 
-    def record(self, *rows: Answer | CallEnd) -> None:
+    def record(self, *rows: TurnAnswer | CallEnd) -> None:
         """Write rows. After a failure the rest of the step is not written."""
         if self._root is None or not rows or not self._is_writable:
             return
@@ -207,9 +213,9 @@ class ObservationJournal:
         self._is_writable = best_effort(OBSERVATIONS, append)
 
     def _read(self, path: Path) -> list[_Line]:
-        """Return the lines of a file. A line that no run has written so is left out with a warning: its
-        answer comes from the environment. In a replay raise UserError, unless a killed process may have
-        left it."""
+        """Return the lines of a file. A line that no run has written so is left out with a warning:
+        its answer comes from the environment. In a replay raise UserError, unless a killed process
+        may have left it."""
         content = checked_rows(path)
         lines = []
         problems = dict.fromkeys(content.changed, "its checksum is wrong")
@@ -219,30 +225,32 @@ class ObservationJournal:
             except (TypeError, KeyError, ValueError) as error:
                 problems[number] = f"is no answer of this step ({type(error).__name__}: {error})"
         if problems and self.is_replay:
-            raise UserError(f"trainer.replay: {path}, line {min(problems)}: {problems[min(problems)]}")
-        problems |= dict.fromkeys(content.incomplete, "is incomplete (of a killed process, or corrupt)")
+            first = min(problems)
+            raise UserError(f"trainer.replay: {path}, line {first}: {problems[first]}")
+        incomplete = "is incomplete (of a killed process, or corrupt)"
+        problems |= dict.fromkeys(content.incomplete, incomplete)
         if problems:
+            first = min(problems)
             others = f"; so are {len(problems) - 1} others" if len(problems) > 1 else ""
-            line = f"{path}, line {min(problems)}: {problems[min(problems)]}; it is left out{others}"
-            print_line(f"warning: {line}")
+            print_line(f"warning: {path}, line {first}: {problems[first]}; it is left out{others}")
         return lines
 
 
 def _line(row: Row, step: int, num_tokens: int, max_tokens: int) -> _Line:
-    """Return the line of a JSON object. Raise ValueError, TypeError or KeyError if it is not as `record`
-    writes it in this step."""
+    """Return the line of a JSON object. Raise ValueError, TypeError or KeyError if it is not as
+    `record` writes it in this step."""
     line = msgspec.convert(_upgraded(row) if "place" in row else row, _Line)
     if line.step != step:
         raise ValueError(f"step is {line.step}")
-    tokens = line.row.reply.token_ids if isinstance(line.row, Answer) else ()
+    tokens = line.row.reply.token_ids if isinstance(line.row, TurnAnswer) else ()
     if len(tokens) > max_tokens or max(tokens, default=0) >= num_tokens:
         raise ValueError(f"token_ids is {repr(tokens)[:60]}")
     return line
 
 
 def _upgraded(row: Row) -> Row:
-    """Return a line of the first format, in which the end of a call is a reply to conversation -1, in the
-    present one."""
+    """Return a line of the first format, in which the end of a call is a reply to conversation -1,
+    in the present one."""
     call, conversation, turn = row["place"]
     reply = {**row["reply"]}
     iteration = reply.pop("at")

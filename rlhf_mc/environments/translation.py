@@ -1,5 +1,5 @@
-"""Translation between a model's tokens and an environment's texts: turns as messages to worker processes,
-and answers as observations in tokens. Warnings of failed calls are printed here.
+"""Translation between a model's tokens and an environment's texts: turns as messages to worker
+processes, and answers as observations in tokens. Warnings of failed calls are printed here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.environments.conversation import Conversation
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.journal import Reply
-from rlhf_mc.environments.protocol import StepResult, ToolCall, where
+from rlhf_mc.environments.protocol import StepOutcome, StepResult, ToolCall, where
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.rewards.results import Failure, FailureKind
 from rlhf_mc.runtime.console import print_line
@@ -64,15 +64,15 @@ class Translator:
         row = _row(conversation.prompt) if resets else None
         return Turn(conversation.key, row, text, tokens, calls)
 
-    def reply(self, conversation: Conversation, answer: StepResult | Failure, iteration: int) -> Reply:
-        """Return the answer to the present turn as a reply, with the default observation for a failure.
-        iteration: of the engine's loop."""
+    def reply(self, conversation: Conversation, answer: StepOutcome, iteration: int) -> Reply:
+        """Return the answer to the present turn as a reply, with the default observation for a
+        failure. iteration: of the engine's loop."""
         tokens: list[int] = []
         failed: list[FailureKind] = []
         is_fatal = False
         if isinstance(answer, StepResult):
             try:
-                tokens = self._tokens(conversation, conversation.turns[-1], answer)
+                tokens = self._tokens(conversation, -1, answer)
                 failed += [failure.kind for failure in answer.failures]
                 for failure in answer.failures:
                     self._report(conversation, failure.problem, "continues with it")
@@ -93,14 +93,15 @@ class Translator:
             answer = StepResult("", 0.0, is_fatal, {})
         is_last_turn = not is_first and conversation.episode.num_turns + 1 >= self.cfg.max_turns
         is_last = answer.done or is_last_turn
-        # The response is truncated with an observation that does not fit, as one of a single turn is.
+        # With an observation that does not fit, the response is truncated.
         room = conversation.room - is_first
         tokens = [] if is_last else tokens[:room]
         ends = is_last or (not is_first and len(tokens) == room)
         return Reply(iteration, tokens, answer.reward, {**answer.info}, ends, failed, is_fatal)
 
-    def compare(self, conversation: Conversation, index: int, answer: StepResult | Failure) -> None:
-        """Warn if an environment that begins again answers an earlier turn otherwise than before."""
+    def compare(self, conversation: Conversation, index: int, answer: StepOutcome) -> None:
+        """Warn if an environment that begins again answers an earlier turn otherwise than
+        before."""
         episode = conversation.episode
         positions = conversation.turn_positions
         start = positions[index][-1] + 1 if positions[index] else 0
@@ -109,16 +110,17 @@ class Translator:
         is_same = bool(episode.failed_calls)
         if isinstance(answer, StepResult):
             with contextlib.suppress(Failure):
-                now = self._tokens(conversation, conversation.turns[index], answer), answer.reward
+                now = self._tokens(conversation, index, answer), answer.reward
                 is_same = now == before
         if not is_same:
             problem = f"begun again, it answers turn {index + 1} otherwise than before"
             self._report(conversation, problem, "continues with the earlier answer")
 
-    def _tokens(self, conversation: Conversation, turn: Sequence[int], answer: StepResult) -> list[int]:
+    def _tokens(self, conversation: Conversation, index: int, answer: StepResult) -> list[int]:
         """Return the tokens of the observation after a turn; none after the last turn."""
         if answer.done:
             return []
+        turn = conversation.turns[index]
         messages = conversation.prompt.messages
         tokens = self._observations.tokens(answer.observation, turn, messages)
         if turn and not conversation.episode.rewards:
@@ -131,8 +133,8 @@ class Translator:
         self._num_failed += 1
         if self._num_failed <= _MAX_REPORTED or self._num_failed % 100 == 0:
             print_line(
-                f"warning: {where(self.cfg)}: {conversation.prompt.where}: {problem}; the conversation"
-                f" {outcome} ({self._num_failed} such calls so far on this rank)"
+                f"warning: {where(self.cfg)}: {conversation.prompt.where}: {problem};"
+                f" the conversation {outcome} ({self._num_failed} such calls so far on this rank)"
             )
 
 

@@ -1,6 +1,7 @@
-"""Responses of several turns: the conversations of one call of the engines. A turn that has ended is sent
-to the environment. The observation's tokens are appended, and the engine continues the response as with
-rollout.partial_rollout: tokens depend on seed and position, not on the time of an observation.
+"""Responses of several turns: the conversations of one call of the engines. A turn that has ended
+is sent to the environment. The observation's tokens are appended, and the engine continues the
+response as with rollout.partial_rollout: tokens depend on seed and position, not on the time of an
+observation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.environments.conversation import Conversation, ConversationState, Status
 from rlhf_mc.environments.environment_manager import EnvironmentManager
-from rlhf_mc.environments.journal import Answer, CallEnd, Reply, TurnId
+from rlhf_mc.environments.journal import CallEnd, Reply, TurnAnswer, TurnId
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Arrivals, Request
 from rlhf_mc.topology.consensus import gather_objects
@@ -31,15 +32,15 @@ class Conversations:
         response_ids: Sequence[int] | None = None,
         retained: Mapping[int, ConversationState] | None = None,
     ) -> None:
-        """Begin a call. prompts: of each request. response_ids: numbers of the responses in the run; None:
-        they have none. retained: if later calls may continue the conversations, the states that earlier
-        calls have left, by the request's number; None: the conversations end with the call. Every rank
-        must call it."""
+        """Begin a call. prompts: of each request. response_ids: numbers of the responses in the
+        run; None: they have none. retained: if later calls may continue the conversations, the
+        states that earlier calls have left, by the request's number; None: the conversations end
+        with the call. Every rank must call it."""
         self._environments = environments
         self._journal = environments.journal
         self._is_retained = retained is not None
         self._earlier = {} if retained is None else retained
-        self.affinity: Mapping[int, int] = {number: state.engine for number, state in self._earlier.items()}
+        self.affinity: Mapping[int, int] = {i: state.engine for i, state in self._earlier.items()}
         self._call = self._journal.begin_call()
         names = range(len(requests)) if response_ids is None else response_ids
         keys = environments.keys(names, self._is_retained)
@@ -61,6 +62,8 @@ class Conversations:
         """First turn of each conversation."""
         self._waiting: dict[int, Conversation] = {}
         """Conversations in state WAITING, by the request's number."""
+        self._recorded: dict[int, Reply] = {}
+        """The journal's answers to these."""
         self._iteration = 0
         """Calls of `receive`: the journal's clock, which does not depend on seconds."""
         self._last_recorded = self._journal.last_iteration(self._call)
@@ -75,45 +78,54 @@ class Conversations:
 
     @property
     def unanswered(self) -> dict[int, Generation]:
-        """Responses of this rank's engine whose last turn is not answered, by the request's number."""
-        states = Status.WAITING, Status.UNANSWERED
-        return {i: one.response for i, one in enumerate(self._all) if one.status in states}
+        """Responses whose last turn is not answered, on the ranks of their engine, by the request's
+        number."""
+        return self._responses(Status.WAITING, Status.UNANSWERED)
 
     def episode(self, number: int) -> Episode:
         """Return what the environment has given a conversation. number: of its request."""
         return self._all[number].episode
 
     def start(self, requests: Sequence[Request]) -> list[Request]:
-        """Begin conversations, or continue those of earlier calls. Return those with a turn to sample."""
-        for number in (request.number for request in requests):
-            self._all[number].start(number in self._earlier and self._earlier[number].waits)
-            self._look_up(number)
-        return [request for request in requests if self._all[request.number].status is Status.SAMPLING]
+        """Begin conversations, or continue those of earlier calls. Return those with a turn to
+        sample."""
+        sampling = []
+        for request in requests:
+            earlier = self._earlier.get(request.number)
+            conversation = self._all[request.number]
+            conversation.start(waits=earlier is not None and earlier.waits)
+            if conversation.status is Status.SAMPLING:
+                sampling.append(request)
+            else:
+                self._await_answer(request.number)
+        return sampling
 
     def submit(self, stopped: Mapping[int, Generation]) -> None:
-        """Take responses that the engine has stopped, and let complete turns wait for their answers."""
+        """Take responses that the engine has stopped, and let complete turns wait for their
+        answers."""
         for number, response in stopped.items():
             self._all[number].stop(response)
-            self._look_up(number)
+            if self._all[number].status is Status.WAITING:
+                self._await_answer(number)
 
     def receive(self, is_idle: bool) -> Arrivals:
-        """Return the conversations that are answered. is_idle: the engine has nothing else to do."""
+        """Return the conversations that are answered. is_idle: the engine has nothing else to
+        do."""
         self._iteration += 1
-        recorded = {
-            number: conversation.recorded
-            for number, conversation in self._waiting.items()
-            if conversation.recorded is not None
-        }
-        replies = {i: reply for i, reply in recorded.items() if reply.iteration <= self._iteration}
-        # Up to its last row of the call the journal knows all answers and their times: a turn without one
-        # had none yet, and is not sent.
-        if self._iteration > self._last_recorded and (others := self._waiting.keys() - recorded.keys()):
-            replies |= self._environments.on_all_ranks(self._new_replies(others, is_idle))
+        now = self._iteration
+        replies = {i: reply for i, reply in self._recorded.items() if reply.iteration <= now}
+        unrecorded = self._waiting.keys() - self._recorded.keys()
+        # Up to its last row of the call the journal has all answers: a turn without one is not sent
+        # before, since the first run had no answer to it either.
+        if now > self._last_recorded and unrecorded:
+            new = self._new_replies(unrecorded, _IDLE_SECONDS if is_idle else 0.0)
+            replies |= self._environments.on_all_ranks(new)
         requests = []
         ended = {}
         num_cached = 0
         for number, reply in sorted(replies.items()):
             conversation = self._waiting.pop(number)
+            self._recorded.pop(number, None)
             conversation.answer(reply)
             if conversation.status is Status.ENDED:
                 ended[number] = conversation.response
@@ -124,74 +136,71 @@ class Conversations:
         return Arrivals(requests, num_cached, ended)
 
     def abort(self) -> dict[int, Generation]:
-        """Close the environments unless conversations are retained. Return the responses that are not in
-        the engine and have not ended."""
+        """Close the environments unless conversations are retained. Return the responses that are
+        not in the engine and have not ended."""
         for conversation in () if self._is_retained else self._all:
             self._environments.end(conversation.key)
-        suspended = (pair for pair in enumerate(self._all) if pair[1].status is Status.SUSPENDED)
-        return {**self.unanswered, **{i: conversation.response for i, conversation in suspended}}
+        return self._responses(Status.SUSPENDED, Status.WAITING, Status.UNANSWERED)
 
     def finish(self) -> None:
-        """Record the end of the call. Raise UserError, on all ranks, if the conversations are not those of
-        the replayed run. Every rank must call it."""
+        """Record the end of the call. Raise UserError, on all ranks, if the conversations are not
+        those of the replayed run. Every rank must call it."""
         if not self._journal.is_replay:
             self._journal.record(CallEnd(self._call, self._environments.engine, self._iteration))
             return
-        results = gather_objects((self._problem, self._num_unused))
-        problem = next((problem for problem, _ in results if problem is not None), None)
-        num_unused = sum(num for _, num in results)
-        if problem is None and num_unused > 0:
-            problem = f"the journal has {num_unused} observations for conversations that do not wait for them"
+        problems, nums_unused = zip(*gather_objects((self._problem, self._num_unused)), strict=True)
+        problem = next(filter(None, problems), None)
+        if problem is None and (num := sum(nums_unused)) > 0:
+            observations = f"{num} observations for conversations that do not wait for them"
+            problem = f"the journal has {observations}"
         if problem is not None:
             cause = "are model, data, settings and versions those of that run?"
             raise UserError(f"trainer.replay: {problem}: {cause}")
 
     def states(self) -> dict[int, ConversationState]:
-        """Return the state of each conversation that has begun, by the request's number. Every rank must
-        call it after the call."""
+        """Return the state of each conversation that has begun, by the request's number. Every rank
+        must call it after the call."""
         engine = self._environments.engine
         begun = (pair for pair in enumerate(self._all) if pair[1].status is not Status.ELSEWHERE)
         parts = gather_objects({i: conversation.state(engine) for i, conversation in begun})
         return {number: state for part in parts for number, state in part.items()}
 
+    def _responses(self, *states: Status) -> dict[int, Generation]:
+        return {i: one.response for i, one in enumerate(self._all) if one.status in states}
+
     def _turn_id(self, conversation: Conversation) -> TurnId:
         return TurnId(self._call, conversation.key[1], len(conversation.episode.rewards))
 
-    def _look_up(self, number: int) -> None:
-        """Look up the journal's answer to a conversation that waits."""
+    def _await_answer(self, number: int) -> None:
+        """Let a conversation wait for its answer, which the journal may have."""
         conversation = self._all[number]
-        if conversation.status is not Status.WAITING:
-            return
-        journal = self._journal
-        replies = journal.replies(self._turn_id(conversation))
+        turn = self._turn_id(conversation)
+        replies = self._journal.replies(turn)
         recorded = replies.get(conversation.digest)
-        fits = recorded is None or len(recorded.token_ids) <= conversation.room
-        conversation.recorded = recorded if fits else None
-        if conversation.recorded is not None:
+        if recorded is not None and len(recorded.token_ids) <= conversation.room:
+            self._recorded[number] = recorded
             self._num_unused -= self._environments.is_here(conversation.key)
-        elif journal.is_replay and replies:
-            self._problem = self._other_turn(conversation, fits)
-            conversation.recorded = Reply(0)
-        elif journal.is_replay and conversation.whole_request.max_tokens is not None:
+        elif self._journal.is_replay and replies:
+            reason = "the runs have drawn other tokens"
+            if recorded is not None:
+                limit = f"data.max_response_length {conversation.max_response_length}"
+                reason = f"{limit} has no room for the observation"
+            where = f"{conversation.prompt.where}, turn {turn.turn + 1}"
+            self._problem = f"step {self._journal.step}, {where}: {reason}"
+            self._recorded[number] = Reply(0)
+        elif self._journal.is_replay and conversation.whole_request.max_tokens is not None:
             conversation.status = Status.UNANSWERED
             return
         self._waiting[number] = conversation
 
-    def _other_turn(self, conversation: Conversation, fits: bool) -> str:
-        """Return why no answer of the replayed run is one to this turn."""
-        limit = f"data.max_response_length {conversation.max_response_length}"
-        no_room = f"{limit} has no room for the observation"
-        turn = f"{conversation.prompt.where}, turn {len(conversation.episode.rewards) + 1}"
-        return f"step {self._journal.step}, {turn}: {'the runs have drawn other tokens' if fits else no_room}"
-
-    def _new_replies(self, numbers: Set[int], is_idle: bool) -> dict[int, Reply]:
-        """Return and record the answers of this rank's environments to these conversations."""
+    def _new_replies(self, numbers: Set[int], seconds: float) -> dict[int, Reply]:
+        """Return and record the answers of this rank's environments to these conversations. Without
+        any, wait for at most `seconds`."""
         environments = self._environments
         numbers_by_key = {self._all[number].key: number for number in numbers}
         keys = [key for key in numbers_by_key if environments.is_here(key)]
         for key in keys:
             self._send(self._all[numbers_by_key[key]])
-        seconds = _IDLE_SECONDS if is_idle else 0.0
         replies = {}
         rows = []
         for key, (index, answer) in environments.receive(keys, seconds).items():
@@ -203,7 +212,7 @@ class Conversations:
                 continue
             reply = environments.translator.reply(conversation, answer, self._iteration)
             replies[numbers_by_key[key]] = reply
-            rows.append(Answer(turn, conversation.digest, reply))
+            rows.append(TurnAnswer(turn, conversation.digest, reply))
         self._journal.record(*rows)
         return replies
 

@@ -27,7 +27,7 @@ from rlhf_mc.environments import environment_manager
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.environment_worker import EnvironmentsOfWorker, Turn
-from rlhf_mc.environments.journal import Answer, CallEnd, ObservationJournal, Reply, TurnId
+from rlhf_mc.environments.journal import CallEnd, ObservationJournal, Reply, TurnAnswer, TurnId
 from rlhf_mc.environments.protocol import StepResult, truncated
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations
@@ -265,7 +265,7 @@ def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
     for step in (1, 2):
         journal.begin_step(step)
         for turn in range(2):
-            journal.record(Answer(TurnId(0, 0, turn), 0, Reply(1)))
+            journal.record(TurnAnswer(TurnId(0, 0, turn), 0, Reply(1)))
     assert capfd.readouterr().err.count("observations cannot be written (File exists); the run continues") == 2
 
 
@@ -285,7 +285,7 @@ def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd:
     journal = ObservationJournal(tmp_path, None, 0, 0, 10, 4)
     journal.begin_step(1)
     for digest in (7, 8):
-        journal.record(Answer(TURN, digest, structs.replace(REPLY, iteration=digest)))
+        journal.record(TurnAnswer(TURN, digest, structs.replace(REPLY, iteration=digest)))
     answers = read_journal(tmp_path)
     assert answers == {digest: structs.replace(REPLY, iteration=digest) for digest in (7, 8)}
     assert "warning" not in capfd.readouterr().err
@@ -350,7 +350,7 @@ def test_a_forged_row_of_the_journal_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, value: Any
 ) -> None:
     (tmp_path / "observations").mkdir()
-    row: dict[str, Any] = to_builtins(Answer(TURN, 7, REPLY))
+    row: dict[str, Any] = to_builtins(TurnAnswer(TURN, 7, REPLY))
     line: dict[str, Any] = {"step": 1, "environment": 0, "row": row}
     changed = next((part for part in (line, row) if name in part), row["reply"])
     changed[name] = value
@@ -388,7 +388,7 @@ def test_the_end_of_a_call_is_in_the_journal(tmp_path: Path) -> None:
     for engine, iteration in enumerate((4, 3)):
         journal = ObservationJournal(tmp_path, None, engine, 0, num_tokens=10, max_tokens=4)
         journal.begin_step(1)
-        journal.record(Answer(TURN, 7, REPLY), CallEnd(0, engine, iteration), CallEnd(1, engine, 9))
+        journal.record(TurnAnswer(TURN, 7, REPLY), CallEnd(0, engine, iteration), CallEnd(1, engine, 9))
     journal.begin_step(1)
     journal.begin_call()
     assert (journal.last_iteration(0), journal.num_answered(0)) == (4, 1)
