@@ -21,7 +21,7 @@ from rlhf_mc.environments.protocol import StepOutcome
 from rlhf_mc.environments.translation import Translator
 from rlhf_mc.topology.consensus import gather_objects
 
-RETAINED = -1
+_RETAINED = -1
 """In place of the call in the key of a conversation that several calls may continue."""
 
 
@@ -71,19 +71,19 @@ class EnvironmentManager:
                 self._ranks = ranks
                 self._group = group
 
-    def keys(self, names: Sequence[int], retained: bool) -> list[Key]:
+    def begin_call(self, names: Sequence[int], retained: bool) -> list[Key]:
         """Return the keys of a call's conversations. names: unique in the call. retained: a later
         call may continue them, and other retained environments are closed; else the names are the
         call's own."""
         if retained:
             self.end_retained(set(names))
-        call = RETAINED if retained else next(self._num_calls)
+        call = _RETAINED if retained else next(self._num_calls)
         return [(call, name) for name in names]
 
     def end_retained(self, but: Set[int] = frozenset()) -> None:
         """Close the retained environments, except those of the conversations of these names."""
         for call, name in list(self._environments):
-            if call == RETAINED and name not in but:
+            if call == _RETAINED and name not in but:
                 self.end((call, name))
 
     def is_here(self, key: Key) -> bool:

@@ -43,7 +43,7 @@ class Conversations:
         self.affinity: Mapping[int, int] = {i: state.engine for i, state in self._earlier.items()}
         self._call = self._journal.begin_call()
         names = range(len(requests)) if response_ids is None else response_ids
-        keys = environments.keys(names, self._is_retained)
+        keys = environments.begin_call(names, self._is_retained)
         translator = environments.translator
         new = Episode([], {}, {}, None, translator.cfg.default_score)
         self._all = [
