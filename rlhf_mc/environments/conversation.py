@@ -102,14 +102,21 @@ class Conversation:
     def stop(self, response: Generation) -> None:
         """Take the response where the engine has stopped: at the turn's end, or at the call's
         limit."""
+        assert self.status is Status.SAMPLING, self.status
         self.response = response
         self.num_cached = len(self.whole_request.prompt) + len(response.token_ids)
         is_complete = response.finished or len(response.token_ids) == self.turn_limit
         self.status = Status.WAITING if is_complete else Status.SUSPENDED
 
+    def postpone_answer(self) -> None:
+        """Leave the answer to a later call."""
+        assert self.status is Status.WAITING, self.status
+        self.status = Status.UNANSWERED
+
     def answer(self, reply: Reply) -> None:
         """Append the answer. The conversation ends, or continues with a turn if the call has room
         for it."""
+        assert self.status is Status.WAITING, self.status
         turn = self.response
         self._append(reply)
         self.status = Status.SAMPLING

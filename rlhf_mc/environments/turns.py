@@ -189,7 +189,7 @@ class Conversations:
             self._problem = f"step {self._journal.step}, {where}: {reason}"
             self._recorded[number] = Reply(0)
         elif self._journal.is_replay and conversation.whole_request.max_tokens is not None:
-            conversation.status = Status.UNANSWERED
+            conversation.postpone_answer()
             return
         self._waiting[number] = conversation
 
