@@ -38,6 +38,7 @@ from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
+from rlhf_mc.rollout.work_sharing import CLOCKS
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.session import session
@@ -93,22 +94,24 @@ def generated(run: Run, control: Path, seconds: tuple[float, float] | None) -> t
     generate.update_weights(run, state.timer)
     start = time.perf_counter()
     requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
-    turns, requests = generate.begin_turns(run, requests, prompts)
-    responses = generate_responses(
-        run.rollout, requests, Sampling(1.0, limit, ()), generate.new_clock(run), turns=turns
-    )
+    turns = None
+    if run.environments is not None:
+        turns = Conversations(run.environments, requests, prompts)
+        requests = turns.requests
+    clock = CLOCKS[run.config.rollout.clock]()
+    responses = generate_responses(run.rollout, requests, Sampling(1.0, limit, ()), clock, turns=turns)
     took = time.perf_counter() - start
     return took, responses.num_drawn
 
 
 def watch(timed: Timed, memory: Callable[[], tuple[float, float]] | None = None) -> Any:
-    """Return a Conversations.arrived that measures; with `memory`, which returns the bytes on the rank and in its
+    """Return a Conversations.receive that measures; with `memory`, which returns the bytes on the rank and in its
     workers, it ends the call once all conversations wait."""
     before = (0.0, 0.0) if memory is None else memory()
 
-    original = Conversations.arrived
+    original = Conversations.receive
 
-    def arrived(self: Conversations, is_idle: bool) -> Any:
+    def receive(self: Conversations, is_idle: bool) -> Any:
         start = time.perf_counter()
         out = original(self, is_idle)
         timed.idle += (time.perf_counter() - start) * is_idle
@@ -121,7 +124,7 @@ def watch(timed: Timed, memory: Callable[[], tuple[float, float]] | None = None)
             raise StopIteration
         return out
 
-    return replaced(Conversations, "arrived", arrived)
+    return replaced(Conversations, "receive", receive)
 
 
 def main() -> int:

@@ -1,9 +1,12 @@
-"""One conversation with an environment: its turns, and what the environment has given."""
+"""One conversation with an environment, as a state machine: SAMPLING -> WAITING -> SAMPLING -> ...
+-> ENDED. What it keeps between two calls of the engines is a ConversationState.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,54 +14,61 @@ from enum import Enum
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.data.batch import OBSERVED, Generation, Prompt
 from rlhf_mc.environments.environment_worker import Key
-from rlhf_mc.environments.journal import Place, Reply
+from rlhf_mc.environments.journal import Reply
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Request
 
 
 class Status(Enum):
-    """Of a conversation in a call of the engines, on the ranks of the engine that has it."""
+    """State of a conversation in a call of the engines, the same on all ranks of its engine."""
 
-    NOT_HERE = 0
-    """It has not begun, or another engine has it."""
-    DRAWS = 1
-    WAITS = 2
-    """Its last turn has ended, and the environment has not answered."""
-    ENDED = 3
+    ELSEWHERE = 0
+    """Not begun in this call, or on another engine."""
+    SAMPLING = 1
+    """The engine samples a turn."""
+    SUSPENDED = 2
+    """Within a turn, for a later call: the replayed call ended here."""
+    WAITING = 3
+    """The turn has ended, and its answer is awaited."""
+    UNANSWERED = 4
+    """The turn has ended, and a later call gets its answer: the replayed call ended here."""
+    ENDED = 5
 
 
 @dataclass(frozen=True)
 class ConversationState:
-    """A conversation after a call of the engines, without its tokens. With rollout.partial_rollout a later call
-    continues it, on any rank."""
+    """A conversation after a call of the engines, without its tokens. With rollout.partial_rollout
+    a later call continues it, on any rank."""
 
     engine: int
-    """The engine that had it."""
+    """Engine of the call."""
     waits: bool
-    """Its last turn has ended, and the environment has not answered."""
+    """The last turn has ended, and is not answered."""
     ended: bool
     episode: Episode
     """Up to the last answer."""
 
     @staticmethod
     def from_dict(row: Mapping[str, Any], length: int) -> ConversationState:
-        """Return the state of a dict of asdict. length: of the response, in tokens. Raise ValueError for another
-        dict."""
+        """Return the state of a dict of asdict. length: of the response, in tokens. Raise
+        ValueError for another dict."""
         try:
             state = msgspec.convert(row, ConversationState)
         except msgspec.ValidationError as error:
             raise ValueError(f"conversations: {error}") from error
         episode = state.episode
-        turns = [-1, *(place for place, _ in episode.rewards), length]
-        places = [0, *itertools.chain(*episode.observations), length]
-        numbers = [*(reward for _, reward in episode.rewards), *episode.info.values(), episode.default_score]
+        turn_ends = [-1, *(position for position, _ in episode.rewards), length]
+        bounds = [0, *itertools.chain(*episode.observations), length]
+        rewards = [reward for _, reward in episode.rewards]
         is_sound = (
-            (state.engine >= 0 and all(number >= 0 for number in episode.failed_calls.values()))
-            and (turns == sorted(turns) and places == sorted(places))
-            and all(map(math.isfinite, numbers))
+            (state.engine >= 0 and all(count >= 0 for count in episode.failed_calls.values()))
+            and (turn_ends == sorted(turn_ends) and bounds == sorted(bounds))
+            and all(map(math.isfinite, [*rewards, *episode.info.values(), episode.default_score]))
         )
         if not is_sound:
             raise ValueError(f"conversations: a state is {repr(row)[:80]}")
@@ -69,58 +79,121 @@ class ConversationState:
 class Conversation:
     """A conversation in one call of the engines."""
 
+    cfg: EnvironmentConfig
+    max_response_length: int
     key: Key
     prompt: Prompt
-    whole: Request
-    """Its request, with the limit of the whole response."""
+    whole_request: Request
+    """Request with the limit of the whole response."""
     episode: Episode
-    """Up to the last answer; of one that another engine has, before the call."""
+    """Up to the last answer; before the call if another engine has the conversation."""
     response: Generation
-    """Up to the last turn that has ended, or the observation after it."""
-    status: Status = Status.NOT_HERE
-    is_cut: bool = False
-    """A later call continues it: the run that is replayed ended this one before."""
-    is_cached: bool = False
-    """The engine has computed its tokens in this call."""
-    is_sent: bool = False
-    """While it waits: the environment has got the turn, or one before it that is to be answered again."""
-    place: tuple[Place, int] = ((0, 0, 0), 0)
-    """While it waits: the turn, and the digest of the tokens up to it, as the journal has them."""
-    recorded: Reply | None = None
-    """While it waits: the journal's answer."""
+    """Up to the last turn or observation that is complete."""
+    status: Status = Status.ELSEWHERE
+    num_cached: int = 0
+    """Tokens in the engine's KV cache."""
+
+    def start(self, waits: bool) -> None:
+        """Begin, or continue what an earlier call has left. waits: for the answer to its last
+        turn."""
+        has_turn = waits or self.is_before_first
+        self.status = Status.WAITING if has_turn else Status.SAMPLING
+
+    def stop(self, response: Generation) -> None:
+        """Take the response where the engine has stopped: at the turn's end, or at the call's
+        limit."""
+        assert self.status is Status.SAMPLING, self.status
+        self.response = response
+        self.num_cached = len(self.whole_request.prompt) + len(response.token_ids)
+        is_complete = response.finished or len(response.token_ids) == self.turn_limit
+        self.status = Status.WAITING if is_complete else Status.SUSPENDED
+
+    def postpone_answer(self) -> None:
+        """Leave the answer to a later call."""
+        assert self.status is Status.WAITING, self.status
+        self.status = Status.UNANSWERED
+
+    def answer(self, reply: Reply) -> None:
+        """Append the answer. The conversation ends, or continues with a turn if the call has room
+        for it."""
+        assert self.status is Status.WAITING, self.status
+        turn = self.response
+        self._append(reply)
+        self.status = Status.SAMPLING
+        if reply.ends:
+            has_room = turn.finished or len(turn.token_ids) < self.max_response_length
+            self.response = replace(self.response, finished=has_room and not reply.token_ids)
+            self.status = Status.ENDED
+        elif self.request.max_tokens == len(self.response.token_ids):
+            self.status = Status.SUSPENDED
+
+    def state(self, engine: int) -> ConversationState:
+        """Return the state after the call. engine: of this rank."""
+        waits = self.status in (Status.WAITING, Status.UNANSWERED)
+        return ConversationState(engine, waits, self.status is Status.ENDED, self.episode)
 
     @property
-    def places(self) -> list[list[int]]:
-        """The places of the drawn tokens of each turn in the response, the present turn last."""
-        places = [place for place, log_prob in enumerate(self.response.log_probs) if log_prob != OBSERVED]
-        bounds = [0, *(place + 1 for place, _ in self.episode.rewards), len(places)]
-        return [places[start:end] for start, end in itertools.pairwise(bounds)]
+    def request(self) -> Request:
+        """The request of the present turn."""
+        most = self.whole_request.max_tokens
+        limit = self.turn_limit if most is None else min(self.turn_limit, most)
+        return replace(self.whole_request, begun=self.response, max_tokens=limit)
+
+    @property
+    def is_before_first(self) -> bool:
+        """True until the environment has given its first observation, which precedes the model's
+        first turn."""
+        return self.cfg.first_observation and not self.episode.rewards
+
+    @property
+    def room(self) -> int:
+        """Tokens that fit into the response."""
+        return self.max_response_length - len(self.response.token_ids)
+
+    @property
+    def turn_limit(self) -> int:
+        """The largest length of the response in the present turn."""
+        if self.cfg.max_tokens_per_turn is None:
+            return self.max_response_length
+        turn = self.turn_positions[-1]
+        start = turn[0] if turn else len(self.response.token_ids)
+        return min(self.max_response_length, start + self.cfg.max_tokens_per_turn)
+
+    @property
+    def turn_positions(self) -> list[list[int]]:
+        """Positions in the response of the sampled tokens of each turn, the present turn last."""
+        log_probs = self.response.log_probs
+        sampled = [i for i, log_prob in enumerate(log_probs) if log_prob != OBSERVED]
+        bounds = [0, *(last + 1 for last, _ in self.episode.rewards), len(sampled)]
+        return [sampled[start:end] for start, end in itertools.pairwise(bounds)]
 
     @property
     def turns(self) -> list[list[int]]:
-        """The tokens that the model has drawn in each turn."""
-        return [[self.response.token_ids[place] for place in places] for places in self.places]
+        """Sampled tokens of each turn."""
+        token_ids = self.response.token_ids
+        return [[token_ids[i] for i in positions] for positions in self.turn_positions]
 
-    def turn_limit(self, most: int, per_turn: int | None) -> int:
-        """Return the largest length of the response in the present turn. most: of the whole response. per_turn: largest
-        number of tokens of a turn."""
-        if per_turn is None:
-            return most
-        present = self.places[-1]
-        return min(most, (present[0] if present else len(self.response.token_ids)) + per_turn)
+    @property
+    def digest(self) -> int:
+        """CRC-32 of the tokens of prompt and response."""
+        response = np.array(self.response.token_ids, np.int32)
+        return zlib.crc32(np.concatenate([self.whole_request.prompt, response]).tobytes())
 
-    def append(self, reply: Reply) -> None:
-        """Append the environment's answer to the turn with which the response ends."""
+    def _append(self, reply: Reply) -> None:
         episode = self.episode
         rewards = [*episode.rewards, (self.response.num_drawn - 1, reply.reward)]
         if reply.is_fatal:
-            rewards = [(place, 0.0) for place, _ in rewards]
-        failed = Counter(episode.failed_calls) + Counter(reply.failed)
-        failure = reply.failed[-1] if reply.is_fatal else None
+            rewards = [(position, 0.0) for position, _ in rewards]
         start = len(self.response.token_ids)
-        observations = [*episode.observations, *([(start, start + len(reply.token_ids))] if reply.token_ids else [])]
-        info = {**episode.info, **reply.info}
-        self.episode = Episode(rewards, info, dict(failed), failure, episode.default_score, observations)
+        observation = (start, start + len(reply.token_ids))
+        self.episode = Episode(
+            rewards,
+            {**episode.info, **reply.info},
+            dict(Counter(episode.failed_calls) + Counter(reply.failed)),
+            reply.failed[-1] if reply.is_fatal else None,
+            episode.default_score,
+            [*episode.observations, *([observation] if reply.token_ids else [])],
+        )
         self.response = replace(
             self.response,
             token_ids=[*self.response.token_ids, *reply.token_ids],

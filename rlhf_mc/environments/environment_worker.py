@@ -17,6 +17,7 @@ from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.environments.protocol import (
     SECTION,
     Environment,
+    StepOutcome,
     StepResult,
     ToolCall,
     called,
@@ -73,7 +74,7 @@ class EnvironmentsOfWorker:
         self.threads = ThreadPoolExecutor(MOST_THREADS)
         self._environments: dict[Key, Environment] = {}
 
-    async def answer(self, turn: Turn) -> StepResult | Failure:
+    async def answer(self, turn: Turn) -> StepOutcome:
         """Return the environment's answer to a turn, or why there is none."""
         setting = "rollout.environment.timeout_seconds"
         try:

@@ -17,7 +17,7 @@ from typing import Any
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.environments.environment_worker import MOST_THREADS, Key, Turn
-from rlhf_mc.environments.protocol import StepResult, where
+from rlhf_mc.environments.protocol import StepOutcome, StepResult, where
 from rlhf_mc.machine.facts import cores
 from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.runtime.worker_process import WorkerEndedError, WorkerProcess
@@ -117,10 +117,10 @@ class EnvironmentPool:
         home.sent[turn.key] = time.monotonic()
         home.turns.put(turn)
 
-    def take(self, seconds: float) -> dict[Key, StepResult | Failure | None]:
+    def take(self, seconds: float) -> dict[Key, StepOutcome | None]:
         """Return the answers that have come, by conversation. Without any, wait for one for at most `seconds`. None:
         the environment has ended with its worker process, perhaps by another conversation's call."""
-        answers: dict[Key, StepResult | Failure | None] = {}
+        answers: dict[Key, StepOutcome | None] = {}
         for worker, message in self._arrived(seconds):
             if worker not in self._workers:
                 continue
@@ -187,7 +187,7 @@ class EnvironmentPool:
         self._workers.remove(worker)
         worker.close()
 
-    def _count_timeouts(self, worker: _Worker, answer: StepResult | Failure) -> None:
+    def _count_timeouts(self, worker: _Worker, answer: StepOutcome) -> None:
         """Count the calls that may hang. New conversations get another process once half of the threads may be kept."""
         failures = answer.failures if isinstance(answer, StepResult) else [answer]
         worker.num_timeouts += sum(failure.kind == "timeout" for failure in failures)

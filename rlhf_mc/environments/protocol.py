@@ -68,6 +68,10 @@ class StepResult:
     """Of tools: the observation says so."""
 
 
+StepOutcome = StepResult | Failure
+"""Answer of an environment to a turn, or why there is none."""
+
+
 def where(cfg: EnvironmentConfig) -> str:
     """Return the name of the user's class or tools, for messages."""
     if cfg.has_tools:

@@ -1,34 +1,24 @@
-"""Responses of several turns: the conversations of one call of the engines. A turn that has ended goes to the
-environment. The observation's tokens are appended, and the engine continues the response as it continues one of
-rollout.partial_rollout: tokens depend on seed and position, not on when an observation comes.
+"""Responses of several turns: the conversations of one call of the engines. A turn that has ended
+is sent to the environment. The observation's tokens are appended, and the engine continues the
+response as with rollout.partial_rollout: tokens depend on seed and position, not on the time of an
+observation.
 """
 
 from __future__ import annotations
 
-import contextlib
-import zlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-import numpy as np
-import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.environments.conversation import Conversation, ConversationState, Status
-from rlhf_mc.environments.environment_worker import Key
-from rlhf_mc.environments.journal import END, Reply
-from rlhf_mc.environments.protocol import StepResult
-from rlhf_mc.rewards.results import Episode, Failure, FailureKind
+from rlhf_mc.environments.environment_manager import EnvironmentManager
+from rlhf_mc.environments.journal import CallEnd, Reply, TurnAnswer, TurnId
+from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Arrivals, Request
 from rlhf_mc.topology.consensus import gather_objects
 
-if TYPE_CHECKING:
-    from rlhf_mc.environments.environment_manager import EnvironmentManager
-
 _IDLE_SECONDS = 0.01
-"""Longest time that an engine with nothing else to do waits for an answer, before it looks after other ranks."""
+"""Longest wait of an idle engine for an answer, before it looks after other ranks."""
 
 
 class Conversations:
@@ -37,32 +27,48 @@ class Conversations:
     def __init__(
         self,
         environments: EnvironmentManager,
-        call: int,
-        keys: Sequence[Key],
         requests: Sequence[Request],
         prompts: Sequence[Prompt],
-        kept: Mapping[int, ConversationState] | None,
+        response_ids: Sequence[int] | None = None,
+        retained: Mapping[int, ConversationState] | None = None,
     ) -> None:
-        """call: of the step. keys: of each conversation. Other arguments as of EnvironmentManager.begin."""
-        self._run = environments
-        self._call = call
-        self._keeps = kept is not None
-        self._kept = {} if kept is None else kept
-        self.homes: Mapping[int, int] = {number: state.engine for number, state in self._kept.items()}
-        new = Episode([], {}, {}, None, environments.cfg.default_score)
+        """Begin a call. prompts: of each request. response_ids: numbers of the responses in the
+        run; None: they have none. retained: if later calls may continue the conversations, the
+        states that earlier calls have left, by the request's number; None: the conversations end
+        with the call. Every rank must call it."""
+        self._environments = environments
+        self._journal = environments.journal
+        self._is_retained = retained is not None
+        self._earlier = {} if retained is None else retained
+        self.affinity: Mapping[int, int] = {i: state.engine for i, state in self._earlier.items()}
+        self._call = self._journal.begin_call()
+        names = range(len(requests)) if response_ids is None else response_ids
+        keys = environments.begin_call(names, self._is_retained)
+        translator = environments.translator
+        new = Episode([], {}, {}, None, translator.cfg.default_score)
         self._all = [
-            Conversation(key, prompt, request, self._kept[i].episode if i in self._kept else new, request.begun)
+            Conversation(
+                translator.cfg,
+                translator.max_response_length,
+                key,
+                prompt,
+                request,
+                self._earlier[i].episode if i in self._earlier else new,
+                request.begun,
+            )
             for i, (key, prompt, request) in enumerate(zip(keys, prompts, requests, strict=True))
         ]
-        self.requests = [self._request(one) for one in self._all]
-        """The first turn of each conversation."""
+        self.requests = [conversation.request for conversation in self._all]
+        """First turn of each conversation."""
         self._waiting: dict[int, Conversation] = {}
-        """Those of this rank's engine that wait for an answer in this call."""
+        """Conversations in state WAITING, by the request's number."""
+        self._recorded: dict[int, Reply] = {}
+        """The journal's answers to these."""
         self._iteration = 0
-        """Calls of `arrived`: the time of the journal, which does not depend on seconds."""
-        recorded = environments.journal.of_call(call)
-        self._last_recorded = max((reply.at for reply in recorded.values()), default=0)
-        self._num_untaken = sum(place[1] != END for place in recorded) if dist.get_rank() == 0 else 0
+        """Calls of `receive`: the journal's clock, which does not depend on seconds."""
+        self._last_recorded = self._journal.last_iteration(self._call)
+        self._num_unused = self._journal.num_answered(self._call) if self._journal.rank == 0 else 0
+        """Recorded answers, less those that this rank's conversations have received."""
         self._problem: str | None = None
 
     @property
@@ -71,207 +77,147 @@ class Conversations:
         return len(self._waiting)
 
     @property
-    def waiting(self) -> dict[int, Generation]:
-        """The responses of this rank's engine that wait for an environment after the call, by number."""
-        return {i: one.response for i, one in enumerate(self._all) if one.status is Status.WAITS}
+    def unanswered(self) -> dict[int, Generation]:
+        """Responses whose last turn is not answered, on the ranks of their engine, by the request's
+        number."""
+        return self._responses(Status.WAITING, Status.UNANSWERED)
 
     def episode(self, number: int) -> Episode:
-        """Return what the environment has given the conversation of this number."""
+        """Return what the environment has given a conversation. number: of its request."""
         return self._all[number].episode
 
     def start(self, requests: Sequence[Request]) -> list[Request]:
-        """Begin conversations, or continue those of earlier calls. Return those in which the model draws."""
-        for number in (request.number for request in requests):
-            self._all[number].status = Status.DRAWS
-            if self._is_before_first(self._all[number]) or (number in self._kept and self._kept[number].waits):
-                self._wait(number)
-        return [request for request in requests if self._all[request.number].status is Status.DRAWS]
-
-    def submit(self, ended: Mapping[int, Generation]) -> None:
-        """Send turns that have ended to their environments."""
-        for number, response in ended.items():
-            one = self._all[number]
-            one.response = response
-            one.is_cached = True
-            if response.finished or len(response.token_ids) == self._turn_limit(one):
-                self._wait(number)
+        """Begin conversations, or continue those of earlier calls. Return those with a turn to
+        sample."""
+        sampling = []
+        for request in requests:
+            earlier = self._earlier.get(request.number)
+            conversation = self._all[request.number]
+            conversation.start(waits=earlier is not None and earlier.waits)
+            if conversation.status is Status.SAMPLING:
+                sampling.append(request)
             else:
-                one.is_cut = True
+                self._await_answer(request.number)
+        return sampling
 
-    def arrived(self, is_idle: bool) -> Arrivals:
-        """Return what has arrived. is_idle: the engine has nothing else to do for a moment."""
+    def submit(self, stopped: Mapping[int, Generation]) -> None:
+        """Take responses that the engine has stopped, and let complete turns wait for their
+        answers."""
+        for number, response in stopped.items():
+            self._all[number].stop(response)
+            if self._all[number].status is Status.WAITING:
+                self._await_answer(number)
+
+    def receive(self, is_idle: bool) -> Arrivals:
+        """Return the conversations that are answered. is_idle: the engine has nothing else to
+        do."""
         self._iteration += 1
-        recorded = {number: one.recorded for number, one in self._waiting.items() if one.recorded is not None}
-        replies = {number: reply for number, reply in recorded.items() if reply.at <= self._iteration}
-        # While the journal has later answers in this call, it knows when the others have been answered, or that they
-        # have not: these are not sent yet.
-        if self._iteration > self._last_recorded and (others := self._waiting.keys() - recorded.keys()):
-            replies |= self._run.on_all_ranks(self._answers(others, is_idle))
+        now = self._iteration
+        replies = {i: reply for i, reply in self._recorded.items() if reply.iteration <= now}
+        unrecorded = self._waiting.keys() - self._recorded.keys()
+        # Up to its last row of the call the journal has all answers: a turn without one is not sent
+        # before, since the first run had no answer to it either.
+        if now > self._last_recorded and unrecorded:
+            new = self._new_replies(unrecorded, _IDLE_SECONDS if is_idle else 0.0)
+            replies |= self._environments.on_all_ranks(new)
         requests = []
         ended = {}
         num_cached = 0
         for number, reply in sorted(replies.items()):
-            one = self._waiting.pop(number)
-            turn = one.response
-            one.append(reply)
-            if reply.ends:
-                one.status = Status.ENDED
-                has_room = turn.finished or len(turn.token_ids) < self._run.max_response_length
-                ended[number] = replace(one.response, finished=has_room and not reply.token_ids)
-                self._run.end(one.key)
-                continue
-            one.status = Status.DRAWS
-            request = self._request(one)
-            if request.max_tokens == len(one.response.token_ids):
-                one.is_cut = True
-                continue
-            requests.append(request)
-            num_cached += one.is_cached * (len(request.prompt) + len(turn.token_ids))
+            conversation = self._waiting.pop(number)
+            self._recorded.pop(number, None)
+            conversation.answer(reply)
+            if conversation.status is Status.ENDED:
+                ended[number] = conversation.response
+                self._environments.end(conversation.key)
+            elif conversation.status is Status.SAMPLING:
+                requests.append(conversation.request)
+                num_cached += conversation.num_cached
         return Arrivals(requests, num_cached, ended)
 
     def abort(self) -> dict[int, Generation]:
-        """End the environments, unless a later call continues the conversations. Return those that wait."""
-        for one in () if self._keeps else self._all:
-            self._run.end(one.key)
-        return {**self.waiting, **{i: one.response for i, one in enumerate(self._all) if one.is_cut}}
+        """Close the environments unless conversations are retained. Return the responses that are
+        not in the engine and have not ended."""
+        for conversation in () if self._is_retained else self._all:
+            self._environments.end(conversation.key)
+        return self._responses(Status.SUSPENDED, Status.WAITING, Status.UNANSWERED)
 
     def finish(self) -> None:
-        """Record the end of the call. Raise UserError, on all ranks, if the conversations are not those of the run that
-        is replayed. Every rank must call it."""
-        if not self._run.journal.is_replay:
-            self._run.journal.record({((self._call, END, self._run.engine), 0): Reply(self._iteration)})
+        """Record the end of the call. Raise UserError, on all ranks, if the conversations are not
+        those of the replayed run. Every rank must call it."""
+        if not self._journal.is_replay:
+            self._journal.record(CallEnd(self._call, self._environments.engine, self._iteration))
             return
-        problems, nums_untaken = zip(*gather_objects((self._problem, self._num_untaken)), strict=True)
+        problems, nums_unused = zip(*gather_objects((self._problem, self._num_unused)), strict=True)
         problem = next(filter(None, problems), None)
-        if problem is None and (num := sum(nums_untaken)) > 0:
-            problem = f"the journal has {num} observations for conversations that do not wait for them"
+        if problem is None and (num := sum(nums_unused)) > 0:
+            observations = f"{num} observations for conversations that do not wait for them"
+            problem = f"the journal has {observations}"
         if problem is not None:
-            raise UserError(f"trainer.replay: {problem}: are model, data, settings and versions those of that run?")
+            cause = "are model, data, settings and versions those of that run?"
+            raise UserError(f"trainer.replay: {problem}: {cause}")
 
     def states(self) -> dict[int, ConversationState]:
-        """Return the state of each conversation that the call has begun, by the request's number. Every rank must call
-        it after the call."""
-        own = {
-            i: ConversationState(self._run.engine, one.status is Status.WAITS, one.status is Status.ENDED, one.episode)
-            for i, one in enumerate(self._all)
-            if one.status is not Status.NOT_HERE
-        }
-        return {number: state for part in gather_objects(own) for number, state in part.items()}
+        """Return the state of each conversation that has begun, by the request's number. Every rank
+        must call it after the call."""
+        engine = self._environments.engine
+        begun = (pair for pair in enumerate(self._all) if pair[1].status is not Status.ELSEWHERE)
+        parts = gather_objects({i: conversation.state(engine) for i, conversation in begun})
+        return {number: state for part in parts for number, state in part.items()}
 
-    def _is_before_first(self, one: Conversation) -> bool:
-        """Return whether the environment is to give the conversation its first observation."""
-        return self._run.cfg.first_observation and not one.episode.rewards
+    def _responses(self, *states: Status) -> dict[int, Generation]:
+        return {i: one.response for i, one in enumerate(self._all) if one.status in states}
 
-    def _turn_limit(self, one: Conversation) -> int:
-        return one.turn_limit(self._run.max_response_length, self._run.cfg.max_tokens_per_turn)
+    def _turn_id(self, conversation: Conversation) -> TurnId:
+        return TurnId(self._call, conversation.key[1], len(conversation.episode.rewards))
 
-    def _request(self, one: Conversation) -> Request:
-        """Return the request of the present turn."""
-        limit = self._turn_limit(one)
-        most = one.whole.max_tokens
-        return replace(one.whole, begun=one.response, max_tokens=limit if most is None else min(limit, most))
-
-    def _wait(self, number: int) -> None:
-        """Let a conversation wait for its environment, or for the journal's answer."""
-        one = self._all[number]
-        one.status = Status.WAITS
-        one.is_sent = False
-        journal = self._run.journal
-        place = (self._call, one.key[1], len(one.episode.rewards))
-        tokens = np.concatenate([one.whole.prompt, np.array(one.response.token_ids, np.int32)])
-        one.place = place, zlib.crc32(tokens.tobytes())
-        replies = journal.at(place)
-        recorded = replies.get(one.place[1])
-        limit = self._run.max_response_length
-        fits = recorded is None or len(one.response.token_ids) + len(recorded.token_ids) <= limit
-        one.recorded = recorded if fits else None
-        if one.recorded is not None:
-            self._num_untaken -= self._run.is_mine(one.key)
-        elif journal.is_replay and replies:
-            where = f"{one.prompt.where}, turn {place[2] + 1}"
-            no_room = f"data.max_response_length {limit} has no room for the observation"
-            self._problem = f"step {journal.step}, {where}: {'the runs have drawn other tokens' if fits else no_room}"
-            one.recorded = Reply(0)
-        elif journal.is_replay and one.whole.max_tokens is not None:
-            one.is_cut = True
+    def _await_answer(self, number: int) -> None:
+        """Let a conversation wait for its answer, which the journal may have."""
+        conversation = self._all[number]
+        turn = self._turn_id(conversation)
+        replies = self._journal.replies(turn)
+        recorded = replies.get(conversation.digest)
+        if recorded is not None and len(recorded.token_ids) <= conversation.room:
+            self._recorded[number] = recorded
+            self._num_unused -= self._environments.is_here(conversation.key)
+        elif self._journal.is_replay and replies:
+            reason = "the runs have drawn other tokens"
+            if recorded is not None:
+                limit = f"data.max_response_length {conversation.max_response_length}"
+                reason = f"{limit} has no room for the observation"
+            where = f"{conversation.prompt.where}, turn {turn.turn + 1}"
+            self._problem = f"step {self._journal.step}, {where}: {reason}"
+            self._recorded[number] = Reply(0)
+        elif self._journal.is_replay and conversation.whole_request.max_tokens is not None:
+            conversation.postpone_answer()
             return
-        self._waiting[number] = one
+        self._waiting[number] = conversation
 
-    def _send(self, one: Conversation) -> None:
-        """Send the first turn that the environment has not got."""
-        one.is_sent = True
-        has_room = len(one.response.token_ids) < self._run.max_response_length
-        self._run.send(one.key, one.prompt, one.turns, has_room)
-
-    def _answers(self, numbers: Set[int], is_idle: bool) -> dict[int, Reply]:
-        """Return, and record, the answers of this rank's environments to these conversations."""
-        numbers_by_key = {one.key: number for number in numbers if self._run.is_mine((one := self._all[number]).key)}
-        for number in numbers_by_key.values():
-            if not self._all[number].is_sent:
-                self._send(self._all[number])
+    def _new_replies(self, numbers: Set[int], seconds: float) -> dict[int, Reply]:
+        """Return and record the answers of this rank's environments to these conversations. Without
+        any, wait for at most `seconds`."""
+        environments = self._environments
+        numbers_by_key = {self._all[number].key: number for number in numbers}
+        keys = [key for key in numbers_by_key if environments.is_here(key)]
+        for key in keys:
+            self._send(self._all[numbers_by_key[key]])
         replies = {}
-        for key, answer in self._run.take(numbers_by_key.keys(), _IDLE_SECONDS if is_idle else 0.0).items():
-            one = self._all[numbers_by_key[key]]
-            turns = one.turns
-            if answer is None or (sent := self._run.sent[key]) < len(turns):  # the environment is begun again
-                if answer is not None:
-                    self._compare(one, sent - 1, turns[sent - 1], answer)
-                self._send(one)
-            else:
-                replies[numbers_by_key[key]] = self._reply(one, turns[-1], answer)
-        self._run.journal.record({self._all[number].place: reply for number, reply in replies.items()})
+        rows = []
+        for key, (index, answer) in environments.receive(keys, seconds).items():
+            conversation = self._all[numbers_by_key[key]]
+            turn = self._turn_id(conversation)
+            if index < turn.turn:
+                environments.translator.compare(conversation, index, answer)
+                self._send(conversation)
+                continue
+            reply = environments.translator.reply(conversation, answer, self._iteration)
+            replies[numbers_by_key[key]] = reply
+            rows.append(TurnAnswer(turn, conversation.digest, reply))
+        self._journal.record(*rows)
         return replies
 
-    def _reply(self, one: Conversation, turn: Sequence[int], answer: StepResult | Failure) -> Reply:
-        """Return an environment's answer to a turn as a reply, with the default observation for a failure."""
-        cfg = self._run.cfg
-        failed: list[FailureKind] = []
-        is_fatal = False
-        tokens: list[int] = []
-        if not isinstance(answer, Failure):
-            try:
-                tokens = self._tokens(one, turn, answer)
-                failed += [failure.kind for failure in answer.failures]
-                for failure in answer.failures:
-                    self._run.report(one.prompt, failure.problem, "continues with it")
-            except Failure as problem:
-                answer = problem
-        is_first = self._is_before_first(one)  # a conversation does not end without a turn of the model
-        if isinstance(answer, Failure):
-            failed.append(answer.kind)
-            is_fatal = not is_first and cfg.default_observation is None
-            what = f"scores {cfg.default_score:g}" if is_fatal else "continues with default_observation"
-            if is_first and cfg.default_observation is None:
-                what = "begins without a first observation"
-            self._run.report(one.prompt, answer.problem, what)
-            tokens = [] if is_fatal else self._run.observations.default_tokens(answer.problem)
-            answer = StepResult("", 0.0, is_fatal, {})
-        room = self._run.max_response_length - len(one.response.token_ids) - is_first
-        is_last = answer.done or (not is_first and one.episode.num_turns + 1 >= cfg.max_turns)
-        # An observation that does not fit is cut: the response is then truncated, as one of a single turn is.
-        tokens = [] if is_last else tokens[:room]
-        ends = is_last or (not is_first and len(tokens) == room)
-        return Reply(self._iteration, tokens, answer.reward, {**answer.info}, ends, failed, is_fatal)
-
-    def _compare(self, one: Conversation, index: int, turn: Sequence[int], answer: StepResult | Failure) -> None:
-        """Warn if an environment that is begun again answers an earlier turn otherwise than before."""
-        places = one.places
-        start = places[index][-1] + 1 if places[index] else 0
-        wanted = one.response.token_ids[start : places[index + 1][0]]
-        is_same = bool(one.episode.failed_calls)
-        if not isinstance(answer, Failure):
-            with contextlib.suppress(Failure):
-                is_same = (self._tokens(one, turn, answer), answer.reward) == (wanted, one.episode.rewards[index][1])
-        if not is_same:
-            problem = f"begun again, it answers turn {index + 1} otherwise than before"
-            self._run.report(one.prompt, problem, "continues with the earlier answer")
-
-    def _tokens(self, one: Conversation, turn: Sequence[int], answer: StepResult) -> list[int]:
-        """Return the tokens of an observation; none after the last turn."""
-        if answer.done:
-            return []
-        tokens = self._run.observations.tokens(answer.observation, turn, one.prompt.messages)
-        if turn and not one.episode.rewards:
-            text = self._run.tokenizer.decode(turn, skip_special_tokens=True)
-            self._run.observations.check(one.prompt.messages, text, answer.observation, tokens)
-        return tokens
+    def _send(self, conversation: Conversation) -> None:
+        """Send the next turn, unless the answer to another one is awaited."""
+        if (next_turn := self._environments.next_turn(conversation.key)) is not None:
+            turn = self._environments.translator.turn(conversation, *next_turn)
+            self._environments.send(turn, next_turn[0])

@@ -56,41 +56,41 @@ class Request:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The conversations that have come back from environments before a step of an engine: the same on all of its
-    ranks."""
+    """The conversations that environments have answered before a step of an engine. They are the same on
+    all of its ranks."""
 
     requests: Sequence[Request] = ()
     """Conversations that continue: `begun` ends with the observation."""
     num_cached: int = 0
-    """Their tokens without the observations, as far as the engine has computed them in this call."""
+    """Tokens already in this engine's KV cache."""
     ended: Mapping[int, Generation] = field(default_factory=dict)
     """Conversations that have ended, by the request's number."""
 
 
 class Turns(Protocol):
-    """The conversations of one call of an engine, of which each request is a turn. All ranks of the engine call each
-    method alike; none waits for an environment longer than a moment."""
+    """The conversations of one call of an engine, of which each request is a turn. All ranks of the engine
+    call each method alike. No method blocks on an environment."""
 
-    homes: Mapping[int, int]
-    """The engine that has had a conversation in an earlier call, by the request's number. The same on every rank."""
+    affinity: Mapping[int, int]
+    """Engine of each conversation of an earlier call, by the request's number. The same on every rank."""
 
     @property
     def num_waiting(self) -> int:
         """Number of conversations that wait for their environment."""
 
     def start(self, requests: Sequence[Request]) -> list[Request]:
-        """Begin conversations, or continue those of an earlier call. Return those in which the model draws; others wait
-        for their environment."""
+        """Begin conversations, or continue those of an earlier call. Return those with a turn to sample;
+        others wait for their environment."""
 
-    def submit(self, ended: Mapping[int, Generation]) -> None:
-        """Send turns that have ended to their environments."""
+    def submit(self, stopped: Mapping[int, Generation]) -> None:
+        """Send turns that have ended to their environments. stopped: by the request's number."""
 
-    def arrived(self, is_idle: bool) -> Arrivals:
-        """Return what has arrived. is_idle: the engine has nothing else to do for a moment."""
+    def receive(self, is_idle: bool) -> Arrivals:
+        """Return the conversations that are answered. is_idle: the engine has nothing else to do."""
 
     def abort(self) -> dict[int, Generation]:
-        """End the environments, unless a later call continues the conversations. Return those that wait, by the
-        request's number."""
+        """Close the environments, unless a later call continues the conversations. Return the responses
+        that are not in the engine and have not ended, by the request's number."""
 
 
 class RolloutEngine(Protocol):

@@ -46,7 +46,7 @@ def generate_responses(
     own = next(number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks)
     ranks = engine.groups[own]
     place = ranks.index(dist.get_rank())
-    queue = SharedQueue(len(requests), expected_lens, None if turns is None else turns.homes)
+    queue = SharedQueue(len(requests), expected_lens, None if turns is None else turns.affinity)
     responses: dict[int, Generation] = {}
     share: list[int] = []
     promised = 0  # requests of the share that have left the queue, and are to begin at once
@@ -65,7 +65,7 @@ def generate_responses(
             ends_with_period = bool(queue.left) or enough is not None
             while engine.num_unfinished or share or (turns is not None and turns.num_waiting):
                 is_idle = not engine.num_unfinished and not share
-                arrivals = NO_ARRIVALS if turns is None else turns.arrived(is_idle)
+                arrivals = NO_ARRIVALS if turns is None else turns.receive(is_idle)
                 num_added = _begin(engine, requests, share, sampling, arrivals.requests, promised, turns)
                 promised = 0
                 num_drawn = 0

@@ -141,29 +141,29 @@ class SharedQueue:
     has not begun by the end of the period are dealt again: no engine waits for requests that another one has."""
 
     def __init__(
-        self, num_requests: int, expected_lens: Sequence[float] | None = None, homes: Mapping[int, int] | None = None
+        self, num_requests: int, expected_lens: Sequence[float] | None = None, affinity: Mapping[int, int] | None = None
     ) -> None:
         """Queue requests 0 to num_requests - 1. expected_lens: the expected length of each response; the longest begin
-        first, so that the last ones to end are short. homes: the only engine that may have a request, by its
+        first, so that the last ones to end are short. affinity: the only engine that may have a request, by its
         number."""
         order: Sequence[int] = range(num_requests)
         if expected_lens is not None:
             order = sorted(order, key=lambda number: -expected_lens[number])  # stable: equal ones keep their order
         self.left = list(order)
         """Their numbers, in the order in which they are dealt."""
-        self._homes = {} if homes is None else homes
+        self._affinity = {} if affinity is None else affinity
         self._shares: list[list[int]] = []
 
     def deal(self, rooms: Sequence[int], num_more: int) -> list[list[int]]:
         """Return the share of each engine. rooms: how many requests each begins at once; these leave the queue.
         num_more: how many more each may begin within the period. The next request goes to the engine with the most
-        room, the first of equal ones. A request with a home goes there, before others."""
-        at_home: list[list[int]] = [[] for _ in rooms]
+        room, the first of equal ones. A request with an affinity goes to that engine, before others."""
+        with_affinity: list[list[int]] = [[] for _ in rooms]
         others: list[int] = []
         for number in self.left:
-            home = self._homes.get(number, len(rooms))
-            (at_home[home] if home < len(rooms) else others).append(number)
-        self._shares = [own[: room + num_more] for own, room in zip(at_home, rooms, strict=True)]
+            engine = self._affinity.get(number, len(rooms))
+            (with_affinity[engine] if engine < len(rooms) else others).append(number)
+        self._shares = [own[: room + num_more] for own, room in zip(with_affinity, rooms, strict=True)]
         free = [room - len(share) for room, share in zip(rooms, self._shares, strict=True)]
         levels = np.concatenate([np.arange(room, -num_more, -1) for room in free])
         engines = np.repeat(np.arange(len(rooms)), [room + num_more for room in free])

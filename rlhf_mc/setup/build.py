@@ -227,7 +227,7 @@ def _prompts(
     data = cfg.data
     messages = environments is not None
     if environments is not None:
-        data = replace(data, apply_chat_template_kwargs=environments.prompt_arguments)
+        data = replace(data, apply_chat_template_kwargs=environments.translator.prompt_arguments)
 
     def load(key: str, files: Sequence[str], most_rows: int, messages: bool) -> Prompts:
         return load_prompts(files, tokenizer, data, most_rows, key, scored_by_rule(cfg, key), messages)

@@ -184,7 +184,7 @@ class EngineCall:
             new[g][i] = response
         conversations: list[dict[int, ConversationState]] = [{} for _ in groups]
         if self._turns is not None:
-            self._store_experts(self._turns.waiting)
+            self._store_experts(self._turns.unanswered)
             for number, conversation in self._turns.states().items():
                 g, i = self._ids[number]
                 conversations[g][i] = conversation
@@ -224,7 +224,8 @@ class EngineCall:
             return requests
         states = (groups[g].conversations.get(i) for g, i in self._ids)
         stored = {number: one for number, one in enumerate(states) if one is not None}
-        self._turns = self._run.environments.begin(
+        self._turns = Conversations(
+            self._run.environments,
             requests,
             self._prompts,
             self._run_ids if self._plan.is_training else None,

@@ -81,7 +81,7 @@ class Lifecycle:
     def begin_step(self, step: int) -> StepState:
         """Return the state of the next step, whose learning rates are set."""
         if self._run.environments is not None:
-            self._run.environments.begin_step(step)
+            self._run.environments.journal.begin_step(step)
         factor = self._run.adjustments.learning_rate_factor(step)
         for model in self._run.trained_models():
             model.scale_learning_rate(factor)

@@ -31,6 +31,7 @@ from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.journal import ObservationJournal
+from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.patching import replaced
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Episode
@@ -308,7 +309,7 @@ def conversations(
                 replaced(DecodeScheduler, "schedule", counted),
                 built_engine(checkpoint, len(groups[0]), 256, groups=groups, max_num_seqs=4) as engine,
             ):
-                turns = environments.begin(requests, rows)
+                turns = Conversations(environments, requests, rows)
                 sampling = Sampling(TEMPERATURE, limit, (1, 2, 3))
                 responses = generate_responses(engine, turns.requests, sampling, VirtualClock(), turns=turns)
             episodes = {number: state.episode for number, state in turns.states().items()}

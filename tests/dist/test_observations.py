@@ -206,7 +206,7 @@ def test_conversations_that_are_cut_end_as_those_that_are_not(config: Path, tail
     drawn = [length for each in states for one, length in each if not (one["waits"] or one["ended"])]
     assert sum(drawn) > 0, "some are cut within a turn"
     rows = [row for path in (config.parent / "partial").glob("observations/*") for _, row in read_rows(path)]
-    num_answers = sum(row["place"][1] >= 0 for row in rows)
+    num_answers = sum(row["row"]["type"] == "answer" for row in rows)
     assert num_answers <= partial[1] <= num_answers + nums_waiting[-1], "an environment stays alive between two calls"
 
 

@@ -205,7 +205,7 @@ def test_killed_anywhere(
         print(f"{kind}: {fault} at {event or 'no event'}, exit codes {codes}")
         events.append(event)
     assert all(events), "a run ended before its fault was injected"
-    answered = {row["reply"]["info"].get("call") for row in answers(run)}
+    answered = {row["row"]["reply"]["info"].get("call") for row in answers(run)}
     num_before = len(calls.read_text().splitlines())
     complete(config, run, tmp_path / "logs", overrides)
     if is_replayed:
@@ -232,13 +232,13 @@ def complete(config: Path, run: Path, logs: Path, overrides: Sequence[str]) -> N
 def answers(run: Path) -> list[dict[str, Any]]:
     """Return the rows of answers in the journal of a run."""
     rows = [row for path in run.glob(f"{OBSERVATIONS}/*.jsonl") for _, row in read_rows(path)]
-    return [row for row in rows if row["place"][1] >= 0]
+    return [row for row in rows if row["row"]["type"] == "answer"]
 
 
 def assert_answered_once(run: Path, answered: set[int], calls: Sequence[str]) -> None:
     """Check that each turn of a run has one answer, and the calls of environments, in the order in which they were
     made, since the journal had the answers to the calls `answered`."""
-    assert max(Counter((row["step"], *row["place"], row["digest"]) for row in answers(run)).values()) == 1
+    assert max(Counter((row["step"], *row["row"]["turn"], row["row"]["digest"]) for row in answers(run)).values()) == 1
     last_calls = dict(line.split() for line in calls)
     # An environment that is begun again gets the earlier turns, and then one without an answer, unless the run ends.
     with np.load(run / f"global_step_{STEPS}" / "group_pool.npz") as arrays:

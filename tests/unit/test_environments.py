@@ -9,24 +9,25 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs, to_builtins
 from transformers import AddedToken
 
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt
-from rlhf_mc.environments import environment_manager, turns
+from rlhf_mc.environments import environment_manager
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.environment_worker import EnvironmentsOfWorker, Turn
-from rlhf_mc.environments.journal import ObservationJournal, Reply
+from rlhf_mc.environments.journal import CallEnd, ObservationJournal, Reply, TurnAnswer, TurnId
 from rlhf_mc.environments.protocol import StepResult, truncated
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations
@@ -111,8 +112,7 @@ class Letters:
 
 @pytest.fixture
 def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for module in (environment_manager, turns):
-        monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 0))
+    monkeypatch.setattr(environment_manager, "dist", SimpleNamespace(get_rank=lambda: 0))
     path = tmp_path / "environment.py"
     path.write_text(USER_FILE)
     return str(path)
@@ -131,7 +131,7 @@ def begun(
     environments.connect([[0]])
     prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i, **fields) for i in range(2)]
     requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
-    return environments, environments.begin(requests, prompts)
+    return environments, Conversations(environments, requests, prompts)
 
 
 def prompts_of(conversations: Conversations) -> list[Prompt]:
@@ -158,7 +158,7 @@ def played(
             finished[request.number] = Generation(tokens, log_probs, finished=drawn[-1] == 2)
         if finished:
             conversations.submit(finished)
-        arrivals = conversations.arrived(is_idle=True)
+        arrivals = conversations.receive(is_idle=True)
         ended |= arrivals.ended
         running = list(arrivals.requests)
     assert conversations.num_waiting == 0
@@ -174,7 +174,7 @@ def test_conversation_appends_observations_until_the_end(user_file: str) -> None
     assert marks == [False, False, True, True, True] * 2 + [False, False] and ended[0].finished
     rewards = [(1, 1.0), (3, 1.0), (5, 1.0)]
     assert conversations.episode(0) == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
-    conversations = environments.begin(conversations.requests, prompts_of(conversations))
+    conversations = Conversations(environments, conversations.requests, prompts_of(conversations))
     conversations.start(conversations.requests)
     conversations.submit({1: Generation([3, 2], [-1.0, -1.0], True)})
     assert conversations.abort() == {1: Generation([3, 2], [-1.0, -1.0], True)}
@@ -235,8 +235,8 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
         ({"turns": ("\3\3",) * 100}, "step 0, row 1, turn 1: the runs have drawn other tokens: are model"),
         ({"num_played": 1}, "the journal has 3 observations for conversations that do not wait for them"),
     ):
-        environments.begin_step(0)
-        conversations = environments.begin(conversations.requests, prompts_of(conversations))
+        environments.journal.begin_step(0)
+        conversations = Conversations(environments, conversations.requests, prompts_of(conversations))
         played(conversations, **kwargs)
         with pytest.raises(UserError) as caught:
             conversations.finish()
@@ -265,29 +265,29 @@ def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
     for step in (1, 2):
         journal.begin_step(step)
         for turn in range(2):
-            journal.record({((0, 0, turn), 0): Reply(1)})
+            journal.record(TurnAnswer(TurnId(0, 0, turn), 0, Reply(1)))
     assert capfd.readouterr().err.count("observations cannot be written (File exists); the run continues") == 2
 
 
-ROW = {"step": 1, "place": [0, 3, 1], "digest": 7, "environment": 0}
+TURN = TurnId(0, 3, 1)
 REPLY = Reply(2, [5, 6], 0.5, {"acc": 1.0}, False, ["raised"], False)
 
 
 def read_journal(directory: Path, replayed: str | None = None) -> dict[int, Reply]:
-    """Return the answers to the turn of ROW, by their digests."""
+    """Return the answers to TURN, by their digests."""
     journal = ObservationJournal(directory, replayed, 0, 0, num_tokens=10, max_tokens=4)
     journal.begin_step(1)
-    journal.load()
-    return dict(journal.at((0, 3, 1)))
+    journal.begin_call()
+    return dict(journal.replies(TURN))
 
 
 def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     journal = ObservationJournal(tmp_path, None, 0, 0, 10, 4)
     journal.begin_step(1)
     for digest in (7, 8):
-        journal.record({((0, 3, 1), digest): replace(REPLY, at=digest)})
+        journal.record(TurnAnswer(TURN, digest, structs.replace(REPLY, iteration=digest)))
     answers = read_journal(tmp_path)
-    assert answers == {digest: replace(REPLY, at=digest) for digest in (7, 8)}
+    assert answers == {digest: structs.replace(REPLY, iteration=digest) for digest in (7, 8)}
     assert "warning" not in capfd.readouterr().err
     (path,) = tmp_path.glob("observations/*")
     content = path.read_bytes()
@@ -297,7 +297,7 @@ def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd:
         path.write_bytes(flipped)
         assert read_journal(tmp_path).items() <= answers.items()
         assert capfd.readouterr().err.count("warning: ") == 1, (bit, bytes(flipped))
-    path.write_bytes(content.replace(b'"at": 7', b'"at": 6'))
+    path.write_bytes(content.replace(b'"iteration": 7', b'"iteration": 6'))
     with pytest.raises(UserError, match=r"^trainer\.replay: .*, line 2: its checksum is wrong$"):
         read_journal(tmp_path, str(tmp_path))
     path.write_bytes(content[:-1])  # killed between a row and its newline: the answer is there, and is not asked again
@@ -314,16 +314,21 @@ def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd:
     [
         ("step", 2),
         ("step", True),
-        ("place", [0, 3]),
-        ("place", [0, "3", 1]),
-        ("place", [0, 3, 1, 0]),
-        ("place", None),
-        ("digest", -1),
         ("environment", "0"),
+        ("row", None),
+        ("type", "end"),
+        ("type", "call_end"),
+        ("turn", [0, 3]),
+        ("turn", [0, "3", 1]),
+        ("turn", [0, 3, 1, 0]),
+        ("turn", [0, -1, 1]),
+        ("turn", None),
+        ("digest", -1),
         ("reply", []),
         ("reply", {}),
-        ("at", 10**12),
-        ("at", 2.0),
+        ("iteration", 10**12),
+        ("iteration", 10**30),
+        ("iteration", 2.0),
         ("token_ids", [10]),
         ("token_ids", [1] * 5),
         ("token_ids", "12"),
@@ -345,17 +350,49 @@ def test_a_forged_row_of_the_journal_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, value: Any
 ) -> None:
     (tmp_path / "observations").mkdir()
-    row: dict[str, Any] = {**ROW, "reply": asdict(REPLY)}
-    if name in row:
-        row[name] = value
-    else:
-        row["reply"][name] = value
-    (tmp_path / "observations" / "step_000001_0.jsonl").write_text(checked_line(row))
+    row: dict[str, Any] = to_builtins(TurnAnswer(TURN, 7, REPLY))
+    line: dict[str, Any] = {"step": 1, "environment": 0, "row": row}
+    changed = next((part for part in (line, row) if name in part), row["reply"])
+    changed[name] = value
+    (tmp_path / "observations" / "step_000001_0.jsonl").write_text(checked_line(line))
     assert read_journal(tmp_path) == {}
     assert capfd.readouterr().err.count("line 1: is no answer of this step") == 1
     with pytest.raises(UserError, match="line 1: is no answer of this step") as caught:
         read_journal(tmp_path, str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_journal_of_the_first_format_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Check an answer, the end of a call, and a line that is neither."""
+    (tmp_path / "observations").mkdir()
+    common = {"step": 1, "environment": 0}
+    reply = {**structs.asdict(REPLY), "at": REPLY.iteration}
+    del reply["iteration"]
+    end = {**structs.asdict(Reply(9)), "at": 9}
+    del end["iteration"]
+    rows = [
+        {**common, "place": list(TURN), "digest": 7, "reply": reply},
+        {**common, "place": [0, -1, 1], "digest": 0, "reply": end},
+        {**common, "place": [0, 3], "digest": 7, "reply": reply},
+    ]
+    (tmp_path / "observations" / "step_000001_0.jsonl").write_text("".join(map(checked_line, rows)))
+    journal = ObservationJournal(tmp_path, None, 0, 0, num_tokens=10, max_tokens=4)
+    journal.begin_step(1)
+    assert journal.begin_call() == 0
+    assert journal.replies(TURN) == {7: REPLY} and journal.num_answered(0) == 1
+    assert (journal.last_iteration(0), journal.last_iteration(1)) == (9, 0)
+    assert "line 3: is no answer of this step" in capfd.readouterr().err
+
+
+def test_the_end_of_a_call_is_in_the_journal(tmp_path: Path) -> None:
+    for engine, iteration in enumerate((4, 3)):
+        journal = ObservationJournal(tmp_path, None, engine, 0, num_tokens=10, max_tokens=4)
+        journal.begin_step(1)
+        journal.record(TurnAnswer(TURN, 7, REPLY), CallEnd(0, engine, iteration), CallEnd(1, engine, 9))
+    journal.begin_step(1)
+    journal.begin_call()
+    assert (journal.last_iteration(0), journal.num_answered(0)) == (4, 1)
+    assert (journal.last_iteration(1), journal.num_answered(1)) == (9, 0)
 
 
 def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
@@ -365,11 +402,11 @@ def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
     environments, conversations = begun(EnvironmentConfig(user_file))
     turns = Generation([3, 2, 3, 2, 9, 3, 2], [-1.0, -1.0, OBSERVED, OBSERVED, OBSERVED, -1.0, -1.0], True)
     requests = [Request(i, one.prompt, i, turns) for i, one in enumerate(conversations.requests)]
-    kept = {
+    retained = {
         i: ConversationState(0, True, False, Episode([(1, reward)], {}, {}, None, 0.0, [(2, 5)]))
         for i, reward in enumerate((1.0, 0.5))
     }
-    conversations = environments.begin(requests, prompts_of(conversations), range(2), kept)
+    conversations = Conversations(environments, requests, prompts_of(conversations), range(2), retained)
     ended = played(conversations)
     assert ended[0].token_ids == ended[1].token_ids == [3, 2, 3, 2, 9] * 2 + [3, 2]
     rewards = [(1, 0.5), (3, 1.0), (5, 1.0)]
@@ -393,7 +430,7 @@ def test_reset_gives_the_first_observation(user_file: str, tmp_path: Path, capfd
     cfg = EnvironmentConfig(user_file, kwargs={"kind": "begins"}, first_observation=True, max_turns=2)
     prompt = [{"role": "system", "content": "Play."}]
     environments, conversations = begun(cfg, messages=prompt)
-    assert environments.prompt_arguments == {"add_generation_prompt": False}
+    assert environments.translator.prompt_arguments == {"add_generation_prompt": False}
     assert conversations.start(conversations.requests) == [] and conversations.num_waiting == 2
     ended = played(conversations)
     first = "<user>go\2\n<assistant>"
@@ -438,7 +475,7 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     if kind in FAULTS:
         cfg.default_observation = "!{error}"
         cfg.max_observation_length = 9
-        conversations = environments.begin(conversations.requests, prompts_of(conversations))
+        conversations = Conversations(environments, conversations.requests, prompts_of(conversations))
         ended = played(conversations)
         assert ended[1].token_ids[7] == ord("!") and conversations.episode(1).failure is None
         assert conversations.episode(1).failed_calls == {FAULTS[kind][0]: 1}
@@ -481,7 +518,7 @@ def test_a_process_that_a_call_ends_takes_no_other_conversation_with_it(
     assert answered(conversations, 0, "z", request.begun).ended
     assert conversations.episode(0).info == {"turns": 2} and conversations.episode(0).failure is None
     cfg.default_observation = "!{error}"
-    conversations = environments.begin(conversations.requests, prompts_of(conversations))
+    conversations = Conversations(environments, conversations.requests, prompts_of(conversations))
     ended = played(conversations, ("a", "k", "a", "x", "s", "z"))
     one = conversations.episode(0)
     other = conversations.episode(1)
@@ -503,7 +540,7 @@ def answered(conversations: Conversations, number: int, text: str, begun: Genera
     deadline = time.monotonic() + 30
     while conversations.num_waiting:
         assert time.monotonic() < deadline, "a conversation waits"
-        arrivals = conversations.arrived(is_idle=True)
+        arrivals = conversations.receive(is_idle=True)
     return arrivals
 
 
@@ -689,7 +726,7 @@ def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capf
     """Check a function, and a class of verl's with a row's arguments, which has an instance for each conversation."""
     kwargs = {"count": {"create_kwargs": {"start": 5, "step": None}, "calc_reward_kwargs": {"factor": 2}}, "add": None}
     environments, conversations = begun(tools, 5000, extra_info={"tools_kwargs": kwargs})
-    schemas = environments.prompt_arguments["tools"]
+    schemas = environments.translator.prompt_arguments["tools"]
     assert [one["function"]["name"] for one in schemas] == ["add", "fault", "count"]
     assert schemas[0]["function"]["parameters"]["required"] == ["a"]
     three = call("add", a=1) + call("count") + call("count")  # one more than may run
@@ -703,7 +740,7 @@ def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capf
         assert [reward for _, reward in episode.rewards] == [-0.25, -0.25, 0.0]
         assert episode.info == {"tool_calls": 3, "invalid_calls": 0, "counted": 25, "calc_reward/count": 50}
     single = replace(prompts_of(conversations)[1], agent_name="single_turn_agent")
-    conversations = environments.begin(conversations.requests, [single, single])
+    conversations = Conversations(environments, conversations.requests, [single, single])
     assert not observations(played(conversations, [three])[0])
     environments.close()
     printed = capfd.readouterr()

@@ -148,7 +148,7 @@ def test_expected_lengths_are_those_of_the_last_responses() -> None:
 
 
 def test_a_request_begins_on_the_engine_that_has_had_it() -> None:
-    """Check homes with too little room for one of their requests, and one that does not exist."""
+    """Check affinities with too little room for one of their requests, and one that does not exist."""
     queue = SharedQueue(6, None, {1: 1, 2: 1, 4: 1, 5: 9})
     assert queue.deal([1, 1], 1) == [[0, 3], [1, 2]]
     assert queue.left == [2, 3, 4, 5]

@@ -31,7 +31,7 @@ def load_pool(run: Run, state: Mapping[str, Any], path: Path, position: Position
     with the checkpoint's sizes of a batch. Return position.num_prompts for the present sizes. Every rank must call
     it."""
     if run.environments is not None:
-        run.environments.end_kept()  # of later steps, before a roll-back
+        run.environments.end_retained()  # of later steps, before a roll-back
     run.group_pool.groups = ()
     run.group_pool.num_drawn = state["num_drawn"] or position.num_prompts
     if not state["num_groups"]:
