@@ -139,15 +139,12 @@ class Unhealthy(Exception):
 
 
 def act(
-    cfg: HealthConfig,
-    adjustments: Adjustments,
-    roll_back_checkpoints: RollBack,
-    step: int,
-    health: HealthWatch,
+    run: Run, roll_back_checkpoints: RollBack, step: int, health: HealthWatch
 ) -> Literal["continues", "rolled back"]:
-    """Carry out the responses to the rules that count in a complete, logged step. Return "rolled back" if the run is to
-    resume from an earlier step. Raise Unhealthy for the response stop, and where a roll-back is impossible. Every
-    rank must call it."""
+    """Carry out the responses to the rules that count in a complete, logged step. Return "rolled
+    back" if the run is to resume from an earlier step. Raise Unhealthy for the response stop, and
+    where a roll-back is impossible. Every rank must call it."""
+    cfg = run.config.health
     rules = {rule.name: rule for rule in RULES}
     changes = {
         rules[name].response(cfg): (name, text.removeprefix("health: ")) for name, text in reversed(health.last.acting)
@@ -159,23 +156,19 @@ def act(
         raise Unhealthy(line, saves=True)
     if "roll_back" in changes:
         name, text = changes["roll_back"]
-        health.rolled_back(name, to=roll_back(cfg, adjustments, roll_back_checkpoints, step, text))
+        health.rolled_back(name, to=roll_back(run, roll_back_checkpoints, step, text))
         return "rolled back"
     if "fixed_kl_coef" in changes:
-        fix_kl_coef(cfg, adjustments, step, changes["fixed_kl_coef"][1])
+        fix_kl_coef(cfg, run.adjustments, step, changes["fixed_kl_coef"][1])
     return "continues"
 
 
-def roll_back(
-    cfg: HealthConfig,
-    adjustments: Adjustments,
-    roll_back_checkpoints: RollBack,
-    step: int,
-    reason: str,
-) -> int:
-    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Return that step.
-    Raise Unhealthy if there is none, or if that has been done health.max_rollbacks times. Every rank must call it.
-    reason: the line of the rule."""
+def roll_back(run: Run, roll_back_checkpoints: RollBack, step: int, reason: str) -> int:
+    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates.
+    Return that step. Raise Unhealthy if there is none, or if that has been done
+    health.max_rollbacks times. Every rank must call it. reason: the line of the rule."""
+    cfg = run.config.health
+    adjustments = run.adjustments
     done = adjustments.count("learning_rate_factor")
     if done >= cfg.max_rollbacks:
         raise Unhealthy(

@@ -72,7 +72,7 @@ class Lifecycle:
             self._resume_run()
             self._start()
             position = self._saver.position
-            while self._act(position.step) == "continues":
+            while act(run, self._roll_back, position.step, self._health) == "continues":
                 if run.schedule.is_last(position.step, position.num_prompts, position.accuracy):
                     self._finish()
                     return
@@ -80,10 +80,6 @@ class Lifecycle:
                 record_next_step(position.step)
             on_every_rank(self._opened.close)
             self._record_end("rolled back", "a health rule rolled the run back")
-
-    def _act(self, step: int) -> Literal["continues", "rolled back"]:
-        run = self._run
-        return act(run.config.health, run.adjustments, self._roll_back, step, self._health)
 
     def _roll_back(self) -> int | None:
         self._saver.finish()
@@ -106,7 +102,7 @@ class Lifecycle:
         healthy = self._health.last
         if run.schedule.is_export_due(state.step) and not healthy.acting:
             export(run, state, self._directory / EXPORT / f"global_step_{state.step}", self._saver.start.run_id)
-        self._saver.step_done(state.step, state.num_prompts, accuracy, state.metrics, healthy.is_healthy)
+        self._saver.step_done(state, accuracy, healthy.is_healthy)
         if run.schedule.is_save_due(state.step, state.num_prompts, accuracy) or self._saver.is_due():
             self._saver.begin(state.timer)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rlhf_mc import run_files
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.input_fingerprints import check_unchanged, paths
 from rlhf_mc.checkpoint.training_blocks import TrainedModel
@@ -27,14 +28,6 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.lock import Lock
-from rlhf_mc.run_files import (
-    ADJUSTMENTS_FILE,
-    METRICS_FILE,
-    RUN_FILE,
-    differences,
-    keep_up_to,
-    steps_logged,
-)
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer.generate import prompt_order
@@ -252,7 +245,7 @@ class Resume:
         return StartPoint(path, position, run_id, is_own, logged, skipped_updates=skipped)
 
     def _print_changed_settings(self, stored: dict[str, Any]) -> None:
-        pairs = differences(without_secrets(stored), recorded(self._run.config))
+        pairs = run_files.differences(without_secrets(stored), recorded(self._run.config))
         changed = [key for key in pairs if not is_free_on_resume(key)]
         if changed:
             texts = [f"{key} {' -> '.join(map(yaml_text, pairs[key]))}" for key in changed]
@@ -277,7 +270,7 @@ class Resume:
             begins = f"another run begins in {self._root}"
             _print(f"{begins}: the files of the earlier one are in {moved}")
         ownership.claim(self._root, start.run_id, start.position.step, path)
-        if path is not None and (left := path.parent / ADJUSTMENTS_FILE).exists():
+        if path is not None and (left := path.parent / run_files.ADJUSTMENTS_FILE).exists():
             ours = "this run has the settings of its config"
             _print(f"warning: {ours}; those that the earlier run changed are in {left}")
 
@@ -288,24 +281,24 @@ class Resume:
         owner = ownership.owner(self._root)
         if owner not in (None, start.run_id):
             raise UserError(
-                f"{self._root}: its {RUN_FILE} says run {owner}, its newest checkpoint is of run "
-                f"{start.run_id}; a directory belongs to one run: move the checkpoint to another "
+                f"{self._root}: its {run_files.RUN_FILE} says run {owner}, its newest checkpoint is "
+                f"of run {start.run_id}; a directory belongs to one run: move the checkpoint to another "
                 "trainer.default_local_dir, or give it as trainer.resume_from_path with "
                 "trainer.resume_mode=resume_path"
             )
-        metrics = self._root / METRICS_FILE
+        metrics = self._root / run_files.METRICS_FILE
         if start.logged and "jsonl" in self._cfg.logger:
             check_metrics(metrics, start.run_id, start.logged)
         ownership.clear_success(self._root)
         if owner is None:
             ownership.claim(self._root, start.run_id, 0, None)
         self._quarantine_after(step)
-        if later := [n for n in steps_logged(metrics) if n > step]:
+        if later := [n for n in run_files.steps_logged(metrics) if n > step]:
             _print(
-                f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step "
-                f"{step} are dropped: the run repeats these steps"
+                f"{run_files.METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after "
+                f"step {step} are dropped: the run repeats these steps"
             )
-            keep_up_to(metrics, step)  # also where trainer.logger has no jsonl
+            run_files.keep_up_to(metrics, step)  # also where trainer.logger has no jsonl
         for line in ownership.drop_later(self._root, step):
             _print(line)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 from rlhf_mc.trainer.resume import StartPoint
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.step_state import Position
+from rlhf_mc.trainer.step_state import Position, StepState
 
 
 @dataclass(frozen=True)
@@ -72,25 +72,20 @@ class CheckpointSaver:
             self._saved = start.position.step
         self._complete = self._complete_step(None, True)
 
-    def step_done(
-        self,
-        step: int,
-        num_prompts: int,
-        accuracy: float | None,
-        metrics: Mapping[str, float],
-        is_healthy: bool = True,
-    ) -> None:
-        """Record that a step is complete. num_prompts: position in the order of prompts so far.
-        accuracy: of a validation after it, if any. metrics: the step's. is_healthy: none of them
-        shows weights that a run should not be rolled back to. A rank may call it by itself."""
+    def step_done(self, state: StepState, accuracy: float | None, is_healthy: bool = True) -> None:
+        """Record that a step is complete. accuracy: of a validation after it, if any. is_healthy:
+        none of its metrics shows weights that a run should not be rolled back to. A rank may call
+        it by itself."""
+        position = self.position
         if is_healthy:
             saved = self._saved if self._in_flight is None else self._in_flight.step
-            self.position.last_healthy_step = self._run.schedule.milestone_before(step, saved)
-        self.position.step = step
-        self.position.num_prompts = num_prompts
-        self.position.accuracy = accuracy
+            schedule = self._run.schedule
+            position.last_healthy_step = schedule.milestone_before(state.step, saved)
+        position.step = state.step
+        position.num_prompts = state.num_prompts
+        position.accuracy = accuracy
         name = self._cfg.best_metric
-        best_metric = accuracy if name is None else metrics.get(name)
+        best_metric = accuracy if name is None else state.metrics.get(name)
         self._complete = self._complete_step(best_metric, is_healthy)
 
     def _complete_step(self, best_metric: float | None, is_healthy: bool) -> CompleteStep:
@@ -112,9 +107,8 @@ class CheckpointSaver:
     def is_due(self) -> bool:
         """Return whether trainer.save_minutes asks for a checkpoint, by rank 0's clock."""
         minutes = self._cfg.save_minutes
-        if minutes is None:
-            return False
-        return gather_objects(time.monotonic() - self._begun_at >= 60 * minutes)[0]
+        seconds = time.monotonic() - self._begun_at
+        return minutes is not None and gather_objects(seconds >= 60 * minutes)[0]
 
     # ------------------------------------------------------------ begin
 
@@ -149,17 +143,9 @@ class CheckpointSaver:
         loop = {**self._complete.loop, "position": asdict(position), "logged": self._logged()}
         with self.naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
-            self._in_flight = Save(
-                self._root,
-                position.step,
-                self._models,
-                loop,
-                recorded(self._run.config),
-                self._run.inputs,
-                self.start.run_id,
-                buffers,
-                self._complete.pool_files,
-            )
+            run = (recorded(self._run.config), self._run.inputs, self.start.run_id)
+            rest = (*run, buffers, self._complete.pool_files)
+            self._in_flight = Save(self._root, position.step, self._models, loop, *rest)
 
     def _logged(self) -> list[list[int]]:
         """Return the ranges of rows in metrics.jsonl up to the complete step, whose row is written

@@ -28,6 +28,7 @@ from rlhf_mc.trainer import loop
 from rlhf_mc.trainer.resume import Resume, StartPoint, lock_directory, saved_models
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.save import CheckpointSaver
+from rlhf_mc.trainer.step_state import StepState
 
 Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
 """Blocks of one rank: key, shape of the whole tensor, box in it, bytes of the elements."""
@@ -59,11 +60,11 @@ def _recording(run: Run, recorded: dict[str, Any], record_at: int) -> Iterator[N
     step_done = CheckpointSaver.step_done
     load = Resume.load
 
-    def recorded_step_done(self: CheckpointSaver, step: int, *args: Any) -> None:
-        recorded["steps"].append(step)
-        if step == record_at:
+    def recorded_step_done(self: CheckpointSaver, state: StepState, *args: Any) -> None:
+        recorded["steps"].append(state.step)
+        if state.step == record_at:
             recorded["then"] = blocks(run)
-        step_done(self, step, *args)
+        step_done(self, state, *args)
 
     def recorded_load(self: Resume, timer: PhaseTimer) -> StartPoint:
         start = load(self, timer)
@@ -169,10 +170,10 @@ def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
     out = []
     with built_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
         saver = CheckpointSaver(run, saved_models(run), lock_directory(run.config.trainer))
-        saver.step_done(1, 1, None, {})
+        saver.step_done(StepState(1, PhaseTimer(), num_prompts=1), None)
         saver.save_last_step(PhaseTimer())
         for step, wait in ((2, True), (3, False)):
-            saver.step_done(step, step, None, {})
+            saver.step_done(StepState(step, PhaseTimer(), num_prompts=step), None)
             unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
             try:
@@ -188,7 +189,7 @@ def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         run.config.trainer.max_ckpt_to_keep = 1
         with mock.patch.object(directory, "remove", side_effect=PermissionError(13, "Permission denied", "old")):
-            saver.step_done(4, 4, None, {})
+            saver.step_done(StepState(4, PhaseTimer(), num_prompts=4), None)
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
                 saver.save_last_step(PhaseTimer())
         out.append(stderr.getvalue())
