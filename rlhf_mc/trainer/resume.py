@@ -105,14 +105,13 @@ class Resume:
                 on_rank_0(lambda: self._check_and_clear(start), str(self._root))
                 start.run_id = gather_objects(start.run_id)[0]
             else:
-                # These checkpoints are in another directory.
-                position.best_step = position.best_accuracy = position.last_healthy_step = None
+                position.last_healthy_step = None  # of another directory, like the best step
                 start.logged = []
                 start.run_id = gather_objects(ownership.new_id())[0]
                 on_rank_0(lambda: self._claim(start), str(self._root))
-            if position.best_metric != self._cfg.best_metric:  # its values are not comparable
-                position.best_step = position.best_accuracy = None
-                position.best_metric = self._cfg.best_metric
+            if not start.continues_run or position.best_metric != self._cfg.best_metric:
+                position.best_step = position.best_accuracy = None  # not comparable
+            position.best_metric = self._cfg.best_metric
             if "jsonl" in self._cfg.logger:
                 is_new = start.checkpoint is None
                 validates_first = is_new and self._run.schedule.is_first_validation_due()
@@ -281,9 +280,9 @@ class Resume:
         owner = ownership.owner(self._root)
         if owner not in (None, start.run_id):
             raise UserError(
-                f"{self._root}: its {run_files.RUN_FILE} says run {owner}, its newest checkpoint is "
-                f"of run {start.run_id}; a directory belongs to one run: move the checkpoint to another "
-                "trainer.default_local_dir, or give it as trainer.resume_from_path with "
+                f"{self._root}: its {run_files.RUN_FILE} says run {owner}, its newest checkpoint "
+                f"is of run {start.run_id}; a directory belongs to one run: move the checkpoint to "
+                "another trainer.default_local_dir, or give it as trainer.resume_from_path with "
                 "trainer.resume_mode=resume_path"
             )
         metrics = self._root / run_files.METRICS_FILE
