@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.numbers import Range
+from rlhf_mc.config.numbers import FREE_ON_RESUME, Range
 from rlhf_mc.config.schema import Config
 
 _ANY_NAME = "NAME"
@@ -23,8 +23,33 @@ _ANY_NAME = "NAME"
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the types of a section's fields. Cached: a planner's search builds hundreds of configs."""
+    """Return the types of a section's fields, without the marker FreeOnResume. Cached: a
+    planner's search builds hundreds of configs."""
+    return {name: _unmarked(hint) for name, hint in _marked_types(cls).items()}
+
+
+@functools.cache
+def _marked_types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
+
+
+def _unmarked(hint: Any) -> Any:
+    metadata = getattr(hint, "__metadata__", ())
+    if FREE_ON_RESUME not in metadata:
+        return hint
+    others = [item for item in metadata if item != FREE_ON_RESUME]
+    return Annotated[(hint.__origin__, *others)] if others else hint.__origin__
+
+
+def is_free_on_resume(key: str) -> bool:
+    """Return whether a setting is FreeOnResume, or in a section that is. key: of any version."""
+    hint: Any = Config
+    for name in key.split("."):
+        is_section = dataclasses.is_dataclass(hint)
+        hint = _marked_types(typing.cast(type, hint)).get(name) if is_section else None
+        if FREE_ON_RESUME in getattr(hint, "__metadata__", ()):
+            return True
+    return False
 
 
 @functools.cache

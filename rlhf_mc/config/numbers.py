@@ -1,11 +1,12 @@
-"""Types of numeric settings with their ranges, for the fields of the settings. Upper bounds exclude values on which a
-library fails, and no value of practical use. Checks of several settings together are in checks.py.
+"""Types for the fields of the settings: numbers with their ranges, and the marker
+FreeOnResume. Upper bounds exclude values on which a library fails, and no value of practical
+use. Checks of several settings together are in checks.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 
 @dataclass(frozen=True)
@@ -47,4 +48,11 @@ Fraction = Annotated[float, Range(0, 1)]
 FractionAbove0 = Annotated[float, Range(1e-9, 1)]
 InnerFraction = Annotated[float, Range(0, 1, open=True)]
 Seconds = Annotated[int, Range(1, MOST_SECONDS)]
+PositiveMinutes = Annotated[float, Range(0, MOST_SECONDS / 60, open=True)]
 PositiveSeconds = Annotated[float, Range(0, MOST_SECONDS, open=True)]
+
+T = TypeVar("T")
+FREE_ON_RESUME = "free on a resume"
+FreeOnResume = Annotated[T, FREE_ON_RESUME]
+"""Type of a setting, or section, that may change on a resume and alters no step by itself. A resume
+does not list it among the settings that differ from the checkpoint's."""

@@ -14,37 +14,6 @@ from rlhf_mc.config.load import dotted_keys, to_dict
 from rlhf_mc.config.masking import HIDDEN, SECRET, is_hidden, masked, masked_argument
 from rlhf_mc.config.schema import Config
 
-WITHOUT_EFFECT = {
-    f"trainer.{key}"
-    for key in (
-        "default_local_dir",
-        "resume_mode",
-        "resume_from_path",
-        "resume_changed_inputs",
-        "save_freq",
-        "save_minutes",
-        "export_freq",
-        "max_ckpt_to_keep",
-        "keep_best",
-        "async_save",
-        "logger",
-        "project_name",
-        "experiment_name",
-        "log_val_generations",
-        "log_train_generations",
-        "best_metric",
-        "rollout_data_dir",
-        "validation_data_dir",
-        "val_only",
-        "planner",
-        "dist_timeout_seconds",
-        "heartbeat_timeout_seconds",
-        "preemption_grace_seconds",
-        "stop_before_minutes",
-    )
-}
-"""Settings that do not change what is computed."""
-
 
 def recorded(cfg: Config) -> dict[str, Any]:
     """Return the config as plain values, without secrets."""

@@ -1,5 +1,5 @@
 """Requests to stop a run: a signal, or the end of its Slurm job's time. All ranks agree on the request between phases,
-since a signal reaches them at different steps. What is saved then is the subject of trainer/checkpointing.py.
+since a signal reaches them at different steps. What is saved then is the subject of trainer/save.py.
 
 No torch is imported with this module: signals are handled from the program's first moment on, and importing torch
 takes seconds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,13 @@ from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects
-from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
+
+RollBack = Callable[[], int | None]
+"""Quarantines the checkpoints after the last healthy step and returns that step; None, with nothing
+changed, if it has none."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,12 @@ class Unhealthy(Exception):
 
 
 def act(
-    cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoints, step: int, health: HealthWatch
+    run: Run, roll_back_checkpoints: RollBack, step: int, health: HealthWatch
 ) -> Literal["continues", "rolled back"]:
-    """Carry out the responses to the rules that count in a complete, logged step. Return "rolled back" if the run is to
-    resume from an earlier step. Raise Unhealthy for the response stop, and where a roll-back is impossible. Every
-    rank must call it."""
+    """Carry out the responses to the rules that count in a complete, logged step. Return "rolled
+    back" if the run is to resume from an earlier step. Raise Unhealthy for the response stop, and
+    where a roll-back is impossible. Every rank must call it."""
+    cfg = run.config.health
     rules = {rule.name: rule for rule in RULES}
     changes = {
         rules[name].response(cfg): (name, text.removeprefix("health: ")) for name, text in reversed(health.last.acting)
@@ -152,17 +156,19 @@ def act(
         raise Unhealthy(line, saves=True)
     if "roll_back" in changes:
         name, text = changes["roll_back"]
-        health.rolled_back(name, to=roll_back(cfg, adjustments, checkpoints, step, text))
+        health.rolled_back(name, to=roll_back(run, roll_back_checkpoints, step, text))
         return "rolled back"
     if "fixed_kl_coef" in changes:
-        fix_kl_coef(cfg, adjustments, step, changes["fixed_kl_coef"][1])
+        fix_kl_coef(cfg, run.adjustments, step, changes["fixed_kl_coef"][1])
     return "continues"
 
 
-def roll_back(cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoints, step: int, reason: str) -> int:
-    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Return that step.
-    Raise Unhealthy if there is none, or if that has been done health.max_rollbacks times. Every rank must call it.
-    reason: the line of the rule."""
+def roll_back(run: Run, roll_back_checkpoints: RollBack, step: int, reason: str) -> int:
+    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates.
+    Return that step. Raise Unhealthy if there is none, or if that has been done
+    health.max_rollbacks times. Every rank must call it. reason: the line of the rule."""
+    cfg = run.config.health
+    adjustments = run.adjustments
     done = adjustments.count("learning_rate_factor")
     if done >= cfg.max_rollbacks:
         raise Unhealthy(
@@ -171,7 +177,7 @@ def roll_back(cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoi
             "adjustments.jsonl to begin with the learning rates of the config",
             saves=False,
         )
-    start = checkpoints.roll_back()
+    start = roll_back_checkpoints()
     if start is None:
         raise Unhealthy(
             f"{reason}; there is no checkpoint of a healthy step to roll back to; set a lower actor.optim.lr, or "

@@ -29,15 +29,16 @@ from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import all_have_left, on_every_rank, on_rank_0, record_next_step
 from rlhf_mc.trainer import evaluate
-from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act
+from rlhf_mc.trainer.resume import Resume, lock_directory, saved_models
 from rlhf_mc.trainer.rollout import TooFewGroups
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import record_histograms, samples_path
+from rlhf_mc.trainer.save import CheckpointSaver
 from rlhf_mc.trainer.scores import record_tokens
 from rlhf_mc.trainer.start_table import show_start
 from rlhf_mc.trainer.step_report import log, print_on_console
-from rlhf_mc.trainer.step_state import Position, StepState, begin_step
+from rlhf_mc.trainer.step_state import StepState, begin_step
 
 
 class Lifecycle:
@@ -48,7 +49,10 @@ class Lifecycle:
         self._run = run
         self._status = status
         self._stop = stop
-        self._checkpoints = Checkpoints(run)
+        models = saved_models(run)
+        self._lock = lock_directory(run.config.trainer)
+        self._resume = Resume(run, models)
+        self._saver = CheckpointSaver(run, models, self._lock)
         self._directory = Path(run.config.trainer.default_local_dir)
         self._opened = ExitStack()
         """Closes what the steps have opened."""
@@ -65,11 +69,10 @@ class Lifecycle:
             self._validate_only()
             return
         while True:
-            position = self._resume()
+            self._resume_run()
             self._start()
-            while (
-                act(run.config.health, run.adjustments, self._checkpoints, position.step, self._health) == "continues"
-            ):
+            position = self._saver.position
+            while act(run, self._roll_back, position.step, self._health) == "continues":
                 if run.schedule.is_last(position.step, position.num_prompts, position.accuracy):
                     self._finish()
                     return
@@ -78,6 +81,10 @@ class Lifecycle:
             on_every_rank(self._opened.close)
             self._record_end("rolled back", "a health rule rolled the run back")
 
+    def _roll_back(self) -> int | None:
+        self._saver.finish()
+        return self._resume.roll_back(self._saver.position.last_healthy_step)
+
     def begin_step(self, step: int) -> StepState:
         """Return the state of the next step, whose learning rates are set."""
         if self._run.environments is not None:
@@ -85,7 +92,7 @@ class Lifecycle:
         factor = self._run.adjustments.learning_rate_factor(step)
         for model in self._run.trained_models():
             model.scale_learning_rate(factor)
-        return begin_step(step, self._status, self._checkpoints.position.num_prompts)
+        return begin_step(step, self._status, self._saver.position.num_prompts)
 
     def save_step(self, state: StepState, accuracy: float | None) -> None:
         """Check the health of a complete step, and export and save where that is due. accuracy: of the validation after
@@ -94,48 +101,48 @@ class Lifecycle:
         self._health.step_done(state)
         healthy = self._health.last
         if run.schedule.is_export_due(state.step) and not healthy.acting:
-            export(run, state, self._directory / EXPORT / f"global_step_{state.step}", self._checkpoints.run_id)
-        self._checkpoints.step_done(state.step, state.num_prompts, accuracy, state.metrics, healthy.is_healthy)
-        if run.schedule.is_save_due(state.step, state.num_prompts, accuracy) or self._checkpoints.is_save_due():
-            self._checkpoints.save(state.timer)
+            export(run, state, self._directory / EXPORT / f"global_step_{state.step}", self._saver.start.run_id)
+        self._saver.step_done(state, accuracy, healthy.is_healthy)
+        if run.schedule.is_save_due(state.step, state.num_prompts, accuracy) or self._saver.is_due():
+            self._saver.begin(state.timer)
 
     def log_step(self, state: StepState, batch: RaggedBatch) -> None:
         """Log the metrics and some responses of a complete step, and commit a checkpoint that is written."""
-        with self._checkpoints.naming_last_checkpoint():
+        with self._saver.naming_last_checkpoint():
             log(self._sinks, state)
         record_tokens(self._run, state, batch)
-        record_histograms(self._run.config, self._run.groups.rank, self._checkpoints.run_id, state.step, batch)
-        self._checkpoints.commit_if_written()
+        record_histograms(self._run.config, self._run.groups.rank, self._saver.start.run_id, state.step, batch)
+        self._saver.finish_if_written()
         self._stop.steps_done += 1
 
     # ------------------------------------------------------------ start
 
-    def _resume(self) -> Position:
-        """Load the checkpoint to resume from, if there is one, and the adjustments of the run. Return the position of
-        the run. A roll-back repeats none of the lines of the start."""
+    def _resume_run(self) -> None:
+        """Load the checkpoint to resume from, if there is one, and the adjustments of the run. A
+        roll-back repeats none of the lines of the start."""
         run = self._run
         self._status.total_steps = run.schedule.total_steps
-        position = self._checkpoints.load(begin_step(0, self._status).timer)
+        start = self._resume.load(begin_step(0, self._status).timer)
+        self._saver.start_from(start)
         run.adjustments.load()
-        if not self._checkpoints.is_rolled_back:
-            for line in run.adjustments.in_effect(position.step):
+        if not self._resume.is_rolled_back:
+            for line in run.adjustments.in_effect(start.position.step):
                 print_on_console(run.config, line)
-            warn_of_unreached(run.config, position.step, run.schedule.total_steps)
-        return position
+            warn_of_unreached(run.config, start.position.step, run.schedule.total_steps)
 
     def _start(self) -> None:
         """Open the sinks, record the start, show who holds what, and validate and save the weights before the first
         step where that is due."""
         run = self._run
-        position = self._checkpoints.position
-        after = self._checkpoints.resumed_step
-        run_id = self._checkpoints.run_id
+        position = self._saver.position
+        after = self._saver.start.resumed_step
+        run_id = self._saver.start.run_id
         total = run.schedule.total_steps
         self._sinks = on_every_rank(lambda: build_sinks(run.groups.rank, run.config, total, after, run_id))
         self._opened.callback(self._sinks.close)
         record_start(run.config, run_id, position.step)
         self._health = HealthWatch(run, run_id, position.step)
-        if not self._checkpoints.is_rolled_back:
+        if not self._resume.is_rolled_back:
             show_start(run)
         if after is None and run.schedule.is_first_validation_due():
             state = begin_step(0, self._status)
@@ -143,13 +150,13 @@ class Lifecycle:
             log(self._sinks, state)
         if rolls_back(run.config.health) and position.step == 0 and position.last_healthy_step is None:
             # A health rule may roll the run back to the weights before the first step.
-            self._checkpoints.save(begin_step(0, self._status).timer)
+            self._saver.begin(begin_step(0, self._status).timer)
 
     def _validate_only(self) -> None:
         """Validate the initial weights or a checkpoint's. Metrics and samples go to the console and to validation/;
         no file of a run is changed."""
         run = self._run
-        step = self._checkpoints.load_read_only(begin_step(0, self._status).timer)
+        step = self._resume.load_read_only(begin_step(0, self._status).timer)
         on_rank_0(lambda: _check_no_samples(run.config.trainer, step), "trainer.validation_data_dir")
         state = begin_step(step, self._status)
         show_start(run)
@@ -164,10 +171,10 @@ class Lifecycle:
     def _finish(self) -> None:
         """Export the trained actor, close the sinks, write plot and report and, last of all, the success marker."""
         run = self._run
-        position = self._checkpoints.position
+        position = self._saver.position
         self._health.close(position.step)
-        self._checkpoints.commit()
-        export(run, begin_step(position.step, self._status), self._directory / HF, self._checkpoints.run_id)
+        self._saver.finish()
+        export(run, begin_step(position.step, self._status), self._directory / HF, self._saver.start.run_id)
         reached = run.schedule.reaches_target(position.accuracy)
         reason = "the target accuracy is reached" if reached else "all steps are done"
         on_every_rank(self._sinks.close)
@@ -187,22 +194,23 @@ class Lifecycle:
         try:
             return self._end(error)
         finally:
-            self._checkpoints.release()
+            if self._run.groups.rank == 0:
+                self._lock.release()
 
     def _end(self, error: BaseException | None) -> bool:
         """End the run because of an error, a stop request or a caller that leaves (GeneratorExit). Return True for a
         stop request: it is obeyed."""
         run = self._run
         if isinstance(error, GeneratorExit):
-            step = self._checkpoints.position.step
+            step = self._saver.position.step
             if not all_have_left(step):  # the caller raised an exception on this rank
                 raise UserError(f"this rank has left the loop after step {step}, and another continues") from None
-            self._checkpoints.commit()
+            self._saver.finish()
             self._opened.close()
             self._record_end("left", "the caller has left the run")
         elif isinstance(error, StopRequested):
             saved = self._save_last_step()
-            again = "resumes from there" if self._checkpoints.is_resumable else "begins anew, as another run,"
+            again = "resumes from there" if self._saver.is_resumable else "begins anew, as another run,"
             line = f"asked to stop ({error}): {saved}; the run {again} when it is started again"
             self._opened.close()
             print_on_console(run.config, line)
@@ -221,16 +229,16 @@ class Lifecycle:
 
     def _save_last_step(self) -> str:
         """Save the last complete step, whose weights the models still hold. Return what is saved, in words."""
-        step = self._checkpoints.position.step
-        self._checkpoints.save(begin_step(step, self._status).timer, wait=True)
-        is_saved = step or self._checkpoints.is_resumable
+        step = self._saver.position.step
+        self._saver.save_last_step(begin_step(step, self._status).timer)
+        is_saved = step or self._saver.is_resumable
         return f"the checkpoint of step {step} is complete" if is_saved else "no step is complete yet, so none is saved"
 
     def _record_end(self, how: Literal["finished", "stopped", "left", "failed", "rolled back"], text: str) -> None:
-        record_end(self._run.config, self._run.groups.rank, self._checkpoints.position.step, how, text)
+        record_end(self._run.config, self._run.groups.rank, self._saver.position.step, how, text)
 
     def _write_success(self, step: int) -> None:
-        run_id = self._checkpoints.run_id
+        run_id = self._saver.start.run_id
         on_rank_0(lambda: ownership.write_success(self._directory, run_id, step), "trainer.default_local_dir")
 
 

@@ -20,7 +20,14 @@ if __name__ == "__main__":
 
 from checks.wrap import wrapped
 
-from rlhf_mc.config.fields import choices, describe, field_types, named_section, number_range
+from rlhf_mc.config.fields import (
+    choices,
+    describe,
+    field_types,
+    is_free_on_resume,
+    named_section,
+    number_range,
+)
 from rlhf_mc.config.numbers import Range
 from rlhf_mc.config.printing import field_docs
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
@@ -35,6 +42,9 @@ A config is a YAML file of sections; `base: other.yaml` inherits another file. `
 replaces a setting, and its value is YAML. An unknown key is an error that names the nearest known one.
 `python -m rlhf_mc CONFIG.yaml --print-config` prints the settings of a config, with the text below each.
 Names are verl's where the meaning is the same ([from_verl.md](from_verl.md)).
+
+"Free on a resume.": a change of the setting alters no step by itself, and a resume does not list it
+among the settings that differ from the checkpoint's.
 
 `python tests/checks/settings_page.py` writes this page from `rlhf_mc/config/schema.py`.
 """
@@ -101,6 +111,7 @@ def _row(key: str, field: dataclasses.Field[Any], section: Any) -> str:
     is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     default = "required" if is_required else f"`{_text(getattr(section, field.name))}`"
     doc = _escaped(field_docs(type(section))[field.name])
+    doc += " Free on a resume." if is_free_on_resume(f"{key}.{field.name}") else ""
     return f"| `{key}.{field.name}` | {_values(hint)} | {default} | {doc} |"
 
 

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from cases import built_run
 
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
+from rlhf_mc.checkpoint.training_blocks import model_blocks
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.run_files import METRICS_FILE, SUCCESS_FILE
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import checkpointing, loop
-from rlhf_mc.trainer.checkpointing import Checkpoints
+from rlhf_mc.trainer import loop
+from rlhf_mc.trainer.resume import Resume, StartPoint, lock_directory, saved_models
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.step_state import Position
+from rlhf_mc.trainer.save import CheckpointSaver
+from rlhf_mc.trainer.step_state import StepState
 
 Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
 """Blocks of one rank: key, shape of the whole tensor, box in it, bytes of the elements."""
@@ -36,9 +36,7 @@ Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
 
 def blocks(run: Run) -> Blocks:
     """Return all blocks that this rank holds of a checkpoint, whichever rank writes them."""
-    found = [
-        block for engine in run.trained_models() for block in model_blocks(TrainedModel(engine, engine_layouts(engine)))
-    ]
+    found = [block for model in saved_models(run) for block in model_blocks(model)]
     return [
         (block.key, block.global_shape, block.box, block.data.detach().contiguous().view(torch.uint8).numpy().copy())
         for block in found
@@ -59,29 +57,37 @@ def train(config_path: str, overrides: list[str], record_at: int) -> dict[str, A
 
 @contextlib.contextmanager
 def _recording(run: Run, recorded: dict[str, Any], record_at: int) -> Iterator[None]:
-    step_done = Checkpoints.step_done
-    resume = Checkpoints.resume
+    step_done = CheckpointSaver.step_done
+    load = Resume.load
 
-    def recorded_step_done(self: Checkpoints, step: int, *args: Any) -> None:
-        recorded["steps"].append(step)
-        if step == record_at:
+    def recorded_step_done(self: CheckpointSaver, state: StepState, *args: Any) -> None:
+        recorded["steps"].append(state.step)
+        if state.step == record_at:
             recorded["then"] = blocks(run)
-        step_done(self, step, *args)
+        step_done(self, state, *args)
 
-    def recorded_resume(self: Checkpoints) -> Position:
-        position = resume(self)
+    def recorded_load(self: Resume, timer: PhaseTimer) -> StartPoint:
+        start = load(self, timer)
         recorded["marked_at_start"] = (self._root / SUCCESS_FILE).is_file()
-        if position.step == record_at:
+        if start.position.step == record_at:
             recorded["then"] = blocks(run)
-        return position
+        return start
 
-    checkpointing.Checkpoints.step_done = recorded_step_done
-    checkpointing.Checkpoints.resume = recorded_resume
-    try:
+    with (
+        mock.patch.object(CheckpointSaver, "step_done", recorded_step_done),
+        mock.patch.object(Resume, "load", recorded_load),
+    ):
         yield
+
+
+def load(run: Run) -> int:
+    """Lock the run's directory and resume. Return the step of the checkpoint."""
+    lock = lock_directory(run.config.trainer)
+    try:
+        return Resume(run, saved_models(run)).load(PhaseTimer()).position.step
     finally:
-        checkpointing.Checkpoints.step_done = step_done
-        checkpointing.Checkpoints.resume = resume
+        if dist.get_rank() == 0:
+            lock.release()
 
 
 def resume_attempts(config_path: str, root: str, attempts: list[list[str]]) -> list[str]:
@@ -97,13 +103,10 @@ def resume_attempts(config_path: str, root: str, attempts: list[list[str]]) -> l
             variables = {key: value for key, value in settings.items() if key.isupper()}
             vars(trainer).update({key: value for key, value in settings.items() if key not in variables})
             with mock.patch.dict(os.environ, variables):
-                checkpoints = Checkpoints(run)
                 try:
-                    out.append(f"step {checkpoints.resume().step}")
+                    out.append(f"step {load(run)}")
                 except UserError as error:
                     out.append(str(error))
-                finally:
-                    checkpoints.release()
             vars(trainer).update(original)
     return out
 
@@ -123,10 +126,7 @@ def resume_with_read_error_on_rank_1(config_path: str, roots: dict[str, str]) ->
             run.config.trainer.default_local_dir = root
             at = Path(root) / "global_step_3" / name
             with mock.patch.object(directory, "read_file", functools.partial(failing_read, at=at)):
-                checkpoints = Checkpoints(run)
-                with run.offload_schedule.phase(PhaseTimer(), "load_checkpoint"):
-                    steps.append(checkpoints.resume().step)
-                checkpoints.release()
+                steps.append(load(run))
     return steps
 
 
@@ -169,17 +169,19 @@ def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
     """
     out = []
     with built_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
-        checkpoints = Checkpoints(run)
-        checkpoints.step_done(1, 1, None, {})
-        checkpoints.save_now()
+        saver = CheckpointSaver(run, saved_models(run), lock_directory(run.config.trainer))
+        saver.step_done(StepState(1, PhaseTimer(), num_prompts=1), None)
+        saver.save_last_step(PhaseTimer())
         for step, wait in ((2, True), (3, False)):
-            checkpoints.step_done(step, step, None, {})
+            saver.step_done(StepState(step, PhaseTimer(), num_prompts=step), None)
             unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
             try:
-                with run.offload_schedule.phase(PhaseTimer(), "save_checkpoint"):
-                    checkpoints.begin(wait=wait)
-                checkpoints.commit()
+                if wait:
+                    saver.save_last_step(PhaseTimer())
+                else:
+                    saver.begin(PhaseTimer())
+                saver.finish()
                 out.append("saved")
             except UserError as error:
                 out.append(str(error))
@@ -187,8 +189,8 @@ def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         run.config.trainer.max_ckpt_to_keep = 1
         with mock.patch.object(directory, "remove", side_effect=PermissionError(13, "Permission denied", "old")):
-            checkpoints.step_done(4, 4, None, {})
+            saver.step_done(StepState(4, PhaseTimer(), num_prompts=4), None)
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
-                checkpoints.save_now()
+                saver.save_last_step(PhaseTimer())
         out.append(stderr.getvalue())
     return out

@@ -13,11 +13,13 @@ import pytest
 import yaml
 from config_files import MINIMAL, load
 
-from rlhf_mc.config import algorithm_schema, model_schema, reward_schema, schema
+from rlhf_mc.config import algorithm_schema, model_schema, reward_schema, schema, trainer_schema
 from rlhf_mc.config.checks import check_config
+from rlhf_mc.config.fields import field_types, is_free_on_resume
+from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.load import dotted_keys, load_config, to_dict
 from rlhf_mc.config.model_schema import TRAINING_ONLY, MegatronConfig
-from rlhf_mc.config.schema import layouts
+from rlhf_mc.config.schema import Config, TrainerConfig, layouts
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -183,7 +185,7 @@ def test_layout_of_a_role_can_be_loaded_again(config_file: Path, tmp_path: Path)
     assert load(again) == cfg
 
 
-MODULES = (schema, model_schema, algorithm_schema, reward_schema)
+MODULES = (schema, model_schema, algorithm_schema, reward_schema, trainer_schema)
 
 
 def section_classes() -> list[type]:
@@ -200,6 +202,32 @@ def test_dotted_keys_cover_every_field() -> None:
     for cls in set(section_classes()) - {algorithm_schema.Needs}:
         for field in dataclasses.fields(cls):
             assert field.name in leaves | sections, f"{cls.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize(
+    ("key", "is_free"),
+    [
+        ("trainer.default_local_dir", True),
+        ("trainer.save_minutes", True),
+        ("trainer.logger", True),
+        ("trainer.seed", False),
+        ("health.kl_coef", True),
+        ("health.of_an_earlier_version", True),
+        ("trainer.of_an_earlier_version", False),
+        ("actor.optim.lr", False),
+        ("reward_models.judge.model_path", False),
+        ("custom_reward_function.reward_kwargs.trainer", False),
+    ],
+)
+def test_settings_that_may_change_on_a_resume_are_marked(key: str, is_free: bool) -> None:
+    assert is_free_on_resume(key) == is_free
+
+
+def test_marker_is_no_part_of_a_type() -> None:
+    types = field_types(TrainerConfig)
+    assert types["save_freq"] == types["test_freq"]
+    assert types["keep_best"] is bool
+    assert field_types(Config)["health"] is HealthConfig
 
 
 def test_every_setting_is_documented() -> None:

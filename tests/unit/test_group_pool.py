@@ -27,7 +27,6 @@ from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.trainer import generate
-from rlhf_mc.trainer.checkpointing import stored_position
 from rlhf_mc.trainer.generate import CallPlan, EngineCall, prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pool import strategies
@@ -35,6 +34,7 @@ from rlhf_mc.trainer.pool.group_pool import POOL_FILE, Group, GroupPool, drop_st
 from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.pool.stored_pool import load_pool
 from rlhf_mc.trainer.pool.strategies import PartialRollout, TailBatching, off_policy_metrics
+from rlhf_mc.trainer.resume import stored_position
 from rlhf_mc.trainer.scores import GroupScores
 from rlhf_mc.trainer.step_schedule import StepSchedule
 from rlhf_mc.trainer.step_state import Position, StepState

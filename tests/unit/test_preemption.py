@@ -17,11 +17,12 @@ import pytest
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.runtime import preemption
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests, job_end
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import lifecycle, loop
-from rlhf_mc.trainer.checkpointing import Checkpoints
+from rlhf_mc.trainer.save import CheckpointSaver
 from rlhf_mc.trainer.step_state import Position
 
 pytestmark = pytest.mark.slow
@@ -206,12 +207,13 @@ def test_a_stopped_run_says_what_the_next_start_does(
     monkeypatch: pytest.MonkeyPatch, saved: int | None, line: str
 ) -> None:
     said: list[str] = []
-    checkpoints = Checkpoints.__new__(Checkpoints)
-    checkpoints._saved = saved
-    checkpoints.position = Position(step=saved or 0)
-    monkeypatch.setattr(Checkpoints, "release", lambda self: None)
-    monkeypatch.setattr(lifecycle, "Checkpoints", lambda run: checkpoints)
-    monkeypatch.setattr(Checkpoints, "save", lambda self, timer, wait: None)
+    saver = CheckpointSaver.__new__(CheckpointSaver)
+    saver._saved = saved
+    saver.position = Position(step=saved or 0)
+    monkeypatch.setattr(lifecycle, "saved_models", lambda run: [])
+    monkeypatch.setattr(lifecycle, "lock_directory", lambda cfg: Lock(Path(cfg.default_local_dir)))
+    monkeypatch.setattr(lifecycle, "CheckpointSaver", lambda run, models, lock: saver)
+    monkeypatch.setattr(CheckpointSaver, "save_last_step", lambda self, timer: None)
     monkeypatch.setattr(lifecycle, "record_end", lambda *arguments: None)
     monkeypatch.setattr(lifecycle, "print_on_console", lambda run, text: said.append(text))
 
