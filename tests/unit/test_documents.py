@@ -20,15 +20,7 @@ from rlhf_mc.observability.catalog import undeclared
 from rlhf_mc.observability.catalog.metric import expanded
 from rlhf_mc.planner.__main__ import _parser as planner_parser
 
-NOT_WRAPPED = {
-    "from_verl",
-    "gpu",
-    "planner",
-    "reshard",
-    "internals/checkpoints",
-    "internals/planner",
-    "internals/reshard",
-}
+NOT_WRAPPED: set[str] = set()
 """Pages that are still as wide as they were written."""
 READINGS = ROOT / "docs" / "internals" / "gpu_readings.md"
 """A page that names files of other libraries."""
