@@ -78,6 +78,11 @@ class Draws:
 
 
 def _with_row(rows: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
-    """Return the array with a row for each request's number, zeros where it had none."""
-    more = max(0, 1 + max(request.number for request in requests) - len(rows))
-    return np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)]) if more else rows
+    """Return the array with a row for each request's number, zeros where it had none. It grows to
+    at least twice its rows: requests are added a few at a time, in the order of their numbers."""
+    needed = 1 + max(request.number for request in requests)
+    if needed <= len(rows):
+        return rows
+    grown = np.zeros((max(needed, 2 * len(rows)), *rows.shape[1:]), rows.dtype)
+    grown[: len(rows)] = rows
+    return grown

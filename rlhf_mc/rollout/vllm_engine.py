@@ -109,7 +109,8 @@ class VLLMEngine:
         options: dict[str, Any] = {"disable_custom_all_reduce": not custom_all_reduce(groups, cfg)}
         if platform.use_cuda():
             _keep_stream()
-            kv_cache = kv_cache_share(cfg, self._layout, getattr(torch, dtype), storage or {})
+            shared = storage or {}
+            kv_cache = on_every_rank(lambda: kv_cache_share(cfg, self._layout, getattr(torch, dtype), shared))
             options.update(
                 gpu_options(cfg), enable_return_routed_experts=return_experts, kv_cache_memory_bytes=kv_cache
             )

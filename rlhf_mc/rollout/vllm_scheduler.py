@@ -177,7 +177,10 @@ class DecodeScheduler(AsyncScheduler):
         if not ended:
             return {}
         self.running = remove_all(self.running, {request for request, was_running in stopped if was_running})
-        self.waiting.remove_requests({request for request, was_running in stopped if not was_running})
+        if preempted := {request for request, was_running in stopped if not was_running}:
+            self.waiting.remove_requests(preempted)
+            self.kv_holding_waiting.remove_requests(preempted)
+            self.deferred_waiting.difference_update(preempted)
         return {0: EngineCoreOutputs(outputs=ended)}
 
     def _append(self, request: Request, token: int) -> bool:
@@ -204,7 +207,8 @@ class DecodeScheduler(AsyncScheduler):
         assert self.aux_output_connector is not None
         rows = self.aux_output_connector.take_output(request, output.aux_output_connector_output)
         if rows is not None:
-            self._experts[request.request_id].append(rows)
+            # A copy: the rows are a view of the page-locked array of the whole step.
+            self._experts[request.request_id].append(rows.copy())
 
     def _end(self, request: Request, tokens: list[int]) -> EngineCoreOutput:
         """Free a request that has ended. Return its output."""

@@ -65,6 +65,8 @@ def in_turn(action: Callable[[], object]) -> None:
 
     While one rank measures the free memory of its GPU, the others neither take nor free any."""
     ranks = platform.ranks_per_gpu()
+    if ranks > 1:
+        gather_objects(None)
     for turn in range(ranks):
         if ranks == 1 or turn == int(os.environ["LOCAL_RANK"]) % ranks:
             action()
