@@ -14,7 +14,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).parents[2]
-OF_VLLM = {f"rlhf_mc.rollout.vllm_{name}" for name in ("derived", "engine", "fp8", "parameters", "patches", "tools")}
+OF_VLLM = {
+    f"rlhf_mc.rollout.vllm_{name}"
+    for name in ("derived", "engine", "fp8", "options", "parameters", "patches", "scheduler", "tools")
+}
 WITHOUT_VLLM = f"""
 import importlib, json, pkgutil, sys
 sys.modules["vllm"] = None
