@@ -93,7 +93,7 @@ class EnginesAlone:
             size = part.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             epochs = part.ppo_epochs or cfg.actor.ppo_epochs
             order = mini_batches(
-                cfg.data.train_batch_size, cfg.rollout.n, size, epochs, part.shuffle, (cfg.trainer.seed, step)
+                cfg.data.train_batch_size, cfg.rollout.n, size, epochs, cfg.actor.shuffle, (cfg.trainer.seed, step)
             )
             minis = [batch.select(indices) for indices in order]
             self.micro_batches[phase] = [

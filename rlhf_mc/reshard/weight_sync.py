@@ -63,7 +63,8 @@ class WeightSync:
         tensors = [*source.values(), *target.values()]
         bound = self._bound if self._is_bound_to(tensors) else []
         if not bound:
-            self._bound, self._tensors = [], []  # frees the storages of earlier parameters
+            self._bound = []  # frees the storages of earlier parameters
+            self._tensors = []
         for number, (plan, dtype, transport) in enumerate(self._parts):
             if len(bound) == number:
                 one = bind(plan, source, target, dtype)
