@@ -237,7 +237,7 @@ class VLLMsSteps:
         return responses
 
     def abort(self) -> dict[int, Generation]:
-        """End all requests. Return the responses as far as they are drawn."""
+        """End all requests. Return their tokens sampled so far."""
         states = list(self._engine.output_processor.request_states.items())
         outputs = [(int(state.external_req_id), state._new_completion_output([], None, None)) for _, state in states]
         responses = {number: self._response(number, output) for number, output in outputs}

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,15 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PACKED = 2048
-"""Tokens of a micro-batch, as in configs/smollm2_grpo.yaml."""
+
+def load_reward(path: str) -> Callable[..., float]:
+    """Return compute_score of a file."""
+    spec = importlib.util.spec_from_file_location("reward", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[..., float] = module.compute_score
+    return function
 
 
 def prompts(tokenizer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
@@ -36,10 +44,7 @@ def prompts(tokenizer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
 @torch.no_grad()
 def accuracy(model: Any, tokenizer: Any, settings: dict[str, Any]) -> float:
     """Return the mean score of greedy responses to the held-out rows."""
-    spec = importlib.util.spec_from_file_location("reward", settings["reward"])
-    assert spec is not None and spec.loader is not None
-    reward = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reward)
+    compute_score = load_reward(settings["reward"])
     scores = []
     for row, prompt in zip(settings["val"], prompts(tokenizer, settings["val"]), strict=True):
         ids = torch.tensor([prompt])
@@ -50,7 +55,7 @@ def accuracy(model: Any, tokenizer: Any, settings: dict[str, Any]) -> float:
             do_sample=False,
         )
         text = tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
-        scores.append(reward.compute_score(row["data_source"], text, row["answer"]))
+        scores.append(compute_score(row["data_source"], text, row["answer"]))
     return sum(scores) / len(scores)
 
 
@@ -59,7 +64,7 @@ def packed(settings: dict[str, Any], world: int) -> list[tuple[torch.Tensor, tor
     sequences have the mean length of the step's."""
     length = round(settings["tokens"] / settings["sequences"])
     count = settings["sequences"] // world
-    per_batch = max(1, PACKED // length)
+    per_batch = max(1, settings["packed"] // length)
     sizes = [min(per_batch, count - start) for start in range(0, count, per_batch)]
     positions = torch.arange(length)
     return [(torch.randint(1000, 40000, (1, size * length)), positions.repeat(size)[None]) for size in sizes]

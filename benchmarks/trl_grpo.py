@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +26,10 @@ importlib.util.find_spec = lambda name, *args: None if name.split(".")[0] == "vl
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from plain_transformers import load_reward
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-
-
-class Clock(TrainerCallback):
-    """Times of steps, and of the generation in each."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.generation: list[float] = []
-        self.last = 0.0
-        self.in_generation = 0.0
-        original = GRPOTrainer._generate
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.in_generation += time.perf_counter() - start
-
-        GRPOTrainer._generate = timed
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.last = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        now = time.perf_counter()
-        self.steps.append(now - self.last)
-        self.generation.append(self.in_generation)
-        self.last = now
-        self.in_generation = 0.0
+from trl_clock import Clock
 
 
 def main() -> None:
@@ -67,13 +38,11 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
-    scores = importlib.util.spec_from_file_location("reward", settings["reward"])
-    reward = importlib.util.module_from_spec(scores)
-    scores.loader.exec_module(reward)
+    compute_score = load_reward(settings["reward"])
 
     def reward_function(completions: Any, data_source: Any, answer: Any, **_: Any) -> list[float]:
         texts = [one[0]["content"] for one in completions]
-        return [reward.compute_score(*row) for row in zip(data_source, texts, answer, strict=True)]
+        return [compute_score(*row) for row in zip(data_source, texts, answer, strict=True)]
 
     args = GRPOConfig(
         output_dir=settings["output"],
@@ -85,11 +54,11 @@ def main() -> None:
         num_generations=settings["n"],
         max_completion_length=settings["longest"],
         max_steps=settings["steps"],
-        beta=0.001,
-        learning_rate=1e-5,
+        beta=settings["beta"],
+        learning_rate=settings["learning_rate"],
         lr_scheduler_type="constant",
-        weight_decay=0.01,
-        max_grad_norm=1.0,
+        weight_decay=settings["weight_decay"],
+        max_grad_norm=settings["max_grad_norm"],
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -97,7 +66,7 @@ def main() -> None:
         ddp_find_unused_parameters=False,
         seed=settings["seed"],
     )
-    clock = Clock()
+    clock = Clock(GRPOTrainer, "_generate")
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward_function,

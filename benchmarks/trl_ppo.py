@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,8 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+from trl_clock import Clock
 
 
 class FunctionReward(torch.nn.Module):
@@ -35,36 +34,6 @@ class FunctionReward(torch.nn.Module):
         super().__init__()
         self.backbone = lambda input_ids, **_: SimpleNamespace(hidden_states=[(input_ids % 2 == 0).float()[..., None]])
         self.score = torch.nn.Identity()
-
-
-class Clock(TrainerCallback):
-    """Times of steps, and of the generation in each."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.generation: list[float] = []
-        self.last = 0.0
-        self.in_generation = 0.0
-        original = ppo_trainer.batch_generation
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.in_generation += time.perf_counter() - start
-
-        ppo_trainer.batch_generation = timed
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.last = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        now = time.perf_counter()
-        self.steps.append(now - self.last)
-        self.generation.append(self.in_generation)
-        self.last = now
-        self.in_generation = 0.0
 
 
 def main() -> None:
@@ -99,7 +68,7 @@ def main() -> None:
         ddp_find_unused_parameters=False,
         seed=1,
     )
-    clock = Clock()
+    clock = Clock(ppo_trainer, "batch_generation")
     trainer = PPOTrainer(
         args=args,
         processing_class=tokenizer,

@@ -35,8 +35,9 @@ from typing import Any
 import peers
 from peers import Cell, Steps
 
-GRPO = {"n": 8, "longest": 40, "sequences": 128}
-"""Sizes of configs/smollm2_grpo.yaml."""
+from rlhf_mc.config.load import load_config
+
+GRPO = str(peers.ROOT / "configs" / "smollm2_grpo.yaml")
 
 
 def main() -> None:
@@ -90,8 +91,16 @@ def trl_steps(args: Namespace, cell: Cell, output: Path) -> Steps:
 
 def compare_on_task(args: Namespace, task: Path, processes: int) -> None:
     """Train by rlhf_mc and by TRL and print both beside the passes of plain transformers."""
+    cfg = load_config(GRPO, [])
     settings = {
-        **GRPO,
+        "n": cfg.rollout.n,
+        "longest": cfg.data.max_response_length,
+        "sequences": cfg.data.train_batch_size * cfg.rollout.n,
+        "packed": cfg.actor.ppo_max_token_len_per_gpu,
+        "beta": cfg.actor.kl_loss_coef,
+        "learning_rate": cfg.actor.optim.lr,
+        "weight_decay": cfg.actor.optim.weight_decay,
+        "max_grad_norm": cfg.actor.optim.clip_grad,
         "model": str(task / "model_hf"),
         "reward": str(peers.ROOT / "examples" / "smollm2_reward.py"),
         "rows": read_rows(task / "train.parquet"),
@@ -143,8 +152,7 @@ def own_grpo(
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"),
         *("trainer.max_ckpt_to_keep=null", "trainer.log_val_generations=0"),
     ]
-    config = str(peers.ROOT / "configs" / "smollm2_grpo.yaml")
-    steps = last_json([sys.executable, *torchrun, peers.__file__, config, *overrides], limit)
+    steps = last_json([sys.executable, *torchrun, peers.__file__, GRPO, *overrides], limit)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     result = {
         "steps": [step["whole"] for step in steps],

@@ -289,7 +289,7 @@ class VLLMEngine:
         return responses
 
     def _response(self, request: Request, state: VLLMRequest) -> Generation:
-        """Return the response as far as it is drawn."""
+        """Return the tokens sampled so far."""
         return Generation(
             [*request.begun.token_ids, *state.output_token_ids],
             self._log_probs.of(request.number),

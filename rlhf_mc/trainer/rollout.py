@@ -22,7 +22,7 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import CallPlan, EngineCall, new_groups, repeat_prompts, wake_weights
 from rlhf_mc.trainer.pool.group_pool import Group
-from rlhf_mc.trainer.pool.strategies import choose_strategy, next_position, off_policy_metrics
+from rlhf_mc.trainer.pool.strategies import PoolStrategy, choose_strategy, next_position, off_policy_metrics
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import GroupScores, ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
@@ -143,7 +143,7 @@ def sample_groups(run: Run, state: StepState, needed: int) -> tuple[list[Prompt]
         state.num_generated += call.num_sampled
         groups = list(plan.groups)
         versions: list[np.ndarray] = []
-        if strategy.has_pool:
+        if isinstance(strategy, PoolStrategy):
             sampled = call.collect(responses, state.step - 1)
             is_used = strategy.select(plan, sampled, most)
             groups, others = _split(sampled, is_used)

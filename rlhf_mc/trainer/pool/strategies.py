@@ -34,7 +34,7 @@ DROPPED = "training/off_policy/dropped_groups"
 def choose_strategy(run: Run) -> Strategy:
     """Return the strategy of the next rollout."""
     if run.config.rollout.partial_rollout:
-        strategy: Strategy = PartialRollout()
+        strategy: PoolStrategy = PartialRollout()
     elif has_pool(run.config.rollout) or run.group_pool.groups:
         # Groups of a run that had a pool before a resume: none is lost, or trained on twice.
         strategy = TailBatching()
@@ -44,14 +44,15 @@ def choose_strategy(run: Run) -> Strategy:
 
 
 class Strategy(ABC):
-    """Plans a call of the engines, and decides which of its groups the step uses."""
-
-    has_pool = True
-    """Groups remain for later steps."""
+    """Plans a call of the engines, of which the step uses all groups."""
 
     @abstractmethod
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
         """Return the plan of a rollout of which the step can use `needed` groups."""
+
+
+class PoolStrategy(Strategy):
+    """Decides too which groups the step uses, and keeps the others for later steps."""
 
     def select(self, plan: CallPlan, groups: Sequence[Group], max_tokens: int) -> np.ndarray:
         """Return which groups the step uses, the first ones that are complete: [groups] bool.
@@ -67,8 +68,6 @@ class Strategy(ABC):
 class PlainSampling(Strategy):
     """Each rollout samples one batch of prompts, and uses all of it."""
 
-    has_pool = False
-
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
         cfg = run.config
         order = prompt_order(run)
@@ -80,11 +79,8 @@ class PlainSampling(Strategy):
         run.group_pool.num_drawn = 0  # state.num_prompts counts
         return CallPlan.of_all(new_groups(prompts, positions, seeds))
 
-    def keep(self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]) -> None:
-        assert not others
 
-
-class TailBatching(Strategy):
+class TailBatching(PoolStrategy):
     """A step samples more groups than it uses, and ends with the first ones that are complete. Later
     steps sample the others again, with their own weights, without any more."""
 
@@ -110,7 +106,7 @@ class TailBatching(Strategy):
         state.metrics["train/tail_groups"] = len(run.group_pool.groups)
 
 
-class PartialRollout(Strategy):
+class PartialRollout(PoolStrategy):
     """A step ends with the first groups that are complete. Later steps continue the others."""
 
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
@@ -141,10 +137,10 @@ class PartialRollout(Strategy):
         run.group_pool.groups = others
 
 
-class Replay(Strategy):
+class Replay(PoolStrategy):
     """The decisions of the run of trainer.replay, by the strategy that both have."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: PoolStrategy) -> None:
         self._strategy = strategy
 
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
