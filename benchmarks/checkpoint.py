@@ -1,12 +1,13 @@
-"""Time that a checkpoint blocks the training loop: written synchronously against written in the background. Actor and
-critic with their optimizers, alternating, the same files, on this machine's disk:
+"""Time that a checkpoint blocks the training loop: written synchronously against written in the
+background. Actor and critic with their optimizers, alternating, the same files, on this machine's
+disk:
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
 
-Lower bounds are printed with the times: the bytes at this machine's memory and disk bandwidth. Host memory that a save
-takes is printed beside the planner's, with storages of exact size and with views of the arena, which Megatron-Core
-clones.
+Lower bounds are printed with the times: the bytes at this machine's memory and disk bandwidth. Host
+memory that a save takes is printed beside the planner's, with storages of exact size and with views
+of the arena, which Megatron-Core clones.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from rlhf_mc.topology.rendezvous import init_process_group
 
 
 def make_roles(hidden: int, layers: int, dtype: str, vocab_size: int = 32000) -> list[TrainedModel]:
-    """Build actor and critic of about 12 x layers x hidden^2 parameters each, with optimizer states as after a step."""
+    """Build actor and critic of about 12 x layers x hidden^2 parameters each, with optimizer states
+    as after a step."""
     config = {
         "model_type": "qwen2",
         "hidden_size": hidden,
@@ -87,7 +89,8 @@ def memory_bandwidth(size: int) -> float:
 
 
 def disk_bandwidth(directory: Path, size: int) -> float:
-    """Return the bytes per second of one rank, until they are synced to disk, while all ranks write."""
+    """Return the bytes per second of one rank, until they are synced to disk, while all ranks
+    write."""
     data = memoryview(torch.ones(size, dtype=torch.uint8).numpy())
 
     def write() -> None:
@@ -102,7 +105,8 @@ def disk_bandwidth(directory: Path, size: int) -> float:
 
 
 def matmul_rate(seconds: float, until: Callable[[], bool]) -> float:
-    """Compute matrix products for `seconds` or until `until` is true. Return the products per second."""
+    """Compute matrix products for `seconds` or until `until` is true. Return the products per
+    second."""
     a = torch.randn(384, 384)
     start = time.perf_counter()
     count = 0
@@ -119,7 +123,11 @@ VARIANTS = tuple(itertools.product(STORAGES, ("background", "synchronous")))
 
 def peak_host_memory() -> int:
     """Return the largest host memory of this process since `reset_peak`, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) << 10
 
 
@@ -130,10 +138,13 @@ def reset_peak() -> int:
     return platform.process_memory()
 
 
-def measure_variants(roles: list[TrainedModel], root: Path, rounds: int) -> dict[tuple[str, str], tuple[float, int]]:
-    """Save in each variant, alternating, and report. Return by variant the median of the seconds that the loop is
-    blocked until the write has begun (synchronous: has ended), and the host memory that the save takes in bytes. The
-    files of all variants have the same bytes. The first round is a warm-up, in which the arenas are allocated."""
+def measure_variants(
+    roles: list[TrainedModel], root: Path, rounds: int
+) -> dict[tuple[str, str], tuple[float, int]]:
+    """Save in each variant, alternating, and report. Return by variant the median of the seconds
+    that the loop is blocked until the write has begun (synchronous: has ended), and the host memory
+    that the save takes in bytes. The files of all variants have the same bytes. The first round is
+    a warm-up, in which the arenas are allocated."""
     arenas = {storages: HostBuffers() for storages in STORAGES}
     seconds: dict[tuple[str, str], list[float]] = {variant: [] for variant in VARIANTS}
     memory = dict.fromkeys(VARIANTS, 0)
@@ -143,7 +154,9 @@ def measure_variants(roles: list[TrainedModel], root: Path, rounds: int) -> dict
         buffers = arenas[storages] if kind == "background" else None
         saves: list[Save] = []
 
-        def begin(step: int = step, buffers: HostBuffers | None = buffers, saves: list[Save] = saves) -> None:
+        def begin(
+            step: int = step, buffers: HostBuffers | None = buffers, saves: list[Save] = saves
+        ) -> None:
             saves.append(Save(root, step, roles, {}, {}, {}, "run", buffers))
 
         with mock.patch.object(training_tensors, "with_exact_storage", STORAGES[storages]):
@@ -153,7 +166,9 @@ def measure_variants(roles: list[TrainedModel], root: Path, rounds: int) -> dict
             memory[variant] = max(memory[variant], max(gather_objects(peak_host_memory() - before)))
         digests.add(digest_file(final_path(root, step) / f"__{dist.get_rank()}_0.distcp").sha256)
     assert len(digests) == 1, "the variants have written different bytes"
-    result = {variant: (statistics.median(seconds[variant][1:]), memory[variant]) for variant in VARIANTS}
+    result = {
+        variant: (statistics.median(seconds[variant][1:]), memory[variant]) for variant in VARIANTS
+    }
     report_variants(roles, result)
     return result
 
@@ -165,11 +180,15 @@ def planned_bytes(role: TrainedModel) -> float:
     mesh = engine.groups.mesh
     layout = role.layouts[engine.groups.rank]
     stage = engine.groups.coordinate.pp
-    state = trained_state(layout, megatron, mesh, stage, (), uses_transformer_engine(), engine.shape.shares_embeddings)
+    state = trained_state(
+        layout, megatron, mesh, stage, (), uses_transformer_engine(), engine.shape.shares_embeddings
+    )
     return saved_bytes(state, mesh)
 
 
-def report_variants(roles: list[TrainedModel], result: dict[tuple[str, str], tuple[float, int]]) -> None:
+def report_variants(
+    roles: list[TrainedModel], result: dict[tuple[str, str], tuple[float, int]]
+) -> None:
     """Print the variants on rank 0."""
     if dist.get_rank() != 0:
         return
@@ -181,12 +200,16 @@ def report_variants(roles: list[TrainedModel], result: dict[tuple[str, str], tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", help="where to write (default: the system's place for temporary files)")
+    parser.add_argument(
+        "--directory", help="where to write (default: the system's place for temporary files)"
+    )
     args = parser.parse_args()
     init_process_group(timeout_seconds=600)
     roles = make_roles(args.hidden, args.layers, args.dtype)
@@ -199,10 +222,16 @@ def main() -> None:
 
 
 def measure(roles: list[TrainedModel], root: Path, rounds: int) -> None:
-    """Save synchronously and in the background in each round, and report. The first round is a warm-up."""
+    """Save synchronously and in the background in each round, and report. The first round is a
+    warm-up."""
     size = num_bytes(block for role in roles for block in model_blocks(role))
     buffers = HostBuffers()
-    blocked: dict[str, list[float]] = {"synchronous": [], "background": [], "commit": [], "written after": []}
+    blocked: dict[str, list[float]] = {
+        "synchronous": [],
+        "background": [],
+        "commit": [],
+        "written after": [],
+    }
     speed: dict[str, list[float]] = {"alone": [], "during save": []}
     for number in range(rounds + 1):
         save: list[Save] = []
@@ -222,10 +251,22 @@ def measure(roles: list[TrainedModel], root: Path, rounds: int) -> None:
         speed["alone"].append(matmul_rate(1.0, lambda: False))
         for name, value in zip(blocked, (synchronous, begun, committed, after), strict=True):
             blocked[name].append(value)
-    report(size, blocked, speed, memory_bandwidth(min(size, 1 << 28)), disk_bandwidth(root, min(size, 1 << 28)))
+    report(
+        size,
+        blocked,
+        speed,
+        memory_bandwidth(min(size, 1 << 28)),
+        disk_bandwidth(root, min(size, 1 << 28)),
+    )
 
 
-def report(size: int, blocked: dict[str, list[float]], speed: dict[str, list[float]], copy: float, disk: float) -> None:
+def report(
+    size: int,
+    blocked: dict[str, list[float]],
+    speed: dict[str, list[float]],
+    copy: float,
+    disk: float,
+) -> None:
     """Print the medians on rank 0."""
     if dist.get_rank() != 0:
         return
@@ -241,12 +282,19 @@ def report(size: int, blocked: dict[str, list[float]], speed: dict[str, list[flo
     )
     print(
         f"background:               blocked for {begun + committed:.3f} s: {begun:.3f} s to copy "
-        f"(bound: {size / copy:.3f} s at {copy / 1e9:.2f} GB/s of memory), {committed:.3f} s to commit"
+        f"(bound: {size / copy:.3f} s at {copy / 1e9:.2f} GB/s of memory), {committed:.3f} s to "
+        "commit"
     )
     print(f"ratio:                    {(begun + committed) / sync:.1%}")
-    print(f"first in background:      {blocked['background'][0]:.3f} s to copy, into newly allocated memory")
+    print(
+        f"first in background:      {blocked['background'][0]:.3f} s to copy, into newly allocated "
+        "memory"
+    )
     slow = statistics.median(speed["during save"]) / statistics.median(speed["alone"])
-    print(f"written after {after:.2f} s, during which the rank computes at {slow:.0%} of its usual speed")
+    print(
+        f"written after {after:.2f} s, during which the rank computes at {slow:.0%} of its usual "
+        "speed"
+    )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@ the rollout engine. A runner that computes nothing replaces the model, and its t
 
     OMP_NUM_THREADS=1 python benchmarks/decode_host.py
 
-As on a GPU: asynchronous scheduling, blocks of 16 tokens, log-probs as an array from the runner. The
-garbage collector is off, as in a rollout. Rounds of both variants alternate, and all their tokens and
+As on a GPU: asynchronous scheduling, blocks of 16 tokens, log-probs as an array from the runner.
+The
+garbage collector is off, as in a rollout. Rounds of both variants alternate, and all their tokens
+and
 log-probs must be equal. Times are of the processor: medians over all steps in which every request
 decodes. Bound: a step of N requests yields 8 N bytes, which numpy appends in 0.01 ms at N = 256.
 """
@@ -54,7 +56,9 @@ BLOCK_SIZE = 16
 VOCAB = 512
 
 
-def write_config(directory: Path, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> Any:
+def write_config(
+    directory: Path, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int
+) -> Any:
     """Write the config.json of a model in Qwen2's shape. Return its tree."""
     tree = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -77,7 +81,8 @@ def write_config(directory: Path, hidden: int, layers: int, heads: int, kv_heads
 
 
 class NoModel:
-    """Stands for vLLM's executor. A token and its log-prob are a function of request and position."""
+    """Stands for vLLM's executor. A token and its log-prob are a function of request and
+    position."""
 
     def __init__(self, stop_token: int | None = None) -> None:
         self.seconds = 0.0
@@ -112,16 +117,25 @@ class NoModel:
         if self._stop_token is not None:
             tokens[noise % 64 == 0] = self._stop_token
         draws = (ends >= [self._known[name] for name in names]).tolist()
-        sampled = [[token] if draw else [] for token, draw in zip(tokens.tolist(), draws, strict=True)]
-        log_probs = LogprobsLists(tokens[:, None], -(1.0 / tokens[:, None]).astype(np.float32), tokens)
-        output = ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, sampled, log_probs)
+        sampled = [
+            [token] if draw else [] for token, draw in zip(tokens.tolist(), draws, strict=True)
+        ]
+        log_probs = LogprobsLists(
+            tokens[:, None], -(1.0 / tokens[:, None]).astype(np.float32), tokens
+        )
+        output = ModelRunnerOutput(
+            names, {name: row for row, name in enumerate(names)}, sampled, log_probs
+        )
         if step.aux_output_connector_metadata is not None:
             output.aux_output_connector_output = self._experts(step, names, ends.tolist(), draws)
         self.seconds += time.thread_time() - start
         return _done(output) if non_block else output
 
-    def _experts(self, step: Any, names: list[str], ends: list[int], draws: list[bool]) -> dict[str, AuxRequestOutput]:
-        """Return a choice of experts for each token up to `ends`: a function of request and place."""
+    def _experts(
+        self, step: Any, names: list[str], ends: list[int], draws: list[bool]
+    ) -> dict[str, AuxRequestOutput]:
+        """Return a choice of experts for each token up to `ends`: a function of request and
+        place."""
         for new in step.scheduled_new_reqs:
             self._first_row[new.req_id] = step.aux_output_connector_metadata.requests[new.req_id]
         outputs = {}
@@ -141,7 +155,8 @@ def _done(value: Any) -> Future[Any]:
 
 
 def build_engine(places: int, max_model_len: int, step_tokens: int = 8192) -> VLLMEngine:
-    """Build an engine of a small model, for at most `places` requests and step_tokens tokens at once."""
+    """Build an engine of a small model, for at most `places` requests and step_tokens tokens at
+    once."""
     with tempfile.TemporaryDirectory() as directory:
         tree = write_config(Path(directory), 64, 1, 2, 2, 64, VOCAB)
         cfg = RolloutConfig(max_num_seqs=places, max_num_batched_tokens=step_tokens)
@@ -149,8 +164,11 @@ def build_engine(places: int, max_model_len: int, step_tokens: int = 8192) -> VL
         return VLLMEngine(directory, shape, cfg, [[0]], 0, max_model_len, "float32", seed=0)
 
 
-def make_scheduler(engine: VLLMEngine, kind: type[Scheduler], cache: KVCacheConfig | None = None) -> Any:
-    """Return a new scheduler of this class, over the engine's own KV cache or another one of blocks of BLOCK_SIZE."""
+def make_scheduler(
+    engine: VLLMEngine, kind: type[Scheduler], cache: KVCacheConfig | None = None
+) -> Any:
+    """Return a new scheduler of this class, over the engine's own KV cache or another one of blocks
+    of BLOCK_SIZE."""
     core = engine._core
     own = core.scheduler
     sizes = (own.block_size, own.hash_block_size) if cache is None else (BLOCK_SIZE, BLOCK_SIZE)
@@ -167,13 +185,16 @@ def full_attention(engine: VLLMEngine, num_blocks: int) -> KVCacheConfig:
 
 
 def drain(engine: VLLMEngine) -> None:
-    """Take the steps that vLLM has begun ahead, and the one that tells the runner which requests have ended."""
+    """Take the steps that vLLM has begun ahead, and the one that tells the runner which requests
+    have ended."""
     while engine._core.batch_queue or engine._core.scheduler.has_requests():
         engine._llm.llm_engine.engine_core.get_output()
 
 
 @contextmanager
-def host_only(engine: VLLMEngine, scheduler: Any, model: NoModel, asynchronous: bool = True) -> Iterator[None]:
+def host_only(
+    engine: VLLMEngine, scheduler: Any, model: NoModel, asynchronous: bool = True
+) -> Iterator[None]:
     """Let the engine step this scheduler over a runner that does nothing, while the body runs."""
     core = engine._core
     queue: deque[Any] | None = deque(maxlen=2) if asynchronous else None
@@ -223,7 +244,9 @@ class VLLMsSteps:
             params = sampling_params(sampling, request, draws_itself=self._draws is None)
             params.logprobs = 0
             params.output_kind = RequestOutputKind.FINAL_ONLY
-            prompt = vllm.TokensPrompt(prompt_token_ids=[*request.prompt.tolist(), *request.begun.token_ids])
+            prompt = vllm.TokensPrompt(
+                prompt_token_ids=[*request.prompt.tolist(), *request.begun.token_ids]
+            )
             self._engine.add_request(str(request.number), prompt, params)
             self._requests[request.number] = request
 
@@ -239,7 +262,10 @@ class VLLMsSteps:
     def abort(self) -> dict[int, Generation]:
         """End all requests. Return their tokens sampled so far."""
         states = list(self._engine.output_processor.request_states.items())
-        outputs = [(int(state.external_req_id), state._new_completion_output([], None, None)) for _, state in states]
+        outputs = [
+            (int(state.external_req_id), state._new_completion_output([], None, None))
+            for _, state in states
+        ]
         responses = {number: self._response(number, output) for number, output in outputs}
         self._engine.abort_request([name for name, _ in states], internal=True)
         return responses
@@ -300,21 +326,27 @@ class Times:
     update: list[float] = field(default_factory=list)
 
     def medians(self) -> tuple[float, float, float, float]:
-        """Return the median step, schedule, update, and what is left: outputs and the step's own code."""
-        step, schedule, update = (statistics.median(each) for each in (self.step, self.schedule, self.update))
+        """Return the median step, schedule, update, and what is left: outputs and the step's own
+        code."""
+        step, schedule, update = (
+            statistics.median(each) for each in (self.step, self.schedule, self.update)
+        )
         return step, schedule, update, step - schedule - update
 
 
 def requests_of(num: int, prompt_len: int) -> list[Request]:
     """Return requests with prompts of their own."""
-    return [Request(i, np.full(prompt_len, 3 + i % (VOCAB - 3), np.int32), 1000 + i, NOTHING) for i in range(num)]
+    return [
+        Request(i, np.full(prompt_len, 3 + i % (VOCAB - 3), np.int32), 1000 + i, NOTHING)
+        for i in range(num)
+    ]
 
 
 def run_round(
     engine: VLLMEngine, variant: Variant, requests: Sequence[Request], num_tokens: int, times: Times
 ) -> dict[int, Generation]:
-    """Generate responses of num_tokens tokens. Add the times of the steps in which all requests decode. Return the
-    responses."""
+    """Generate responses of num_tokens tokens. Add the times of the steps in which all requests
+    decode. Return the responses."""
     scheduler = make_scheduler(engine, variant.scheduler, full_attention(engine, 1 << 16))
     scheduler.use_v2_model_runner = True
     model = NoModel()
@@ -347,20 +379,25 @@ def run_round(
             ended = steps.step()
             seconds = time.thread_time() - start - model.seconds
             if decodes and not ended:
-                for into, value in zip((times.step, times.schedule, times.update), (seconds, *spent), strict=True):
+                for into, value in zip(
+                    (times.step, times.schedule, times.update), (seconds, *spent), strict=True
+                ):
                     into.append(value * 1e3)
             responses |= ended
         drain(engine)
     return responses
 
 
-def compare(engine: VLLMEngine, num: int, num_tokens: int, rounds: int) -> dict[str, tuple[float, float, float, float]]:
+def compare(
+    engine: VLLMEngine, num: int, num_tokens: int, rounds: int
+) -> dict[str, tuple[float, float, float, float]]:
     """Return the medians of each variant. Raise RuntimeError if any response differs."""
     requests = requests_of(num, 32)
     times = {name: Times() for name in HOST_VARIANTS}
     for _ in range(rounds):
         responses = [
-            run_round(engine, variant, requests, num_tokens, times[name]) for name, variant in HOST_VARIANTS.items()
+            run_round(engine, variant, requests, num_tokens, times[name])
+            for name, variant in HOST_VARIANTS.items()
         ]
         if any(each != responses[0] for each in responses):
             raise RuntimeError(f"{num} requests: the variants draw different responses")
@@ -368,7 +405,9 @@ def compare(engine: VLLMEngine, num: int, num_tokens: int, rounds: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--tokens", type=int, default=200, help="of a response")
     parser.add_argument("--rounds", type=int, default=5)
@@ -376,7 +415,9 @@ def main() -> None:
     init_process_group(600)
     assert dist.get_world_size() == 1
     engine = build_engine(max(args.requests), 32 + args.tokens)
-    print("| requests | variant | ms a step | schedule | update | outputs and the rest | of vLLM's |")
+    print(
+        "| requests | variant | ms a step | schedule | update | outputs and the rest | of vLLM's |"
+    )
     print("|---|---|---|---|---|---|---|")
     for num in args.requests:
         results = compare(engine, num, args.tokens, args.rounds)

@@ -1,18 +1,20 @@
-"""Conversations with tools against the same tokens without: idle engine, cost of a turn, memory of one that waits.
+"""Conversations with tools against the same tokens without: idle engine, cost of a turn, memory of
+one that waits.
 
     export OMP_NUM_THREADS=1
     python benchmarks/environments.py                     # 1,024 conversations of 4 turns of 16 tokens
     python benchmarks/environments.py --places 128        # of which an engine runs 128 at once
 
-One process, vLLM on a CPU, and a model of 0.7M parameters. Rounds of three kinds alternate, and medians are compared:
+One process, vLLM on a CPU, and a model of 0.7M parameters. Rounds of three kinds alternate, and
+medians are compared:
 
     no tools      one response of as many tokens as a conversation draws
     tools, 0 s    a tool that answers at once: what is added is the cost of turns
     tools         a tool that takes 50 ms to 5 s, log-uniformly
 
-No batch ends before its slowest conversation: the bound of the time is that conversation's tools and engine steps.
-Memory is that of Python's objects on the rank (tracemalloc) and of the worker process (RSS), while all conversations
-wait.
+No batch ends before its slowest conversation: the bound of the time is that conversation's tools
+and engine steps. Memory is that of Python's objects on the rank (tracemalloc) and of the worker
+process (RSS), while all conversations wait.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class Environment:
 
 
 class Timed:
-    """Seconds without work and turns of one call of the engines, and bytes of a waiting conversation."""
+    """Seconds without work and turns of one call of the engines, and bytes of a waiting
+    conversation."""
 
     def __init__(self) -> None:
         self.idle = 0.0
@@ -82,7 +85,8 @@ class Timed:
 
 
 def generated(run: Run, control: Path, seconds: tuple[float, float] | None) -> tuple[float, int]:
-    """Generate a batch with tools that take these seconds; None: without tools. Return (seconds, drawn tokens)."""
+    """Generate a batch with tools that take these seconds; None: without tools. Return (seconds,
+    drawn tokens)."""
     state = step_state.begin_step(1, RankStatus())
     prompts = run.train_prompts.at(range(run.config.data.train_batch_size))
     limit = run.config.data.max_response_length
@@ -99,14 +103,16 @@ def generated(run: Run, control: Path, seconds: tuple[float, float] | None) -> t
         turns = Conversations(run.environments, requests, prompts)
         requests = turns.requests
     clock = CLOCKS[run.config.rollout.clock]()
-    responses = generate_responses(run.rollout, requests, Sampling(1.0, limit, ()), clock, turns=turns)
+    responses = generate_responses(
+        run.rollout, requests, Sampling(1.0, limit, ()), clock, turns=turns
+    )
     took = time.perf_counter() - start
     return took, responses.num_drawn
 
 
 def watch(timed: Timed, memory: Callable[[], tuple[float, float]] | None = None) -> Any:
-    """Return a Conversations.receive that measures; with `memory`, which returns the bytes on the rank and in its
-    workers, it ends the call once all conversations wait."""
+    """Return a Conversations.receive that measures; with `memory`, which returns the bytes on the
+    rank and in its workers, it ends the call once all conversations wait."""
     before = (0.0, 0.0) if memory is None else memory()
 
     original = Conversations.receive
@@ -128,7 +134,9 @@ def watch(timed: Timed, memory: Callable[[], tuple[float, float]] | None = None)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", type=int, default=1024)
     parser.add_argument("--places", type=int, default=1024, help="rollout.max_num_seqs")
     parser.add_argument("--rounds", type=int, default=3)
@@ -162,7 +170,11 @@ def main() -> int:
 
 
 def _measure(run: Run, control: Path, rounds: int) -> None:
-    kinds: dict[str, tuple[float, float] | None] = {"no tools": None, "tools, 0 s": (0, 0), "tools": SECONDS}
+    kinds: dict[str, tuple[float, float] | None] = {
+        "no tools": None,
+        "tools, 0 s": (0, 0),
+        "tools": SECONDS,
+    }
     took: dict[str, list[float]] = {kind: [] for kind in kinds}
     idle: dict[str, list[float]] = {kind: [] for kind in kinds}
     turns = 0
@@ -172,20 +184,28 @@ def _measure(run: Run, control: Path, rounds: int) -> None:
             with watch(timed):
                 whole, drawn = generated(run, control, seconds)
             share = timed.idle / whole
-            print(f"round {number}, {kind}: {whole:.2f} s, {drawn} tokens drawn, idle {share:.1%}", flush=True)
+            print(
+                f"round {number}, {kind}: {whole:.2f} s, {drawn} tokens drawn, idle {share:.1%}",
+                flush=True,
+            )
             turns = timed.turns or turns
             if number:
                 took[kind].append(whole)
                 idle[kind].append(share)
     plain, instant, slow = (statistics.median(took[kind]) for kind in kinds)
     of = "of the time without tools"
-    print(f"overhead of a turn: {(instant - plain) / turns * 1e3:.2f} ms ({turns} turns, {instant / plain:.2f} {of})")
+    print(
+        f"overhead of a turn: {(instant - plain) / turns * 1e3:.2f} ms ({turns} turns, "
+        f"{instant / plain:.2f} {of})"
+    )
     share = statistics.median(idle["tools"])
     print(f"tools of {SECONDS[0]} to {SECONDS[1]} s: {slow / plain:.2f} {of}, idle {share:.1%}")
     timed = Timed()
 
     def memory() -> tuple[float, float]:
-        workers = sum(process.memory_info().rss for process in psutil.Process().children(recursive=True))
+        workers = sum(
+            process.memory_info().rss for process in psutil.Process().children(recursive=True)
+        )
         return float(tracemalloc.get_traced_memory()[0]), float(workers)
 
     tracemalloc.start()

@@ -1,5 +1,5 @@
-"""Log-prob pass of a frozen model (a reference) against the same model with an optimizer (an actor): time and peak
-additional memory of a tensor-parallel rank. On the CPU, alternating variants:
+"""Log-prob pass of a frozen model (a reference) against the same model with an optimizer (an
+actor): time and peak additional memory of a tensor-parallel rank. On the CPU, alternating variants:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/frozen_pass.py
 """
@@ -38,7 +38,9 @@ def make_variants(directory: str, dtype: str) -> dict[str, ModelEngine]:
     groups = build_groups(Mesh(world, world, 1))
     engines = {}
     for variant in VARIANTS:
-        config = MegatronConfig(tensor_model_parallel_size=world, dtype=dtype, use_distributed_optimizer=False)
+        config = MegatronConfig(
+            tensor_model_parallel_size=world, dtype=dtype, use_distributed_optimizer=False
+        )
         engine = ModelEngine(variant, ModelShape.from_hf_config(reader.config), config, groups)
         import_hf(reader, engine_layouts(engine)[groups.rank], engine.params)
         engines[variant] = engine
@@ -47,7 +49,9 @@ def make_variants(directory: str, dtype: str) -> dict[str, ModelEngine]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=16_384)
@@ -73,8 +77,9 @@ def main() -> None:
             model.save_pretrained(directory)
             size = sum(p.numel() for p in model.parameters())
             print(
-                f"{size / 1e6:.1f} M parameters, tensor parallel {dist.get_world_size()}, {int(batch.seq_lens.sum())} "
-                f"tokens, {torch.get_num_threads()} threads; medians of {args.rounds} rounds on rank 0"
+                f"{size / 1e6:.1f} M parameters, tensor parallel {dist.get_world_size()}, "
+                f"{int(batch.seq_lens.sum())} tokens, {torch.get_num_threads()} threads; medians "
+                f"of {args.rounds} rounds on rank 0"
             )
         shared = [directory]
         dist.broadcast_object_list(shared)
@@ -85,9 +90,15 @@ def main() -> None:
             for number in range(args.rounds + 1):  # the first is a warm-up
                 for variant, engine in engines.items():
 
-                    def run(variant: str = variant, engine: ModelEngine = engine, out: dict[str, Any] = scores) -> None:
+                    def run(
+                        variant: str = variant,
+                        engine: ModelEngine = engine,
+                        out: dict[str, Any] = scores,
+                    ) -> None:
                         out[variant] = engine.score(
-                            batch, my_micro_batches(engine, batch, 1 << 20), log_prob_head(args.vocab, 1.0)
+                            batch,
+                            my_micro_batches(engine, batch, 1 << 20),
+                            log_prob_head(args.vocab, 1.0),
                         )
 
                     dist.barrier()
@@ -103,8 +114,13 @@ def main() -> None:
             if rank == 0:
                 for variant, (seconds, peak) in medians.items():
                     print(f"{dtype:>9} {variant:>10}: {seconds:6.2f} s {peak / 2**20:8.0f} MiB")
-                time_ratio, memory_ratio = (a / b for a, b in zip(medians["frozen"], medians["trainable"], strict=True))
-                print(f"{dtype:>9} frozen / trainable: {time_ratio:.2f} in time, {memory_ratio:.2f} in memory")
+                time_ratio, memory_ratio = (
+                    a / b for a, b in zip(medians["frozen"], medians["trainable"], strict=True)
+                )
+                print(
+                    f"{dtype:>9} frozen / trainable: {time_ratio:.2f} in time, {memory_ratio:.2f} "
+                    "in memory"
+                )
         dist.barrier()
     dist.destroy_process_group()
 

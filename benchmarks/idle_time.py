@@ -1,10 +1,10 @@
-"""Time that data-parallel ranks wait for each other before the gradient reduction: sequences assigned round-robin, and
-balanced by cost as the trainer does, over lengths like GSM8K's.
+"""Time that data-parallel ranks wait for each other before the gradient reduction: sequences
+assigned round-robin, and balanced by cost as the trainer does, over lengths like GSM8K's.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/idle_time.py
 
-If the ranks share cores, read the share of processor time: it excludes the time in which a rank was ready to compute
-but had no core.
+If the ranks share cores, read the share of processor time: it excludes the time in which a rank was
+ready to compute but had no core.
 """
 
 from __future__ import annotations
@@ -35,8 +35,14 @@ VOCAB = 4096
 def gsm8k_like_batch(num_sequences: int, longest: int, seed: int) -> RaggedBatch:
     """Return a batch of log-normal prompts (median 100 tokens) and responses (median 180)."""
     draw = torch.Generator().manual_seed(seed)
-    prompts = (100 * torch.exp(0.35 * torch.randn(num_sequences, generator=draw))).clamp(40, 512).long()
-    responses = (180 * torch.exp(0.5 * torch.randn(num_sequences, generator=draw))).clamp(20, longest).long()
+    prompts = (
+        (100 * torch.exp(0.35 * torch.randn(num_sequences, generator=draw))).clamp(40, 512).long()
+    )
+    responses = (
+        (180 * torch.exp(0.5 * torch.randn(num_sequences, generator=draw)))
+        .clamp(20, longest)
+        .long()
+    )
     return RaggedBatch(
         tokens=torch.randint(VOCAB, (int((prompts + responses).sum()),), generator=draw),
         prompt_lens=prompts,
@@ -61,7 +67,9 @@ def make_engine(hidden: int, layers: int) -> ModelEngine:
         "tie_word_embeddings": True,
     }
     groups = build_groups(Mesh(dist.get_world_size(), 1, 1))
-    engine = ModelEngine("actor", ModelShape.from_hf_config(config), MegatronConfig(dtype="float32"), groups)
+    engine = ModelEngine(
+        "actor", ModelShape.from_hf_config(config), MegatronConfig(dtype="float32"), groups
+    )
     torch.manual_seed(0)
     for param in engine.params.values():
         param.normal_(std=0.02)
@@ -70,7 +78,8 @@ def make_engine(hidden: int, layers: int) -> ModelEngine:
 
 
 class Waits:
-    """Times from the start of a backward pass until this rank has its gradient, and until all ranks have theirs."""
+    """Times from the start of a backward pass until this rank has its gradient, and until all ranks
+    have theirs."""
 
     def __init__(self, engine: ModelEngine) -> None:
         config = engine.chunks[0].config
@@ -92,13 +101,19 @@ class Waits:
 
     def shares(self) -> tuple[float, float]:
         """Return the idle shares (of wall time, of processor time) over all ranks."""
-        times = (self.ready - self.begun, self.all_ready - self.begun, self.ready_cpu - self.begun_cpu)
+        times = (
+            self.ready - self.begun,
+            self.all_ready - self.begun,
+            self.ready_cpu - self.begun_cpu,
+        )
         busy, whole, cpu = zip(*gather_objects(times), strict=True)
         return 1 - sum(busy) / sum(whole), 1 - sum(cpu) / (len(cpu) * max(cpu))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=64, help="of a mini-batch, over all ranks")
@@ -115,16 +130,23 @@ def main() -> None:
     def loss(model, states, micro):  # type: ignore[no-untyped-def]
         return log_probs(model, states, micro.targets, VOCAB, 1.0).sum(), {}
 
-    shares: dict[str, list[tuple[float, float, float]]] = {"round-robin": [], "balanced by cost": []}
+    shares: dict[str, list[tuple[float, float, float]]] = {
+        "round-robin": [],
+        "balanced by cost": [],
+    }
     for number in range(args.rounds + 1):  # the first is a warm-up
         batch = gsm8k_like_batch(args.sequences, args.longest, seed=number)
         lens = batch.seq_lens.tolist()
         cost = engine.shape.sequence_cost
         round_robin = [list(range(r, len(lens), world)) for r in range(world)]
-        count = max(len(micro_batches([lens[i] for i in part], args.budget)) for part in round_robin)
+        count = max(
+            len(micro_batches([lens[i] for i in part], args.budget)) for part in round_robin
+        )
         cut = [micro_batches([lens[i] for i in part], args.budget, count) for part in round_robin]
         plans: dict[str, Sequence[Sequence[Sequence[int]]]] = {
-            "round-robin": [[[part[i] for i in g] for g in c] for part, c in zip(round_robin, cut, strict=True)],
+            "round-robin": [
+                [[part[i] for i in g] for g in c] for part, c in zip(round_robin, cut, strict=True)
+            ],
             "balanced by cost": plan_micro_batches(lens, world, args.budget, cost),
         }
         for name, plan in plans.items():
@@ -136,11 +158,17 @@ def main() -> None:
                 shares[name].append((*measured, 1 - sum(costs) / (world * max(costs))))
     if rank == 0:
         print(
-            f"{world} replicas, {args.sequences} sequences a mini-batch; median (largest) of {args.rounds} mini-batches"
+            f"{world} replicas, {args.sequences} sequences a mini-batch; median (largest) of "
+            f"{args.rounds} mini-batches"
         )
-        print(f"{'idle share of time':>28} {'wall clock':>16} {'processor time':>16} {'by the plan':>16}")
+        print(
+            f"{'idle share of time':>28} {'wall clock':>16} {'processor time':>16} "
+            f"{'by the plan':>16}"
+        )
         for name, rows in shares.items():
-            columns = (f"{statistics.median(c):.1%} ({max(c):.1%})" for c in zip(*rows, strict=True))
+            columns = (
+                f"{statistics.median(c):.1%} ({max(c):.1%})" for c in zip(*rows, strict=True)
+            )
             print(f"{name:>28} " + " ".join(f"{column:>16}" for column in columns))
     shut_down()
 

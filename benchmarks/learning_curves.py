@@ -1,10 +1,12 @@
-"""Learning curves of the advantage estimators on the quickstart's task: greedy accuracy on the held-out additions over
-steps, for several seeds. Each run is a process of its own. It takes the model and data of `make quickstart`:
+"""Learning curves of the advantage estimators on the quickstart's task: greedy accuracy on the
+held-out additions over steps, for several seeds. Each run is a process of its own. It takes the
+model and data of `make quickstart`:
 
     OMP_NUM_THREADS=1 python benchmarks/learning_curves.py --processes 2
 
-Each finished run is appended to results.jsonl in the output directory at once, and is not repeated by the next start.
-table.md and curves.png there have all runs so far. A run that fails is a row of the table with its error; the
+Each finished run is appended to results.jsonl in the output directory at once, and is not repeated
+by the next start. table.md and curves.png there have all runs so far. A run that fails is a row of
+the table with its error; the
 next start resumes it. After `make real-model`, a language model that someone else trained:
 
     python benchmarks/learning_curves.py --variants smollm2_grpo smollm2_ppo --steps 15 --output runs/smollm2/curves \\
@@ -57,15 +59,19 @@ def _without_critic(estimator: str, *settings: str) -> Variant:
 
 
 _PARTIAL = ("rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token")
-_FEW_PLACES = "rollout.max_num_seqs=32"  # of 256 responses: most are unfinished when enough groups are complete
+# of 256 responses: most are unfinished when enough groups are complete
+_FEW_PLACES = "rollout.max_num_seqs=32"
 
 VARIANTS = (
     Variant("gae", "configs/quickstart.yaml"),
-    Variant("gae_tail_batching", "configs/quickstart.yaml", ("rollout.tail_batching=true", _FEW_PLACES)),
+    Variant(
+        "gae_tail_batching", "configs/quickstart.yaml", ("rollout.tail_batching=true", _FEW_PLACES)
+    ),
     Variant("gae_partial_rollout", "configs/quickstart.yaml", (*_PARTIAL, _FEW_PLACES)),
     _without_critic("grpo"),
     _without_critic("grpo_passk"),
-    # As many responses in groups of 2: a group of 8 seldom has exactly one right response, and no gradient otherwise.
+    # As many responses in groups of 2: a group of 8 seldom has exactly one right response, and no
+    # gradient otherwise.
     Variant(
         "grpo_passk_n2",
         settings=(
@@ -103,14 +109,21 @@ class Result:
 
     @property
     def has_learnt(self) -> bool:
-        """The run has finished, and its accuracy rose from at most HIGHEST_START to at least the variant's."""
+        """The run has finished, and its accuracy rose from at most HIGHEST_START to at least the
+        variant's."""
         least = BY_NAME[self.variant].least
-        return self.error is None and self.points[0][1] <= HIGHEST_START and self.points[-1][1] >= least
+        return (
+            self.error is None
+            and self.points[0][1] <= HIGHEST_START
+            and self.points[-1][1] >= least
+        )
 
 
-def run_command(variant: Variant, seed: int, num_steps: int, directory: Path, launch: str) -> list[str]:
-    """Return the command of a run that validates every 5 steps, and ends once the accuracy is 0.95 (target_val_acc of
-    the quickstart). It writes its metrics to `directory`."""
+def run_command(
+    variant: Variant, seed: int, num_steps: int, directory: Path, launch: str
+) -> list[str]:
+    """Return the command of a run that validates every 5 steps, and ends once the accuracy is 0.95
+    (target_val_acc of the quickstart). It writes its metrics to `directory`."""
     settings = [
         *variant.settings,
         f"trainer.seed={seed}",
@@ -123,7 +136,8 @@ def run_command(variant: Variant, seed: int, num_steps: int, directory: Path, la
 
 
 def greedy_accuracies(metrics_file: Path) -> list[tuple[int, float]]:
-    """Return (step, accuracy) of each validation in a metrics.jsonl; an empty list if there is no such file."""
+    """Return (step, accuracy) of each validation in a metrics.jsonl; an empty list if there is no
+    such file."""
     if not metrics_file.is_file():
         return []
     points = []
@@ -142,13 +156,16 @@ def run(variant: Variant, seed: int, num_steps: int, output: Path, launch: str) 
     error = None
     if code != 0:
         lines = (directory / "console.log").read_text().split("\n")
-        error = f"exit code {code}: " + next((line for line in reversed(lines) if line.strip()), "no output")
+        error = f"exit code {code}: " + next(
+            (line for line in reversed(lines) if line.strip()), "no output"
+        )
     points = greedy_accuracies(directory / "metrics.jsonl")
     return Result(variant.name, seed, num_steps, list(variant.settings), points, error)
 
 
 def read_results(path: Path) -> list[Result]:
-    """Return the newest result of each variant and seed, in the order of VARIANTS; [] if there is no file."""
+    """Return the newest result of each variant and seed, in the order of VARIANTS; [] if there is
+    no file."""
     lines = path.read_text().splitlines() if path.is_file() else []
     results = [Result(**json.loads(line)) for line in lines]
     newest = {(result.variant, result.seed): result for result in results}
@@ -195,7 +212,13 @@ def _panel(axes: Axes, name: str, results: Sequence[Result]) -> None:
     axes.axhline(BY_NAME[name].least, color="#9ca3af", linewidth=0.8, linestyle="--")
     for result, color in zip(results, COLORS, strict=False):
         if result.points:
-            axes.plot(*zip(*result.points, strict=True), "o-", color=color, markersize=3, label=f"seed {result.seed}")
+            axes.plot(
+                *zip(*result.points, strict=True),
+                "o-",
+                color=color,
+                markersize=3,
+                label=f"seed {result.seed}",
+            )
     axes.set_ylim(0, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.spines[["top", "right"]].set_visible(False)
@@ -212,14 +235,20 @@ def report(output: Path) -> list[Result]:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed arguments; an unknown name of a variant is an error."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = list(BY_NAME)
     quick = [name for name in names if not name.startswith("smollm2")]
-    parser.add_argument("--variants", nargs="+", choices=names, default=quick, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--variants", nargs="+", choices=names, default=quick, metavar="NAME", help=", ".join(names)
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
-    parser.add_argument("--launch", default=sys.executable, help="command that starts Python, such as torchrun ...")
+    parser.add_argument(
+        "--launch", default=sys.executable, help="command that starts Python, such as torchrun ..."
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "learning_curves")
     return parser.parse_args(arguments)
 
@@ -237,11 +266,13 @@ def main() -> None:
         (variant, seed)
         for seed in args.seeds
         for variant in VARIANTS
-        if variant.name in args.variants and (variant.name, seed, args.steps, variant.settings) not in done
+        if variant.name in args.variants
+        and (variant.name, seed, args.steps, variant.settings) not in done
     ]
     with ThreadPoolExecutor(args.processes) as pool, open(results_file, "a") as file:
         futures = [
-            pool.submit(run, variant, seed, args.steps, args.output.resolve(), args.launch) for variant, seed in runs
+            pool.submit(run, variant, seed, args.steps, args.output.resolve(), args.launch)
+            for variant, seed in runs
         ]
         for future in as_completed(futures):
             result = future.result()
@@ -250,7 +281,10 @@ def main() -> None:
             print(table([result]), flush=True)
     results = report(args.output)
     print((args.output / "table.md").read_text())
-    print(f"{sum(result.has_learnt for result in results)} of {len(results)} runs have learnt the task")
+    print(
+        f"{sum(result.has_learnt for result in results)} of {len(results)} runs have learnt the "
+        "task"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Log-probs from hidden states in chunks of tokens (rlhf_mc/models/heads.py) against full logits: time and peak
-additional memory. One process, on the CPU:
+"""Log-probs from hidden states in chunks of tokens (rlhf_mc/models/heads.py) against full logits:
+time and peak additional memory. One process, on the CPU:
 
     OMP_NUM_THREADS=2 python benchmarks/log_probs.py
 """
@@ -21,8 +21,11 @@ import torch.distributed as dist
 from rlhf_mc.models import heads
 
 
-def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log-probs [tokens] by log-softmax over [tokens, vocabulary] and the target's column."""
+def full_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return log-probs [tokens] by log-softmax over [tokens, vocabulary] and the target's
+    column."""
     logits = torch.nn.functional.linear(hidden, weight).float() / temperature
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
@@ -43,13 +46,19 @@ def _status(key: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--chunk-logits", type=int, nargs="+", default=[1 << 23, heads.CHUNK_LOGITS, 1 << 28])
-    parser.add_argument("--entropy", action="store_true", help="compute the entropy too, as an actor's update does")
+    parser.add_argument(
+        "--chunk-logits", type=int, nargs="+", default=[1 << 23, heads.CHUNK_LOGITS, 1 << 28]
+    )
+    parser.add_argument(
+        "--entropy", action="store_true", help="compute the entropy too, as an actor's update does"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
@@ -86,9 +95,15 @@ def main() -> None:
         return time.perf_counter() - start, peak
 
     variants: list[int | None] = [None, *args.chunk_logits]
-    print(f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, {args.dtype}, ", end="")
+    print(
+        f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, {args.dtype}, ",
+        end="",
+    )
     print(f"{torch.get_num_threads()} threads; medians of {args.rounds} rounds, variants in turn")
-    print(f"weight gradient {args.vocab * args.hidden * dtype.itemsize >> 20} MiB (in forward + backward)")
+    print(
+        f"weight gradient {args.vocab * args.hidden * dtype.itemsize >> 20} MiB (in forward + "
+        "backward)"
+    )
     print(f"{'':>28} {'forward':>22} {'forward + backward':>22}")
     results: dict[tuple[int | None, bool], list[tuple[float, int]]] = {}
     for _ in range(args.rounds):
@@ -97,11 +112,16 @@ def main() -> None:
                 results.setdefault((variant, backward), []).append(measure(variant, backward))
     for variant in variants:
         name = (
-            "full logits" if variant is None else f"{variant >> 20} Mi logits, {max(1, variant // args.vocab)} tokens"
+            "full logits"
+            if variant is None
+            else f"{variant >> 20} Mi logits, {max(1, variant // args.vocab)} tokens"
         )
         cells = []
         for backward in (False, True):
-            seconds, peak = (statistics.median(column) for column in zip(*results[variant, backward], strict=True))
+            seconds, peak = (
+                statistics.median(column)
+                for column in zip(*results[variant, backward], strict=True)
+            )
             cells.append(f"{seconds:>8.2f} s {int(peak) >> 20:>7} MiB")
         print(f"{name:>28} {cells[0]:>22} {cells[1]:>22}")
 

@@ -67,7 +67,10 @@ def packed(settings: dict[str, Any], world: int) -> list[tuple[torch.Tensor, tor
     per_batch = max(1, settings["packed"] // length)
     sizes = [min(per_batch, count - start) for start in range(0, count, per_batch)]
     positions = torch.arange(length)
-    return [(torch.randint(1000, 40000, (1, size * length)), positions.repeat(size)[None]) for size in sizes]
+    return [
+        (torch.randint(1000, 40000, (1, size * length)), positions.repeat(size)[None])
+        for size in sizes
+    ]
 
 
 def passes(model: Any, settings: dict[str, Any]) -> list[float]:

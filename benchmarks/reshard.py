@@ -2,14 +2,15 @@
 
 python benchmarks/reshard.py [--world 2 4] [--hidden 768] [--layers 12] [--repeats 5]
 
-For each layout, per rank: received bytes against the lower bound (computed here by interval arithmetic, not by the
-planner), and seconds of (ours) the update, (a) gathering each full tensor over pipeline and tensor parallel groups and
-calling vLLM's load_weights, and (b) one memcpy of the bytes that the update receives and copies. The three alternate; a
-figure is the median over the repeats of the slowest rank. "not shared": share_weights is false. Peak extra memory is
-the rise of the process's high-water mark during an update, plus the shared-memory outbox.
+For each layout, per rank: received bytes against the lower bound (computed here by interval
+arithmetic, not by the planner), and seconds of (ours) the update, (a) gathering each full tensor
+over pipeline and tensor parallel groups and calling vLLM's load_weights, and (b) one memcpy of the
+bytes that the update receives and copies. The three alternate; a figure is the median over the
+repeats of the slowest rank. "not shared": share_weights is false. Peak extra memory is the rise of
+the process's high-water mark during an update, plus the shared-memory outbox.
 
-The bounds: a rank receives at least what it needs and lacks; an update takes at least one memcpy of the bytes that it
-moves, on one machine, where a message is a copy.
+The bounds: a rank receives at least what it needs and lacks; an update takes at least one memcpy of
+the bytes that it moves, on one machine, where a message is a copy.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 LAYOUTS = {
-    2: [(2, 1, 1, True), (2, 1, 2, True), (2, 1, 2, False), (1, 2, 1, True), (1, 1, 1, True), (1, 1, 2, True)],
+    2: [
+        (2, 1, 1, True),
+        (2, 1, 2, True),
+        (2, 1, 2, False),
+        (1, 2, 1, True),
+        (1, 1, 1, True),
+        (1, 1, 2, True),
+    ],
     4: [
         (4, 1, 1, True),
         (4, 1, 2, True),
@@ -97,8 +105,9 @@ def model_config(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def lower_bound(shape: ModelShape, mesh: Mesh, groups: list[list[int]], rank: int) -> int:
-    """Return the bytes that the rank's rollout shard needs and its training shard lacks. Every tensor is split along at
-    most one dimension, so a shard is an interval of fractions: tensor parallel rank r of n holds [r/n, (r+1)/n)."""
+    """Return the bytes that the rank's rollout shard needs and its training shard lacks. Every
+    tensor is split along at most one dimension, so a shard is an interval of fractions: tensor
+    parallel rank r of n holds [r/n, (r+1)/n)."""
     at = mesh.coordinate(rank)
     layers = mesh.chunk_layers(shape.num_layers, at.pp)[0]
     group = next(g for g in groups if rank in g)
@@ -113,8 +122,16 @@ def lower_bound(shape: ModelShape, mesh: Mesh, groups: list[list[int]], rank: in
         if "k_proj" in name or "v_proj" in name:
             parts = min(parts, shape.num_kv_heads)
             part = group.index(rank) * parts // len(group)
-        want = (Fraction(part, parts), Fraction(part + 1, parts)) if is_split else (Fraction(0), Fraction(1))
-        have = (Fraction(at.tp, mesh.tp), Fraction(at.tp + 1, mesh.tp)) if is_split else (Fraction(0), Fraction(1))
+        want = (
+            (Fraction(part, parts), Fraction(part + 1, parts))
+            if is_split
+            else (Fraction(0), Fraction(1))
+        )
+        have = (
+            (Fraction(at.tp, mesh.tp), Fraction(at.tp + 1, mesh.tp))
+            if is_split
+            else (Fraction(0), Fraction(1))
+        )
         if name.startswith("model.layers."):
             is_here = int(name.split(".")[2]) in layers
         else:
@@ -129,7 +146,12 @@ class Gatherer:
     """The baseline without a plan: every rank gathers every full tensor, and vLLM splits it."""
 
     def __init__(
-        self, shape: ModelShape, mesh: Mesh, layouts: list[Layout], params: dict[str, torch.Tensor], model: Any
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        layouts: list[Layout],
+        params: dict[str, torch.Tensor],
+        model: Any,
     ) -> None:
         self.sizes = logical_shapes(shape)
         self.mesh = mesh
@@ -150,7 +172,9 @@ class Gatherer:
         own_key = key(self.mesh.coordinate(self.rank))
         own_group = None
         for value in sorted({key(self.mesh.coordinate(r)) for r in range(self.mesh.world)}):
-            group = dist.new_group([r for r in range(self.mesh.world) if key(self.mesh.coordinate(r)) == value])
+            group = dist.new_group(
+                [r for r in range(self.mesh.world) if key(self.mesh.coordinate(r)) == value]
+            )
             own_group = group if value == own_key else own_group
         return own_group
 
@@ -162,7 +186,10 @@ class Gatherer:
         for stage in range(self.mesh.pp):
             owner = self.pp_ranks[stage]
             column = [r for r in range(self.mesh.world) if self.mesh.coordinate(r).pp == stage]
-            shards_of = [next(r for r in column if self.mesh.coordinate(r).tp == t) for t in range(self.mesh.tp)]
+            shards_of = [
+                next(r for r in column if self.mesh.coordinate(r).tp == t)
+                for t in range(self.mesh.tp)
+            ]
             for local, size in self.layouts[owner].shapes.items():
                 shard = self.params[local] if owner == self.rank else torch.empty(size, dtype=DTYPE)
                 if self.mesh.pp > 1:
@@ -180,15 +207,21 @@ class Gatherer:
         for tensor, layout in zip(shards, layouts, strict=False):
             for shard in layout.shards:
                 if shard.local == local:
-                    out = full.setdefault(shard.tensor, torch.empty(self.sizes[shard.tensor], dtype=DTYPE))
+                    out = full.setdefault(
+                        shard.tensor, torch.empty(self.sizes[shard.tensor], dtype=DTYPE)
+                    )
                     box = tuple(slice(a, b) for a, b in shard.box)
-                    there = tuple(slice(o, o + b - a) for o, (a, b) in zip(shard.offset, shard.box, strict=True))
+                    there = tuple(
+                        slice(o, o + b - a)
+                        for o, (a, b) in zip(shard.offset, shard.box, strict=True)
+                    )
                     out[box] = tensor[there]
         yield from full.items()
 
 
 def high_water_mark(action: Callable[[], Any]) -> int:
-    """Return the bytes by which the peak of the process's resident memory rises during the action."""
+    """Return the bytes by which the peak of the process's resident memory rises during the
+    action."""
     ctypes.CDLL(None).malloc_trim(0)  # or the allocator reuses free memory of the last update
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -197,7 +230,9 @@ def high_water_mark(action: Callable[[], Any]) -> int:
 
 
 def _status(key: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":"))
+    line = next(
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -218,7 +253,9 @@ def largest(value: float) -> float:
     return float(maximum)
 
 
-def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, share: bool, repeats: int) -> list[str]:
+def measure(
+    directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, share: bool, repeats: int
+) -> list[str]:
     """Return the cells of one line of the table."""
     from rlhf_mc.reshard.verify import verify
     from rlhf_mc.rollout.vllm_engine import VLLMEngine
@@ -226,13 +263,18 @@ def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, shar
     rank = dist.get_rank()
     world = mesh.world
     groups = rollout_groups(mesh, rollout_tp)
-    cfg = RolloutConfig(tensor_model_parallel_size=rollout_tp, max_num_seqs=8, max_num_batched_tokens=64)
-    engine = VLLMEngine(directory, shape, cfg, groups, rank, max_model_len=64, dtype="bfloat16", seed=0)
+    cfg = RolloutConfig(
+        tensor_model_parallel_size=rollout_tp, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    engine = VLLMEngine(
+        directory, shape, cfg, groups, rank, max_model_len=64, dtype="bfloat16", seed=0
+    )
     training = training_layouts(shape, mesh)
     rollout = rollout_layouts(shape, groups, vllm_layout)
     plan = make_plan(training, rollout, DTYPE.itemsize, BUCKET_MB << 20, share=share)
     part = plan.for_rank(rank)
-    # As in training: equal on data-parallel replicas; norms are equal on all tensor-parallel ranks too.
+    # As in training: equal on data-parallel replicas; norms are equal on all tensor-parallel ranks
+    # too.
     torch.manual_seed(mesh.coordinate(rank).tp + mesh.tp * mesh.coordinate(rank).pp)
     params = {
         name: torch.ones(size, dtype=DTYPE) if "norm" in name else torch.randn(size).to(DTYPE)
@@ -263,10 +305,17 @@ def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, shar
     ours, gather, memcpy, check = (statistics.median(seconds[name]) for name in ways)
     bound = [lower_bound(shape, mesh, groups, r) for r in range(world)]
     is_minimal = list(plan.received_bytes) == bound
-    ratio = f"{sum(plan.received_bytes) / sum(bound):.3f}" if sum(bound) else f"{sum(plan.received_bytes)} of 0"
+    ratio = (
+        f"{sum(plan.received_bytes) / sum(bound):.3f}"
+        if sum(bound)
+        else f"{sum(plan.received_bytes)} of 0"
+    )
     engine.close()
     return [
-        f"{world}: {mesh.tp} x {mesh.pp} x {mesh.dp} → {rollout_tp}{'' if share else ', not shared'}",
+        (
+            f"{world}: {mesh.tp} x {mesh.pp} x {mesh.dp} → "
+            f"{rollout_tp}{'' if share else ', not shared'}"
+        ),
         f"{max(plan.received_bytes) / 1e6:.1f}",
         ratio if is_minimal else f"{ratio} NOT MINIMAL",
         f"{max(plan.copied_bytes) / 1e6:.1f}",
@@ -281,7 +330,9 @@ def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, shar
     ]
 
 
-def worker(rank: int, world: int, port: int, directory: str, config: dict[str, Any], repeats: int) -> None:
+def worker(
+    rank: int, world: int, port: int, directory: str, config: dict[str, Any], repeats: int
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     import warnings
@@ -301,7 +352,9 @@ def worker(rank: int, world: int, port: int, directory: str, config: dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4], choices=sorted(LAYOUTS))
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
@@ -310,7 +363,10 @@ def main() -> None:
     config = model_config(args.hidden, args.layers)
     sizes = logical_shapes(ModelShape.from_hf_config(config))
     count = sum(torch.Size(size).numel() for size in sizes.values())
-    print(f"qwen2 of {count / 1e6:.0f} M parameters, bf16; buckets of {BUCKET_MB} MiB; the worst rank's figures\n")
+    print(
+        f"qwen2 of {count / 1e6:.0f} M parameters, bf16; buckets of {BUCKET_MB} MiB; the worst "
+        "rank's figures\n"
+    )
     print("| " + " | ".join(COLUMNS) + " |\n|" + " ---: |" * len(COLUMNS), flush=True)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))

@@ -1,11 +1,13 @@
-"""The weight update of a 70B model, from the plans of its real shapes: bytes per rank beside HybridFlow's table
+"""The weight update of a 70B model, from the plans of its real shapes: bytes per rank beside
+HybridFlow's table
 (arXiv 2409.19256, table 2), bytes between nodes, balance of the senders, and planning time.
 
 python benchmarks/reshard_70b.py [--ranks 64 512]
 
-That table's peak is M for DS-Chat and HybridFlow-V and M/t_g for HybridFlow, its redundancy M/(t p d), M/(t p) and 0.
-Here "redundant copy" is the redundancy, and "peak" a rank's weights during generation: the rollout weights and the
-redundant copy. No weights and no processes: the plans are as in a run of that size. Volumes are in GB per rank.
+That table's peak is M for DS-Chat and HybridFlow-V and M/t_g for HybridFlow, its redundancy M/(t p
+d), M/(t p) and 0. Here "redundant copy" is the redundancy, and "peak" a rank's weights during
+generation: the rollout weights and the redundant copy. No weights and no processes: the plans are
+as in a run of that size. Volumes are in GB per rank.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ def measure(shape: ModelShape, ranks: int, t: int, p: int, t_g: int) -> Row:
     def gigabytes(counts: tuple[int, ...]) -> list[float]:
         return [count / GB for count in counts]
 
-    sums = {sum(size) for size in zip(plan.shared_bytes, plan.copied_bytes, plan.received_bytes, strict=True)}
+    sums = {
+        sum(size)
+        for size in zip(plan.shared_bytes, plan.copied_bytes, plan.received_bytes, strict=True)
+    }
     return Row(
         ranks,
         t,
@@ -137,17 +142,24 @@ def cells(row: Row, model: float) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512])
     args = parser.parse_args()
     shape = ModelShape.from_hf_config(LLAMA3_70B)
     model = sum(math.prod(dims) for dims in logical_shapes(shape).values()) * BF16 / GB
-    print(f"Llama-3 70B, bf16: M = {model:.1f} GB; GB per rank, mean over ranks (max); nodes of {NODE} ranks\n")
+    print(
+        f"Llama-3 70B, bf16: M = {model:.1f} GB; GB per rank, mean over ranks (max); nodes of "
+        f"{NODE} ranks\n"
+    )
     print("| " + " | ".join(COLUMNS) + " |")
     print("|" + " ---: |" * len(COLUMNS))
     for ranks in args.ranks:
         for t, p, t_g in LAYOUTS:
-            print("| " + " | ".join(cells(measure(shape, ranks, t, p, t_g), model)) + " |", flush=True)
+            print(
+                "| " + " | ".join(cells(measure(shape, ranks, t, p, t_g), model)) + " |", flush=True
+            )
 
 
 if __name__ == "__main__":

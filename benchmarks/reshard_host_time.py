@@ -1,17 +1,20 @@
-"""Launches and host time of one rank's weight update, with views made once and with views made in each update.
+"""Launches and host time of one rank's weight update, with views made once and with views made in
+each update.
 
 python benchmarks/reshard_host_time.py [--models qwen3-30b-a3b kimi-k2] [--repeats 3]
 
-The plans are those of the shipped configs, on their nodes of 8 H100; the rank is the one that moves most blocks. Its
-tensors have their full sizes, in address space that is never touched, so the views are those of a run. Each copy is
-replaced by one of as many pairs of single elements: its time is torch's dispatch on this CPU, without the bytes.
-Messages are not sent. The ways alternate in one process; a time is the median over the repeats.
+The plans are those of the shipped configs, on their nodes of 8 H100; the rank is the one that moves
+most blocks. Its tensors have their full sizes, in address space that is never touched, so the views
+are those of a run. Each copy is replaced by one of as many pairs of single elements: its time is
+torch's dispatch on this CPU, without the bytes. Messages are not sent. The ways alternate in one
+process; a time is the median over the repeats.
 
-Launches are those on a GPU: _foreach_copy_ takes 64 pairs and 320 pieces of 65,536 elements in one, where all pairs are
-dense and of one type, and else one for each pair. "remade", "separate" and "stacked": as gpu/weight_update.py has them.
+Launches are those on a GPU: _foreach_copy_ takes 64 pairs and 320 pieces of 65,536 elements in one,
+where all pairs are dense and of one type, and else one for each pair. "remade", "separate" and
+"stacked": as gpu/weight_update.py has them.
 
-Bounds: an update launches at least one copy for each bucket it sends or receives in. The time on the wire is the
-planner's, at 450 GB/s within a node and 50 GB/s between nodes.
+Bounds: an update launches at least one copy for each bucket it sends or receives in. The time on
+the wire is the planner's, at 450 GB/s within a node and 50 GB/s between nodes.
 """
 
 from __future__ import annotations
@@ -58,7 +61,14 @@ PIECE = 65_536
 NORESERVE = 0x4000
 """MAP_NORESERVE of Linux, which Python does not name."""
 WAYS = ("remade", "separate", "stacked")
-COLUMNS = ("model, GPUs", "blocks", "transfers", "buckets", "wire, ms", *(f"{way}: launches, host ms" for way in WAYS))
+COLUMNS = (
+    "model, GPUs",
+    "blocks",
+    "transfers",
+    "buckets",
+    "wire, ms",
+    *(f"{way}: launches, host ms" for way in WAYS),
+)
 
 
 def untouched(numel: int) -> torch.Tensor:
@@ -68,7 +78,9 @@ def untouched(numel: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def copies_replaced(copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]) -> Iterator[None]:
+def copies_replaced(
+    copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
+) -> Iterator[None]:
     """Let the body call `copy` in place of torch._foreach_copy_."""
     with replaced(torch, "_foreach_copy_", copy):
         yield
@@ -78,7 +90,8 @@ def launches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     """Return the launches of a call of _foreach_copy_ on a GPU."""
     pairs = list(zip(targets, sources, strict=True))
     dense = all(
-        a.is_contiguous() and b.is_contiguous() and a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs
+        a.is_contiguous() and b.is_contiguous() and a.stride() == b.stride() and a.dtype == b.dtype
+        for a, b in pairs
     )
     pieces = sum(math.ceil(a.numel() / PIECE) for a, _ in pairs)
     return max(math.ceil(len(pairs) / PAIRS), math.ceil(pieces / PIECES)) if dense else len(pairs)
@@ -94,7 +107,9 @@ def measure(model: str, repeats: int) -> list[str]:
     mesh = training_mesh(cfg.actor.megatron, world)
     training = planned_layouts(shape, mesh, cuda=True)
     plan = weight_update_plans(cfg, shape, training, NODE)[0]
-    groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, vllm_layout, NODE)
+    groups = choose_rollout_groups(
+        shape, mesh, cfg.rollout.tensor_model_parallel_size, vllm_layout, NODE
+    )
     rollout = rollout_layouts(shape, groups, vllm_layout)
     machine = Machine(world, NODE, GPUS["h100"].rates, NETWORK_BANDWIDTH)
     wire = sum(machine.seconds(*bucket) for bucket in plan.bucket_maxima())
@@ -118,7 +133,13 @@ def measure(model: str, repeats: int) -> list[str]:
     transfers = [*part.copies, *(t for bucket in part.buckets for side in bucket for t in side)]
     blocks = sum(t.count * (t.extent[0] if len(t.extent) == 3 else 1) for t in transfers)
     cells = [f"{counts[way]:,}, {1000 * seconds[way]:.0f}" for way in WAYS]
-    head = [f"{model}, {world}", f"{blocks:,}", f"{len(transfers):,}", str(len(plan.buckets)), f"{1000 * wire:.0f}"]
+    head = [
+        f"{model}, {world}",
+        f"{blocks:,}",
+        f"{len(transfers):,}",
+        str(len(plan.buckets)),
+        f"{1000 * wire:.0f}",
+    ]
     return [*head, *cells]
 
 
@@ -154,12 +175,17 @@ def checksum_line() -> str:
             begin = time.process_time()
             way()
             seconds[name].append(time.process_time() - begin)
-    times = (f"{name} {1e6 * statistics.median(s) / len(blocks):.0f} us a block" for name, s in seconds.items())
+    times = (
+        f"{name} {1e6 * statistics.median(s) / len(blocks):.0f} us a block"
+        for name, s in seconds.items()
+    )
     return f"checksums of blocks of 16 kB: {', '.join(times)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

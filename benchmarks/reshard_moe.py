@@ -1,10 +1,12 @@
-"""Planning the weight update of published mixtures of experts on many ranks: time, memory, transfers, and received
-bytes against their lower bound, which is computed here by interval arithmetic and not by the planner.
+"""Planning the weight update of published mixtures of experts on many ranks: time, memory,
+transfers, and received bytes against their lower bound, which is computed here by interval
+arithmetic and not by the planner.
 
 python benchmarks/reshard_moe.py [--models glm-4.5 deepseek-v3] [--ranks 64 512]
 
-No weights are involved: the plans are as in a run of that size, in bfloat16. Each plan is made in a process of its own,
-whose memory is measured. Engines split each expert over their ranks (TP), as runs have it, or hold whole experts (EP).
+No weights are involved: the plans are as in a run of that size, in bfloat16. Each plan is made in a
+process of its own, whose memory is measured. Engines split each expert over their ranks (TP), as
+runs have it, or hold whole experts (EP).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ LAYOUTS = {
     "deepseek-v3": {64: [(2, 4, 8, 32)], 512: [(4, 1, 128, 64), (8, 8, 8, 64)]},
     "kimi-k2": {64: [(2, 4, 8, 32)], 512: [(4, 1, 128, 64), (8, 8, 8, 32)]},
 }
-"""Model -> ranks -> (t, p, e, t_g): training tensor, pipeline and expert parallel, ranks of an engine."""
+"""Model -> ranks -> (t, p, e, t_g): training tensor, pipeline and expert parallel, ranks of an
+engine."""
 ENGINES = ("TP", "EP")
 BF16 = 2
 FLOAT32 = 4
@@ -58,7 +61,8 @@ def make_mesh(shape: ModelShape, ranks: int, t: int, p: int, ep: int) -> Mesh:
 
 @functools.cache
 def expert_parallel_layout(shape: ModelShape, rank: int, size: int) -> Layout:
-    """Return the layout of a vLLM rank that holds a range of whole experts; all else is split over the ranks."""
+    """Return the layout of a vLLM rank that holds a range of whole experts; all else is split over
+    the ranks."""
     experts = _part(rank, size, shape.num_experts)
     others = vllm_layout(shape, rank, size)
     whole = vllm_layout(shape, 0, 1)
@@ -72,11 +76,16 @@ def expert_parallel_layout(shape: ModelShape, rank: int, size: int) -> Layout:
         for name, dims in others.stacked_shapes.items()
     }
     shards = [shard for shard in others.stacked if shard.local not in stacks]
-    return Layout(shapes, (*shards, *(held(shard) for shard in whole.stacked if shard.local in stacks)), others.float32)
+    return Layout(
+        shapes,
+        (*shards, *(held(shard) for shard in whole.stacked if shard.local in stacks)),
+        others.float32,
+    )
 
 
 class Bound:
-    """The lower bound of received bytes: what a rollout shard needs and the training shard lacks."""
+    """The lower bound of received bytes: what a rollout shard needs and the training shard
+    lacks."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, size: int, engine: str) -> None:
         self.shape = shape
@@ -87,46 +96,60 @@ class Bound:
 
     def received(self) -> list[int]:
         """Return the bytes, by rank."""
-        place = {r: i for group in rollout_groups(self.mesh, self.size) for i, r in enumerate(group)}
+        place = {
+            r: i for group in rollout_groups(self.mesh, self.size) for i, r in enumerate(group)
+        }
         return [self._missing(rank, place[rank]) for rank in range(self.mesh.world)]
 
     def _missing(self, rank: int, g: int) -> int:
         shape = self.shape
         mesh = self.mesh
         at = mesh.coordinate(rank)
-        here = Counter(shape.layer_kinds[layer] for layer in mesh.chunk_layers(shape.num_layers, at.pp)[0])
+        here = Counter(
+            shape.layer_kinds[layer] for layer in mesh.chunk_layers(shape.num_layers, at.pp)[0]
+        )
         total = 0
         for kind, count in Counter(shape.layer_kinds).items():
-            total += count * self._layer(kind, g, None) - here[kind] * self._layer(kind, g, (at.tp, at.ep))
+            total += count * self._layer(kind, g, None) - here[kind] * self._layer(
+                kind, g, (at.tp, at.ep)
+            )
         vocab = self._vocab(g, None)
         total += vocab if at.pp else vocab - self._vocab(g, at.tp)
         last = at.pp == mesh.pp - 1
         return total + (vocab - self._vocab(g, at.tp) if last else vocab + BF16 * shape.hidden_size)
 
     def _count_layer(self, kind: LayerKind, g: int, at: tuple[int, int] | None) -> int:
-        """Return the bytes of a layer that rollout rank g needs; with the tensor- and expert-parallel rank `at`, of
-        those that this training rank has."""
+        """Return the bytes of a layer that rollout rank g needs; with the tensor- and
+        expert-parallel rank `at`, of those that this training rank has."""
         shape = self.shape
         hidden = shape.hidden_size
         t, e = at or (None, None)
 
         def split(size: int) -> int:
-            return _common(_part(g, self.size, size), None if t is None else _part(t, self.mesh.tp, size))
+            return _common(
+                _part(g, self.size, size), None if t is None else _part(t, self.mesh.tp, size)
+            )
 
-        total = 2 * hidden + shape.qk_norm * 2 * shape.head_dim + shape.sinks * split(shape.num_heads)
+        total = (
+            2 * hidden + shape.qk_norm * 2 * shape.head_dim + shape.sinks * split(shape.num_heads)
+        )
         total += hidden * (split(shape.num_heads * shape.value_dim) + shape.o_bias)
         if shape.kv_lora_rank:
             latents = shape.q_lora_rank, shape.kv_lora_rank
             total += hidden * (sum(latents) + shape.rope_head_dim) + sum(latents)
             total += (shape.q_lora_rank or hidden) * split(shape.num_heads * shape.head_dim)
-            total += latents[1] * split(shape.num_heads * (shape.head_dim - shape.rope_head_dim + shape.value_dim))
+            total += latents[1] * split(
+                shape.num_heads * (shape.head_dim - shape.rope_head_dim + shape.value_dim)
+            )
         else:
             total += (hidden + shape.qkv_bias) * self._qkv(g, t)
         if kind == "dense":
             return BF16 * (total + 3 * hidden * split(shape.ffn_hidden_size))
         experts = shape.num_experts
         ffn = shape.expert_ffn_hidden_size
-        total += experts * (hidden + shape.mlp_bias) + 3 * hidden * split(shape.shared_ffn_hidden_size)
+        total += experts * (hidden + shape.mlp_bias) + 3 * hidden * split(
+            shape.shared_ffn_hidden_size
+        )
         held = None if e is None else _part(e, self.mesh.ep, experts)
         wanted = _part(g, self.size, experts) if self.by_expert else (0, experts)
         rows = split(ffn)
@@ -138,8 +161,8 @@ class Bound:
         return BF16 * total + FLOAT32 * shape.sigmoid_router * experts
 
     def _qkv(self, g: int, t: int | None) -> int:
-        """Return the number of rows of q, k and v. In training, rows are interleaved ([q of a group; its k; its v] for
-        each group) and split evenly."""
+        """Return the number of rows of q, k and v. In training, rows are interleaved ([q of a
+        group; its k; its v] for each group) and split evenly."""
         shape = self.shape
         per_group = shape.num_heads // shape.num_kv_heads
         size = shape.head_dim
@@ -147,7 +170,11 @@ class Bound:
         kv_heads = sorted({head // per_group for head in heads})
         starts = [head // per_group * (per_group + 2) + head % per_group for head in heads]
         starts += [kv * (per_group + 2) + per_group + which for kv in kv_heads for which in (0, 1)]
-        present = None if t is None else _part(t, self.mesh.tp, (shape.num_heads + 2 * shape.num_kv_heads) * size)
+        present = (
+            None
+            if t is None
+            else _part(t, self.mesh.tp, (shape.num_heads + 2 * shape.num_kv_heads) * size)
+        )
         return sum(_common((start * size, (start + 1) * size), present) for start in starts)
 
     def _vocab(self, g: int, t: int | None) -> int:
@@ -156,7 +183,11 @@ class Bound:
         logical = (0, shape.vocab_size)
         start, end = _part(g, self.size, padded_vocab_size(shape.vocab_size, 1))
         want = (min(start, shape.vocab_size), min(end, shape.vocab_size))
-        present = logical if t is None else _part(t, self.mesh.tp, padded_vocab_size(shape.vocab_size, self.mesh.tp))
+        present = (
+            logical
+            if t is None
+            else _part(t, self.mesh.tp, padded_vocab_size(shape.vocab_size, self.mesh.tp))
+        )
         return BF16 * shape.hidden_size * _common(want, present)
 
 
@@ -170,8 +201,11 @@ def _common(wanted: tuple[int, int], present: tuple[int, int] | None) -> int:
     return max(0, min(b, d) - max(a, c))
 
 
-def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int, engine: str) -> dict[str, Any]:
-    """Plan one update as a rank would. Must be called once per process: memory is the process's peak."""
+def measure(
+    model: str, ranks: int, t: int, p: int, ep: int, t_g: int, engine: str
+) -> dict[str, Any]:
+    """Plan one update as a rank would. Must be called once per process: memory is the process's
+    peak."""
     shape = ModelShape.from_hf_config(read(MODELS / model / "config.json"))
     layout = vllm_layout if engine == "TP" else expert_parallel_layout
     before = _peak()
@@ -189,14 +223,17 @@ def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int, engine: s
     seconds = time.perf_counter() - begin
     cpu = time.process_time() - begin_cpu
     memory = _peak() - before
-    received = [sum(counts) for counts in zip(*(plan.received_bytes for plan in plans), strict=True)]
+    received = [
+        sum(counts) for counts in zip(*(plan.received_bytes for plan in plans), strict=True)
+    ]
     bound = Bound(shape, mesh, t_g, engine).received()
     return {
         "seconds": seconds,
         "cpu": cpu,
         "memory": memory,
         "transfers": sum(
-            len(part.copies) + sum(len(sends) + len(receives) for sends, receives in part.buckets) for part in parts
+            len(part.copies) + sum(len(sends) + len(receives) for sends, receives in part.buckets)
+            for part in parts
         ),
         "received": sum(received) / ranks / GB,
         "most": max(received) / GB,
@@ -226,7 +263,9 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--one", help=argparse.SUPPRESS)

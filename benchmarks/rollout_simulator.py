@@ -1,13 +1,14 @@
-"""A simulator of rollout engines, on one core and without a model: the time of a rollout with static assignment, the
-shared queue, tail batching and partial rollouts, for any number of engines.
+"""A simulator of rollout engines, on one core and without a model: the time of a rollout with
+static assignment, the shared queue, tail batching and partial rollouts, for any number of engines.
 
     python benchmarks/rollout_simulator.py --engines 8 32 64
 
-The loop, the queue, the virtual clocks and the groups are the trainer's own: each simulated rank is a thread that runs
-rollout/engine_loop.py, and trainer/pool/strategies.py decides what a step trains on. Simulated are vLLM's schedule
-(first come, first served, chunked prefill), the lengths of responses, and the seconds of an engine's step.
-benchmarks/rollout_tail.py measures these seconds (--costs reads its file), compares its engines' schedule with the one
-here, and its times with those of the simulator.
+The loop, the queue, the virtual clocks and the groups are the trainer's own: each simulated rank is
+a thread that runs rollout/engine_loop.py, and trainer/pool/strategies.py decides what a step trains
+on. Simulated are vLLM's schedule (first come, first served, chunked prefill), the lengths of
+responses, and the seconds of an engine's step. benchmarks/rollout_tail.py measures these seconds
+(--costs reads its file), compares its engines' schedule with the one here, and its times with those
+of the simulator.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ class Costs:
 
     def step(self, running: int, prefilled: int, cached: int) -> float:
         """Return the seconds of a step."""
-        return self.by_batch[running] + prefilled * self.per_prefilled_token + cached * self.per_cached_token
+        return (
+            self.by_batch[running]
+            + prefilled * self.per_prefilled_token
+            + cached * self.per_cached_token
+        )
 
 
 class SimulatedEngine:
@@ -89,7 +94,8 @@ class SimulatedEngine:
         self.tokens = 0
         """Tokens drawn."""
         self.last_step = (0, 0, 0)
-        """Of the last step: requests that drew a token, tokens prefilled, tokens read from the KV cache."""
+        """Of the last step: requests that drew a token, tokens prefilled, tokens read from the KV
+        cache."""
         self._workload = workload
         self._costs = costs
         self._requests: dict[int, Request] = {}
@@ -123,11 +129,15 @@ class SimulatedEngine:
         budget = TOKEN_BUDGET - len(self._ends)
         self._cached += len(self._ends)
         prefilled = 0
-        while budget > 0 and (self._prefilling or (self._waiting and len(self._ends) < self.max_running)):
+        while budget > 0 and (
+            self._prefilling or (self._waiting and len(self._ends) < self.max_running)
+        ):
             if not self._prefilling:
                 number = self._waiting.popleft()
                 request = self._requests[number]
-                self._prefilling.append([number, len(request.prompt) + len(request.begun.token_ids)])
+                self._prefilling.append(
+                    [number, len(request.prompt) + len(request.begun.token_ids)]
+                )
             entry = self._prefilling[0]
             chunk = min(entry[1], budget)
             entry[1] -= chunk
@@ -135,7 +145,9 @@ class SimulatedEngine:
             prefilled += chunk
             if entry[1] == 0:
                 self._prefilling.popleft()
-                heapq.heappush(self._ends, (self._step + self._left(self._requests[entry[0]]) - 1, entry[0]))
+                heapq.heappush(
+                    self._ends, (self._step + self._left(self._requests[entry[0]]) - 1, entry[0])
+                )
         running = len(self._ends)
         self._cached += prefilled
         self.tokens += running
@@ -156,7 +168,11 @@ class SimulatedEngine:
         left = {number: end - self._step for end, number in self._ends}
         responses = {}
         for number, request in self._requests.items():
-            total = len(request.begun.token_ids) + self._left(request) - left.get(number, self._left(request))
+            total = (
+                len(request.begun.token_ids)
+                + self._left(request)
+                - left.get(number, self._left(request))
+            )
             responses[number] = _response(total, finished=False)
         self._requests.clear()
         self._waiting.clear()
@@ -169,7 +185,9 @@ class SimulatedEngine:
         """See rollout/base.py."""
 
     def _left(self, request: Request) -> int:
-        return self._workload.length(prompt_index(request), request.seed) - len(request.begun.token_ids)
+        return self._workload.length(prompt_index(request), request.seed) - len(
+            request.begun.token_ids
+        )
 
 
 def _response(num_tokens: int, finished: bool) -> Generation:
@@ -216,7 +234,12 @@ class SimulatedEngines:
             self._thread.rank = rank
             try:
                 return engine_loop.generate_responses(
-                    self.engines[rank], requests, sampling, type(clock)(), expected_lens, enough and is_enough
+                    self.engines[rank],
+                    requests,
+                    sampling,
+                    type(clock)(),
+                    expected_lens,
+                    enough and is_enough,
                 )
             except BaseException:
                 self._gather.abort()
@@ -244,7 +267,9 @@ class SimulatedEngines:
         self._gather.wait()
         return self._gathered
 
-    def _exchange_responses(self, own: Mapping[int, Generation], engines: Any, num_responses: int) -> Responses:
+    def _exchange_responses(
+        self, own: Mapping[int, Generation], engines: Any, num_responses: int
+    ) -> Responses:
         self._own[self._thread.rank] = own
         self._end.wait()
         return self._responses
@@ -287,46 +312,72 @@ def simulate(workload: Workload, variant: Variant, costs: Costs) -> Figures:
 
 
 def bound(workload: Workload, costs: Costs) -> float:
-    """Return the least seconds of a step in which all of its responses are generated: its tokens in full batches, or
-    its longest response alone."""
+    """Return the least seconds of a step in which all of its responses are generated: its tokens in
+    full batches, or its longest response alone."""
     run = make_run(workload, VARIANTS["static"], SimulatedEngine(workload))
     total = 0.0
     for step in range(1, workload.steps + 1):
         positions = range((step - 1) * workload.batch_size, step * workload.batch_size)
         groups = strategies.groups_at(run, positions)
-        lens = [workload.length(group.prompt.index, seed) for group in groups for seed in group.seeds]
+        lens = [
+            workload.length(group.prompt.index, seed) for group in groups for seed in group.seeds
+        ]
         full = sum(lens) / (workload.engines * workload.places) * costs.by_batch[workload.places]
         total += max(full, max(lens) * costs.by_batch[1])
     return total / workload.steps
 
 
 def default_costs(places: int) -> Costs:
-    """Return costs of a GPU that reads its weights in 10 ms: the proportions of rollout/work_sharing.py, and a KV cache
-    of 57 kB for a token beside weights of 15 GB."""
+    """Return costs of a GPU that reads its weights in 10 ms: the proportions of
+    rollout/work_sharing.py, and a KV cache of 57 kB for a token beside weights of 15 GB."""
     step = 0.01
     cached = 57e3 / 15e9
-    return Costs(tuple(step * (1 + k / 256) for k in range(places + 1)), step / 512, step * cached, 1e-4, 1e-4, cached)
+    return Costs(
+        tuple(step * (1 + k / 256) for k in range(places + 1)),
+        step / 512,
+        step * cached,
+        1e-4,
+        1e-4,
+        cached,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", type=int, nargs="+", default=[8, 32, 64])
     parser.add_argument("--lengths", nargs="+", choices=QUANTILES, default=list(KINDS))
     parser.add_argument("--limit", type=int, default=2048)
     parser.add_argument("--places", type=int, default=16)
-    parser.add_argument("--per-place", type=int, default=4, help="responses of a step for each place")
-    parser.add_argument("--correlation", type=float, default=0.75, help="of the lengths of responses to a prompt")
-    parser.add_argument("--costs", type=Path, help="file of rollout_tail.py; default: proportions of a GPU")
+    parser.add_argument(
+        "--per-place", type=int, default=4, help="responses of a step for each place"
+    )
+    parser.add_argument(
+        "--correlation", type=float, default=0.75, help="of the lengths of responses to a prompt"
+    )
+    parser.add_argument(
+        "--costs", type=Path, help="file of rollout_tail.py; default: proportions of a GPU"
+    )
     args = parser.parse_args()
-    costs = Costs(**json.loads(args.costs.read_text())) if args.costs else default_costs(args.places)
+    costs = (
+        Costs(**json.loads(args.costs.read_text())) if args.costs else default_costs(args.places)
+    )
     print(HEADER)
     for engines in args.engines:
         for kind in args.lengths:
-            workload = Workload("", engines, args.limit, args.places, args.per_place, correlation=args.correlation)
+            workload = Workload(
+                "", engines, args.limit, args.places, args.per_place, correlation=args.correlation
+            )
             workload = workload.of_kind(kind)
-            results = {name: simulate(workload, variant, costs) for name, variant in VARIANTS.items()}
+            results = {
+                name: simulate(workload, variant, costs) for name, variant in VARIANTS.items()
+            }
             for name, figures in results.items():
-                print(row(workload, name, figures, results["static"], bound(workload, costs)), flush=True)
+                print(
+                    row(workload, name, figures, results["static"], bound(workload, costs)),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Idle time of rollout engines: static assignment, the shared queue, tail batching and partial rollouts, on vLLM's
-engines over responses of given lengths. The times of one run are compared with each other, and with those that
-benchmarks/rollout_simulator.py computes from the measured seconds of an engine's step.
+"""Idle time of rollout engines: static assignment, the shared queue, tail batching and partial
+rollouts, on vLLM's engines over responses of given lengths. The times of one run are compared with
+each other, and with those that benchmarks/rollout_simulator.py computes from the measured seconds
+of an engine's step.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --limit 512
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/rollout_tail.py --limit 256
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --size 26M --lengths  # equal ones alone
 
-Each rank is an engine. A response ends at its drawn length and not with an end token. All else is the trainer's own
-rollout, without rewards, updates and the exchange of responses. Ranks may share cores: an engine's time is its
-processor time, and a segment between two exchanges lasts as long as the engine that works longest in it, as if each
-engine had a core of its own.
+Each rank is an engine. A response ends at its drawn length and not with an end token. All else is
+the trainer's own rollout, without rewards, updates and the exchange of responses. Ranks may share
+cores: an engine's time is its processor time, and a segment between two exchanges lasts as long as
+the engine that works longest in it, as if each engine had a core of its own.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class RecordedEngine(VLLMEngine):
-    """vLLM's engine, whose responses end at their lengths. The simulator's engine takes the same steps beside it."""
+    """vLLM's engine, whose responses end at their lengths. The simulator's engine takes the same
+    steps beside it."""
 
     workload: Workload
 
@@ -67,7 +69,8 @@ class RecordedEngine(VLLMEngine):
         self.workload = workload
         self.twin = SimulatedEngine(workload)
         self.steps: list[tuple[int, int, int, float]] = []
-        """Of each step: requests that drew a token, tokens prefilled, tokens read from the cache, seconds."""
+        """Of each step: requests that drew a token, tokens prefilled, tokens read from the cache,
+        seconds."""
         self.added: list[float] = []
         """Seconds of adding a request."""
         self.exchanges: list[float] = []
@@ -85,8 +88,13 @@ class RecordedEngine(VLLMEngine):
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Add requests, which end at their lengths."""
         with self._not_counted():
-            lens = [self.workload.length(prompt_index(request), request.seed) for request in requests]
-            requests = [replace(request, max_tokens=length) for request, length in zip(requests, lens, strict=True)]
+            lens = [
+                self.workload.length(prompt_index(request), request.seed) for request in requests
+            ]
+            requests = [
+                replace(request, max_tokens=length)
+                for request, length in zip(requests, lens, strict=True)
+            ]
             self.twin.add(requests, sampling)
         start = time.process_time()
         super().add(requests, sampling)
@@ -112,7 +120,9 @@ class RecordedEngine(VLLMEngine):
         responses = super().abort()
         with self._not_counted():
             simulated = self.twin.abort()
-            assert all(len(one.token_ids) == len(simulated[n].token_ids) for n, one in responses.items())
+            assert all(
+                len(one.token_ids) == len(simulated[n].token_ids) for n, one in responses.items()
+            )
         return responses
 
     @contextmanager
@@ -125,7 +135,8 @@ class RecordedEngine(VLLMEngine):
 
 @contextmanager
 def segments(engine: RecordedEngine) -> Iterator[None]:
-    """End a segment of the engine at each exchange and at the end of each call, while the body runs."""
+    """End a segment of the engine at each exchange and at the end of each call, while the body
+    runs."""
     exchange = engine_loop._exchange
     exchange_responses = engine_loop.exchange_responses
 
@@ -169,11 +180,14 @@ def build_engine(workload: Workload, directory: Path, size: Size = SIZES["0.7M"]
     shape = ModelShape.from_hf_config(config)
     cfg = RolloutConfig(max_num_seqs=workload.places, max_num_batched_tokens=TOKEN_BUDGET)
     groups = [[rank] for rank in range(workload.engines)]
-    return RecordedEngine(str(directory), shape, cfg, groups, dist.get_rank(), workload.limit + 64, "float32", seed=0)
+    return RecordedEngine(
+        str(directory), shape, cfg, groups, dist.get_rank(), workload.limit + 64, "float32", seed=0
+    )
 
 
 def measure(engine: RecordedEngine, workload: Workload, variant: Variant) -> tuple[Figures, float]:
-    """Run the rollouts of a variant. Return their figures, and the seconds of a step by the clock. Every rank must
+    """Run the rollouts of a variant. Return their figures, and the seconds of a step by the clock.
+    Every rank must
     call it."""
     engine.begin(workload)
     own: list[list[float]] = []
@@ -202,15 +216,18 @@ def measure(engine: RecordedEngine, workload: Workload, variant: Variant) -> tup
 
 
 def fit_costs(records: Sequence[Mapping[str, Any]], engine: RecordedEngine) -> Costs:
-    """Return the costs of the engine by least squares over its steps: the seconds by batch piecewise linear between
-    KNOTS, and proportional to tokens prefilled and read. records: "steps", "added", "exchanges" of RecordedEngine."""
+    """Return the costs of the engine by least squares over its steps: the seconds by batch
+    piecewise linear between KNOTS, and proportional to tokens prefilled and read. records: "steps",
+    "added", "exchanges" of RecordedEngine."""
     steps = np.array([step for record in records for step in record["steps"]])
     steps = steps[steps[:, 3] < np.quantile(steps[:, 3], 0.999)]  # a step that was interrupted
     places = engine.max_running
     knots = [knot for knot in KNOTS if knot < places] + [places]
     hats = np.eye(len(knots))
     by_knot = np.stack([np.interp(steps[:, 0], knots, hat) for hat in hats], axis=1)
-    seconds, *_ = np.linalg.lstsq(np.concatenate([by_knot, steps[:, 1:3]], axis=1), steps[:, 3], rcond=None)
+    seconds, *_ = np.linalg.lstsq(
+        np.concatenate([by_knot, steps[:, 1:3]], axis=1), steps[:, 3], rcond=None
+    )
     by_batch = np.interp(range(places + 1), knots, seconds[: len(knots)])
     added = [each for record in records for each in record["added"]]
     exchanges = [each for record in records for each in record["exchanges"]]
@@ -227,43 +244,55 @@ def print_bounds(workload: Workload) -> None:
     """Print what the variants exchange."""
     requests = workload.batch_size * workload.n
     print(
-        f"an exchange: 24 bytes from each engine, and with tail batching or partial rollouts {-(-requests // 64) * 8}"
-        f" more for {requests} requests ({-(-2 * requests // 64) * 8} for twice as many)"
+        "an exchange: 24 bytes from each engine, and with tail batching or partial rollouts "
+        f"{-(-requests // 64) * 8} more for {requests} requests ({-(-2 * requests // 64) * 8} for "
+        "twice as many)"
     )
 
 
 def sharing_cost(engine: RecordedEngine, workload: Workload, rounds: int) -> None:
-    """Print the cost of sharing at equal lengths: rounds of static assignment and of the shared queue alternate. Every
-    rank must call it."""
+    """Print the cost of sharing at equal lengths: rounds of static assignment and of the shared
+    queue alternate. Every rank must call it."""
     equal = replace(workload, kind="equal", steps=1)
     results: dict[str, list[Figures]] = {"static": [], "shared": []}
     for number in range(rounds + 1):  # the first is a warm-up
         for name, of_variant in results.items():
             figures, _ = measure(engine, equal, VARIANTS[name])
             of_variant.extend([figures] * (number > 0))
-    static, shared = (float(np.median([each.seconds for each in results[name]])) for name in results)
+    static, shared = (
+        float(np.median([each.seconds for each in results[name]])) for name in results
+    )
     waits = float(np.median([each.waits for each in results["shared"]]))
     exchange = float(np.median(engine.exchanges)) * 1e3
     step = float(np.median([seconds for *_, seconds in engine.steps])) * 1e3
-    work = [float(np.median([each.seconds * (1 - each.idle) for each in results[name]])) for name in results]
+    work = [
+        float(np.median([each.seconds * (1 - each.idle) for each in results[name]]))
+        for name in results
+    ]
     if dist.get_rank() == 0:
         print(
-            f"equal lengths, medians of {rounds} rounds: static {static:.3f} s, shared {shared:.3f} s"
-            f" ({shared / static - 1:+.1%}); work of an engine {work[0]:.3f} and {work[1]:.3f} s"
-            f" ({work[1] / work[0] - 1:+.1%}); waiting for clocks {waits:.1%}; a step of an engine {step:.2f} ms,"
-            f" an exchange {exchange:.2f} ms"
+            f"equal lengths, medians of {rounds} rounds: static {static:.3f} s, shared "
+            f"{shared:.3f} s ({shared / static - 1:+.1%}); work of an engine {work[0]:.3f} and "
+            f"{work[1]:.3f} s ({work[1] / work[0] - 1:+.1%}); waiting for clocks {waits:.1%}; a "
+            f"step of an engine {step:.2f} ms, an exchange {exchange:.2f} ms"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", nargs="*", choices=QUANTILES, default=list(KINDS))
     parser.add_argument("--size", choices=SIZES, default="0.7M", help="of the model")
     parser.add_argument("--limit", type=int, default=2048)
-    parser.add_argument("--places", type=int, default=16, help="requests that an engine runs at once")
+    parser.add_argument(
+        "--places", type=int, default=16, help="requests that an engine runs at once"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5, help="of the comparison at equal lengths")
-    parser.add_argument("--costs", type=Path, help="file to write the costs of an engine to, for the simulator")
+    parser.add_argument(
+        "--costs", type=Path, help="file to write the costs of an engine to, for the simulator"
+    )
     args = parser.parse_args()
     init_process_group(600)
     workload = Workload("equal", dist.get_world_size(), args.limit, args.places, steps=args.steps)
@@ -288,11 +317,16 @@ def main() -> None:
     shut_down()
 
 
-def report(workload: Workload, results: Mapping[str, tuple[Figures, float]], costs: Costs, has_header: bool) -> None:
+def report(
+    workload: Workload, results: Mapping[str, tuple[Figures, float]], costs: Costs, has_header: bool
+) -> None:
     """Print the measured figures, the simulator's time and the time by the clock."""
     if has_header:
         titles, line = HEADER.split("\n")
-        print(f"{titles} simulated s a step | simulated / measured | s by the clock |\n{line}---|---|---|")
+        print(
+            f"{titles} simulated s a step | simulated / measured | s by the clock "
+            f"|\n{line}---|---|---|"
+        )
     least = bound(workload, costs)
     for name, (figures, wall) in results.items():
         simulated = simulate(workload, VARIANTS[name], costs)

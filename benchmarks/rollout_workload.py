@@ -1,5 +1,6 @@
-"""Rollouts whose responses have drawn lengths, as benchmarks/rollout_simulator.py and rollout_tail.py run them: the
-lengths, the ways to share them, the steps of the trainer's own rollout, and their figures. Engines are elsewhere.
+"""Rollouts whose responses have drawn lengths, as benchmarks/rollout_simulator.py and
+rollout_tail.py run them: the lengths, the ways to share them, the steps of the trainer's own
+rollout, and their figures. Engines are elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ PROMPT_TOKENS = 8
 DIGIT = 64
 """A prompt is its index in digits of this base."""
 CYCLE = 5
-"""Steps that are counted: with 5/4 of the prompts in flight, every fifth step of tail batching is one of the tail."""
+"""Steps that are counted: with 5/4 of the prompts in flight, every fifth step of tail batching is
+one of the tail."""
 WARM_UP = 4
 """Steps of partial rollouts before these: the first ones have no kept responses."""
 
@@ -72,7 +74,10 @@ class Workload:
 
 @functools.cache
 def _share(correlation: float, prompt: int, seed: int) -> float:
-    shared, own = (float(np.random.default_rng((SEED, *key)).standard_normal()) for key in ((prompt,), (1, seed)))
+    shared, own = (
+        float(np.random.default_rng((SEED, *key)).standard_normal())
+        for key in ((prompt,), (1, seed))
+    )
     return NormalDist().cdf(math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own)
 
 
@@ -87,15 +92,18 @@ def _geometric(share: float) -> float:
 TWO_SOURCES = "two sources"
 QUANTILES: dict[str, Callable[[float], float]] = {
     "geometric": _geometric,
-    "log-normal": lambda share: math.exp(0.9 * NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12))) / 8,
+    "log-normal": lambda share: (
+        math.exp(0.9 * NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12))) / 8
+    ),
     "bimodal": _bimodal,
     TWO_SOURCES: _geometric,
     "equal": lambda share: 1 / 8,
 }
-"""Length of the response at this share of all responses, relative to the limit (longer ones are cut there). geometric:
-mean 1/5; log-normal: median 1/8, sigma 0.9; bimodal: 1 in 16 at the limit, the others uniform from 1/40 to 1/7; two
-sources: geometric, but those of every second prompt an eighth as long, and one response to a prompt: with an even
-number of engines, static assignment gives each engine the prompts of one source."""
+"""Length of the response at this share of all responses, relative to the limit (longer ones are cut
+there). geometric: mean 1/5; log-normal: median 1/8, sigma 0.9; bimodal: 1 in 16 at the limit, the
+others uniform from 1/40 to 1/7; two sources: geometric, but those of every second prompt an eighth
+as long, and one response to a prompt: with an even number of engines, static assignment gives each
+engine the prompts of one source."""
 KINDS = ("geometric", "log-normal", "bimodal", TWO_SOURCES)
 
 
@@ -111,7 +119,12 @@ class Prompts:
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         """Return the prompts of these indices."""
         return [
-            Prompt(index, np.array([index // DIGIT**k % DIGIT for k in range(PROMPT_TOKENS)], np.int32), "", "")
+            Prompt(
+                index,
+                np.array([index // DIGIT**k % DIGIT for k in range(PROMPT_TOKENS)], np.int32),
+                "",
+                "",
+            )
             for index in indices
         ]
 
@@ -135,7 +148,8 @@ def prompt_index(request: Request) -> int:
 
 
 class StaticQueue(SharedQueue):
-    """Static assignment in place of the shared queue: engine e of E takes requests e, e + E, ... at once."""
+    """Static assignment in place of the shared queue: engine e of E takes requests e, e + E, ... at
+    once."""
 
     def deal(self, rooms: Sequence[int], num_more: int) -> list[list[int]]:
         """Return the requests of each engine, whatever it has room for."""
@@ -182,8 +196,11 @@ class Figures:
     """Mean age of a trained token in weight updates."""
 
     @staticmethod
-    def of(calls: Sequence[np.ndarray], tokens: int, kept_tokens: int, ages: Sequence[float]) -> Figures:
-        """Return the figures of the calls of the engines, [segments, engines] seconds of work each. tokens: trained
+    def of(
+        calls: Sequence[np.ndarray], tokens: int, kept_tokens: int, ages: Sequence[float]
+    ) -> Figures:
+        """Return the figures of the calls of the engines, [segments, engines] seconds of work each.
+        tokens: trained
         on. kept_tokens: drawn, without those that are drawn again."""
         total = sum(call.max(1).sum() for call in calls)
         gaps = [(call.max(1, keepdims=True) - call).mean(1) for call in calls]
@@ -231,9 +248,12 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
     )
 
 
-def run_steps(run: Any, workload: Workload, is_counted: Callable[[bool], None]) -> tuple[int, int, list[float]]:
-    """Run the rollouts of the steps. Call is_counted before each one. Return of the counted steps: tokens that are
-    trained on, tokens that were drawn and are not drawn again, mean ages of the trained tokens."""
+def run_steps(
+    run: Any, workload: Workload, is_counted: Callable[[bool], None]
+) -> tuple[int, int, list[float]]:
+    """Run the rollouts of the steps. Call is_counted before each one. Return of the counted steps:
+    tokens that are trained on, tokens that were drawn and are not drawn again, mean ages of the
+    trained tokens."""
     warm_up = WARM_UP if run.config.rollout.partial_rollout else 0
     tokens = 0
     kept = 0
@@ -260,7 +280,8 @@ def _tokens_of(run: Any) -> int:
 
 
 HEADER = (
-    "| engines | lengths | | idle | waiting for clocks | s a step | tokens/s | over static | least / actual time | age"
+    "| engines | lengths | | idle | waiting for clocks | s a step | tokens/s | over static | least "
+    "/ actual time | age"
     " |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
@@ -269,8 +290,8 @@ HEADER = (
 def row(workload: Workload, name: str, figures: Figures, static: Figures, least: float) -> str:
     """Return a row of the table."""
     return (
-        f"| {workload.engines} | {workload.kind} | {name} | {figures.idle:.1%} | {figures.waits:.1%} "
-        f"| {figures.seconds:.2f} | {figures.tokens_per_second:.0f} "
-        f"| {figures.tokens_per_second / static.tokens_per_second:.2f} | {least / figures.seconds:.2f} "
-        f"| {figures.staleness:.2f} |"
+        f"| {workload.engines} | {workload.kind} | {name} | {figures.idle:.1%} | "
+        f"{figures.waits:.1%} | {figures.seconds:.2f} | {figures.tokens_per_second:.0f} | "
+        f"{figures.tokens_per_second / static.tokens_per_second:.2f} | "
+        f"{least / figures.seconds:.2f} | {figures.staleness:.2f} |"
     )

@@ -1,6 +1,7 @@
-"""Tokens per second of rlhf_mc's engine (packed sequences on Megatron-Core) against the same model in transformers:
-padded, packed as transformers does (position ids, block-diagonal mask), and one sequence at a time. One process on the
-CPU, alternating variants. Each computes log-probs of response tokens only; padding is not counted:
+"""Tokens per second of rlhf_mc's engine (packed sequences on Megatron-Core) against the same model
+in transformers: padded, packed as transformers does (position ids, block-diagonal mask), and one
+sequence at a time. One process on the CPU, alternating variants. Each computes log-probs of
+response tokens only; padding is not counted:
 
     OMP_NUM_THREADS=1 python benchmarks/train_step.py
 """
@@ -30,7 +31,8 @@ from rlhf_mc.topology.mesh import Mesh
 PROMPT = 16
 """Tokens of each prompt."""
 Run = Callable[[], torch.Tensor]
-"""Function that scores all sequences, optionally with a backward pass. Returns log-probs [R] in the batch's order."""
+"""Function that scores all sequences, optionally with a backward pass. Returns log-probs [R] in the
+batch's order."""
 
 
 def make_batch(lens: list[int], vocab: int) -> RaggedBatch:
@@ -52,7 +54,9 @@ def long_tailed(num_sequences: int, median: int, longest: int) -> list[int]:
     return [int(n) for n in lengths.clamp(PROMPT + 8, longest)]
 
 
-def engine_run(engine: ModelEngine, batch: RaggedBatch, budget: int, vocab: int, backward: bool) -> Run:
+def engine_run(
+    engine: ModelEngine, batch: RaggedBatch, budget: int, vocab: int, backward: bool
+) -> Run:
     """Return a Run of the engine: micro-batches by token budget, packed."""
     plan = plan_micro_batches(batch.seq_lens.tolist(), 1, budget)[0]
 
@@ -72,12 +76,15 @@ def engine_run(engine: ModelEngine, batch: RaggedBatch, budget: int, vocab: int,
     return run
 
 
-def _log_probs(model: Qwen2ForCausalLM, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _log_probs(
+    model: Qwen2ForCausalLM, states: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     return model.lm_head(states).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def _padded(model: Qwen2ForCausalLM, batch: RaggedBatch, per_pass: int) -> Iterator[torch.Tensor]:
-    """Yield the log-probs of passes of `per_pass` sequences in the batch's order, padded on the right."""
+    """Yield the log-probs of passes of `per_pass` sequences in the batch's order, padded on the
+    right."""
     seqs = batch.tokens.split(batch.seq_lens.tolist())
     lens = batch.seq_lens.tolist()
     for start in range(0, len(seqs), per_pass):
@@ -92,8 +99,8 @@ def _padded(model: Qwen2ForCausalLM, batch: RaggedBatch, per_pass: int) -> Itera
 
 
 def _packed(model: Qwen2ForCausalLM, batch: RaggedBatch, budget: int) -> Iterator[torch.Tensor]:
-    """Yield the log-probs of passes of consecutive sequences up to the token budget, concatenated. transformers infers
-    from the position ids where each sequence begins.
+    """Yield the log-probs of passes of consecutive sequences up to the token budget, concatenated.
+    transformers infers from the position ids where each sequence begins.
     """
     groups: list[list[torch.Tensor]] = [[]]
     for seq in batch.tokens.split(batch.seq_lens.tolist()):
@@ -108,7 +115,9 @@ def _packed(model: Qwen2ForCausalLM, batch: RaggedBatch, budget: int) -> Iterato
         yield _log_probs(model, states[targets - 1], ids[targets])
 
 
-def transformers_run(model: Qwen2ForCausalLM, passes: Callable[[], Iterator[torch.Tensor]], backward: bool) -> Run:
+def transformers_run(
+    model: Qwen2ForCausalLM, passes: Callable[[], Iterator[torch.Tensor]], backward: bool
+) -> Run:
     def run() -> torch.Tensor:
         model.zero_grad()
         out = []
@@ -122,7 +131,9 @@ def transformers_run(model: Qwen2ForCausalLM, passes: Callable[[], Iterator[torc
     return run
 
 
-def compare(name: str, variants: dict[str, tuple[Run, Run]], batch: RaggedBatch, rounds: int) -> None:
+def compare(
+    name: str, variants: dict[str, tuple[Run, Run]], batch: RaggedBatch, rounds: int
+) -> None:
     """Print the tokens per second of each variant. Check that all give the same log-probs."""
     tokens = int(batch.seq_lens.sum())
     wanted = None
@@ -138,7 +149,10 @@ def compare(name: str, variants: dict[str, tuple[Run, Run]], batch: RaggedBatch,
                 if number:
                     times.setdefault((variant, direction), []).append(seconds)
     lens = batch.seq_lens.float()
-    print(f"\n{name}: {len(lens)} sequences of {int(lens.min())} to {int(lens.max())} tokens, {tokens} in all")
+    print(
+        f"\n{name}: {len(lens)} sequences of {int(lens.min())} to {int(lens.max())} tokens, "
+        f"{tokens} in all"
+    )
     print(f"{'':>34} {'forward':>16} {'forward + backward':>20}")
     for variant in variants:
         rates = [tokens / statistics.median(times[variant, direction]) for direction in (0, 1)]
@@ -146,7 +160,9 @@ def compare(name: str, variants: dict[str, tuple[Run, Run]], batch: RaggedBatch,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
@@ -170,7 +186,8 @@ def main() -> None:
     model = Qwen2ForCausalLM(config).float()
     engine = make_engine(model)
     print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {torch.get_num_threads()} threads,",
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, "
+        f"{torch.get_num_threads()} threads,",
         end="",
     )
     print(f" micro-batches of {args.budget} tokens; medians of {args.rounds} rounds")
@@ -183,10 +200,13 @@ def main() -> None:
             "transformers, one at a time": lambda b=batch: _padded(model, b, 1),
         }
         variants = {
-            "rlhf_mc, packed": tuple(engine_run(engine, batch, args.budget, args.vocab, b) for b in (False, True))
+            "rlhf_mc, packed": tuple(
+                engine_run(engine, batch, args.budget, args.vocab, b) for b in (False, True)
+            )
         }
         variants |= {
-            variant: tuple(transformers_run(model, part, b) for b in (False, True)) for variant, part in passes.items()
+            variant: tuple(transformers_run(model, part, b) for b in (False, True))
+            for variant, part in passes.items()
         }
         compare(name, variants, batch, args.rounds)
 

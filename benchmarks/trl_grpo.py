@@ -20,8 +20,11 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _find_spec = importlib.util.find_spec
-# TRL would import this project's vLLM, a version that it does not know; it generates by transformers.
-importlib.util.find_spec = lambda name, *args: None if name.split(".")[0] == "vllm" else _find_spec(name, *args)
+# TRL would import this project's vLLM, a version that it does not know; it generates by
+# transformers.
+importlib.util.find_spec = lambda name, *args: (
+    None if name.split(".")[0] == "vllm" else _find_spec(name, *args)
+)
 
 import torch
 import transformers

@@ -1,5 +1,5 @@
-"""TRL's PPO on the work of workload.py. vs_trl.py starts it, in the environment that has TRL. Nothing of rlhf_mc is
-imported.
+"""TRL's PPO on the work of workload.py. vs_trl.py starts it, in the environment that has TRL.
+Nothing of rlhf_mc is imported.
 
     python trl_ppo.py SETTINGS.json      # under torchrun: one process for each replica
 
@@ -32,7 +32,9 @@ class FunctionReward(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = lambda input_ids, **_: SimpleNamespace(hidden_states=[(input_ids % 2 == 0).float()[..., None]])
+        self.backbone = lambda input_ids, **_: SimpleNamespace(
+            hidden_states=[(input_ids % 2 == 0).float()[..., None]]
+        )
         self.score = torch.nn.Identity()
 
 
@@ -44,8 +46,12 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     path = settings["model"]
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
-    value = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, num_labels=1)
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2)
+    )
+    value = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=torch.float32, num_labels=1
+    )
     args = PPOConfig(
         output_dir=settings["output"],
         use_cpu=True,

@@ -1,4 +1,5 @@
-"""A platform "cpu" for verl 0.9.1, and the patches with which it trains there. vs_verl.py has verl import it in
+"""A platform "cpu" for verl 0.9.1, and the patches with which it trains there. vs_verl.py has verl
+import it in
 each of its processes, by VERL_USE_EXTERNAL_MODULES. Nothing of rlhf_mc is imported.
 """
 
@@ -100,7 +101,12 @@ def find_vllm() -> None:
 
 def complete_torch_cpu() -> None:
     """Add the functions of torch.cuda that verl calls and torch.cpu lacks."""
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+    ):
         setattr(torch.cpu, name, lambda *_: 0)
     torch.cpu.empty_cache = lambda: None
 
@@ -117,13 +123,18 @@ def accept_gloo_alone() -> None:
 
 
 def load_critic_without_flash_attention(module: ModuleType) -> None:
-    """Load the critic with PyTorch's attention. verl asks for flash_attention_2, whatever attn_implementation is."""
+    """Load the critic with PyTorch's attention. verl asks for flash_attention_2, whatever
+    attn_implementation is."""
     import transformers
 
     original = transformers.AutoModelForTokenClassification.from_pretrained
 
-    def load(local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool) -> Any:
-        return original(local_path, dtype=torch_dtype, config=model_config, attn_implementation="sdpa")
+    def load(
+        local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+    ) -> Any:
+        return original(
+            local_path, dtype=torch_dtype, config=model_config, attn_implementation="sdpa"
+        )
 
     module.load_valuehead_model = load
 
@@ -134,7 +145,8 @@ def keep_reference_in_place(module: ModuleType) -> None:
 
 
 def keep_linear_weights(module: ModuleType) -> None:
-    """Keep vLLM from repacking linear layers for oneDNN: it would drop the weights, which verl updates."""
+    """Keep vLLM from repacking linear layers for oneDNN: it would drop the weights, which verl
+    updates."""
     module._supports_onednn = False
 
 

@@ -1,5 +1,6 @@
-"""A PPO step of rlhf_mc and of TRL (experimental PPOTrainer, generation by transformers): the same model, prompts,
-distribution of lengths, epoch, optimizer steps and cores, one after the other, several times.
+"""A PPO step of rlhf_mc and of TRL (experimental PPOTrainer, generation by transformers): the same
+model, prompts, distribution of lengths, epoch, optimizer steps and cores, one after the other,
+several times.
 
     python3.11 -m venv TRL                              # an environment of its own, with this project's torch:
     echo "$PWD/.venv/lib/python3.11/site-packages" > TRL/lib/python3.11/site-packages/project.pth
@@ -7,18 +8,20 @@ distribution of lengths, epoch, optimizer steps and cores, one after the other, 
     TRL/bin/pip install --no-deps trl==1.12.0           # 1.16 has no PPO
     OMP_NUM_THREADS=1 python benchmarks/vs_trl.py --trl-python TRL/bin/python               # a table of 8 cells
 
-Both train actor and critic with one PPO epoch and an optimizer step for each 64 sequences, compute log-probs of a
-frozen reference, and have a reward that costs next to nothing. Response lengths: "equal" has 64 tokens and no end
-token; "long-tailed" has an end token with probability 1/64 at each token, and at most 512 tokens. TRL takes the old
-log-probs from the generation. rlhf_mc computes them by default; "generation's log-probs" is rlhf_mc with
-algorithm.rollout_correction.bypass_mode, which takes them from the generation too. peers.py says what a step is.
+Both train actor and critic with one PPO epoch and an optimizer step for each 64 sequences, compute
+log-probs of a frozen reference, and have a reward that costs next to nothing. Response lengths:
+"equal" has 64 tokens and no end token; "long-tailed" has an end token with probability 1/64 at each
+token, and at most 512 tokens. TRL takes the old log-probs from the generation. rlhf_mc computes
+them by default; "generation's log-probs" is rlhf_mc with algorithm.rollout_correction.bypass_mode,
+which takes them from the generation too. peers.py says what a step is.
 
     make real-model    # or tools/make_smollm2.py alone, which writes runs/smollm2
     OMP_NUM_THREADS=1 python benchmarks/vs_trl.py --trl-python TRL/bin/python --task runs/smollm2 --processes 2
 
-compares GRPO on a real model instead: the settings of configs/smollm2_grpo.yaml in both, and the same reward function.
-Beside them the bound: the passes of the same number of tokens in plain transformers, packed, without generation,
-optimizer and exchange of gradients. Then the greedy accuracy of both trained models, by plain transformers.
+compares GRPO on a real model instead: the settings of configs/smollm2_grpo.yaml in both, and the
+same reward function. Beside them the bound: the passes of the same number of tokens in plain
+transformers, packed, without generation, optimizer and exchange of gradients. Then the greedy
+accuracy of both trained models, by plain transformers.
 """
 
 from __future__ import annotations
@@ -42,9 +45,15 @@ GRPO = str(peers.ROOT / "configs" / "smollm2_grpo.yaml")
 
 def main() -> None:
     parser = peers.parser(__doc__)
-    parser.add_argument("--trl-python", type=Path, required=True, help="Python of the environment with TRL")
-    parser.add_argument("--micro-batch", type=int, default=32, help="TRL's sequences of a micro-batch")
-    parser.add_argument("--rollout-batch", type=int, default=0, help="TRL's sequences of a generation; 0: all")
+    parser.add_argument(
+        "--trl-python", type=Path, required=True, help="Python of the environment with TRL"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=32, help="TRL's sequences of a micro-batch"
+    )
+    parser.add_argument(
+        "--rollout-batch", type=int, default=0, help="TRL's sequences of a generation; 0: all"
+    )
     parser.add_argument("--task", type=Path, help="directory of tools/make_smollm2.py")
     parser.add_argument("--seed", type=int, default=1, help="of GRPO on --task")
     args = parser.parse_args()
@@ -54,7 +63,9 @@ def main() -> None:
         return
     programs = {
         "rlhf_mc": peers.own(),
-        "rlhf_mc, generation's log-probs": peers.own("algorithm.rollout_correction.bypass_mode=true"),
+        "rlhf_mc, generation's log-probs": peers.own(
+            "algorithm.rollout_correction.bypass_mode=true"
+        ),
         "TRL": functools.partial(trl_steps, args),
     }
     peers.compare(args, programs)
@@ -120,19 +131,31 @@ def compare_on_task(args: Namespace, task: Path, processes: int) -> None:
         program = [str(Path(__file__).with_name("trl_grpo.py")), str(file)]
         trl = last_json([str(args.trl_python), *torchrun, *program], args.seconds)
         plain = [str(Path(__file__).with_name("plain_transformers.py"))]
-        seconds = last_json([sys.executable, *torchrun, *plain, "passes", settings["model"], str(file)], args.seconds)
+        seconds = last_json(
+            [sys.executable, *torchrun, *plain, "passes", settings["model"], str(file)],
+            args.seconds,
+        )
         bound = statistics.median(seconds)
-        print(f"\nGRPO, {settings['tokens']:,.0f} tokens a step, {processes} process(es); passes alone {bound:.1f} s")
-        head = f"{'s a step':>9} {'min':>6} {'gen':>6} {'others':>7} {'passes/it':>9} {'accuracy':>9}"
+        print(
+            f"\nGRPO, {settings['tokens']:,.0f} tokens a step, {processes} process(es); passes "
+            f"alone {bound:.1f} s"
+        )
+        head = (
+            f"{'s a step':>9} {'min':>6} {'gen':>6} {'others':>7} {'passes/it':>9} {'accuracy':>9}"
+        )
         print(f"{'':>8} {head}  sampled reward")
         for name, one in (("rlhf_mc", own), ("TRL", trl)):
             steps = one["steps"][peers.WARM_UP :]
             generation = statistics.median(one["generation"][peers.WARM_UP :])
             whole = statistics.median(steps)
             correct = last_json(
-                [sys.executable, *plain, "accuracy", str(output / name / "hf"), str(file)], args.seconds
+                [sys.executable, *plain, "accuracy", str(output / name / "hf"), str(file)],
+                args.seconds,
             )
-            cells = f"{whole:9.1f} {min(steps):6.1f} {generation:6.1f} {whole - generation:7.1f} {bound / whole:9.2f}"
+            cells = (
+                f"{whole:9.1f} {min(steps):6.1f} {generation:6.1f} {whole - generation:7.1f} "
+                f"{bound / whole:9.2f}"
+            )
             rewards = " ".join(f"{reward:.2f}" for reward in one["reward"])
             print(f"{name:>8} {cells} {correct:9.2f}  {rewards}", flush=True)
 
@@ -140,8 +163,8 @@ def compare_on_task(args: Namespace, task: Path, processes: int) -> None:
 def own_grpo(
     settings: dict[str, Any], torchrun: list[str], output: Path, limit: int
 ) -> tuple[dict[str, list[float]], float]:
-    """Run rlhf_mc. Return the seconds of its steps, of their generation, and their rewards; and the mean tokens of a
-    counted step."""
+    """Run rlhf_mc. Return the seconds of its steps, of their generation, and their rewards; and the
+    mean tokens of a counted step."""
     overrides = [
         f"trainer.default_local_dir={output}",
         f"model.path={settings['model']}",
@@ -168,7 +191,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
     return [
         {
-            "prompt": [{key: message[key] for key in ("role", "content")} for message in row["prompt"]],
+            "prompt": [
+                {key: message[key] for key in ("role", "content")} for message in row["prompt"]
+            ],
             "data_source": row["data_source"],
             "answer": row["reward_model"]["ground_truth"],
         }
@@ -181,7 +206,9 @@ def last_json(command: list[str], limit: int) -> Any:
     out = peers.run(command, limit, PYTHONPATH=str(peers.ROOT))
     if out is None:
         sys.exit(f"{' '.join(command)} takes more than {limit} s")
-    return json.loads(next(line for line in reversed(out.splitlines()) if line[:1] in "[{0123456789"))
+    return json.loads(
+        next(line for line in reversed(out.splitlines()) if line[:1] in "[{0123456789")
+    )
 
 
 if __name__ == "__main__":

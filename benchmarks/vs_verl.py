@@ -1,5 +1,6 @@
-"""A PPO step of rlhf_mc and of verl 0.9.1 (FSDP and vLLM, under Ray), both on a CPU: the same model, prompts, lengths,
-epoch, optimizer steps, engine and cores, one after the other, several times.
+"""A PPO step of rlhf_mc and of verl 0.9.1 (FSDP and vLLM, under Ray), both on a CPU: the same
+model, prompts, lengths, epoch, optimizer steps, engine and cores, one after the other, several
+times.
 
     python3.11 -m venv VERL                             # an environment of its own, with this project's torch and vLLM:
     echo "$PWD/.venv/lib/python3.11/site-packages" > VERL/lib/python3.11/site-packages/project.pth
@@ -8,10 +9,11 @@ epoch, optimizer steps, engine and cores, one after the other, several times.
         accelerate datasets multiprocess pandas pytz msgpack aiohttp-cors colorful opencensus opencensus-context py-spy
     OMP_NUM_THREADS=1 python benchmarks/vs_verl.py --verl-python VERL/bin/python            # a table of 4 cells
 
-verl has no platform "cpu": verl_cpu.py is one, with the patches that verl and vLLM need for it. Both train actor and
-critic in float32 with one PPO epoch and an optimizer step for each 64 sequences, compute log-probs of the actor and of
-a frozen reference, and have a reward function that costs next to nothing. Each process that trains has a vLLM engine
-beside it. All responses have 64 tokens. "verl v1" is verl's trainer, "verl v0" the one before it, which 0.9.1 still has
+verl has no platform "cpu": verl_cpu.py is one, with the patches that verl and vLLM need for it.
+Both train actor and critic in float32 with one PPO epoch and an optimizer step for each 64
+sequences, compute log-probs of the actor and of a frozen reference, and have a reward function that
+costs next to nothing. Each process that trains has a vLLM engine beside it. All responses have 64
+tokens. "verl v1" is verl's trainer, "verl v0" the one before it, which 0.9.1 still has
 (trainer.use_v1=false). peers.py says what a step is.
 """
 
@@ -31,10 +33,15 @@ FLOAT32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
 
 
 def main() -> None:
-    # No "long-tailed": verl draws no token that the tokenizer lacks, so that the end token's probability is another.
+    # No "long-tailed": verl draws no token that the tokenizer lacks, so that the end token's
+    # probability is another.
     parser = peers.parser(__doc__, lengths=["equal"])
-    parser.add_argument("--verl-python", type=Path, required=True, help="Python of the environment with verl")
-    parser.add_argument("--override", nargs="*", default=[], help="more settings of verl, key=value")
+    parser.add_argument(
+        "--verl-python", type=Path, required=True, help="Python of the environment with verl"
+    )
+    parser.add_argument(
+        "--override", nargs="*", default=[], help="more settings of verl, key=value"
+    )
     args = parser.parse_args()
     programs = {
         "rlhf_mc": peers.own(),
@@ -48,10 +55,13 @@ def verl_steps(args: Namespace, use_v1: bool, cell: Cell, output: Path) -> Steps
     """Run verl. Return the seconds of each counted step, by phase."""
     if peers.run(command(args, use_v1, cell, output), cell.seconds, **environment(output)) is None:
         return []
-    logs = [json.loads(line)["data"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    logs = [
+        json.loads(line)["data"] for line in (output / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(logs) == cell.num_steps, len(logs)
     return [
-        {"whole": log["time"] - previous["time"], **peers.phases(log)} for previous, log in itertools.pairwise(logs)
+        {"whole": log["time"] - previous["time"], **peers.phases(log)}
+        for previous, log in itertools.pairwise(logs)
     ][peers.WARM_UP - 1 :]
 
 
@@ -64,13 +74,15 @@ def command(args: Namespace, use_v1: bool, cell: Cell, output: Path) -> list[str
         "trainer.use_v1": use_v1,
     }
     assignments = [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in settings.items()
     ]
     return [str(args.verl_python), "-m", "verl.trainer.main_ppo", *assignments, *args.override]
 
 
 def environment(output: Path) -> dict[str, str]:
-    """Return the environment variables of verl, Ray and vLLM. Ray hands them to each process that it starts."""
+    """Return the environment variables of verl, Ray and vLLM. Ray hands them to each process that
+    it starts."""
     return {
         "PYTHONPATH": str(Path(__file__).parent),
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu",

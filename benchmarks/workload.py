@@ -1,5 +1,6 @@
-"""The work that benchmarks of a whole step share: a random qwen2-style model whose responses have lengths of a known
-distribution, prompts like "12+7=", a reward function, and a config for a run of rlhf_mc.
+"""The work that benchmarks of a whole step share: a random qwen2-style model whose responses have
+lengths of a known distribution, prompts like "12+7=", a reward function, and a config for a run of
+rlhf_mc.
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ def questions() -> list[Question]:
 
 
 def make_model(directory: Path, size: Size, end_probability: float) -> PreTrainedTokenizerBase:
-    """Write a model with random weights, which draws the end token with this probability wherever it stands, and its
-    tokenizer. Return the tokenizer.
+    """Write a model with random weights, which draws the end token with this probability wherever
+    it stands, and its tokenizer. Return the tokenizer.
 
-    Embeddings have a first component of 1 that no layer writes to. Of the output layer only the end token reads it."""
+    Embeddings have a first component of 1 that no layer writes to. Of the output layer only the end
+    token reads it."""
     tokenizer = train_tokenizer(questions())
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -108,10 +110,14 @@ def make_model(directory: Path, size: Size, end_probability: float) -> PreTraine
     return tokenizer
 
 
-def make_workload(directory: Path, size: Size, lengths: Lengths, num_prompts: int, **sections: Any) -> Path:
-    """Write model, prompts, reward function and config of a run with one response to each prompt. Return the config.
+def make_workload(
+    directory: Path, size: Size, lengths: Lengths, num_prompts: int, **sections: Any
+) -> Path:
+    """Write model, prompts, reward function and config of a run with one response to each prompt.
+    Return the config.
 
-    One PPO epoch, mini-batches of 64 sequences, actor, critic and reference. sections: settings that are added."""
+    One PPO epoch, mini-batches of 64 sequences, actor, critic and reference. sections: settings
+    that are added."""
     make_model(directory / "model", size, lengths.end_probability)
     write_prompts(directory / "train.parquet", parquet_rows(questions(), "train"))
     (directory / "reward.py").write_text(REWARD)
@@ -135,7 +141,11 @@ def make_workload(directory: Path, size: Size, lengths: Lengths, num_prompts: in
             "forward_max_token_len_per_gpu": TOKEN_BUDGET,
             "optim": {"lr": 1e-6},
         },
-        "rollout": {"cpu_kvcache_space_gb": 1, "log_prob_max_token_len_per_gpu": TOKEN_BUDGET, "max_num_seqs": 256},
+        "rollout": {
+            "cpu_kvcache_space_gb": 1,
+            "log_prob_max_token_len_per_gpu": TOKEN_BUDGET,
+            "max_num_seqs": 256,
+        },
         "ref": {"log_prob_max_token_len_per_gpu": TOKEN_BUDGET},
         "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "fixed", "kl_coef": 0.001}},
         "custom_reward_function": {"path": str(directory / "reward.py")},

@@ -33,7 +33,8 @@ def calculate(expression: str) -> str:
         return f"Error: an expression has at most {_MOST_CHARACTERS} characters"
     try:
         return f"{_value(ast.parse(expression.replace(',', ''), mode='eval').body):.15g}"
-    except (SyntaxError, ValueError, ArithmeticError) as error:  # the model's mistake, no failure of the tool
+    except (SyntaxError, ValueError, ArithmeticError) as error:
+        # the model's mistake, no failure of the tool
         return f"Error: {error}"
 
 

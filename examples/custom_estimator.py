@@ -21,10 +21,11 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart_grpo.yaml
 
 
 def estimate(inputs: EstimatorInputs) -> Estimate:
-    """Return A_i = mean over the prompt's other responses j of sign(score_i - score_j), for each token of response i.
+    """Return A_i = mean over the prompt's other responses j of sign(score_i - score_j), for each
+    token of response i.
 
-    It lies between -1 and 1 and sums to 0 over a prompt's responses. Only the order of the scores counts: the scale of
-    a reward model's scores has no effect."""
+    It lies between -1 and 1 and sums to 0 over a prompt's responses. Only the order of the scores
+    counts: the scale of a reward model's scores has no effect."""
     same_prompt = inputs.group[:, None] == inputs.group[None, :]
     wins = torch.sign(inputs.scores[:, None] - inputs.scores[None, :]) * same_prompt
     advantages = wins.sum(dim=1) / (same_prompt.sum(dim=1) - 1)
@@ -35,14 +36,20 @@ def main() -> None:
     overrides = [
         "algorithm.adv_estimator=custom",
         f"algorithm.custom_estimator.path={__file__}",
-        "algorithm.custom_estimator.needs=[group]",  # it compares responses; no critic, no greedy baseline
+        # it compares responses; no critic, no greedy baseline
+        "algorithm.custom_estimator.needs=[group]",
         "trainer.default_local_dir=runs/custom_estimator",
         "trainer.logger=[jsonl]",
     ]
     for step in Trainer(CONFIG, [*overrides, *sys.argv[1:]]):
         if os.environ.get("RANK", "0") == "0":
-            score, largest = (step.metrics[key] for key in ("critic/score/mean", "critic/advantages/max"))
-            print(f"step {step.number}: mean score {score:.3f}, largest advantage {largest:.3f}", flush=True)
+            score, largest = (
+                step.metrics[key] for key in ("critic/score/mean", "critic/advantages/max")
+            )
+            print(
+                f"step {step.number}: mean score {score:.3f}, largest advantage {largest:.3f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A reward function of your own, as a function and as a class, in PPO on the quickstart's additions.
+"""A reward function of your own, as a function and as a class, in PPO on the quickstart's
+additions.
 
 make quickstart                                                      (once: it makes model and questions)
 python examples/custom_reward.py [section.key=value ...]             (one process; or: torchrun --nproc-per-node 2 ...)
@@ -17,11 +18,16 @@ from rlhf_mc.api import Trainer
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, float]:
     """Return the share of right digits as the score, and whether all are right as the accuracy."""
     pairs = zip(solution_str, ground_truth, strict=False)
     right = sum(digit == wanted for digit, wanted in pairs)
-    return {"score": right / max(len(solution_str), len(ground_truth)), "acc": float(solution_str == ground_truth)}
+    return {
+        "score": right / max(len(solution_str), len(ground_truth)),
+        "acc": float(solution_str == ground_truth),
+    }
 
 
 class TensFirst:
@@ -33,10 +39,17 @@ class TensFirst:
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
     ) -> dict[str, float]:
-        """Return the weights of the right digits. Further numbers, here `tens`, are logged as metrics."""
-        is_right = [digit == wanted for digit, wanted in zip(solution_str, ground_truth, strict=False)]
+        """Return the weights of the right digits. Further numbers, here `tens`, are logged as
+        metrics."""
+        is_right = [
+            digit == wanted for digit, wanted in zip(solution_str, ground_truth, strict=False)
+        ]
         score = sum(weight * right for weight, right in zip(self.weights, is_right, strict=False))
-        return {"score": score, "acc": float(solution_str == ground_truth), "tens": float(is_right[:1] == [True])}
+        return {
+            "score": score,
+            "acc": float(solution_str == ground_truth),
+            "tens": float(is_right[:1] == [True]),
+        }
 
 
 def main() -> None:

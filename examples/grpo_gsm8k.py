@@ -1,10 +1,12 @@
-"""GRPO on GSM8K, from a Hugging Face checkpoint such as Qwen2.5-0.5B-Instruct, on one node of 8 GPUs.
+"""GRPO on GSM8K, from a Hugging Face checkpoint such as Qwen2.5-0.5B-Instruct, on one node of 8
+GPUs.
 
 python tools/prepare_data.py --dataset gsm8k --input DIR --output data/gsm8k           (once; DIR has GSM8K's files)
 torchrun --nproc-per-node 8 examples/grpo_gsm8k.py --model DIR [--data data/gsm8k] [section.key=value ...]
 
-The same command resumes a run that was interrupted. Batch sizes, learning rate and KL term are those of verl's example
-of GRPO on the Megatron back end, examples/grpo_trainer/run_qwen2-7b_math_megatron.sh.
+The same command resumes a run that was interrupted. Batch sizes, learning rate and KL term are
+those of verl's example of GRPO on the Megatron back end,
+examples/grpo_trainer/run_qwen2-7b_math_megatron.sh.
 """
 
 import argparse
@@ -49,14 +51,23 @@ def config(model: Path, data: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint: a directory")
-    parser.add_argument("--data", type=Path, default=Path("data/gsm8k"), help="output of tools/prepare_data.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="Hugging Face checkpoint: a directory"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("data/gsm8k"), help="output of tools/prepare_data.py"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="other settings")
     arguments = parser.parse_args()
     for step in Trainer(config(arguments.model, arguments.data), arguments.overrides):
         if ACCURACY in step.metrics and os.environ.get("RANK", "0") == "0":
-            print(f"step {step.number}: {step.metrics[ACCURACY]:.1%} of the test questions", flush=True)
+            print(
+                f"step {step.number}: {step.metrics[ACCURACY]:.1%} of the test questions",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""An environment of several turns: guess a number from 1 to 15 in at most four guesses. The reward is 1 for the number.
+"""An environment of several turns: guess a number from 1 to 15 in at most four guesses. The reward
+is 1 for the number.
 
 python tools/make_guessing_game.py --output runs/guessing            (once: it makes model and prompts)
 python examples/guess_number.py [section.key=value ...]              (one process; or: torchrun --nproc-per-node 2 ...)
@@ -39,7 +40,12 @@ class Environment:
             return [], 1.0, True, {"guesses_left": self._left}
         hint = "higher" if guess < self._secret else "lower"
         content = hint if is_number else f"a number from {FEWEST} to {MOST}"
-        return [{"role": "user", "content": content}], 0.0, self._left == 0, {"guesses_left": self._left}
+        return (
+            [{"role": "user", "content": content}],
+            0.0,
+            self._left == 0,
+            {"guesses_left": self._left},
+        )
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
-"""A tool of an MCP server over stdio, by the package `mcp` 2. A class of verl's BaseTool, with the file
+"""A tool of an MCP server over stdio, by the package `mcp` 2. A class of verl's BaseTool, with the
+file
 
 tools:
   - class_name: examples.mcp_tool.MCPTool
     config: {command: python, args: [server.py], tool: weather}
 
-as rollout.environment.tool_config_path. Each worker process starts the server, once for each of its tools.
+as rollout.environment.tool_config_path. Each worker process starts the server, once for each of its
+tools.
 """
 
 import asyncio
@@ -23,7 +25,9 @@ class MCPTool(BaseTool):
         self._client: asyncio.Future[Client] | None = None
         super().__init__(config, tool_schema or asyncio.run(self._schema(config["tool"])))
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[Any, float, dict]:
         """Call the tool."""
         if self._client is None:
             self._client = asyncio.get_running_loop().create_future()
@@ -36,7 +40,8 @@ class MCPTool(BaseTool):
         return ToolResponse(text=text), 0.0, {}
 
     async def _connect(self) -> None:
-        """Keep the connection of all conversations, in one task, as the client's context demands it."""
+        """Keep the connection of all conversations, in one task, as the client's context demands
+        it."""
         assert self._client is not None
         try:
             async with Client(self._server) as client:
@@ -49,5 +54,9 @@ class MCPTool(BaseTool):
     async def _schema(self, name: str) -> OpenAIFunctionToolSchema:
         async with Client(self._server) as client:
             tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-        function = {"name": name, "description": tools[name].description, "parameters": tools[name].input_schema}
+        function = {
+            "name": name,
+            "description": tools[name].description,
+            "parameters": tools[name].input_schema,
+        }
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})

@@ -1,12 +1,12 @@
-"""A tool: a Python interpreter, rollout.environment.function_tool_path=examples/python_tool.py. It needs Linux with
-user namespaces, and util-linux.
+"""A tool: a Python interpreter, rollout.environment.function_tool_path=examples/python_tool.py. It
+needs Linux with user namespaces, and util-linux.
 
-Each call is a new process with limits of time, memory and output, without a network, and with files of its own: Python
-and the system's libraries, read-only, and an empty /tmp of 64 MB in memory.
+Each call is a new process with limits of time, memory and output, without a network, and with files
+of its own: Python and the system's libraries, read-only, and an empty /tmp of 64 MB in memory.
 
-What it does not protect from: a fault of the kernel, which is the host's; a program that reads what /usr has; one that
-starts many processes, each with the memory of the limit, until the time of the call is over. Code that is not trusted
-needs a virtual machine.
+What it does not protect from: a fault of the kernel, which is the host's; a program that reads what
+/usr has; one that starts many processes, each with the memory of the limit, until the time of the
+call is over. Code that is not trusted needs a virtual machine.
 """
 
 import asyncio
@@ -33,7 +33,17 @@ ulimit -c 0; ulimit -v {MEMORY}; ulimit -t {SECONDS:.0f}
 cd /tmp
 exec chroot /tmp setpriv --no-new-privs --bounding-set=-all --inh-caps=-all {os.path.realpath(sys.executable)} -I -
 """
-_COMMAND = ["unshare", "--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
+_COMMAND = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--ipc",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+]
 
 
 async def python(code: str) -> str:

@@ -1,12 +1,13 @@
-"""A tool: a search over the passages of a parquet file, by BM25. A class of verl's BaseTool, with the file
+"""A tool: a search over the passages of a parquet file, by BM25. A class of verl's BaseTool, with
+the file
 
 tools:
   - class_name: examples.search_tool.Search
     config: {path: passages.parquet, column: text, num_results: 3}
 
-as rollout.environment.tool_config_path. The index is in the memory of each worker process, some 120 bytes for each word
-of each passage: a search over millions of them is a call of a server. The package rank_bm25 has no index, and scores
-all passages for each query.
+as rollout.environment.tool_config_path. The index is in the memory of each worker process, some 120
+bytes for each word of each passage: a search over millions of them is a call of a server. The
+package rank_bm25 has no index, and scores all passages for each query.
 """
 
 import math
@@ -47,7 +48,8 @@ class Search(BaseTool):
         counts = [Counter(_words(passage)) for passage in self._passages]
         mean = sum(map(Counter.total, counts)) / len(counts)
         self._index: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        """By word its passages, and what it adds to the score of each, but for the word's weight."""
+        """By word its passages, and what it adds to the score of each, but for the word's
+        weight."""
         for number, words in enumerate(counts):
             scale = _K1 * (1 - _B + _B * words.total() / mean)
             for word, count in words.items():
@@ -57,7 +59,9 @@ class Search(BaseTool):
         """Return the schema."""
         return OpenAIFunctionToolSchema.model_validate(_SCHEMA)
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[Any, float, dict]:
         """Search."""
         scores: Counter[int] = Counter()
         for word in set(_words(str(parameters["query"]))):
@@ -65,6 +69,8 @@ class Search(BaseTool):
             weight = math.log(1 + (len(self._passages) - len(found) + 0.5) / (len(found) + 0.5))
             for number, score in found:
                 scores[number] += weight * score
-        best = sorted(scores, key=lambda number: (-scores[number], number))[: self.config.get("num_results", 3)]
+        best = sorted(scores, key=lambda number: (-scores[number], number))[
+            : self.config.get("num_results", 3)
+        ]
         text = "\n\n".join(f"({i + 1}) {self._passages[number]}" for i, number in enumerate(best))
         return ToolResponse(text=text or "nothing was found"), 0.0, {"found": len(scores)}

@@ -1,11 +1,12 @@
-"""A rollout engine of your own: Hugging Face transformers in place of vLLM, one response at a time, on the quickstart's
-additions. It shows all that an engine must have (rlhf_mc/rollout/base.py).
+"""A rollout engine of your own: Hugging Face transformers in place of vLLM, one response at a time,
+on the quickstart's additions. It shows all that an engine must have (rlhf_mc/rollout/base.py).
 
 make quickstart                                                      (once: it makes model and questions)
 python examples/transformers_engine.py [section.key=value ...]       (one process; or: torchrun --nproc-per-node 2 ...)
 
 A run of the command line takes this file as well:
-python -m rlhf_mc configs/quickstart.yaml rollout.name=custom rollout.custom_engine.path=examples/transformers_engine.py
+python -m rlhf_mc configs/quickstart.yaml rollout.name=custom
+rollout.custom_engine.path=examples/transformers_engine.py
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ class Engine:
     def check_layout(self, shape: ModelShape, tp_size: int) -> None:
         """Raise UserError if the engine cannot shard the model so."""
         if tp_size > 1:
-            raise UserError(f"tensor_model_parallel_size {tp_size} (transformers): sizes that work: 1")
+            raise UserError(
+                f"tensor_model_parallel_size {tp_size} (transformers): sizes that work: 1"
+            )
         if shape.has_experts:
             raise UserError(
-                f"a {shape.family} model (transformers): its parameters of experts are not the checkpoint's"
+                f"a {shape.family} model (transformers): its parameters of experts are not the "
+                "checkpoint's"
             )
 
     def check_installation(self) -> None:
@@ -63,7 +67,9 @@ class Engine:
         """Raise UserError if the engine does not have a setting."""
         self.check_layout(shape, cfg.tensor_model_parallel_size)
         if cfg.free_cache_engine or cfg.quantization is not None:
-            raise UserError("rollout: the engine of transformers has neither free_cache_engine nor quantization")
+            raise UserError(
+                "rollout: the engine of transformers has neither free_cache_engine nor quantization"
+            )
 
     def build(
         self,
@@ -80,9 +86,13 @@ class Engine:
 class TransformersEngine:
     """This rank's engine. Before the first weight update its weights are random."""
 
-    def __init__(self, cfg: Config, groups: Sequence[Sequence[int]], storage: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, cfg: Config, groups: Sequence[Sequence[int]], storage: Mapping[str, torch.Tensor]
+    ) -> None:
         config = AutoConfig.from_pretrained(cfg.model.path)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, cfg.actor.megatron.dtype))
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, cfg.actor.megatron.dtype)
+        )
         self._device = platform.device()
         self._model = model.to(self._device).eval()
         for name, param in self._model.named_parameters():
@@ -162,7 +172,11 @@ class TransformersEngine:
             logits = outputs.logits[0, -1:].float() / (sampling.temperature or 1.0)
             distribution = warpers(inputs, logits)[0].log_softmax(-1).cpu()
             greedy = sampling.temperature == 0
-            token = distribution.argmax() if greedy else distribution.exp().multinomial(1, generator=generator)[0]
+            token = (
+                distribution.argmax()
+                if greedy
+                else distribution.exp().multinomial(1, generator=generator)[0]
+            )
             tokens.append(int(token))
             log_probs.append(float(distribution[token]))
             inputs = token.view(1, 1).to(self._device)
@@ -191,9 +205,13 @@ def main() -> None:
     for step in Trainer(CONFIG, [*overrides, *sys.argv[1:]]):
         if os.environ.get("RANK", "0") == "0":
             score, difference = (
-                step.metrics[key] for key in ("critic/score/mean", "training/rollout_logprobs_diff_max")
+                step.metrics[key]
+                for key in ("critic/score/mean", "training/rollout_logprobs_diff_max")
             )
-            print(f"step {step.number}: mean score {score:.3f}, log-probs within {difference:.1e}", flush=True)
+            print(
+                f"step {step.number}: mean score {score:.3f}, log-probs within {difference:.1e}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The checks of one node before a job's ranks start there. Run by launch/preflight.py on every node, within the site's
-container if it has one. Each check yields one line for each problem, with its remedy. No torch is imported.
+"""The checks of one node before a job's ranks start there. Run by launch/preflight.py on every
+node, within the site's container if it has one. Each check yields one line for each problem, with
+its remedy. No torch is imported.
 
 The rules are the run's own: settings and files are checked by setup/early_checks.py, open files by
 topology/open_files.py, and the machine is read by runtime/facts.py.
@@ -41,19 +42,22 @@ class Job:
     @classmethod
     def of_environment(cls, cfg: Config) -> Job:
         """Return the job that launch/slurm_job.sh describes in the environment."""
-        number = {name: int(os.environ.get(name) or default) for name, default in JOB_VARIABLES.items()}
+        number = {
+            name: int(os.environ.get(name) or default) for name, default in JOB_VARIABLES.items()
+        }
         return cls(cfg, number["SLURM_JOB_NUM_NODES"], number["NPROC"], number["SLURM_NODEID"])
 
 
 LEAST_LOCKED_MEMORY = 2**30
-"""Bytes of locked memory below which NCCL cannot start: some MiB for each channel to each peer. Linux grants 64 KiB, or
-8 MiB, where nothing is set."""
+"""Bytes of locked memory below which NCCL cannot start: some MiB for each channel to each peer.
+Linux grants 64 KiB, or 8 MiB, where nothing is set."""
 JOB_VARIABLES = {"SLURM_JOB_NUM_NODES": 1, "NPROC": 1, "SLURM_NODEID": 0}
 """Variable -> its value where it is not set."""
 
 
 def settings(job: Job) -> Iterator[str]:
-    """Check settings, layouts against the number of ranks, the models' config.json, and the files that are named."""
+    """Check settings, layouts against the number of ranks, the models' config.json, and the files
+    that are named."""
     try:
         check_early(job.cfg, job.world)
     except UserError as error:
@@ -61,7 +65,9 @@ def settings(job: Job) -> Iterator[str]:
         if "processes of this run" in str(error):
             hint = f" ({job.num_nodes} nodes x {job.ranks_per_node} ranks)"
         elif "no such " in str(error) and "RLHF_MC_CONTAINER" in os.environ:
-            hint = "; in the container are only the repository and [container] mounts of the site file"
+            hint = (
+                "; in the container are only the repository and [container] mounts of the site file"
+            )
         yield f"{error}{hint}"
 
 
@@ -74,11 +80,14 @@ def open_files(job: Job) -> Iterator[str]:
 
 
 def visible_gpus() -> list[InstalledGpu]:
-    """Return the GPUs that this job may use, as nvidia-smi lists them; none where the run is on CPUs. Raise
-    RuntimeError if nvidia-smi does not list the job's GPUs."""
+    """Return the GPUs that this job may use, as nvidia-smi lists them; none where the run is on
+    CPUs. Raise RuntimeError if nvidia-smi does not list the job's GPUs."""
     driver = facts.driver()
     has_any = has_gpus(driver, facts.gpu_device_files())
-    allocated = os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
+    allocated = (
+        os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
+        and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
+    )
     if not has_any and not allocated:
         return []
     if not driver.gpus:
@@ -99,14 +108,14 @@ def gpus(job: Job) -> Iterator[str]:
         found = visible_gpus()
     except RuntimeError as error:
         yield (
-            f"nvidia-smi does not list the job's GPUs: {error}; {leave_out}, or have the container runtime add the "
-            "driver; RLHF_MC_DEVICE=cpu runs on CPUs"
+            f"nvidia-smi does not list the job's GPUs: {error}; {leave_out}, or have the container "
+            "runtime add the driver; RLHF_MC_DEVICE=cpu runs on CPUs"
         )
         return
     if 0 < len(found) < job.ranks_per_node:
         yield (
-            f"NPROC is {job.ranks_per_node}, and the job may use {len(found)} GPUs: ask for more (sbatch "
-            f"--gpus-per-node), or {leave_out}"
+            f"NPROC is {job.ranks_per_node}, and the job may use {len(found)} GPUs: ask for more "
+            f"(sbatch --gpus-per-node), or {leave_out}"
         )
     if len({(gpu.name, gpu.memory_mib) for gpu in found}) > 1:
         yield f"the GPUs are not equal: {describe(found)}; {leave_out}"
@@ -121,7 +130,8 @@ def describe(found: list[InstalledGpu]) -> str:
 
 
 def interfaces(job: Job) -> Iterator[str]:
-    """Check that the interfaces and adapters that gloo and NCCL are told to use exist, and are up."""
+    """Check that the interfaces and adapters that gloo and NCCL are told to use exist, and are
+    up."""
     if job.world == 1:
         return
     up = sorted(name for name, stats in psutil.net_if_stats().items() if stats.isup)
@@ -148,7 +158,8 @@ def interfaces(job: Job) -> Iterator[str]:
 
 
 def _names(variable: str) -> list[str]:
-    """Return the names in one of NCCL's lists, without ports; none if it lists what not to use, after a ^."""
+    """Return the names in one of NCCL's lists, without ports; none if it lists what not to use,
+    after a ^."""
     value = os.environ.get(variable, "")
     if value.startswith("^"):
         return []
@@ -156,7 +167,8 @@ def _names(variable: str) -> list[str]:
 
 
 def _match(value: str, present: list[str]) -> bool:
-    """Return True if one of NCCL's lists matches a present name: exactly after =, otherwise as a prefix."""
+    """Return True if one of NCCL's lists matches a present name: exactly after =, otherwise as a
+    prefix."""
     names = [part.partition(":")[0] for part in value.lstrip("=").split(",") if part]
     if value.startswith("="):
         return any(name in present for name in names)
@@ -164,22 +176,26 @@ def _match(value: str, present: list[str]) -> bool:
 
 
 def locked_memory(job: Job) -> Iterator[str]:
-    """Check the limit on locked memory, in which NCCL registers its buffers with InfiniBand and RoCE adapters."""
+    """Check the limit on locked memory, in which NCCL registers its buffers with InfiniBand and
+    RoCE adapters."""
     limit = facts.locked_memory_limit()
     if limit is None or limit >= LEAST_LOCKED_MEMORY or job.num_nodes == 1:
         return
-    if os.environ.get("NCCL_IB_DISABLE", "0") == "1" or not has_gpus(facts.driver(), facts.gpu_device_files()):
+    if os.environ.get("NCCL_IB_DISABLE", "0") == "1" or not has_gpus(
+        facts.driver(), facts.gpu_device_files()
+    ):
         return
     if adapters := ", ".join(port.device for port in facts.infiniband()):
         yield (
-            f"only {limit / 2**20:.4g} MiB may be locked in memory (ulimit -l), and NCCL registers more with "
-            f"{adapters}: set LimitMEMLOCK=infinity in slurmd's systemd unit; NCCL_IB_DISABLE=1 runs without them"
+            f"only {limit / 2**20:.4g} MiB may be locked in memory (ulimit -l), and NCCL registers "
+            f"more with {adapters}: set LimitMEMLOCK=infinity in slurmd's systemd unit; "
+            "NCCL_IB_DISABLE=1 runs without them"
         )
 
 
 def compile_cache(job: Job) -> Iterator[str]:
-    """Check that the folder of compiled kernels (launch/env.sh) can be created, and that it is this user's: a process
-    runs the code in it."""
+    """Check that the folder of compiled kernels (launch/env.sh) can be created, and that it is this
+    user's: a process runs the code in it."""
     folder = Path(os.environ.get("RLHF_MC_CACHE", ""))
     if not folder.is_absolute():  # not set
         return
@@ -187,10 +203,15 @@ def compile_cache(job: Job) -> Iterator[str]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.stat().st_uid
     except OSError as error:
-        yield f"RLHF_MC_CACHE, the folder of compiled kernels: {error}; name another one on the node"
+        yield (
+            f"RLHF_MC_CACHE, the folder of compiled kernels: {error}; name another one on the node"
+        )
         return
     if owner != os.getuid() or not os.access(folder, os.W_OK):
-        yield f"RLHF_MC_CACHE {folder} belongs to another user, or cannot be written; name another folder on the node"
+        yield (
+            f"RLHF_MC_CACHE {folder} belongs to another user, or cannot be written; name another "
+            "folder on the node"
+        )
 
 
 CHECKS: tuple[Callable[[Job], Iterator[str]], ...] = (
@@ -205,7 +226,8 @@ CHECKS: tuple[Callable[[Job], Iterator[str]], ...] = (
 
 
 def problems(job: Job) -> Iterator[str]:
-    """Yield the problems of this node. A line does not name the node, so that equal problems have equal lines."""
+    """Yield the problems of this node. A line does not name the node, so that equal problems have
+    equal lines."""
     for check in CHECKS:
         try:
             for line in check(job):

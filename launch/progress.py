@@ -1,4 +1,5 @@
-"""Print a run's newest checkpoint, or "the start". Run by launch/slurm_job.sh before it requeues a job:
+"""Print a run's newest checkpoint, or "the start". Run by launch/slurm_job.sh before it requeues a
+job:
 
 python -m launch.progress CONFIG.yaml [section.key=value ...]    or --verl ...
 """

@@ -3,9 +3,10 @@
     python3 launch/site_settings.py check     print what the launchers would use, or the first mistake in one line
     python3 launch/site_settings.py shell     print it as bash assignments, which launch/site.sh evaluates
 
-The site file is the one that RLHF_MC_SITE names, or site.ini in the repository's root. launch/site.example.ini has
-every setting. The node's own Python reads the file, before a module or a container brings another: this module needs
-Python 3.7 and its standard library alone, and the file is INI, which that library reads.
+The site file is the one that RLHF_MC_SITE names, or site.ini in the repository's root.
+launch/site.example.ini has every setting. The node's own Python reads the file, before a module or
+a container brings another: this module needs Python 3.7 and its standard library alone, and the
+file is INI, which that library reads.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ LAUNCHERS_CONTAINER_OPTIONS = {
 }
 """Container options that the launchers set, with the key of [container] that changes them."""
 CLEARING_OPTIONS = ("-e", "--cleanenv", "-C", "--containall", "-c", "--contain")
-"""Options with which a container would see neither the launcher's variables nor the node's /dev and /tmp."""
+"""Options with which a container would see neither the launcher's variables nor the node's /dev and
+/tmp."""
 LAUNCHERS_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOG_DIR|RLHF_MC_EXIT_CODE_FILE|RLHF_MC_SITE|"
     r"RLHF_MC_CONTAINER|PYTHON|SLURM_\w*)"
@@ -83,18 +85,23 @@ class Site:
 
 
 def read(file: str) -> Site:
-    """Read a site file. Raise SiteError for a mistake in it; the paths that it names are not accessed."""
+    """Read a site file. Raise SiteError for a mistake in it; the paths that it names are not
+    accessed."""
     sections = _sections(file)
     launch = sections.get("launch", {})
     srun_options = _words(launch, "launch", "srun_options")
     for option in (word for word in srun_options if word.startswith("-")):
         name = option.partition("=")[0]
         if name in LAUNCHERS_SRUN_OPTIONS or re.match(r"-[Nnc]\d", option):
-            raise SiteError(f"[launch] srun_options: the launchers set {name} themselves, from sbatch's options")
+            raise SiteError(
+                f"[launch] srun_options: the launchers set {name} themselves, from sbatch's options"
+            )
         if re.match(r"--(no-)?container-", name):
             raise SiteError(f"[launch] srun_options: {name} belongs to [container]")
     if srun_options and not srun_options[0].startswith("-"):
-        raise SiteError(f"[launch] srun_options begins with {srun_options[0]!r}; an option begins with -")
+        raise SiteError(
+            f"[launch] srun_options begins with {srun_options[0]!r}; an option begins with -"
+        )
     return Site(
         _container(sections["container"]) if "container" in sections else None,
         launch.get("python", ""),
@@ -105,8 +112,11 @@ def read(file: str) -> Site:
 
 
 def _sections(file: str) -> dict[str, dict[str, str]]:
-    """Return the sections of the file, with $NAME replaced. Raise SiteError for a key that does not exist."""
-    parser = configparser.RawConfigParser(default_section="", inline_comment_prefixes=("#",), delimiters=("=",))
+    """Return the sections of the file, with $NAME replaced. Raise SiteError for a key that does not
+    exist."""
+    parser = configparser.RawConfigParser(
+        default_section="", inline_comment_prefixes=("#",), delimiters=("=",)
+    )
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     try:
         with open(file) as lines:
@@ -141,9 +151,13 @@ def _replaced(section: str, key: str, value: str) -> str:
     try:
         return string.Template(value).substitute(os.environ)
     except KeyError as error:
-        raise SiteError(f"[{section}] {key}: the environment has no variable {error.args[0]}") from None
+        raise SiteError(
+            f"[{section}] {key}: the environment has no variable {error.args[0]}"
+        ) from None
     except ValueError:
-        raise SiteError(f"[{section}] {key} is {value!r}; write $NAME for a variable, and $$ for a dollar") from None
+        raise SiteError(
+            f"[{section}] {key} is {value!r}; write $NAME for a variable, and $$ for a dollar"
+        ) from None
 
 
 def _words(section: dict[str, str], name: str, key: str) -> tuple[str, ...]:
@@ -161,7 +175,9 @@ def _container(section: dict[str, str]) -> Container:
     runtime = section["runtime"]
     image = section["image"]
     if runtime not in RUNTIMES:
-        raise SiteError(f"[container] runtime is {runtime!r}; it must be one of {', '.join(RUNTIMES)}")
+        raise SiteError(
+            f"[container] runtime is {runtime!r}; it must be one of {', '.join(RUNTIMES)}"
+        )
     if not image.startswith("/") and re.search(r"\.(sqsh|sif|squashfs)$", image):
         raise SiteError(f"[container] image is {image!r}; the path of a file must begin with /")
     if " " in image:
@@ -174,22 +190,33 @@ def _container(section: dict[str, str]) -> Container:
             what = f"it is the key {key}" if key else "the launchers set it themselves"
             raise SiteError(f"[container] options: {name}: {what}")
         if runtime == "pyxis" and not re.match(r"--(no-)?container-", name):
-            raise SiteError(f"[container] options: {name} is no option of pyxis; other options: [launch] srun_options")
+            raise SiteError(
+                f"[container] options: {name} is no option of pyxis; other options: [launch] "
+                "srun_options"
+            )
         if runtime != "pyxis" and name in CLEARING_OPTIONS:
             raise SiteError(
-                f"[container] options: {name} would hide the launcher's variables and devices; leave it out"
+                f"[container] options: {name} would hide the launcher's variables and devices; "
+                "leave it out"
             )
-    return Container(runtime, image, tuple(_mount(word) for word in section.get("mounts", "").split()), options)
+    return Container(
+        runtime, image, tuple(_mount(word) for word in section.get("mounts", "").split()), options
+    )
 
 
 def _mount(text: str) -> tuple[str, str, str]:
     source, *rest = text.split(":")
     target = rest[0] if rest else source
     mode = rest[1] if len(rest) > 1 else "rw"
-    if "," in text or len(rest) > 2 or mode not in ("ro", "rw") or not (source[:1] == target[:1] == "/"):
+    if (
+        "," in text
+        or len(rest) > 2
+        or mode not in ("ro", "rw")
+        or not (source[:1] == target[:1] == "/")
+    ):
         raise SiteError(
-            f"[container] mounts: {text!r}; write SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, "
-            "separated by blanks or lines"
+            f"[container] mounts: {text!r}; write SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with "
+            "absolute paths, separated by blanks or lines"
         )
     return source, target, mode
 
@@ -202,7 +229,9 @@ def _environment(section: dict[str, str]) -> dict[str, str]:
             where = "; it is [launch] python" if name == "PYTHON" else ""
             raise SiteError(f"[environment] {name}: the launchers set it themselves{where}")
         if name in SET_ON_EVERY_NODE:
-            raise SiteError(f"[environment] {name} is set on every node; a module or the image changes it")
+            raise SiteError(
+                f"[environment] {name} is set on every node; a module or the image changes it"
+            )
         if "\n" in value:
             raise SiteError(f"[environment] {name} has several lines")
     return dict(section)
@@ -221,13 +250,15 @@ def check_paths(site: Site) -> None:
 
 
 def mounts(container: Container, log_root: str) -> list[tuple[str, str, str]]:
-    """Return all mounts: those of the file, the repository, the current directory and the logs' folder, each at its own
-    path unless another mount has it there."""
+    """Return all mounts: those of the file, the repository, the current directory and the logs'
+    folder, each at its own path unless another mount has it there."""
     own = [ROOT, os.getcwd(), *([os.path.abspath(log_root)] if log_root else [])]
     found = list(container.mounts)
     for path in own:
         inside = (
-            f"{path}/".startswith(f"{target}/") for source, target, mode in found if source == target and mode == "rw"
+            f"{path}/".startswith(f"{target}/")
+            for source, target, mode in found
+            if source == target and mode == "rw"
         )
         if not any(inside):
             found.append((path, path, "rw"))
@@ -239,12 +270,16 @@ def srun_options(site: Site, log_root: str) -> list[str]:
 
     --container-name: the container is unpacked once on each node of a job, not once for each step.
     --no-container-entrypoint: the image's entrypoint is a launcher.
-    --container-env: without it a variable of the image wins over the site's (pyxis 0.15 or later)."""
+    --container-env: without it a variable of the image wins over the site's (pyxis 0.15 or
+    later)."""
     found = list(site.srun_options)
     container = site.container
     if container is None or container.runtime != "pyxis":
         return found
-    listed = ("{}:{}".format(*mount[:2]) + ":ro" * (mount[2] == "ro") for mount in mounts(container, log_root))
+    listed = (
+        "{}:{}".format(*mount[:2]) + ":ro" * (mount[2] == "ro")
+        for mount in mounts(container, log_root)
+    )
     found += [
         f"--container-image={container.image}",
         f"--container-name=rlhf_mc_{os.environ.get('SLURM_JOB_ID', 'JOB')}",
@@ -264,20 +299,38 @@ def wrapper(site: Site, log_root: str) -> list[str]:
         return []
     binds = [["--bind", ":".join(mount)] for mount in mounts(container, log_root)]
     flat = [word for bind in binds for word in bind]
-    return [container.runtime, "exec", "--nv", *flat, "--pwd", os.getcwd(), *container.options, container.image]
+    return [
+        container.runtime,
+        "exec",
+        "--nv",
+        *flat,
+        "--pwd",
+        os.getcwd(),
+        *container.options,
+        container.image,
+    ]
 
 
 def variables(site: Site) -> dict[str, str]:
-    """Return the variables to export: those of the site file that the environment lacks. For Apptainer each has a copy
-    with the prefix that makes it win over the image's (--env would split a value at its commas)."""
+    """Return the variables to export: those of the site file that the environment lacks. For
+    Apptainer each has a copy with the prefix that makes it win over the image's (--env would split
+    a value at its commas)."""
     found = {name: os.environ.get(name, value) for name, value in site.environment.items()}
     container = site.container
     if container is None:
         return found
     if container.runtime != "pyxis":
-        found.update({f"{container.runtime.upper()}ENV_{name}": value for name, value in list(found.items())})
-    # The code is the repository's, although the image has a copy; packages in the user's home directory are the host's.
-    return {**found, "PYTHONPATH": ROOT, "PYTHONNOUSERSITE": "1", "RLHF_MC_CONTAINER": container.runtime}
+        found.update(
+            {f"{container.runtime.upper()}ENV_{name}": value for name, value in list(found.items())}
+        )
+    # The code is the repository's, although the image has a copy; packages in the user's home
+    # directory are the host's.
+    return {
+        **found,
+        "PYTHONPATH": ROOT,
+        "PYTHONNOUSERSITE": "1",
+        "RLHF_MC_CONTAINER": container.runtime,
+    }
 
 
 def shell(site: Site) -> str:
@@ -303,13 +356,20 @@ def description(site: Site) -> str:
     lines = [
         f"container     {f'{container.image} ({container.runtime})' if container else 'none'}",
         f"modules       {' '.join(site.modules) or 'none'}",
-        f"srun          {' '.join(map(shlex.quote, srun_options(site, log_root))) or 'no further options'}",
+        (
+            "srun          "
+            f"{' '.join(map(shlex.quote, srun_options(site, log_root))) or 'no further options'}"
+        ),
     ]
     if container is not None and container.runtime != "pyxis":
         lines.append(f"each rank     {' '.join(map(shlex.quote, wrapper(site, log_root)))} ...")
     lines.append(f"python        {site.python or 'the default of the launchers'}")
     for name, value in site.environment.items():
-        kept = "" if exported[name] == value else f"    (the environment has this value; the file has {value})"
+        kept = (
+            ""
+            if exported[name] == value
+            else f"    (the environment has this value; the file has {value})"
+        )
         lines.append(f"environment   {name}={exported[name]}{kept}")
     return "\n".join(lines)
 

@@ -1,4 +1,5 @@
-"""The entry point of every rank: read the config, join the ranks, build the run, fit, and end with an exit code.
+"""The entry point of every rank: read the config, join the ranks, build the run, fit, and end with
+an exit code.
 
 torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]        (--help prints all usage)
 """
@@ -14,7 +15,8 @@ from rlhf_mc.runtime.parent_death import exit_with_launcher
 if __name__ == "__main__":
     exit_with_launcher()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the process
+        # until there is something to save, Ctrl-C ends the process
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # These imports take time.
 from rlhf_mc.command_line import CommandLine, parse
@@ -38,8 +40,8 @@ from rlhf_mc.verl.table import key_hint
 
 
 def main(argv: list[str]) -> None:
-    """Print the text that an option asks for, on rank 0, or train. Raise CheckError if --check finds that no run could
-    start."""
+    """Print the text that an option asks for, on rank 0, or train. Raise CheckError if --check
+    finds that no run could start."""
     command = parse(argv)
     if command.option is None:
         train(command)
@@ -63,14 +65,18 @@ def check() -> None:
 
 
 def train(command: CommandLine) -> None:
-    """Train, from the config to the end of the run. Raise RequeueError if the run was asked to stop."""
+    """Train, from the config to the end of the run. Raise RequeueError if the run was asked to
+    stop."""
     cfg = load_config(command.config, command.overrides, key_hint)
     stop = StopRequests(cfg.trainer)
-    stop.take_signals()  # before check_early: it imports pyarrow, whose threads must inherit the signal mask
+    # before check_early: it imports pyarrow, whose threads must inherit the signal mask
+    stop.take_signals()
     check_early(cfg, world_size())
     status = RankStatus()
     is_finished = False
-    with session(cfg, status, stop, lambda: exit_after(END_SECONDS, 0 if is_finished else EXIT_REQUEUE)) as run:
+    with session(
+        cfg, status, stop, lambda: exit_after(END_SECONDS, 0 if is_finished else EXIT_REQUEUE)
+    ) as run:
         from rlhf_mc.trainer.loop import fit
 
         is_finished = fit(run, status, stop)

@@ -1,5 +1,5 @@
-"""PPO from Python: a config, prompts and a reward function in; the steps of the run out. examples/ has complete
-programs, docs/python_api.md explains them.
+"""PPO from Python: a config, prompts and a reward function in; the steps of the run out. examples/
+has complete programs, docs/python_api.md explains them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:  # torch is imported once the environment is set
 INPUTS = "python"
 """Directory in trainer.default_local_dir for what was given as Python objects."""
 Prompts = Iterable[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]]
-"""Each prompt is a text, a list of chat messages, or a row with the columns of a prompt file. A Dataset of the library
-`datasets` is such rows."""
+"""Each prompt is a text, a list of chat messages, or a row with the columns of a prompt file. A
+Dataset of the library `datasets` is such rows."""
 Reward = Callable[..., Any]
-"""compute_score(data_source, solution_str, ground_truth, extra_info=None), as custom_reward_function: plain, async,
-batched, or a class."""
+"""compute_score(data_source, solution_str, ground_truth, extra_info=None), as
+custom_reward_function: plain, async, batched, or a class."""
 
 
 class Trainer:
@@ -42,8 +42,9 @@ class Trainer:
         for step in Trainer("configs/quickstart.yaml", reward=my_reward):
             print(step.number, step.metrics["critic/score/mean"])
 
-    Every process of torchrun or srun runs the same program; without a launcher the run has one process. All ranks must
-    leave the loop after the same step. A process has one run at a time, and under a launcher only one."""
+    Every process of torchrun or srun runs the same program; without a launcher the run has one
+    process. All ranks must leave the loop after the same step. A process has one run at a time, and
+    under a launcher only one."""
 
     _has_joined = False
 
@@ -56,12 +57,13 @@ class Trainer:
         val_prompts: Prompts | None = None,
         reward: Reward | None = None,
     ) -> None:
-        """Read the config and write prompts and reward function to trainer.default_local_dir. Raise UserError for a
-        mistake in any of them.
+        """Read the config and write prompts and reward function to trainer.default_local_dir. Raise
+        UserError for a mistake in any of them.
 
-        config: a YAML file, or a mapping of its sections. overrides: "section.key=value". prompts, val_prompts: in
-        place of data.train_files and data.val_files. reward: in place of custom_reward_function.path; it runs in
-        processes of its own, so that its copy there (by cloudpickle) is what counts."""
+        config: a YAML file, or a mapping of its sections. overrides: "section.key=value". prompts,
+        val_prompts: in place of data.train_files and data.val_files. reward: in place of
+        custom_reward_function.path; it runs in processes of its own, so that its copy there (by
+        cloudpickle) is what counts."""
         given = [*(["data.train_files=[]"] if prompts is not None else []), *overrides]
         self.config: Config = load_config(config, given, key_hint)
         self.run: Run | None = None
@@ -77,11 +79,16 @@ class Trainer:
                 self.config.custom_reward_function.name = "compute_score"
 
     def __iter__(self) -> Iterator[Step]:
-        """Join the other ranks, build the run or resume it, and yield each step once it is logged. After the last step
-        the trained actor is exported. Leaving the loop earlier ends the run without an export; the same program
+        """Join the other ranks, build the run or resume it, and yield each step once it is logged.
+        After the last step the trained actor is exported. Leaving the loop earlier ends the run
+        without an export; the same program
         resumes it from its last checkpoint (trainer.save_freq)."""
-        if Trainer._has_joined and world_size() > 1:  # the launcher's store still has the keys of the first rendezvous
-            raise UserError("a second run in the same processes: start one program for each run under torchrun or srun")
+        # the launcher's store still has the keys of the first rendezvous
+        if Trainer._has_joined and world_size() > 1:
+            raise UserError(
+                "a second run in the same processes: start one program for each run under torchrun "
+                "or srun"
+            )
         check_early(self.config, world_size())
         Trainer._has_joined = True
         status = RankStatus()
@@ -105,31 +112,37 @@ class Trainer:
 
 
 def _write_prompts(directory: Path, name: str, prompts: Prompts) -> str:
-    """Write prompts as JSON lines. Return the path, which contains a hash of the content: every rank may write it.
-    Raise UserError if a prompt cannot be written."""
+    """Write prompts as JSON lines. Return the path, which contains a hash of the content: every
+    rank may write it. Raise UserError if a prompt cannot be written."""
     lines = []
     for i, prompt in enumerate(prompts):
         row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         try:
             lines.append(json_files.readable_text(row))
         except (TypeError, ValueError) as error:
-            raise UserError(f"{name}: prompt {i} is not text, messages or a row of plain values: {error}") from None
+            raise UserError(
+                f"{name}: prompt {i} is not text, messages or a row of plain values: {error}"
+            ) from None
     if not lines:
         raise UserError(f"{name} is empty")
     return _write(directory, name, ".jsonl", ("\n".join(lines) + "\n").encode())
 
 
 def _write_reward(directory: Path, reward: Reward) -> str:
-    """Write a Python file that defines compute_score as the given object. Return its path. Raise UserError if it
+    """Write a Python file that defines compute_score as the given object. Return its path. Raise
+    UserError if it
     cannot be pickled."""
     if not callable(reward):
         raise UserError(f"reward is {reward!r}; it must be a function or a class")
     try:
         pickled = cloudpickle.dumps(reward)
     except Exception as error:  # pickling runs the code of the user's classes
-        raise UserError(f"reward {getattr(reward, '__name__', reward)!r} cannot be pickled: {error}") from error
+        raise UserError(
+            f"reward {getattr(reward, '__name__', reward)!r} cannot be pickled: {error}"
+        ) from error
     code = (
-        f'"""{getattr(reward, "__qualname__", type(reward).__name__)}, from Python (rlhf_mc/api.py)."""\n'
+        f'"""{getattr(reward, "__qualname__", type(reward).__name__)}, from Python '
+        '(rlhf_mc/api.py)."""\n'
         f"import cloudpickle\n\ncompute_score = cloudpickle.loads({pickled!r})\n"
     )
     return _write(directory, "reward", ".py", code.encode())
@@ -139,7 +152,8 @@ def _write(directory: Path, name: str, suffix: str, content: bytes) -> str:
     path = directory / f"{name}_{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        staging = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # other ranks write the same file
+        # other ranks write the same file
+        staging = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         durable.write(staging, content)
         staging.replace(path)
     return str(path.resolve())

@@ -1,4 +1,5 @@
-"""The command line of `python -m rlhf_mc`, and the texts that its options print. No torch is imported here."""
+"""The command line of `python -m rlhf_mc`, and the texts that its options print. No torch is
+imported here."""
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ class CommandLine:
     """The text to print instead of training."""
 
     def text(self) -> str:
-        """Return the text of an option other than --check. Raise UserError if the config cannot be loaded, or if no run
-        can have its settings."""
+        """Return the text of an option other than --check. Raise UserError if the config cannot be
+        loaded, or if no run can have its settings."""
         if self.option == "--help":
             return HELP
         if self.option == "--version":
@@ -84,13 +85,16 @@ class CommandLine:
         config = load_config(self.config, self.overrides, key_hint)
         check_config(config, None)
         files = [self.config] if self.config is not None else []
-        command = " ".join(shlex.join(command_without_secrets([*files, *self.overrides])).splitlines())
+        command = " ".join(
+            shlex.join(command_without_secrets([*files, *self.overrides])).splitlines()
+        )
         settings = commented_yaml(config, recorded(config)).rstrip("\n")
         return f"# {command}, resolved by rlhf_mc {rlhf_mc.__version__}\n\n{settings}"
 
 
 def parse(argv: list[str]) -> CommandLine:
-    """Parse the arguments after the program's name. Raise UserError for an unknown option or a missing config."""
+    """Parse the arguments after the program's name. Raise UserError for an unknown option or a
+    missing config."""
     verl = argv
     if VERL in argv:
         named = split_arguments(argv)
@@ -105,20 +109,29 @@ def parse(argv: list[str]) -> CommandLine:
     if option in ("--help", "--version", "--check"):
         return CommandLine("", [], option)
     if VERL in argv and not arguments:
-        raise UserError(f"{VERL}: expected a script or YAML file of verl's, or key=value settings; --help explains it")
+        raise UserError(
+            f"{VERL}: expected a script or YAML file of verl's, or key=value settings; --help "
+            "explains it"
+        )
     if VERL in argv:
-        conversion = converted_arguments([argument for argument in verl if argument not in (VERL, *given)])
+        conversion = converted_arguments(
+            [argument for argument in verl if argument not in (VERL, *given)]
+        )
         return CommandLine(None, conversion.overrides(), option)
     for argument in arguments:
         if "=" not in argument and argument.endswith(SCRIPTS):
-            raise UserError(f"{argument} is a script, not a config or section.key=value; {VERL} reads one of verl's")
+            raise UserError(
+                f"{argument} is a script, not a config or section.key=value; {VERL} reads one of "
+                "verl's"
+            )
     if not arguments or "=" in arguments[0]:
         raise UserError(f"usage: {USAGE}; --help explains it")
     return CommandLine(arguments[0], arguments[1:], option)
 
 
 def config_from_argv(argv: list[str]) -> Config:
-    """Return the config of a command line that trains. Raise UserError for a mistake, or an option that prints."""
+    """Return the config of a command line that trains. Raise UserError for a mistake, or an option
+    that prints."""
     command = parse(argv)
     if command.option is not None:
         raise UserError(f"{command.option} starts no run; give it to `python -m rlhf_mc`")

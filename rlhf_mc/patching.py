@@ -1,6 +1,6 @@
 """Replacement of attributes of other libraries. The patches themselves are in torch_patches.py,
-models/megatron_patches.py and rollout/vllm_patches.py, one file per library; rollout/vllm_parameters.py replaces vLLM's
-groups while it builds a model.
+models/megatron_patches.py and rollout/vllm_patches.py, one file per library;
+rollout/vllm_parameters.py replaces vLLM's groups while it builds a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Patch:
     """Name of the attribute."""
     replacement: Any
     reason: str
-    """The behaviour of the original that the program cannot use. A test fails when the original no longer has it."""
+    """The behaviour of the original that the program cannot use. A test fails when the original no
+    longer has it."""
     original: Any = field(init=False)
     """The attribute before the patch; MISSING where the owner does not define it."""
 
@@ -35,7 +36,11 @@ class Patch:
     def target(self) -> str:
         """The dotted path of the attribute."""
         owner = self.owner
-        path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        path = (
+            f"{owner.__module__}.{owner.__qualname__}"
+            if isinstance(owner, type)
+            else owner.__name__
+        )
         return f"{path}.{self.name}"
 
 

@@ -1,4 +1,5 @@
-"""CUDA or CPU: device, communication backend, streams, synchronisation, memory and profiling of this process."""
+"""CUDA or CPU: device, communication backend, streams, synchronisation, memory and profiling of
+this process."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from torch.profiler import ProfilerActivity, record_function
 RANKS_PER_GPU = "RLHF_MC_RANKS_PER_GPU"
 """Environment variable by which several ranks share a GPU (docs/gpu.md)."""
 _DEFAULT_POOL = (0, 0)
-"""Identifier of the pool of torch's allocator on a GPU that all tensors are in, unless a caller asks for another."""
+"""Identifier of the pool of torch's allocator on a GPU that all tensors are in, unless a caller
+asks for another."""
 _M_TRIM_THRESHOLD = -1
 """A parameter of glibc's mallopt, from malloc.h."""
 _M_MMAP_THRESHOLD = -3
@@ -26,7 +28,8 @@ _M_MMAP_THRESHOLD = -3
 
 
 def use_cuda() -> bool:
-    """Return True where this process trains and generates on a GPU. RLHF_MC_DEVICE=cpu forces the CPU on a machine
+    """Return True where this process trains and generates on a GPU. RLHF_MC_DEVICE=cpu forces the
+    CPU on a machine
     with GPUs."""
     return torch.cuda.is_available() and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
 
@@ -60,7 +63,8 @@ def nccl_version() -> tuple[int, int, int]:
 
 
 def backend() -> str:
-    """Return torch.distributed's backend: NCCL for tensors on GPUs and gloo for small CPU messages."""
+    """Return torch.distributed's backend: NCCL for tensors on GPUs and gloo for small CPU
+    messages."""
     return "cpu:gloo,cuda:nccl" if use_cuda() else "gloo"
 
 
@@ -78,9 +82,10 @@ def set_device() -> None:
 def enter_stream() -> None:
     """Let this thread queue its work on a CUDA stream of its own from now on; do nothing on a CPU.
 
-    vLLM leaves the default stream, on which no CUDA graph can be captured, when its engine is built. By then
-    Megatron-Core's DistributedDataParallel has made autograd's nodes of the parameters, which keep the stream of their
-    making: with two streams each gradient would wait for the other one."""
+    vLLM leaves the default stream, on which no CUDA graph can be captured, when its engine is
+    built. By then Megatron-Core's DistributedDataParallel has made autograd's nodes of the
+    parameters, which keep the stream of their making: with two streams each gradient would wait for
+    the other one."""
     if use_cuda():
         torch.cuda.set_stream(torch.cuda.Stream())
 
@@ -104,28 +109,35 @@ def pci_address() -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True for the errors of torch's allocators on a GPU and on a CPU."""
-    cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    cpu_allocator = isinstance(
+        error, RuntimeError
+    ) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError) or cpu_allocator
 
 
 def free_cached_memory() -> None:
-    """Free what is no longer referenced: objects in reference cycles, and blocks that torch keeps for reuse."""
+    """Free what is no longer referenced: objects in reference cycles, and blocks that torch keeps
+    for reuse."""
     gc.collect()
     if use_cuda():
         torch.cuda.empty_cache()
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep the memory of freed tensors for the next ones, on a CPU. Do nothing where the user sets
-    malloc's thresholds in the environment, or with another C library.
+    """Let glibc's malloc keep the memory of freed tensors for the next ones, on a CPU. Do nothing
+    where the user sets malloc's thresholds in the environment, or with another C library.
 
-    By default it returns blocks of some MB to the kernel, and each tensor of that size begins with a page fault for
-    every 4 KiB: 57,000 in a step of 256 sequences of 72 tokens on each of two ranks, 7 to 10 % of its time.
+    By default it returns blocks of some MB to the kernel, and each tensor of that size begins with
+    a page fault for every 4 KiB: 57,000 in a step of 256 sequences of 72 tokens on each of two
+    ranks, 7 to 10 % of its time.
 
-    It still returns blocks of 64 MB and more, such as the logits of a large vocabulary: smaller blocks take the place
-    of a large one that is freed, and the next large one needs new memory."""
+    It still returns blocks of 64 MB and more, such as the logits of a large vocabulary: smaller
+    blocks take the place of a large one that is freed, and the next large one needs new memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    chosen = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
+    chosen = any(
+        name in os.environ
+        for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    )
     if mallopt is None or chosen or use_cuda():
         return
     mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
@@ -133,16 +145,21 @@ def keep_freed_memory() -> None:
 
 
 def free_device_memory() -> tuple[int, int]:
-    """Return the bytes of memory of this process's GPU, and how many of them are free now but for the peak of torch's
-    tensors so far, which is within a step.
+    """Return the bytes of memory of this process's GPU, and how many of them are free now but for
+    the peak of torch's tensors so far, which is within a step.
 
-    Pools of vLLM's allocator are left out: torch counts their segments as reserved after vLLM has released them, in
+    Pools of vLLM's allocator are left out: torch counts their segments as reserved after vLLM has
+    released them, in
     its sleep and where it trims a pool (cumem.py)."""
     free, total = torch.cuda.mem_get_info()
     segments = torch.cuda.memory_snapshot(include_traces=False)
     of_pools = [segment for segment in segments if segment["segment_pool_id"] != _DEFAULT_POOL]
-    reserved = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == _DEFAULT_POOL)
-    peak = torch.cuda.max_memory_allocated() - sum(segment["allocated_size"] for segment in of_pools)
+    reserved = sum(
+        segment["total_size"] for segment in segments if segment["segment_pool_id"] == _DEFAULT_POOL
+    )
+    peak = torch.cuda.max_memory_allocated() - sum(
+        segment["allocated_size"] for segment in of_pools
+    )
     return total, free + reserved - peak
 
 
@@ -153,14 +170,16 @@ def process_memory() -> int:
 
 
 def peak_memory_gb() -> float:
-    """Return the peak memory in GiB: of this process's tensors on its GPU, or of the whole process on a CPU."""
+    """Return the peak memory in GiB: of this process's tensors on its GPU, or of the whole process
+    on a CPU."""
     if use_cuda():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def device_peaks_gb() -> dict[str, float]:
-    """Return the peaks in GiB of what torch has allocated and reserved on this process's GPU; nothing on a CPU."""
+    """Return the peaks in GiB of what torch has allocated and reserved on this process's GPU;
+    nothing on a CPU."""
     if not use_cuda():
         return {}
     return {
@@ -170,19 +189,20 @@ def device_peaks_gb() -> dict[str, float]:
 
 
 def float32_products() -> bool:
-    """Return True where torch.addmm multiplies bfloat16 matrices into a float32 one (out_dtype), as CUDA does."""
+    """Return True where torch.addmm multiplies bfloat16 matrices into a float32 one (out_dtype), as
+    CUDA does."""
     return use_cuda()
 
 
 def host_bytes(num_bytes: int) -> torch.Tensor:
-    """Return `num_bytes` bytes of uninitialised host memory [num_bytes] uint8; with a GPU page-locked, so that copies
-    are asynchronous."""
+    """Return `num_bytes` bytes of uninitialised host memory [num_bytes] uint8; with a GPU
+    page-locked, so that copies are asynchronous."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=use_cuda())
 
 
 def lock_pages(memory: torch.Tensor) -> None:
-    """Page-lock host memory where there is a GPU, so that copies from and to it are asynchronous. `unlock_pages` must
-    precede its release. Raise MemoryError if the driver cannot."""
+    """Page-lock host memory where there is a GPU, so that copies from and to it are asynchronous.
+    `unlock_pages` must precede its release. Raise MemoryError if the driver cannot."""
     if use_cuda() and len(memory):
         cudart = torch.cuda.cudart()
         portable = 1  # for every CUDA context of the process
@@ -200,12 +220,14 @@ def unlock_pages(memory: torch.Tensor) -> None:
 
 
 _ALIGNMENT = 64
-"""Bytes between the starts of tensors in one copy: kernels read vectors of up to 16 bytes, and expect aligned ones."""
+"""Bytes between the starts of tensors in one copy: kernels read vectors of up to 16 bytes, and
+expect aligned ones."""
 
 
 def to_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the host on the device. On a GPU they are views of one buffer, filled by one copy from
-    page-locked memory for which the host does not wait; on a CPU they are the arguments."""
+    """Return tensors of the host on the device. On a GPU they are views of one buffer, filled by
+    one copy from page-locked memory for which the host does not wait; on a CPU they are the
+    arguments."""
     if not use_cuda():
         return list(tensors)
     starts = [0]
@@ -218,7 +240,9 @@ def to_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return _views(host.to(device(), non_blocking=True), starts, tensors)
 
 
-def _views(buffer: torch.Tensor, starts: Sequence[int], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _views(
+    buffer: torch.Tensor, starts: Sequence[int], like: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Return views of a vector of bytes, of the types and shapes of `like`."""
     return [
         buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -227,7 +251,8 @@ def _views(buffer: torch.Tensor, starts: Sequence[int], like: Sequence[torch.Ten
 
 
 class SideStream:
-    """A stream of copies between host and device that overlaps with the computation; on a CPU copies are
+    """A stream of copies between host and device that overlaps with the computation; on a CPU
+    copies are
     synchronous."""
 
     def __init__(self) -> None:
@@ -235,8 +260,9 @@ class SideStream:
 
     @contextlib.contextmanager
     def to_host(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Let the body copy `tensors` to the host. The computation does not wait for the copies. The caller may free
-        the memory of the tensors at once: the allocator reuses it only after the copies."""
+        """Let the body copy `tensors` to the host. The computation does not wait for the copies.
+        The caller may free the memory of the tensors at once: the allocator reuses it only after
+        the copies."""
         if self._stream is None:
             yield
             return
@@ -282,8 +308,8 @@ def ranges_are_recorded() -> bool:
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context whose body bears the name in traces: those of torch.profiler and, by an NVTX range, of Nsight
-    Systems on a GPU. It does nothing outside of `recorded_ranges`."""
+    """Return a context whose body bears the name in traces: those of torch.profiler and, by an NVTX
+    range, of Nsight Systems on a GPU. It does nothing outside of `recorded_ranges`."""
     return _range(name) if _recording_ranges else _NO_RANGE
 
 
@@ -301,7 +327,8 @@ def _range(name: str) -> Iterator[None]:
 
 
 def time_mark() -> Any:
-    """Return a point of time for `seconds_between`: on a GPU the end of the work that is queued now, on a CPU now."""
+    """Return a point of time for `seconds_between`: on a GPU the end of the work that is queued
+    now, on a CPU now."""
     if use_cuda():
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -310,12 +337,14 @@ def time_mark() -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two marks. On a GPU the work before them must be done (`synchronize`)."""
+    """Return the seconds between two marks. On a GPU the work before them must be done
+    (`synchronize`)."""
     return float(start.elapsed_time(end)) / 1000 if use_cuda() else float(end - start)
 
 
 def traced_activities() -> list[ProfilerActivity]:
-    """Return what torch.profiler records: the operators of the CPU, and on a GPU its kernels and copies too."""
+    """Return what torch.profiler records: the operators of the CPU, and on a GPU its kernels and
+    copies too."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if use_cuda() else [])]
 
 

@@ -1,5 +1,5 @@
-"""The files of a run in its directory: their names, and the reader of JSON lines that a killed run may have left
-incomplete. No torch here.
+"""The files of a run in its directory: their names, and the reader of JSON lines that a killed run
+may have left incomplete. No torch here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ OBSERVATIONS = "observations"
 """The answers of environments, by step and rank: step_<n>_<rank>.jsonl."""
 ADJUSTMENTS_FILE = "adjustments.jsonl"
 RUN_FILE = "run.json"
-"""Names the run to which a directory belongs: an export (with the step), or trainer.default_local_dir."""
+"""Names the run to which a directory belongs: an export (with the step), or
+trainer.default_local_dir."""
 SUCCESS_FILE = "success.json"
 LOCK_FILE = "run.lock"
 STALE_SECONDS = 60.0
-"""Time without a touch of LOCK_FILE (its owner touches it every 10 s) after which an owner on another machine counts as
-dead."""
+"""Time without a touch of LOCK_FILE (its owner touches it every 10 s) after which an owner on
+another machine counts as dead."""
 NONFINITE_FILE = "nonfinite_step_{}.json"
 """The samples of a skipped update, by step."""
 GENERATIONS = "generations"
@@ -45,36 +46,44 @@ Row = dict[str, Any]
 
 
 def text_lines(path: Path) -> list[str]:
-    """Return the lines of a text file, each with its newline; a last line that is cut has none. Only a newline ends a
-    line: U+2028, of which str.splitlines makes two, may be within a JSON string. Raise OSError."""
+    """Return the lines of a text file, each with its newline; a last line that is cut has none.
+    Only a newline ends a line: U+2028, of which str.splitlines makes two, may be within a JSON
+    string. Raise OSError."""
     lines = json_files.read_bytes(path).decode(errors="replace").split("\n")
     return [*(f"{line}\n" for line in lines[:-1]), *filter(None, lines[-1:])]
 
 
 def json_objects(path: Path) -> list[Row]:
-    """Return the JSON objects of a file of JSON lines, without other lines; an empty list where there is no file."""
+    """Return the JSON objects of a file of JSON lines, without other lines; an empty list where
+    there is no file."""
     return json_objects_and_bad_lines(path)[0]
 
 
 def json_objects_and_bad_lines(path: Path) -> tuple[list[Row], list[int]]:
-    """Return the JSON objects of a file of JSON lines, and the numbers, from 1, of all other lines. A file that is
-    missing or a directory has no lines."""
+    """Return the JSON objects of a file of JSON lines, and the numbers, from 1, of all other lines.
+    A file that is missing or a directory has no lines."""
     try:
         rows = [_object(line) for line in text_lines(path)]
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return [], []
-    return [row for row in rows if row is not None], [number for number, row in enumerate(rows, 1) if row is None]
+    return [row for row in rows if row is not None], [
+        number for number, row in enumerate(rows, 1) if row is None
+    ]
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield each complete line of a step with its parsed row, of metrics.jsonl or a file like it. A missing file has
-    none."""
+    """Yield each complete line of a step with its parsed row, of metrics.jsonl or a file like it. A
+    missing file has none."""
     try:
         lines = text_lines(path)
     except FileNotFoundError:
         return
     for line in lines:
-        if line.endswith("\n") and (row := _object(line)) is not None and isinstance(row.get("step"), int):
+        if (
+            line.endswith("\n")
+            and (row := _object(line)) is not None
+            and isinstance(row.get("step"), int)
+        ):
             yield line, row
 
 
@@ -103,7 +112,8 @@ def checked_rows(path: Path) -> CheckedRows:
     except FileNotFoundError:
         return checked
     for number, line in enumerate(lines, 1):
-        # Without its newline: a process that was killed just before it has left a whole row, which the next one ends.
+        # Without its newline: a process that was killed just before it has left a whole row, which
+        # the next one ends.
         line = line.removesuffix("\n")
         text = "{" + line[len(_checksum("")) :]
         row = _object(text) if line == f"{_checksum(text)}{text[1:]}" else None
@@ -132,7 +142,9 @@ def keep_up_to(path: Path, step: int) -> None:
 
 def observation_files(root: Path) -> list[tuple[int, Path]]:
     """Return the files in OBSERVATIONS, each with its step, in the order of the steps."""
-    names = ((path.stem.split("_")[1], path) for path in (root / OBSERVATIONS).glob("step_*_*.jsonl"))
+    names = (
+        (path.stem.split("_")[1], path) for path in (root / OBSERVATIONS).glob("step_*_*.jsonl")
+    )
     return sorted((int(step), path) for step, path in names if step.isdecimal())
 
 
@@ -155,10 +167,15 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def differences(before: Any, after: Any) -> dict[str, list[Any]]:
-    """Return {section.key: [value before, value after]} of two resolved configs. A key that one lacks has its default,
-    as in an earlier version without the setting, or null."""
-    old, new = (dict(flattened(settings)) if isinstance(settings, Mapping) else {} for settings in (before, after))
-    pairs = {key: [side.get(key, _defaults().get(key)) for side in (old, new)] for key in {**old, **new}}
+    """Return {section.key: [value before, value after]} of two resolved configs. A key that one
+    lacks has its default, as in an earlier version without the setting, or null."""
+    old, new = (
+        dict(flattened(settings)) if isinstance(settings, Mapping) else {}
+        for settings in (before, after)
+    )
+    pairs = {
+        key: [side.get(key, _defaults().get(key)) for side in (old, new)] for key in {**old, **new}
+    }
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 

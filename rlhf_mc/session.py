@@ -1,5 +1,5 @@
-"""The life of a run in this process: join the other ranks, build models and engine, hand over the run, close.
-__main__.py and api.py train inside it.
+"""The life of a run in this process: join the other ranks, build models and engine, hand over the
+run, close. __main__.py and api.py train inside it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,44 @@ if TYPE_CHECKING:  # torch is imported once the environment is set
 
 @contextlib.contextmanager
 def session(
-    cfg: Config, status: RankStatus, stop: StopRequests, before_close: Callable[[], object] = lambda: None
+    cfg: Config,
+    status: RankStatus,
+    stop: StopRequests,
+    before_close: Callable[[], object] = lambda: None,
 ) -> Iterator[Run]:
-    """Yield the run of a checked config (early_checks.py), with heartbeats, and with phases on rank 0's console. Every
-    rank must enter and leave it.
+    """Yield the run of a checked config (early_checks.py), with heartbeats, and with phases on rank
+    0's console. Every rank must enter and leave it.
 
-    before_close: called once all ranks have left, before engine and process groups are closed. After an exception
-    nothing is closed: other ranks may be in a collective."""
+    before_close: called once all ranks have left, before engine and process groups are closed.
+    After an exception nothing is closed: other ranks may be in a collective."""
     rank = int(os.environ.get("RANK", "0"))
-    from rlhf_mc.observability.phase_progress import phase_progress  # tqdm takes a tenth of a second
+    # tqdm takes a tenth of a second
+    from rlhf_mc.observability.phase_progress import phase_progress
 
     with phase_progress(status, wanted=rank == 0 and "console" in cfg.trainer.logger):
         yield from _joined(cfg, status, stop, rank, before_close)
 
 
 def _joined(
-    cfg: Config, status: RankStatus, stop: StopRequests, rank: int, before_close: Callable[[], object]
+    cfg: Config,
+    status: RankStatus,
+    stop: StopRequests,
+    rank: int,
+    before_close: Callable[[], object],
 ) -> Iterator[Run]:
     """Do as `session`, without the console."""
-    # Rank 0 alone logs warnings, which are the same on all ranks. The user need not see libraries' warnings.
-    logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s")
+    # Rank 0 alone logs warnings, which are the same on all ranks. The user need not see libraries'
+    # warnings.
+    logging.basicConfig(
+        level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s"
+    )
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch._library").setLevel(logging.ERROR)  # about missing Triton, on every rank
+    # about missing Triton, on every rank
+    logging.getLogger("torch._library").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, below
-    set_cuda_connections(max(megatron.tensor_model_parallel_size for megatron in layouts(cfg).values()))
+    set_cuda_connections(
+        max(megatron.tensor_model_parallel_size for megatron in layouts(cfg).values())
+    )
     forbid_tf32([megatron.dtype for megatron in layouts(cfg).values()])
 
     with importing("importing torch"):
@@ -60,12 +74,15 @@ def _joined(
     platform.keep_freed_memory()
     if trainer.deterministic:
         use_deterministic_algorithms()
-    timer = PhaseTimer(status=status)  # used for the names of the phases, which an error carries as notes
+    # used for the names of the phases, which an error carries as notes
+    timer = PhaseTimer(status=status)
     with timer.phase("join"):
         init_process_group(trainer.dist_timeout_seconds)
     stop.read_job_end()
     # A straggler is named after half the timeout of a collective, before the other ranks fail.
-    with heartbeats(status, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
+    with heartbeats(
+        status, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2
+    ):
         with timer.phase("import"), importing("Megatron-Core"):
             from rlhf_mc.models.transformer_engine import import_transformer_engine
 
@@ -81,6 +98,7 @@ def _joined(
     status.enter("close")
     if run.environments is not None:
         run.environments.close()
-    run.rollout.close()  # before its process groups are destroyed: garbage collection would print a stack trace
+    # before its process groups are destroyed: garbage collection would print a stack trace
+    run.rollout.close()
     # No heartbeats from here on: the ranks end at different times.
     shut_down()

@@ -1,5 +1,5 @@
-"""Every patch of torch, tested with torch 2.13.0. All are for a CPU; on a GPU torch stays as it is, but for
-`watched_communication` in profiled steps."""
+"""Every patch of torch, tested with torch 2.13.0. All are for a CPU; on a GPU torch stays as it is,
+but for `watched_communication` in profiled steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 _RAISES = "it raises without a GPU, and Megatron-Core calls it unconditionally, "
 CUDA_CALLS = (
-    Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), _RAISES + "for the device of new tensors"),
+    Patch(
+        torch.cuda,
+        "current_device",
+        lambda: torch.device("cpu"),
+        _RAISES + "for the device of new tensors",
+    ),
     Patch(torch.cuda, "synchronize", _nothing, _RAISES + "before it writes a checkpoint"),
     Patch(torch.cuda, "get_rng_state", get_rng_state, _RAISES + "in its tracker of random states"),
     Patch(torch.Tensor, "cuda", _self, _RAISES + "for tied embeddings of several stages"),
@@ -49,13 +54,15 @@ CUDA_CALLS = (
 
 _make_gloo_group = dist.ProcessGroupGloo.__init__
 _ONE_GROUP_A_DEVICE = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
-"""Environment variables with which connections of a device are numbered by the ranks of its group, or with which the
-first group to end ends the device's thread."""
+"""Environment variables with which connections of a device are numbered by the ranks of its group,
+or with which the first group to end ends the device's thread."""
 
 
-def make_gloo_group(self: Any, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-    """Make a group of gloo, as new_group does, on the device of the world's group, if that is gloo's too and can be
-    shared."""
+def make_gloo_group(
+    self: Any, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any
+) -> None:
+    """Make a group of gloo, as new_group does, on the device of the world's group, if that is
+    gloo's too and can be shared."""
     world = dist.group.WORLD
     shared = not any(name in os.environ for name in _ONE_GROUP_A_DEVICE)
     if world is not None and shared and not args and kwargs.keys() == {"timeout"}:
@@ -75,8 +82,9 @@ GLOO_GROUPS = (
         dist.ProcessGroupGloo,
         "__init__",
         make_gloo_group,
-        "each group has a thread that wakes up 100 times a second, those of one rank too, of which vLLM makes a dozen: "
-        "together they cost 2 % of a processor core, and interrupt the computing threads",
+        "each group has a thread that wakes up 100 times a second, those of one rank too, of which "
+        "vLLM makes a dozen: together they cost 2 % of a processor core, and interrupt the "
+        "computing threads",
     ),
 )
 """The groups of gloo, whose devices, one for each network interface, have the threads."""
@@ -85,8 +93,8 @@ GLOO_GROUPS = (
 class CudaMeansCpu(TorchFunctionMode):
     """Creates CPU tensors where "cuda" is asked for, and reports their types as CUDA types.
 
-    Megatron-Core names the device "cuda" when it creates tensors, and its optimizer accepts only parameters whose
-    type() is torch.cuda.FloatTensor, HalfTensor or BFloat16Tensor."""
+    Megatron-Core names the device "cuda" when it creates tensors, and its optimizer accepts only
+    parameters whose type() is torch.cuda.FloatTensor, HalfTensor or BFloat16Tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,29 +109,33 @@ class CudaMeansCpu(TorchFunctionMode):
 def disable_compilation() -> None:
     """Turn torch.compile off, for vLLM's CPU engine. Call before vllm is imported.
 
-    The engine runs eagerly; what vLLM would still compile needs a C++ compiler, and minutes on first use. The
-    environment variable TORCH_COMPILE_DISABLE is no alternative: another library may have imported torch._dynamo, which
-    reads the variable at import."""
+    The engine runs eagerly; what vLLM would still compile needs a C++ compiler, and minutes on
+    first use. The environment variable TORCH_COMPILE_DISABLE is no alternative: another library may
+    have imported torch._dynamo, which reads the variable at import."""
     torch._dynamo.config.disable = True
 
 
 _STARTS = (
-    "_allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced all_to_all_single allgather"
-    " allgather_coalesced allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base barrier"
-    " broadcast gather monitored_barrier recv recv_anysource reduce reduce_scatter reduce_scatter_single"
-    " reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter send"
+    "_allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced "
+    "all_to_all_single allgather allgather_coalesced allgather_into_tensor_coalesced allreduce "
+    "allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier recv "
+    "recv_anysource reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced "
+    "reduce_scatter_tensor_coalesced scatter send"
 )
 _COMMUNICATION = ((dist.ProcessGroup, _STARTS), (dist.Work, "wait"))
-"""The methods through which every function of torch.distributed, but for the functional collectives, communicates."""
+"""The methods through which every function of torch.distributed, but for the functional
+collectives, communicates."""
 
 
 @contextlib.contextmanager
-def watched_communication(watch: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """While the body runs, run each call by which this thread starts a collective or message, or waits for one, inside
-    a context of `watch`.
+def watched_communication(
+    watch: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """While the body runs, run each call by which this thread starts a collective or message, or
+    waits for one, inside a context of `watch`.
 
-    Replaced are methods of torch's classes, not functions of torch.distributed: Megatron-Core and vLLM hold these
-    functions under names of their own."""
+    Replaced are methods of torch's classes, not functions of torch.distributed: Megatron-Core and
+    vLLM hold these functions under names of their own."""
     thread = threading.get_ident()
 
     def watched(original: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The check that a run of a test logs declared metrics alone. preloaded.py puts it into the program of most tests."""
+"""The check that a run of a test logs declared metrics alone. preloaded.py puts it into the program
+of most tests."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Log = Callable[[Sinks, int, Mapping[str, float]], None]
 
 
 def declared_only(log: Log) -> Log:
-    """Return a Sinks.log that raises UserError, which ends the run on all ranks, if a metric is not declared."""
+    """Return a Sinks.log that raises UserError, which ends the run on all ranks, if a metric is not
+    declared."""
 
     def checked(sinks: Sinks, step: int, metrics: Mapping[str, float]) -> None:
         if missing := undeclared(metrics):

@@ -1,5 +1,5 @@
-"""Processes that start with all libraries imported, so that tests can start many: a server imports torch, Megatron-Core
-and vLLM once (10 seconds and more) and forks for each start."""
+"""Processes that start with all libraries imported, so that tests can start many: a server imports
+torch, Megatron-Core and vLLM once (10 seconds and more) and forks for each start."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def context() -> ForkServerContext:
     out = mp.get_context("forkserver")
     out.set_forkserver_preload(["preloaded"])
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):  # the server does not take sys.path over
+    # the server does not take sys.path over
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
         forkserver._forkserver.ensure_running()
     return out
 
 
 def _share_server() -> None:
-    """Use the server of the process from which this one was forked. Only its parent can ask the kernel for its state,
-    as ensure_running does."""
+    """Use the server of the process from which this one was forked. Only its parent can ask the
+    kernel for its state, as ensure_running does."""
     if forkserver._forkserver._forkserver_pid is not None:
         forkserver._forkserver.ensure_running = lambda: None
 
@@ -51,9 +52,9 @@ def start(
     env: dict[str, str] | None = None,
     largest_file: int | None = None,
 ) -> BaseProcess:
-    """Start `python ARGUMENTS` in a session of its own, as from a shell. The arguments begin with a program's path, or
-    with "-m" and a module. env: changes to the environment. largest_file: bytes beyond which a write fails, as on a
-    full disk."""
+    """Start `python ARGUMENTS` in a session of its own, as from a shell. The arguments begin with a
+    program's path, or with "-m" and a module. env: changes to the environment. largest_file: bytes
+    beyond which a write fails, as on a full disk."""
     env = {**os.environ, **(env or {})}  # the server has the environment of its own start
     process = context().Process(target=_become, args=(arguments, stdout, stderr, env, largest_file))
     process.start()
@@ -61,8 +62,8 @@ def start(
 
 
 def free_port() -> int:
-    """Return a port that only a program which names it gets: this process keeps a socket bound to it, beside which a
-    server can listen. The kernel gives it to no other process."""
+    """Return a port that only a program which names it gets: this process keeps a socket bound to
+    it, beside which a server can listen. The kernel gives it to no other process."""
     _reserved.append(socket.socket())
     _reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _reserved[-1].bind(("localhost", 0))
@@ -70,7 +71,8 @@ def free_port() -> int:
 
 
 def rank_variables(world: int) -> list[dict[str, str]]:
-    """Return for each rank the environment that torchrun gives it, with a free port of this machine."""
+    """Return for each rank the environment that torchrun gives it, with a free port of this
+    machine."""
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
@@ -81,7 +83,8 @@ def run(arguments: list[str], largest_file: int | None = None) -> subprocess.Com
 
 
 def run_ranks(world: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run the program on several ranks. Return the exit code of largest magnitude and the joint output."""
+    """Run the program on several ranks. Return the exit code of largest magnitude and the joint
+    output."""
     return _run(arguments, rank_variables(world))
 
 
@@ -99,12 +102,16 @@ def _run(
         for process in running:
             process.kill()
             process.join()
-        assert not running, f"{arguments} has not ended after {TIMEOUT_SECONDS} s: {stderr.read_text()}"
+        assert not running, (
+            f"{arguments} has not ended after {TIMEOUT_SECONDS} s: {stderr.read_text()}"
+        )
         code = max((process.exitcode or 0 for process in processes), key=abs)
         return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
 
 
-def _become(arguments: list[str], stdout: Path, stderr: Path, env: dict[str, str], largest_file: int | None) -> None:
+def _become(
+    arguments: list[str], stdout: Path, stderr: Path, env: dict[str, str], largest_file: int | None
+) -> None:
     assert "preloaded" in sys.modules  # the server ignores a module that it cannot import
     os.setsid()
     os.environ.update(env)

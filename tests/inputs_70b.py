@@ -1,5 +1,5 @@
-"""Inputs for configs/ppo_70b.yaml without its weights: the config.json of a small model that its layout can shard, and
-a row of data."""
+"""Inputs for configs/ppo_70b.yaml without its weights: the config.json of a small model that its
+layout can shard, and a row of data."""
 
 from __future__ import annotations
 

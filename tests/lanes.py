@@ -1,8 +1,9 @@
-"""Tests in several processes: `pytest --lanes 2`. The processes are forked after collection, so they import and collect
-once, and each takes the next file when it has done one. Their reports come back to the first process, whose summary and
-exit code are of all tests.
+"""Tests in several processes: `pytest --lanes 2`. The processes are forked after collection, so
+they import and collect once, and each takes the next file when it has done one. Their reports come
+back to the first process, whose summary and exit code are of all tests.
 
-One process begins with tests/dist and one with tests/system, and both end with tests/unit. So one process has most
+One process begins with tests/dist and one with tests/system, and both end with tests/unit. So one
+process has most
 of tests/dist, which share ranks and fixtures, and the last files are short ones."""
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 
 ORDER = ("dist", "gpu", "fake_gpu", "unit", "system")
-"""Order of the folders. The first process takes files from the front, the second from the back, and so on in turn."""
+"""Order of the folders. The first process takes files from the front, the second from the back, and
+so on in turn."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the tests in several processes. Return None, which has pytest run them, where one is enough."""
+    """Run the tests in several processes. Return None, which has pytest run them, where one is
+    enough."""
     groups = _groups(session.items)
     lanes = min(session.config.getoption("lanes"), len(groups))
     if lanes < 2 or session.config.option.collectonly or session.testsfailed:
@@ -35,14 +38,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     session.config._tmp_path_factory.getbasetemp()  # one for all processes
     context = mp.get_context("fork")
     taken = context.Array("i", [0, 0])
-    gc.freeze()  # vLLM's sleep collects garbage: a second each time with the libraries' and the tests' objects
+    # vLLM's sleep collects garbage: a second each time with the libraries' and the tests' objects
+    gc.freeze()
     processes = {}
     for number in range(1, lanes + 1):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_lane, args=(session, _items(groups, taken, number % 2 == 0), sender))
+        process = context.Process(
+            target=_lane, args=(session, _items(groups, taken, number % 2 == 0), sender)
+        )
         process.start()
         sender.close()
-        # The terminal's and the XML file's reporters take reports of several processes that look like pytest-xdist's.
+        # The terminal's and the XML file's reporters take reports of several processes that look
+        # like pytest-xdist's.
         process.gateway = SimpleNamespace(id=f"lane {number}")
         process._workerinfocache = process.gateway.id
         processes[receiver] = process
@@ -59,13 +66,17 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             if isinstance(data, str):
                 session.shouldfail = data
                 continue
-            report = session.config.hook.pytest_report_from_serializable(config=session.config, data=data)
+            report = session.config.hook.pytest_report_from_serializable(
+                config=session.config, data=data
+            )
             report.node = processes[receiver]
             session.config.hook.pytest_runtest_logreport(report=report)
             if report.when == "teardown":
                 missing.discard(report.nodeid)
     if missing and not session.shouldfail:
-        session.shouldfail = f"{len(missing)} tests have not run, {min(missing)} first: their process has ended"
+        session.shouldfail = (
+            f"{len(missing)} tests have not run, {min(missing)} first: their process has ended"
+        )
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     return True
@@ -104,8 +115,8 @@ def _lane(session: pytest.Session, items: Iterator[pytest.Item], sender: Connect
 
 
 def _items(groups: list[list[pytest.Item]], taken: Any, from_back: bool) -> Iterator[pytest.Item]:
-    """Yield the tests of the groups that no other process has taken. taken: number of groups taken from the front and
-    from the back."""
+    """Yield the tests of the groups that no other process has taken. taken: number of groups taken
+    from the front and from the back."""
     while True:
         with taken.get_lock():
             front, back = taken
@@ -123,4 +134,6 @@ class _Sender:
         self._sender = sender
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._sender.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+        self._sender.send(
+            self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        )

@@ -1,4 +1,5 @@
-"""The libraries that the processes of forked.py start with. The fork server imports this module and nothing else."""
+"""The libraries that the processes of forked.py start with. The fork server imports this module and
+nothing else."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ from rlhf_mc.trainer import lifecycle
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
 
-# vLLM inspects the class of a model in a new process, so that this one does not initialise CUDA. It caches the result
-# in the home directory. On a new machine that is an import of vLLM for each family and rank.
+# vLLM inspects the class of a model in a new process, so that this one does not initialise CUDA. It
+# caches the result in the home directory. On a new machine that is an import of vLLM for each
+# family and rank.
 registry._run_in_subprocess = lambda function: function()
 
-# vLLM fills its KV cache with zeros: 1 GiB at the smallest setting, of which the tests' models use some MiB.
+# vLLM fills its KV cache with zeros: 1 GiB at the smallest setting, of which the tests' models use
+# some MiB.
 available_memory = CPUWorker.determine_available_memory
 CPUWorker.determine_available_memory = lambda worker: min(available_memory(worker), 1 << 26)
 
@@ -40,8 +43,8 @@ lifecycle.plot_run = lambda rows, output, title: output.touch()
 
 Sinks.log = declared_only(Sinks.log)  # type: ignore[method-assign]
 
-# The libraries' objects stay out of every garbage collection. vLLM collects 8 times for each engine, and it unfreezes
-# what was frozen with the first engine: 2 s more for each one after that.
+# The libraries' objects stay out of every garbage collection. vLLM collects 8 times for each
+# engine, and it unfreezes what was frozen with the first engine: 2 s more for each one after that.
 gc.collect()
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None

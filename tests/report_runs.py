@@ -1,4 +1,5 @@
-"""Directories of runs that never ran, for tests of the report: their files as a run of many steps leaves them."""
+"""Directories of runs that never ran, for tests of the report: their files as a run of many steps
+leaves them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = ("openai/gsm8k", "lighteval/MATH", "hellaswag")
-PHASES = {"gen": 4.0, "update_weights": 0.3, "reward": 0.2, "old_log_prob": 1.0, "ref": 1.0, "values": 0.9, "adv": 0.05}
+PHASES = {
+    "gen": 4.0,
+    "update_weights": 0.3,
+    "reward": 0.2,
+    "old_log_prob": 1.0,
+    "ref": 1.0,
+    "values": 0.9,
+    "adv": 0.05,
+}
 UPDATES = {"update_critic": 2.0, "update_actor": 2.5}
 
 
@@ -47,21 +56,34 @@ def metrics_of(step: int, num_steps: int, draws: random.Random) -> dict[str, flo
         "perf/mfu/critic": 0.28,
         "actor/lr": 1e-6,
     }
-    seconds = {name: mean * (0.9 + 0.2 * draws.random()) for name, mean in {**PHASES, **UPDATES}.items()}
+    seconds = {
+        name: mean * (0.9 + 0.2 * draws.random()) for name, mean in {**PHASES, **UPDATES}.items()
+    }
     row |= {f"timing_s/{name}": value for name, value in seconds.items()}
     return {**row, "timing_s/step": sum(seconds.values()) + 0.2, "timing_s/reward_hidden": 0.5}
 
 
-def write_run(root: Path, num_steps: int = 500, seed: int = 1, lr: float = 1e-6, health: bool = True) -> Path:
+def write_run(
+    root: Path, num_steps: int = 500, seed: int = 1, lr: float = 1e-6, health: bool = True
+) -> Path:
     """Write a run that was resumed twice, once after it had died, and has finished."""
     root.mkdir(parents=True)
     draws = random.Random(seed)
-    rows = [{"step": step, "run_id": root.name, **metrics_of(step, num_steps, draws)} for step in range(num_steps + 1)]
+    rows = [
+        {"step": step, "run_id": root.name, **metrics_of(step, num_steps, draws)}
+        for step in range(num_steps + 1)
+    ]
     write_lines(root / "metrics.jsonl", rows)
     edges = list(range(0, 1025, 16))
-    counts = lambda step: [int(200 * math.exp(-(((b - 20 - 12 * step / num_steps) / 8) ** 2))) for b in range(64)]  # noqa: E731
+    counts = lambda step: [
+        int(200 * math.exp(-(((b - 20 - 12 * step / num_steps) / 8) ** 2))) for b in range(64)
+    ]  # noqa: E731
     lengths = [
-        {"step": step, "run_id": root.name, "response_length": {"edges": edges, "counts": counts(step)}}
+        {
+            "step": step,
+            "run_id": root.name,
+            "response_length": {"edges": edges, "counts": counts(step)},
+        }
         for step in range(1, num_steps + 1)
     ]
     write_lines(root / "histograms.jsonl", lengths)
@@ -82,21 +104,51 @@ def write_run(root: Path, num_steps: int = 500, seed: int = 1, lr: float = 1e-6,
 
 def write_starts(root: Path, num_steps: int, lr: float) -> None:
     """Write three starts: the first died, the second was stopped, the third has finished."""
-    config = {"actor": {"optim": {"lr": lr}}, "trainer": {"total_training_steps": num_steps, "seed": 1}}
+    config = {
+        "actor": {"optim": {"lr": lr}},
+        "trainer": {"total_training_steps": num_steps, "seed": 1},
+    }
     start = {
         "run_id": root.name,
-        "command": ["python", "-m", "rlhf_mc", "configs/a_config_with_a_long_name.yaml", "actor.optim.lr=1e-6"],
-        "versions": {"python": "3.11.2", "rlhf_mc": "0.1.0", "torch": "2.13.0", "megatron-core": "0.16.1"},
+        "command": [
+            "python",
+            "-m",
+            "rlhf_mc",
+            "configs/a_config_with_a_long_name.yaml",
+            "actor.optim.lr=1e-6",
+        ],
+        "versions": {
+            "python": "3.11.2",
+            "rlhf_mc": "0.1.0",
+            "torch": "2.13.0",
+            "megatron-core": "0.16.1",
+        },
         "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "has_changes": True},
         "hosts": {"node001.cluster.example": 8, "node002.cluster.example": 8},
         "config": config,
     }
     times = ["2026-11-20T08:00:00+0000", "2026-11-20T19:30:00+0000", "2026-11-21T07:00:00+0000"]
-    stopped = {"time": times[1], "step": 400, "how": "stopped", "text": "asked to stop (SIGTERM); step 400 is saved"}
-    finished = {"time": times[2], "step": num_steps, "how": "finished", "text": "all steps are done"}
+    stopped = {
+        "time": times[1],
+        "step": 400,
+        "how": "stopped",
+        "text": "asked to stop (SIGTERM); step 400 is saved",
+    }
+    finished = {
+        "time": times[2],
+        "step": num_steps,
+        "how": "finished",
+        "text": "all steps are done",
+    }
     rows = [
         {"time": times[0], "after_step": 0, **start},
-        {"time": times[1], "after_step": 180, **start, "changed": {"actor.optim.lr": [2e-6, lr]}, "end": stopped},
+        {
+            "time": times[1],
+            "after_step": 180,
+            **start,
+            "changed": {"actor.optim.lr": [2e-6, lr]},
+            "end": stopped,
+        },
         {"time": times[2], "after_step": 400, **start, "changed": {}, "end": finished},
     ]
     write_lines(root / "starts.jsonl", rows)
@@ -106,15 +158,45 @@ def write_health(root: Path) -> None:
     """Write events of two rules, one of them on a metric without a chart of its own."""
     event = {"run_id": root.name, "time": "2026-11-20T20:00:00+0000", "action": "warn"}
     kl = {"rule": "ppo_kl", "metric": "actor/ppo_kl", "bound": "above 0.03"}
-    text = "actor/ppo_kl is 0.043, above 0.03: the update leaves the policy that sampled; lower actor.optim.lr"
+    text = (
+        "actor/ppo_kl is 0.043, above 0.03: the update leaves the policy that sampled; lower "
+        "actor.optim.lr"
+    )
     write_lines(
         root / "health.jsonl",
         [
-            {"step": 300, **event, **kl, "value": 0.043, "count": 1, "event": "begins", "text": text},
-            {"step": 305, **event, **kl, "value": 0.002, "count": 5, "event": "ends", "text": "actor/ppo_kl is back"},
             {
-                **{"step": 301, **event, "rule": "nan", "metric": "actor/lr", "value": None, "bound": "finite"},
-                **{"count": 1, "event": "begins", "text": "a metric is not finite <script>alert(1)</script>"},
+                "step": 300,
+                **event,
+                **kl,
+                "value": 0.043,
+                "count": 1,
+                "event": "begins",
+                "text": text,
+            },
+            {
+                "step": 305,
+                **event,
+                **kl,
+                "value": 0.002,
+                "count": 5,
+                "event": "ends",
+                "text": "actor/ppo_kl is back",
+            },
+            {
+                **{
+                    "step": 301,
+                    **event,
+                    "rule": "nan",
+                    "metric": "actor/lr",
+                    "value": None,
+                    "bound": "finite",
+                },
+                **{
+                    "count": 1,
+                    "event": "begins",
+                    "text": "a metric is not finite <script>alert(1)</script>",
+                },
             },
         ],
     )
@@ -125,17 +207,30 @@ def write_samples(root: Path, step: int) -> None:
     generations = root / "generations"
     generations.mkdir(exist_ok=True)
     texts = [
-        f"[prompt] <|user|>What is {n} + {n}?\nAnswer briefly.<|assistant|>\n[response] At step {step}: {2 * n}\n\n"
+        f"[prompt] <|user|>What is {n} + {n}?\nAnswer briefly.<|assistant|>\n[response] At step "
+        f"{step}: {2 * n}\n\n"
         f"Done.\n[ground truth] {2 * n}\n[score] {float(n % 2)}\n"
         for n in (3, 4)
     ]
     (generations / f"step_{step:06d}.txt").write_text("\n".join(texts))
     folder = root / "train_generations"
     folder.mkdir(exist_ok=True)
-    row = {"input": "Name a prime.", "output": f"{step} </script><b>", "gts": "7", "score": 0.5, "step": step}
+    row = {
+        "input": "Name a prime.",
+        "output": f"{step} </script><b>",
+        "gts": "7",
+        "score": 0.5,
+        "step": step,
+    }
     row["turns"] = [("response", row["output"]), ("observation", "right"), ("response", "end")]
     row |= {"length": 900, "tokens": TOKENS | {"text": [str(step), *TOKENS["text"][1:]]}}
-    own = {"input": f"Name a prime above {step}.", "output": "<i>no", "gts": "", "score": -1.0, "step": step}
+    own = {
+        "input": f"Name a prime above {step}.",
+        "output": "<i>no",
+        "gts": "",
+        "score": -1.0,
+        "step": step,
+    }
     write_lines(folder / f"{step}.jsonl", [row, own | {"length": 2, "tokens": OWN_TOKENS}])
 
 
@@ -159,4 +254,8 @@ TOKENS: dict[str, list[Any]] = {
     "kept": [1, 1, 0, 1, None, 1, 1, 1],
 }
 """Of a response with one turn of an environment, and of hostile texts."""
-OWN_TOKENS: dict[str, list[Any]] = {"text": ["<i>", "no"], "response_mask": [1, 1], "advantages": [1.0, -1.0]}
+OWN_TOKENS: dict[str, list[Any]] = {
+    "text": ["<i>", "no"],
+    "response_mask": [1, 1],
+    "advantages": [1.0, -1.0],
+}

@@ -1,5 +1,6 @@
-"""Helpers of tests of whole runs: the outcome that faults must not change, the processes that a run has left, and
-waiting for a condition. Whatever another process does may end, or be half written, at any moment."""
+"""Helpers of tests of whole runs: the outcome that faults must not change, the processes that a run
+has left, and waiting for a condition. Whatever another process does may end, or be half written, at
+any moment."""
 
 from __future__ import annotations
 
@@ -12,20 +13,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 VARIES = ("run_id", "timing_", "perf/", "health/num_active")
-"""Starts of the keys of metrics.jsonl that differ between equal runs: the id of the run, and what depends on a clock or
-on the memory of the machine, as two of the health rules do."""
+"""Starts of the keys of metrics.jsonl that differ between equal runs: the id of the run, and what
+depends on a clock or on the memory of the machine, as two of the health rules do."""
 
 
 def outcome(run: Path, last_step: int, ignored: tuple[str, ...] = ()) -> dict[str, object]:
-    """Return what faults during a run must not change: its metrics without VARIES and those that begin as `ignored`,
-    the exported model, and the checksums of the last checkpoint's tensors (weights and optimizers)."""
+    """Return what faults during a run must not change: its metrics without VARIES and those that
+    begin as `ignored`, the exported model, and the checksums of the last checkpoint's tensors
+    (weights and optimizers)."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     files = json.loads((run / f"global_step_{last_step}" / "manifest.json").read_text())["files"]
     return {
         "steps": [row["step"] for row in rows],
-        "metrics": [{key: value for key, value in row.items() if not key.startswith(VARIES + ignored)} for row in rows],
+        "metrics": [
+            {key: value for key, value in row.items() if not key.startswith(VARIES + ignored)}
+            for row in rows
+        ],
         "model": (run / "hf" / "model.safetensors").read_bytes(),
-        "tensors": {name: file["sha256"] for name, file in files.items() if name.endswith(".distcp")},
+        "tensors": {
+            name: file["sha256"] for name, file in files.items() if name.endswith(".distcp")
+        },
     }
 
 
@@ -71,8 +78,8 @@ def ends(pid: int) -> bool:
 
 
 def last_step(run: Path) -> int:
-    """Return the last step that a run, perhaps a running one, has logged; 0: none. A line without its end is being
-    written."""
+    """Return the last step that a run, perhaps a running one, has logged; 0: none. A line without
+    its end is being written."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     steps = [int(json.loads(line)["step"]) for line in lines if line.endswith("\n")]
@@ -91,7 +98,8 @@ def members(session: int) -> list[int]:
 
 
 def gone(session: int) -> bool:
-    """Return whether all processes of the session end. Python's resource tracker ends only after its parent."""
+    """Return whether all processes of the session end. Python's resource tracker ends only after
+    its parent."""
     if wait_until(lambda: not members(session), seconds=60):
         return True
     for pid in members(session):

@@ -1,10 +1,12 @@
-"""Soak test: runs with random faults at random times, each compared with an uninterrupted run, bit for bit.
+"""Soak test: runs with random faults at random times, each compared with an uninterrupted run, bit
+for bit.
 
     python tests/soak.py --minutes 30 [--seed 1] [--output DIR] [--faults NAME ...]
 
-A campaign is one run of two ranks in one directory. It is started several times by the same command, each time with
-another fault, then once without any. The first unexpected outcome ends the soak test with exit code 1 and keeps the
-directory. pytest collects nothing here: tests/system tests the same properties one by one.
+A campaign is one run of two ranks in one directory. It is started several times by the same
+command, each time with another fault, then once without any. The first unexpected outcome ends the
+soak test with exit code 1 and keeps the directory. pytest collects nothing here: tests/system tests
+the same properties one by one.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ WORLD = 2
 STEPS = 20
 ENDS_WITHIN_SECONDS = 300
 LATEST = 0.6
-"""The share of an uninterrupted run's time in which faults happen: each start completes some steps, but not all."""
+"""The share of an uninterrupted run's time in which faults happen: each start completes some steps,
+but not all."""
 CRASHED = 1
 EXIT_USER_ERROR = 2
 REQUEUE = 75
@@ -103,7 +106,13 @@ class Attempt:
         self.began = time.monotonic()
         arguments = ["-m", "rlhf_mc", *campaign.arguments, *overrides]
         self.ranks: list[BaseProcess] = [
-            forked.start(arguments, self.logs / "stdout", self.logs / "stderr", {**rank, **(env or {})}, largest_file)
+            forked.start(
+                arguments,
+                self.logs / "stdout",
+                self.logs / "stderr",
+                {**rank, **(env or {})},
+                largest_file,
+            )
             for rank in forked.rank_variables(WORLD)
         ]
 
@@ -112,7 +121,9 @@ class Attempt:
 
     def sleep(self, seconds: float) -> None:
         """Return `seconds` after the start, or once a rank has ended."""
-        while time.monotonic() < self.began + seconds and all(rank.is_alive() for rank in self.ranks):
+        while time.monotonic() < self.began + seconds and all(
+            rank.is_alive() for rank in self.ranks
+        ):
             time.sleep(0.02)
 
     def signal(self, number: int, ranks: Sequence[int] = range(WORLD)) -> None:
@@ -145,7 +156,10 @@ class Attempt:
     def one_line(self, *words: str) -> None:
         """Require one error line on stderr, with these words, and no stack trace."""
         lines = [line for line in self.said().splitlines() if line.startswith("rlhf_mc: error")]
-        require(len(lines) == 1 and "Traceback" not in self.said(), f"one error line expected:\n{self.tail()}")
+        require(
+            len(lines) == 1 and "Traceback" not in self.said(),
+            f"one error line expected:\n{self.tail()}",
+        )
         for word in words:
             require(word in lines[0], f"{word!r} is not in: {lines[0]}")
 
@@ -153,7 +167,9 @@ class Attempt:
 class Campaign:
     """One run's directory and command, and the random times of its faults."""
 
-    def __init__(self, root: Path, config: Path, overrides: Sequence[str], seconds: float, rng: random.Random) -> None:
+    def __init__(
+        self, root: Path, config: Path, overrides: Sequence[str], seconds: float, rng: random.Random
+    ) -> None:
         self.run = root / "run"
         self.config = config
         self.rng = rng
@@ -170,7 +186,8 @@ class Campaign:
         return logs
 
     def moment(self, first: float = 0.0) -> float:
-        """Draw seconds after the start. first: the earliest, as a share of the time in which faults happen."""
+        """Draw seconds after the start. first: the earliest, as a share of the time in which faults
+        happen."""
         return self.rng.uniform(first * LATEST, LATEST) * self.seconds
 
     def checkpoints(self) -> list[Path]:
@@ -188,7 +205,10 @@ def killed(campaign: Campaign, victims: Sequence[int], *overrides: str) -> str:
     for rank, code in enumerate(codes):
         # A rank that has nothing left to do may have ended just before its neighbour was killed.
         expected = (0, -signal.SIGKILL) if rank in victims else (0, CRASHED)
-        require(code in expected, f"rank {rank} ended with {code}, expected one of {expected}: {attempt.tail()}")
+        require(
+            code in expected,
+            f"rank {rank} ended with {code}, expected one of {expected}: {attempt.tail()}",
+        )
     attempt.no_stack()
     return f"at {at:.1f} s: {codes}"
 
@@ -224,7 +244,9 @@ def press_ctrl_c(campaign: Campaign) -> str:
 def freeze_a_rank(campaign: Campaign) -> str:
     """Freeze a rank by SIGSTOP: the others end by themselves and name it."""
     victim = campaign.rng.randrange(WORLD)
-    attempt = Attempt(campaign, "trainer.dist_timeout_seconds=60", "trainer.heartbeat_timeout_seconds=15")
+    attempt = Attempt(
+        campaign, "trainer.dist_timeout_seconds=60", "trainer.heartbeat_timeout_seconds=15"
+    )
     attempt.sleep(at := campaign.moment(first=0.5))
     attempt.signal(signal.SIGSTOP, [victim])
     frozen = attempt.ranks[victim].is_alive()
@@ -240,12 +262,14 @@ def freeze_a_rank(campaign: Campaign) -> str:
 
 
 def fill_the_disk(campaign: Campaign) -> str:
-    """Limit the size of files, as on a full disk: the run ends with one line, or succeeds if no file is as large. The
-    limit holds for the logs too, which have up to 2 kB when the run ends."""
+    """Limit the size of files, as on a full disk: the run ends with one line, or succeeds if no
+    file is as large. The limit holds for the logs too, which have up to 2 kB when the run ends."""
     size = int(2 ** campaign.rng.uniform(12, 22))
     attempt = Attempt(campaign, largest_file=size)
     codes = attempt.end()
-    require(codes in ([EXIT_USER_ERROR] * WORLD, [0] * WORLD), f"exit codes {codes}: {attempt.tail()}")
+    require(
+        codes in ([EXIT_USER_ERROR] * WORLD, [0] * WORLD), f"exit codes {codes}: {attempt.tail()}"
+    )
     if codes[0]:
         attempt.one_line("File too large")
     return f"files of at most {size} bytes: {codes}"
@@ -253,11 +277,16 @@ def fill_the_disk(campaign: Campaign) -> str:
 
 def end_in_the_reward_function(campaign: Campaign) -> str:
     """Use a reward function that fails, exits with 0, or never returns: one line names it."""
-    fault = campaign.rng.choice(["raise", "sys.exit", "sys.exit at import", "os._exit", "hang", "nan"])
+    fault = campaign.rng.choice(
+        ["raise", "sys.exit", "sys.exit at import", "os._exit", "hang", "nan"]
+    )
     env = {"SOAK_REWARD": fault, "SOAK_AFTER": str(campaign.rng.randrange(60))}
     attempt = Attempt(campaign, "reward.timeout_seconds=10", env=env)
     codes = attempt.end()
-    require(codes in ([EXIT_USER_ERROR] * WORLD, [0] * WORLD), f"{fault}: exit codes {codes}: {attempt.tail()}")
+    require(
+        codes in ([EXIT_USER_ERROR] * WORLD, [0] * WORLD),
+        f"{fault}: exit codes {codes}: {attempt.tail()}",
+    )
     if codes[0]:
         attempt.one_line("reward")
     return f"{fault}: {codes}"
@@ -266,10 +295,19 @@ def end_in_the_reward_function(campaign: Campaign) -> str:
 def kill_the_agent(campaign: Campaign) -> str:
     """Kill torchrun itself: its ranks end too."""
     logs = campaign.next_logs()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(WORLD),
+    ]
     command += ["-m", "rlhf_mc", *campaign.arguments]
     with open(logs / "stderr", "wb") as stderr:
-        agent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
+        agent = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        )
     try:
         at = campaign.rng.uniform(2, 30)  # importing the libraries takes about half of that
         time.sleep(at)
@@ -286,7 +324,9 @@ def corrupt(path: Path, rng: random.Random) -> str:
     """Corrupt one file of a checkpoint. Return which and how."""
     file = rng.choice(sorted(path.iterdir()))
     data = bytearray(file.read_bytes())
-    way = rng.choice(["truncated", "changed", "deleted", "replaced by a directory", "replaced by noise"])
+    way = rng.choice(
+        ["truncated", "changed", "deleted", "replaced by a directory", "replaced by noise"]
+    )
     file.unlink()
     if way == "truncated":
         file.write_bytes(data[: rng.randrange(len(data))])
@@ -315,7 +355,9 @@ def copy_a_checkpoint(campaign: Campaign) -> str:
     if not saved:
         return kill_all_ranks(campaign)
     source = campaign.rng.choice(saved)
-    name = campaign.rng.choice(["global_step_99", "global_step_0" + source.name[12:], "global_step_5x"])
+    name = campaign.rng.choice(
+        ["global_step_99", "global_step_0" + source.name[12:], "global_step_5x"]
+    )
     copy = campaign.run / name
     shutil.copytree(source, copy)
     said = kill_all_ranks(campaign)
@@ -329,9 +371,15 @@ def refused(campaign: Campaign, *words: str, overrides: Sequence[str] = ()) -> N
     before = [path.name for path in campaign.checkpoints()]
     attempt = Attempt(campaign, *overrides)
     codes = attempt.end()
-    require(codes == [EXIT_USER_ERROR] * WORLD, f"exit codes {codes}, expected a refusal: {attempt.tail()}")
+    require(
+        codes == [EXIT_USER_ERROR] * WORLD,
+        f"exit codes {codes}, expected a refusal: {attempt.tail()}",
+    )
     attempt.one_line(*words)
-    require(before == [path.name for path in campaign.checkpoints()], "a refused start has changed the checkpoints")
+    require(
+        before == [path.name for path in campaign.checkpoints()],
+        "a refused start has changed the checkpoints",
+    )
 
 
 def change_the_data(campaign: Campaign) -> str:
@@ -356,7 +404,11 @@ def change_the_weights(campaign: Campaign) -> str:
         return kill_one_rank(campaign)
     path = campaign.config.parent / "model" / "model.safetensors"
     original = path.read_bytes()
-    save_file({name: tensor * 1.5 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor * 1.5 for name, tensor in load_file(path).items()},
+        path,
+        metadata={"format": "pt"},
+    )
     try:
         refused(campaign, "model.path")
     finally:
@@ -371,8 +423,11 @@ def drop_a_row_of_metrics(campaign: Campaign) -> str:
     if not steps:
         return kill_one_rank(campaign)
     original = path.read_text()
-    lost = campaign.rng.randint(1, steps[0])  # later checkpoints may be corrupt, and their rows no longer needed
-    path.write_text("".join(row + "\n" for row in original.splitlines() if json.loads(row).get("step") != lost))
+    # later checkpoints may be corrupt, and their rows no longer needed
+    lost = campaign.rng.randint(1, steps[0])
+    path.write_text(
+        "".join(row + "\n" for row in original.splitlines() if json.loads(row).get("step") != lost)
+    )
     try:
         refused(campaign, "metrics.jsonl")
     finally:
@@ -386,13 +441,17 @@ def misspell_a_setting(campaign: Campaign) -> str:
 
 
 def start_another_run(campaign: Campaign) -> str:
-    """Begin another run in the directory: it moves all files of the first one away. Move them back afterwards."""
+    """Begin another run in the directory: it moves all files of the first one away. Move them back
+    afterwards."""
     if not campaign.checkpoints():
         return kill_one_rank(campaign)
     root = campaign.run
     earlier = root / "earlier_runs"
     # A start deletes what an interrupted save has left.
-    before = {path.name for path in root.iterdir() if path.suffix != ".tmp"} - {"run.lock", earlier.name}
+    before = {path.name for path in root.iterdir() if path.suffix != ".tmp"} - {
+        "run.lock",
+        earlier.name,
+    }
     known = set(earlier.iterdir()) if earlier.exists() else set()
     attempt = Attempt(campaign, "trainer.resume_mode=disable")
     attempt.sleep(at := campaign.moment(first=0.7))
@@ -402,9 +461,14 @@ def start_another_run(campaign: Campaign) -> str:
     if not moved:
         return f"killed at {at:.1f} s, before it began"
     (directory,) = moved
-    missing = before - {path.name for path in directory.iterdir()} - {path.name for path in root.iterdir()}
+    missing = (
+        before
+        - {path.name for path in directory.iterdir()}
+        - {path.name for path in root.iterdir()}
+    )
     require(not missing, f"{sorted(missing)} are neither in {root} nor in {directory}")
-    if (directory / "run.json").exists():  # the last file that is moved: the others here are the other run's
+    # the last file that is moved: the others here are the other run's
+    if (directory / "run.json").exists():
         for path in set(root.iterdir()) - {earlier}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in directory.iterdir():
@@ -475,20 +539,33 @@ FAULTS: tuple[Callable[[Campaign], str], ...] = (
 class Soak:
     """Runs campaigns until the time is over, and counts the faults."""
 
-    def __init__(self, root: Path, rng: random.Random, faults: Sequence[Callable[[Campaign], str]]) -> None:
+    def __init__(
+        self, root: Path, rng: random.Random, faults: Sequence[Callable[[Campaign], str]]
+    ) -> None:
         self._root = root
         self._rng = rng
         self._kinds = faults
         workspace = make_workspace(root / "workspace", num_hidden_layers=2)
         (workspace / "reward.py").write_text(REWARD)
-        trainer = {"total_training_steps": STEPS, "save_freq": 1, "max_ckpt_to_keep": 3, "test_freq": 4}
+        trainer = {
+            "total_training_steps": STEPS,
+            "save_freq": 1,
+            "max_ckpt_to_keep": 3,
+            "test_freq": 4,
+        }
         self._config = write_config(
             workspace,
-            trainer={**trainer, "val_before_train": False, "critic_warmup": 1, "logger": ["jsonl", "tensorboard"]},
+            trainer={
+                **trainer,
+                "val_before_train": False,
+                "critic_warmup": 1,
+                "logger": ["jsonl", "tensorboard"],
+            },
             actor={"optim": {"lr_decay_style": "linear"}, "ppo_epochs": 1},
             critic={"ppo_epochs": 1},
         )
-        (root / "first").mkdir(exist_ok=True)  # starts the server of forked.py, so that no campaign waits for it
+        # starts the server of forked.py, so that no campaign waits for it
+        (root / "first").mkdir(exist_ok=True)
         Attempt(Campaign(root / "first", self._config, ["actor.ppo_epoch=2"], 0.0, rng)).end()
         self._uninterrupted: dict[str, tuple[dict[str, object], float]] = {}
         self.faults: collections.Counter[str] = collections.Counter()
@@ -518,7 +595,9 @@ class Soak:
         expected, seconds = self.uninterrupted(layout)
         overrides = [*LAYOUTS[layout], f"trainer.async_save={self._rng.choice(['true', 'false'])}"]
         root = self._root / f"campaign{number}"
-        campaign = Campaign(root, self._config, overrides, seconds, random.Random(self._rng.random()))
+        campaign = Campaign(
+            root, self._config, overrides, seconds, random.Random(self._rng.random())
+        )
         say(f"campaign {number}: {layout}, {overrides[-1]}")
         for fault in self._rng.choices(self._kinds, k=self._rng.randint(4, 8)):
             began = time.monotonic()
@@ -526,7 +605,10 @@ class Soak:
             self.starts += 1
             self.faults[fault.__name__] += 1
             saved = [path.name[12:] for path in campaign.checkpoints()]
-            say(f"  {fault.__name__}: {seen} ({time.monotonic() - began:.0f} s; saved: {', '.join(saved) or 'none'})")
+            say(
+                f"  {fault.__name__}: {seen} ({time.monotonic() - began:.0f} s; saved: "
+                f"{', '.join(saved) or 'none'})"
+            )
         self._clean(campaign)
         result = outcome(campaign.run, STEPS)
         for key, value in expected.items():
@@ -541,14 +623,26 @@ def say(line: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Random faults at random times, compared with uninterrupted runs.")
-    parser.add_argument("--minutes", type=float, default=30.0, help="begin no campaign after this time")
-    parser.add_argument("--seed", type=int, default=1, help="of the choice of faults and of their times")
-    parser.add_argument("--output", type=Path, help="directory of the runs and logs; default: a temporary one")
+    parser = argparse.ArgumentParser(
+        description="Random faults at random times, compared with uninterrupted runs."
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="begin no campaign after this time"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the choice of faults and of their times"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="directory of the runs and logs; default: a temporary one"
+    )
     names = [fault.__name__ for fault in FAULTS]
-    parser.add_argument("--faults", nargs="+", choices=names, metavar="NAME", help="draw only these; default: all")
+    parser.add_argument(
+        "--faults", nargs="+", choices=names, metavar="NAME", help="draw only these; default: all"
+    )
     arguments = parser.parse_args()
-    faults = [fault for fault in FAULTS if arguments.faults is None or fault.__name__ in arguments.faults]
+    faults = [
+        fault for fault in FAULTS if arguments.faults is None or fault.__name__ in arguments.faults
+    ]
     root = arguments.output or Path(tempfile.mkdtemp(prefix="soak"))
     root.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * arguments.minutes
@@ -563,7 +657,10 @@ def main() -> int:
         return 1
     for name, count in sorted(soak.faults.items()):
         say(f"{count:4d} {name}")
-    say(f"{soak.starts} starts, {sum(soak.faults.values())} faults, {soak.compared} runs equal to uninterrupted ones")
+    say(
+        f"{soak.starts} starts, {sum(soak.faults.values())} faults, {soak.compared} runs equal to "
+        "uninterrupted ones"
+    )
     if arguments.output is None:
         shutil.rmtree(root)
     return 0

@@ -1,5 +1,5 @@
-"""Inputs of real runs at the smallest size: model and prompts (of tools/gpu_parts/tiny.py) and a config. Used by
-tests/dist and tests/system."""
+"""Inputs of real runs at the smallest size: model and prompts (of tools/gpu_parts/tiny.py) and a
+config. Used by tests/dist and tests/system."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 import yaml
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))  # pytest has it; tests/soak.py is a program
+# pytest has it; tests/soak.py is a program
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from gpu_parts.tiny import REWARD, make_checkpoint, make_prompts, make_reward_model, make_tokenizer
 
 __all__ = ["make_checkpoint", "make_prompts", "make_reward_model", "make_tokenizer"]
 
 
 def config_tree(directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Return a whole config over directory/{model, train.parquet, val.parquet}. `sections` override it, key by key."""
+    """Return a whole config over directory/{model, train.parquet, val.parquet}. `sections` override
+    it, key by key."""
     tree: dict[str, Any] = {
         "data": {
             "train_files": str(directory / "train.parquet"),
@@ -31,7 +33,8 @@ def config_tree(directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "ppo_epochs": 2,
             "ppo_max_token_len_per_gpu": 96,
             "entropy_coeff": 0.01,
-            # A large eps keeps Adam smooth where a gradient is all but zero: layouts then agree to rounding.
+            # A large eps keeps Adam smooth where a gradient is all but zero: layouts then agree to
+            # rounding.
             "optim": {"lr": 5e-3, "eps": 1e-3, "lr_warmup_steps": 1},
             "megatron": {"dtype": "float32"},
         },
@@ -42,7 +45,10 @@ def config_tree(directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         },
         "ref": {"log_prob_max_token_len_per_gpu": 96},
         "rollout": {"n": 2, "log_prob_max_token_len_per_gpu": 96, "max_num_seqs": 64},
-        "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "horizon": 100}},
+        "algorithm": {
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "horizon": 100},
+        },
         "custom_reward_function": {"path": str(directory / "reward.py")},
         "trainer": {
             "default_local_dir": str(directory / "run"),

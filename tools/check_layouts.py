@@ -1,9 +1,12 @@
-"""Compare the layouts of every rank of a config with the real models, on one CPU and without weights.
+"""Compare the layouts of every rank of a config with the real models, on one CPU and without
+weights.
 
-python tools/check_layouts.py CONFIG.yaml [section.key=value ...] [--model MODEL] --nodes N [--gpus-per-node 8]
+python tools/check_layouts.py CONFIG.yaml [section.key=value ...] [--model MODEL] --nodes N
+[--gpus-per-node 8]
 
-Each rank's models are built on torch's meta device, of which config.json is enough: Megatron-Core's for all roles, and
-vLLM's. Names, shapes, types, and how often the ranks hold each element of the checkpoint must agree with the layouts.
+Each rank's models are built on torch's meta device, of which config.json is enough: Megatron-Core's
+for all roles, and vLLM's. Names, shapes, types, and how often the ranks hold each element of the
+checkpoint must agree with the layouts.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 
 def check(cfg: Config, world: int) -> None:
-    """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a difference."""
+    """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a
+    difference."""
     import_transformer_engine()
     from rlhf_mc.models.layout_check import check_training_layouts
 
@@ -43,13 +47,17 @@ def check(cfg: Config, world: int) -> None:
     check_layouts(cfg, shapes)
     engine = engine_factory(cfg.rollout)
     engine.check_layout(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
-    results = check_training_layouts({role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world)
+    results = check_training_layouts(
+        {role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world
+    )
     for role, checked in results.items():
         report(role, str(checked.mesh), world, checked.num_local, checked.coverage, checked.seconds)
     start = time.perf_counter()
     tp = cfg.rollout.tensor_model_parallel_size
     groups = [range(first, first + tp) for first in range(0, world, tp)]
-    coverage = rollout_coverage(shapes["actor"], tp, rollout_layouts(shapes["actor"], groups, engine.layout))
+    coverage = rollout_coverage(
+        shapes["actor"], tp, rollout_layouts(shapes["actor"], groups, engine.layout)
+    )
     if cfg.rollout.name == "custom":
         print("rollout: not compared with a model: the engine is the user's")
         return
@@ -59,15 +67,25 @@ def check(cfg: Config, world: int) -> None:
         print(f"rollout: not compared with vLLM: {error}")
         return
     num_local = check_rollout_layouts(cfg, shapes["actor"])
-    report("rollout", f"{world // tp} engines of TP {tp}", tp, num_local, coverage, time.perf_counter() - start)
+    report(
+        "rollout",
+        f"{world // tp} engines of TP {tp}",
+        tp,
+        num_local,
+        coverage,
+        time.perf_counter() - start,
+    )
 
 
-def report(role: str, mesh: str, num_ranks: int, num_local: int, coverage: Coverage, seconds: float) -> None:
+def report(
+    role: str, mesh: str, num_ranks: int, num_local: int, coverage: Coverage, seconds: float
+) -> None:
     """Print the line of a role."""
     print(
-        f"{role}: {mesh}: {num_local} parameters of {num_ranks} ranks agree with the layouts;"
-        f" {coverage.num_tensors} tensors, {coverage.num_elements / 1e9:.3f}e9 elements, are each held as often as they"
-        f" should be, {coverage.num_held / coverage.num_elements:.2f} times on average ({seconds:.1f} s)",
+        f"{role}: {mesh}: {num_local} parameters of {num_ranks} ranks agree with the layouts; "
+        f"{coverage.num_tensors} tensors, {coverage.num_elements / 1e9:.3f}e9 elements, are each "
+        f"held as often as they should be, {coverage.num_held / coverage.num_elements:.2f} times "
+        f"on average ({seconds:.1f} s)",
         flush=True,
     )
 
@@ -76,7 +94,9 @@ def main() -> int:
     """Check the config that the arguments name. Return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("config", help="the config of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
     add_model_option(parser)
     parser.add_argument("--nodes", type=NODES, required=True, help="number of nodes")
     parser.add_argument("--gpus-per-node", type=GPUS_PER_NODE, default=8)

@@ -9,15 +9,16 @@
     ... --env NAME            the same, with the value that this process has; HOME and PWD are taken without it
     ... --nodes N --gpus-per-node N --gpu h100      a layout for this machine, by the planner's search
 
-Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or recipe.dapo.main_dapo) are read, and
-the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py` brings the parser.
-Overrides on this command line replace the file's, and '~key' removes one. With a machine, the planner chooses layout,
-offload, recomputation and token budgets for it; the directory of the model must be there, or --model names its shape as
-for the planner.
+Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or
+recipe.dapo.main_dapo) are read, and the variables that the script assigns are replaced; nothing is
+run. `pip install shfmt-py` brings the parser.
+Overrides on this command line replace the file's, and '~key' removes one. With a machine, the
+planner chooses layout, offload, recomputation and token budgets for it; the directory of the model
+must be there, or --model names its shape as for the planner.
 
-The config goes to the standard output; a report on each setting, and on verl's defaults that differ from ours, to the
-standard error. With a setting that is not supported no config is written and the exit code is 2: remove each by '~key'
-to run without it. docs/from_verl.md lists the differences.
+The config goes to the standard output; a report on each setting, and on verl's defaults that differ
+from ours, to the standard error. With a setting that is not supported no config is written and the
+exit code is 2: remove each by '~key' to run without it. docs/from_verl.md lists the differences.
 """
 
 from __future__ import annotations
@@ -57,18 +58,21 @@ def config_problem(text: str, processes: int) -> str | None:
 
 
 def machine_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options that name a machine, as the planner reads them, and the other arguments."""
+    """Return the options that name a machine, as the planner reads them, and the other
+    arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--nodes", "--gpus-per-node", "--gpu", "--model"):
         parser.add_argument(name)
     named, others = parser.parse_known_args(arguments)
-    given = {name.replace("_", "-"): value for name, value in vars(named).items() if value is not None}
+    given = {
+        name.replace("_", "-"): value for name, value in vars(named).items() if value is not None
+    }
     return [f"--{name}={value}" for name, value in given.items()], others
 
 
 def with_layout(text: str, machine: list[str]) -> tuple[dict[str, Any], int, int] | None:
-    """Return the settings of a config with those that the planner finds, nodes and processes per node; None: an error
-    was printed."""
+    """Return the settings of a config with those that the planner finds, nodes and processes per
+    node; None: an error was printed."""
     with tempfile.TemporaryDirectory() as directory:
         ours = Path(directory) / "ours.yaml"
         result = Path(directory) / "found.yaml"
@@ -96,7 +100,10 @@ def main(arguments: list[str]) -> int:
     if refused := conversion.refused():
         names = ", ".join(key for key, _ in refused)
         message = f"{len(refused)} settings are not supported, and no config is written: {names}"
-        print(f"rlhf_mc: error: {message}; remove one with '~key', or change it with key=value", file=sys.stderr)
+        print(
+            f"rlhf_mc: error: {message}; remove one with '~key', or change it with key=value",
+            file=sys.stderr,
+        )
         return 2
     source = " and ".join(split_arguments(arguments).files) or "verl's overrides"
     text = conversion.yaml(source)

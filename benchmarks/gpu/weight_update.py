@@ -1,14 +1,17 @@
-"""The weight update of a mixture of experts on one GPU: views made once against views made in each update.
+"""The weight update of a mixture of experts on one GPU: views made once against views made in each
+update.
 
 python benchmarks/gpu/weight_update.py [--layers 4] [--repeats 10] [--small]
 
-The model is Qwen3 30B-A3B with few layers, in bfloat16. "local": one rank copies its weights, all experts, into vLLM's
-tensors. "messages": rank 0 of two, with 64 of 128 experts each, packs what the other lacks, and unpacks as many bytes
-from a buffer; nothing is sent. Ways: "remade" makes the views of each expert in each update; "separate" and "stacked"
-keep them, with experts in memory of their own, or one after another as in the distributed optimizer's buffer. The ways
-alternate; all must write the same bits.
+The model is Qwen3 30B-A3B with few layers, in bfloat16. "local": one rank copies its weights, all
+experts, into vLLM's tensors. "messages": rank 0 of two, with 64 of 128 experts each, packs what the
+other lacks, and unpacks as many bytes from a buffer; nothing is sent. Ways: "remade" makes the
+views of each expert in each update; "separate" and "stacked" keep them, with experts in memory of
+their own, or one after another as in the distributed optimizer's buffer. The ways alternate; all
+must write the same bits.
 
-Bound: one copy of the moved bytes on the device, which reads and writes each byte once; the copy is measured.
+Bound: one copy of the moved bytes on the device, which reads and writes each byte once; the copy is
+measured.
 """
 
 from __future__ import annotations
@@ -37,49 +40,72 @@ from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 Tensors = Mapping[str, torch.Tensor]
 BUCKET = 256 << 20
-SMALL = {"hidden_size": 64, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "vocab_size": 512, "num_experts": 8}
+SMALL = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 32,
+    "vocab_size": 512,
+    "num_experts": 8,
+}
 
 
 class Loopback:
     """A transport that sends nothing: what arrives is what its inbox has."""
 
     def __init__(self, plan: RankPlan, empty: Callable[[int], torch.Tensor]) -> None:
-        self.inbox = empty(max((sum(t.numel for t in receives) for _, receives in plan.buckets), default=0))
+        self.inbox = empty(
+            max((sum(t.numel for t in receives) for _, receives in plan.buckets), default=0)
+        )
         self.outbox = empty(plan.outbox_bytes // plan.itemsize)
 
     def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
         return Buffers(self.outbox, self.inbox)
 
-    def exchange(self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        return dict(zip(sizes, self.inbox[: sum(sizes.values())].split([*sizes.values()]), strict=True))
+    def exchange(
+        self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        return dict(
+            zip(sizes, self.inbox[: sum(sizes.values())].split([*sizes.values()]), strict=True)
+        )
 
     def release(self) -> None:
         pass
 
 
-def remade_blocks(t: Transfer, tensors: Tensors, local: str, offset: Any, step: int) -> list[torch.Tensor]:
+def remade_blocks(
+    t: Transfer, tensors: Tensors, local: str, offset: Any, step: int
+) -> list[torch.Tensor]:
     """Return the views of one side of a transfer; of a stack, of each expert."""
     if len(t.extent) == 3 or STACK in t.src_local or STACK in t.dst_local:
         first, *within = offset
         ranges = tuple(slice(a, a + n) for a, n in zip(within, t.extent[1:], strict=True))
-        experts = (first + n * step + expert for n in range(t.count) for expert in range(t.extent[0]))
+        experts = (
+            first + n * step + expert for n in range(t.count) for expert in range(t.extent[0])
+        )
         if STACK in local:
             return [tensors[member(local, expert)][ranges][None] for expert in experts]
         return [tensors[local][expert][ranges][None] for expert in experts]
     tensor = tensors[local]
     strides = tensor.stride()[len(offset) - len(t.extent) :]
-    start = tensor.storage_offset() + sum(a * stride for a, stride in zip(offset, tensor.stride(), strict=True))
+    start = tensor.storage_offset() + sum(
+        a * stride for a, stride in zip(offset, tensor.stride(), strict=True)
+    )
     return [tensor.as_strided((t.count, *t.extent), (step * strides[0], *strides), start)]
 
 
-def remade_update(plan: RankPlan, source: Tensors, target: Tensors, transport: Any, dtype: torch.dtype) -> None:
-    """Update with all views made on the way, those of dense and of strided blocks in the same lists."""
+def remade_update(
+    plan: RankPlan, source: Tensors, target: Tensors, transport: Any, dtype: torch.dtype
+) -> None:
+    """Update with all views made on the way, those of dense and of strided blocks in the same
+    lists."""
 
     def writes(t: Transfer) -> list[torch.Tensor]:
         return remade_blocks(t, target, t.dst_local, t.dst_offset, t.dst_step)
 
     def reads(t: Transfer) -> list[torch.Tensor]:
-        return remade_blocks(t, target if t.forwarded else source, t.src_local, t.src_offset, t.src_step)
+        return remade_blocks(
+            t, target if t.forwarded else source, t.src_local, t.src_offset, t.src_step
+        )
 
     def parts(flat: torch.Tensor, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         split = flat.split([block.numel() for block in blocks])
@@ -92,7 +118,10 @@ def remade_update(plan: RankPlan, source: Tensors, target: Tensors, transport: A
         packed: dict[tuple, torch.Tensor] = {}
         filled = 0
         for group in by_peer(sends, lambda t: t.dst_rank).values():
-            key = tuple((t.forwarded, t.src_local, t.src_offset, t.extent, t.count, t.src_step) for t in group)
+            key = tuple(
+                (t.forwarded, t.src_local, t.src_offset, t.extent, t.count, t.src_step)
+                for t in group
+            )
             if key not in packed:
                 packed[key] = buffers.outbox[filled : filled + sum(t.numel for t in group)]
                 filled += len(packed[key])
@@ -105,8 +134,11 @@ def remade_update(plan: RankPlan, source: Tensors, target: Tensors, transport: A
             torch._foreach_copy_(blocks, parts(flat, blocks))
 
 
-def local_tensors(layout: Layout, stacked: bool, empty: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the local tensors of a layout. stacked: the experts of a stack lie one after another."""
+def local_tensors(
+    layout: Layout, stacked: bool, empty: Callable[[int], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the local tensors of a layout. stacked: the experts of a stack lie one after
+    another."""
     found = {}
     for name, size in layout.stacked_shapes.items():
         if STACK not in name:
@@ -172,18 +204,28 @@ def measured(shape: ModelShape, ranks: int, repeats: int) -> Iterator[str]:
             elif name != "one copy":
                 assert all(torch.equal(target[key], tensor) for key, tensor in wanted.items()), name
     bound = statistics.median(seconds["one copy"]) * moved / pair[0].nbytes
-    yield f"{'local' if ranks == 1 else 'messages'}: {moved / 1e9:.3g} GB moved; one copy {1000 * bound:.2f} ms"
+    yield (
+        f"{'local' if ranks == 1 else 'messages'}: {moved / 1e9:.3g} GB moved; one copy "
+        f"{1000 * bound:.2f} ms"
+    )
     for name in ("remade", *kept):
         whole = statistics.median(seconds[name])
         share = f"{bound / whole:.2f} of a copy's rate"
-        yield f"  {name}: {1000 * whole:.2f} ms, of which the host {1000 * statistics.median(host[name]):.2f}; {share}"
+        yield (
+            f"  {name}: {1000 * whole:.2f} ms, of which the host "
+            f"{1000 * statistics.median(host[name]):.2f}; {share}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--small", action="store_true", help="tiny matrices, to try the program on a CPU")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny matrices, to try the program on a CPU"
+    )
     args = parser.parse_args()
     shape = ModelShape.from_hf_config(read(MODELS / "qwen3-30b-a3b" / "config.json"))
     shape = replace(shape, num_layers=args.layers, **(SMALL if args.small else {}))

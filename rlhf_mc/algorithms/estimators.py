@@ -1,10 +1,10 @@
-"""Token rewards, and the advantage estimators. All tensors are of the whole batch of a step, which every rank has: [R]
-response tokens, response after response, of response_lens [S].
+"""Token rewards, and the advantage estimators. All tensors are of the whole batch of a step, which
+every rank has: [R] response tokens, response after response, of response_lens [S].
 
-An estimator is a function of EstimatorInputs that returns an Estimate. ADVANTAGE_ESTIMATORS has each by its name;
-config/algorithm_schema.py has what each needs. Statistics and whitening are computed in float64, in which sums of equal
-float32 numbers are exact: responses of equal scores have advantages of exactly 0. The KL estimate that token_rewards
-subtracts is in kl.py.
+An estimator is a function of EstimatorInputs that returns an Estimate. ADVANTAGE_ESTIMATORS has
+each by its name; config/algorithm_schema.py has what each needs. Statistics and whitening are
+computed in float64, in which sums of equal float32 numbers are exact: responses of equal scores
+have advantages of exactly 0. The KL estimate that token_rewards subtracts is in kl.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """All that an estimator may use, and statistics of it. An estimator must not change the tensors."""
+    """All that an estimator may use, and statistics of it. An estimator must not change the
+    tensors."""
 
     rewards: torch.Tensor
-    """[R] float32: token rewards: the score on a response's last token, or the rewards of an environment on the last
-    token of each turn, less the KL penalty of each token."""
+    """[R] float32: token rewards: the score on a response's last token, or the rewards of an
+    environment on the last token of each turn, less the KL penalty of each token."""
     response_lens: torch.Tensor
     """[S] int64: tokens of each response, at least 1."""
     scores: torch.Tensor
@@ -36,7 +37,8 @@ class EstimatorInputs:
     values: torch.Tensor | None = None
     """[R] float32: the critic's values; None without a critic."""
     greedy_scores: torch.Tensor | None = None
-    """[S] float32: score of the response to the same prompt at temperature 0; None if it is not needed."""
+    """[S] float32: score of the response to the same prompt at temperature 0; None if it is not
+    needed."""
     gamma: float = 1.0
     """Discount per token, 0 to 1."""
     lam: float = 1.0
@@ -54,15 +56,17 @@ class EstimatorInputs:
         """[S] float64: number of responses to the response's prompt."""
         return self.per_prompt(torch.ones_like(self.scores), "sum")
 
-    def per_response(self, x: torch.Tensor, statistic: Literal["sum", "mean", "max", "min"] = "sum") -> torch.Tensor:
+    def per_response(
+        self, x: torch.Tensor, statistic: Literal["sum", "mean", "max", "min"] = "sum"
+    ) -> torch.Tensor:
         """Return the statistic of x [R] over the tokens of each response: [S] float64."""
         return torch.segment_reduce(x.double(), statistic, lengths=self.response_lens)
 
     def per_prompt(
         self, x: torch.Tensor, statistic: Literal["sum", "mean", "max", "min", "std"] = "mean"
     ) -> torch.Tensor:
-        """Return for each response the statistic of x [S] over the responses to its prompt: [S] float64. std is the
-        unbiased one, NaN of a single response."""
+        """Return for each response the statistic of x [S] over the responses to its prompt: [S]
+        float64. std is the unbiased one, NaN of a single response."""
         x = x.double()
         if statistic == "std":
             squares = (x - self.per_prompt(x)).square()
@@ -83,7 +87,8 @@ class Estimate:
     advantages: torch.Tensor
     """[R], in the dtype of the rewards."""
     returns: torch.Tensor | None = None
-    """[R], the same: targets of the critic. Without a critic they are only logged; None: not defined."""
+    """[R], the same: targets of the critic. Without a critic they are only logged; None: not
+    defined."""
 
 
 EstimatorFunction = Callable[[EstimatorInputs], Estimate]
@@ -96,11 +101,12 @@ def token_rewards(
     response_lens: torch.Tensor,
     turn_rewards: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return reward_t = -kl_coef * kl_t, plus the response's score on its last token: [R], in the dtype of the scores.
-    With turn_rewards [R] the part of the score that an earlier turn has earned is on that turn's last token.
+    """Return reward_t = -kl_coef * kl_t, plus the response's score on its last token: [R], in the
+    dtype of the scores. With turn_rewards [R] the part of the score that an earlier turn has earned
+    is on that turn's last token.
 
-    scores: [S]. kl: [R] in nats, or None for no KL term. Source: InstructGPT (arXiv 2203.02155), equation 2, per token
-    as in Ziegler et al. (arXiv 1909.08593).
+    scores: [S]. kl: [R] in nats, or None for no KL term. Source: InstructGPT (arXiv 2203.02155),
+    equation 2, per token as in Ziegler et al. (arXiv 1909.08593).
     """
     ends = response_lens.cumsum(0)
     rewards = scores.new_zeros(int(ends[-1]))
@@ -112,7 +118,8 @@ def token_rewards(
 
 
 def discounted_sums(x: torch.Tensor, response_lens: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return y_t = x_t + factor * y_next, where y_next is 0 after a response's last token. x, y: [R]."""
+    """Return y_t = x_t + factor * y_next, where y_next is 0 after a response's last token. x, y:
+    [R]."""
     lens, order = response_lens.sort(descending=True)
     last = (response_lens.cumsum(0) - 1)[order]
     # Responses by length: those with a token this far before the last one are the first `count`.
@@ -125,10 +132,12 @@ def discounted_sums(x: torch.Tensor, response_lens: torch.Tensor, factor: float)
 
 
 def whiten(x: torch.Tensor) -> torch.Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) over all tokens [R], with the unbiased variance, as in verl and TRL.
+    """Return (x - mean) / sqrt(var + 1e-8) over all tokens [R], with the unbiased variance, as in
+    verl and TRL.
 
-    In float64 equal tokens whiten to exactly 0. In float32 the rounding error of their mean would remain, divided by
-    sqrt(1e-8), and Adam, which is invariant to a gradient's scale, would take a full step.
+    In float64 equal tokens whiten to exactly 0. In float32 the rounding error of their mean would
+    remain, divided by sqrt(1e-8), and Adam, which is invariant to a gradient's scale, would take a
+    full step.
     """
     centred = x.double() - x.double().mean()
     variance = centred.square().sum() / max(len(x) - 1, 1)
@@ -139,13 +148,18 @@ def whiten(x: torch.Tensor) -> torch.Tensor:
 
 
 def gae(
-    rewards: torch.Tensor, values: torch.Tensor, response_lens: torch.Tensor, gamma: float, lam: float
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    response_lens: torch.Tensor,
+    gamma: float,
+    lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) by generalised advantage estimation (arXiv 1506.02438), each [R].
+    """Return (advantages, returns) by generalised advantage estimation (arXiv 1506.02438), each
+    [R].
 
     delta_t = r_t + gamma * V_next - V_t;  A_t = delta_t + gamma * lam * A_next;  returns = A + V.
-    After a response's last token V and A are 0. Returns are computed from unwhitened advantages: whiten them
-    afterwards. rewards, values: [R], same dtype; gamma, lam: per token, 0 to 1.
+    After a response's last token V and A are 0. Returns are computed from unwhitened advantages:
+    whiten them afterwards. rewards, values: [R], same dtype; gamma, lam: per token, 0 to 1.
     """
     next_values = values.roll(-1)
     next_values[response_lens.cumsum(0) - 1] = 0.0
@@ -156,11 +170,14 @@ def gae(
 def whitened_gae(inputs: EstimatorInputs) -> Estimate:
     """Return the advantages of `gae`, whitened over the tokens of the batch, and its returns."""
     assert inputs.values is not None
-    advantages, returns = gae(inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma, inputs.lam)
+    advantages, returns = gae(
+        inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma, inputs.lam
+    )
     return Estimate(whiten(advantages), returns)
 
 
-# ---------------------------------------------------------------- by comparison with the responses of a group
+# ---------------------------------------------------------------- by comparison with the responses
+# of a group
 
 
 def _compared(inputs: EstimatorInputs) -> torch.Tensor:
@@ -176,38 +193,50 @@ def _centred(inputs: EstimatorInputs) -> torch.Tensor:
 
 
 def _by_std(advantages: torch.Tensor, inputs: EstimatorInputs) -> torch.Tensor:
-    """Return the advantages [S] over the group's standard deviation + 1e-6, or as they are without norm_by_std."""
-    return advantages / (inputs.per_prompt(_compared(inputs), "std") + STD_EPS) if inputs.norm_by_std else advantages
+    """Return the advantages [S] over the group's standard deviation + 1e-6, or as they are without
+    norm_by_std."""
+    return (
+        advantages / (inputs.per_prompt(_compared(inputs), "std") + STD_EPS)
+        if inputs.norm_by_std
+        else advantages
+    )
 
 
 def grpo(inputs: EstimatorInputs) -> Estimate:
-    """Return A = (R - mean of the group) / (std of the group + 1e-6) for each token of a response of reward R.
+    """Return A = (R - mean of the group) / (std of the group + 1e-6) for each token of a response
+    of reward R.
 
-    std is the unbiased one. Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2. Without norm_by_std the advantage
-    is not divided: Dr. GRPO (arXiv 2503.20783), section 3.2, which also takes the loss aggregation
-    seq-mean-token-sum-norm.
+    std is the unbiased one. Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2. Without
+    norm_by_std the advantage is not divided: Dr. GRPO (arXiv 2503.20783), section 3.2, which also
+    takes the loss aggregation seq-mean-token-sum-norm.
     """
     return Estimate(inputs.per_token(_by_std(_centred(inputs), inputs)))
 
 
 def grpo_passk(inputs: EstimatorInputs) -> Estimate:
-    """Return A = (R - second highest reward of the group) for the best response of a group, 0 for the others.
+    """Return A = (R - second highest reward of the group) for the best response of a group, 0 for
+    the others.
 
-    It estimates the gradient of the expected maximum over a group (pass@k). With norm_by_std it is divided by the
-    group's standard deviation + 1e-6. Source: arXiv 2503.19595; where several responses are the best, all have 0.
+    It estimates the gradient of the expected maximum over a group (pass@k). With norm_by_std it is
+    divided by the group's standard deviation + 1e-6. Source: arXiv 2503.19595; where several
+    responses are the best, all have 0.
     """
     rewards = _compared(inputs)
     best = inputs.per_prompt(rewards, "max")
     is_best = rewards == best
     second = inputs.per_prompt(torch.where(is_best, -torch.inf, rewards), "max")
     is_only_best = is_best & (inputs.per_prompt(is_best, "sum") == 1)
-    return Estimate(inputs.per_token(_by_std(torch.where(is_only_best, best - second, 0.0), inputs)))
+    return Estimate(
+        inputs.per_token(_by_std(torch.where(is_only_best, best - second, 0.0), inputs))
+    )
 
 
 def rloo(inputs: EstimatorInputs) -> Estimate:
-    """Return A = R - mean of the other responses of the group (leave-one-out), equal to (R - mean) * n / (n - 1).
+    """Return A = R - mean of the other responses of the group (leave-one-out), equal to (R - mean)
+    * n / (n - 1).
 
-    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; RLOO (arXiv 2402.14740).
+    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; RLOO (arXiv
+    2402.14740).
     """
     sizes = inputs.group_sizes
     return Estimate(inputs.per_token(_centred(inputs) * sizes / (sizes - 1)))
@@ -216,8 +245,8 @@ def rloo(inputs: EstimatorInputs) -> Estimate:
 def opo(inputs: EstimatorInputs) -> Estimate:
     """Return A = R - the group's mean weighted by length: b = sum_i len_i R_i / sum_i len_i.
 
-    It is the baseline of least variance if a response's squared gradient norm is proportional to its length. Source:
-    OPO (arXiv 2505.23585).
+    It is the baseline of least variance if a response's squared gradient norm is proportional to
+    its length. Source: OPO (arXiv 2505.23585).
     """
     # Of the centred rewards: a group of equal rewards then has exactly 0, whatever its lengths.
     centred = _centred(inputs)
@@ -227,10 +256,12 @@ def opo(inputs: EstimatorInputs) -> Estimate:
 
 
 def gpg(inputs: EstimatorInputs) -> Estimate:
-    """Return A = alpha * (R - mean of the group), with alpha = responses / responses of groups of unequal rewards.
+    """Return A = alpha * (R - mean of the group), with alpha = responses / responses of groups of
+    unequal rewards.
 
-    Groups of equal rewards have no gradient; alpha makes up for their share of the batch. Source: GPG (arXiv
-    2504.02546), accurate gradient estimation, alpha = B / (B - M). verl divides by the responses of nonzero reward.
+    Groups of equal rewards have no gradient; alpha makes up for their share of the batch. Source:
+    GPG (arXiv 2504.02546), accurate gradient estimation, alpha = B / (B - M). verl divides by the
+    responses of nonzero reward.
     """
     rewards = inputs.response_rewards
     counted = (inputs.per_prompt(rewards, "max") != inputs.per_prompt(rewards, "min")).sum()
@@ -239,8 +270,8 @@ def gpg(inputs: EstimatorInputs) -> Estimate:
 
 
 def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Estimate:
-    """Return R - mean of the group on each token, whitened over the tokens of the batch. Source: REINFORCE++ (arXiv
-    2501.03262), the variant with a group's mean as baseline."""
+    """Return R - mean of the group on each token, whitened over the tokens of the batch. Source:
+    REINFORCE++ (arXiv 2501.03262), the variant with a group's mean as baseline."""
     return Estimate(whiten(inputs.per_token(_centred(inputs))))
 
 
@@ -248,7 +279,8 @@ def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Estimate:
 
 
 def reinforce_plus_plus(inputs: EstimatorInputs) -> Estimate:
-    """Return the discounted sum of the rewards from each token on, whitened over the tokens of the batch.
+    """Return the discounted sum of the rewards from each token on, whitened over the tokens of the
+    batch.
 
     Source: REINFORCE++ (arXiv 2501.03262), where the mean over the batch is the baseline.
     """
@@ -257,7 +289,8 @@ def reinforce_plus_plus(inputs: EstimatorInputs) -> Estimate:
 
 
 def remax(inputs: EstimatorInputs) -> Estimate:
-    """Return the sum of the rewards from each token on, less the score of the greedy response to the same prompt.
+    """Return the sum of the rewards from each token on, less the score of the greedy response to
+    the same prompt.
 
     Source: ReMax (arXiv 2310.10505), algorithm 1.
     """

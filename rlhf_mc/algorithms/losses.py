@@ -1,14 +1,14 @@
-"""The losses of actor and critic on the ragged response tokens of one micro-batch. The policy term is in
-policy_losses.py.
+"""The losses of actor and critic on the ragged response tokens of one micro-batch. The policy term
+is in policy_losses.py.
 
-A loss is a weighted *sum*. aggregation_weights computes the weights once for the whole mini-batch (all data-parallel
-ranks, all micro-batches), and each micro-batch uses its slice. The sum over all micro-batches of all ranks is then the
-mini-batch's loss, and the gradient does not depend on the split. A mean within a micro-batch would not add up if
-lengths differ.
+A loss is a weighted *sum*. aggregation_weights computes the weights once for the whole mini-batch
+(all data-parallel ranks, all micro-batches), and each micro-batch uses its slice. The sum over all
+micro-batches of all ranks is then the mini-batch's loss, and the gradient does not depend on the
+split. A mean within a micro-batch would not add up if lengths differ.
 
-Statistics are sums too: over micro-batches and ranks they add up to the values of the mini-batch. Each is a detached
-scalar tensor. `num_tokens` is the number of response tokens of the whole mini-batch. [r] is the number of response
-tokens of this micro-batch.
+Statistics are sums too: over micro-batches and ranks they add up to the values of the mini-batch.
+Each is a detached scalar tensor. `num_tokens` is the number of response tokens of the whole
+mini-batch. [r] is the number of response tokens of this micro-batch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,27 @@ from rlhf_mc.config.algorithm_schema import KLLossType, LossAggMode
 
 
 def aggregation_weights(
-    response_lens: torch.Tensor, mode: LossAggMode, scale_factor: int | None = None, kept: torch.Tensor | None = None
+    response_lens: torch.Tensor,
+    mode: LossAggMode,
+    scale_factor: int | None = None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weight of each response token of the WHOLE mini-batch, such that loss = sum_t weight_t * loss_t.
+    """Return the weight of each response token of the WHOLE mini-batch, such that loss = sum_t
+    weight_t * loss_t.
 
-    response_lens: [S] integers, each at least 1, of the mini-batch over all ranks. The result is [R] float32, sequence
-    after sequence: 1 / R for token-mean, 1 / S for seq-mean-token-sum, 1 / (S * len_s) for seq-mean-token-mean, and
-    1 / (S * scale_factor) for seq-mean-token-sum-norm: Dr. GRPO (arXiv 2503.20783), which divides by a constant.
-    kept: [R] bool. Other tokens have weight 0, and only kept ones, and sequences with such, are counted in R, len_s and
-    S. Without a kept token all weights are 0.
+    response_lens: [S] integers, each at least 1, of the mini-batch over all ranks. The result is
+    [R] float32, sequence after sequence: 1 / R for token-mean, 1 / S for seq-mean-token-sum, 1 / (S
+    * len_s) for seq-mean-token-mean, and
+    1 / (S * scale_factor) for seq-mean-token-sum-norm: Dr. GRPO (arXiv 2503.20783), which divides
+    by a constant.
+    kept: [R] bool. Other tokens have weight 0, and only kept ones, and sequences with such, are
+    counted in R, len_s and S. Without a kept token all weights are 0.
     """
     if kept is not None:
         sequence = torch.repeat_interleave(response_lens)
-        counts = torch.zeros_like(response_lens).index_add(0, sequence, kept.to(response_lens.dtype))
+        counts = torch.zeros_like(response_lens).index_add(
+            0, sequence, kept.to(response_lens.dtype)
+        )
         present = counts > 0
         weights = torch.zeros(len(kept))
         if present.any():
@@ -45,14 +53,18 @@ def aggregation_weights(
     num_sequences = len(response_lens)
     match mode:
         case "token-mean":
-            per_sequence = torch.full_like(response_lens, 1, dtype=torch.float32) / response_lens.sum()
+            per_sequence = (
+                torch.full_like(response_lens, 1, dtype=torch.float32) / response_lens.sum()
+            )
         case "seq-mean-token-sum":
             per_sequence = torch.full_like(response_lens, 1, dtype=torch.float32) / num_sequences
         case "seq-mean-token-mean":
             per_sequence = 1.0 / (num_sequences * response_lens.float())
         case "seq-mean-token-sum-norm":
             assert scale_factor is not None
-            per_sequence = torch.full_like(response_lens, 1, dtype=torch.float32) / (num_sequences * scale_factor)
+            per_sequence = torch.full_like(response_lens, 1, dtype=torch.float32) / (
+                num_sequences * scale_factor
+            )
         case _:
             assert_never(mode)
     return torch.repeat_interleave(per_sequence, response_lens)
@@ -80,13 +92,17 @@ def actor_loss(
     kl_loss_coef: float = 0.0,
     kl_loss_type: KLLossType = "k3",
 ) -> tuple[torch.Tensor, Stats]:
-    """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), and its statistics.
+    """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), and its
+    statistics.
 
-    All terms are aggregated by the weights; a term whose input is None is omitted. Statistics: the ones of policy_loss,
-    loss (the sum), entropy (mean over tokens), entropy_loss and kl_loss (aggregated as the loss, without coefficients).
+    All terms are aggregated by the weights; a term whose input is None is omitted. Statistics: the
+    ones of policy_loss, loss (the sum), entropy (mean over tokens), entropy_loss and kl_loss
+    (aggregated as the loss, without coefficients).
     """
     assert entropy_coeff == 0.0 or inputs.entropy is not None, "an entropy bonus needs the entropy"
-    assert kl_loss_coef == 0.0 or inputs.ref_log_probs is not None, "a KL loss needs the reference's log-probs"
+    assert kl_loss_coef == 0.0 or inputs.ref_log_probs is not None, (
+        "a KL loss needs the reference's log-probs"
+    )
     loss, stats = policy_loss(inputs.policy)
     stats = dict(stats)
     if inputs.entropy is not None:
@@ -96,7 +112,10 @@ def actor_loss(
         stats["entropy"] = inputs.entropy.detach().sum() / inputs.policy.num_tokens
         stats["entropy_loss"] = entropy.detach()
     if inputs.ref_log_probs is not None:
-        kl = (inputs.weights * kl_estimate(inputs.policy.log_probs, inputs.ref_log_probs, kl_loss_type)).sum()
+        kl = (
+            inputs.weights
+            * kl_estimate(inputs.policy.log_probs, inputs.ref_log_probs, kl_loss_type)
+        ).sum()
         loss = loss + kl_loss_coef * kl
         stats["kl_loss"] = kl.detach()
     stats["loss"] = loss.detach()
@@ -114,11 +133,12 @@ def value_loss(
 ) -> tuple[torch.Tensor, Stats]:
     """Return the critic's clipped loss, a scalar, and its statistics. All tensors are [r].
 
-    L = 0.5 * max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) with e = cliprange. Source: OpenAI baselines'
+    L = 0.5 * max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) with e = cliprange. Source:
+    OpenAI baselines'
     ppo2; the maximum keeps the values near the old ones.
 
-    Statistics: vf_loss (aggregated as the loss); vf_clipfrac (share of tokens whose L is raised by the clip);
-    vpred_mean (mean of v).
+    Statistics: vf_loss (aggregated as the loss); vf_clipfrac (share of tokens whose L is raised by
+    the clip); vpred_mean (mean of v).
     """
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     unclipped = (values - returns).square()

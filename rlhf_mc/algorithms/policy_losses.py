@@ -1,10 +1,10 @@
 """The policy losses, on the ragged response tokens of one micro-batch.
 
-A loss is a function of PolicyLossInputs that returns a scalar and its statistics; POLICY_LOSSES has each by its name.
-It is a sum of a number per token times the token's weight, and a statistic is a sum too: over micro-batches and ranks
-they add up to the values of the mini-batch (losses.py). A sequence is never split, so a number per token may depend on
-the other tokens of its sequence. What depends on the whole mini-batch is computed beforehand: a loss may have a
-selection.
+A loss is a function of PolicyLossInputs that returns a scalar and its statistics; POLICY_LOSSES has
+each by its name. It is a sum of a number per token times the token's weight, and a statistic is a
+sum too: over micro-batches and ranks they add up to the values of the mini-batch (losses.py). A
+sequence is never split, so a number per token may depend on the other tokens of its sequence. What
+depends on the whole mini-batch is computed beforehand: a loss may have a selection.
 
 [r] is the number of response tokens of the micro-batch, [R] of the whole mini-batch.
 """
@@ -40,11 +40,13 @@ class PolicyLossInputs:
     sequence: torch.Tensor
     """[r] int64: number of the token's sequence in the mini-batch."""
     num_tokens: int
-    """Response tokens of the whole mini-batch, the divisor of a statistic that is a mean over tokens."""
+    """Response tokens of the whole mini-batch, the divisor of a statistic that is a mean over
+    tokens."""
     num_sequences: int
     """Sequences of the whole mini-batch."""
     selected: torch.Tensor | None = None
-    """[r] bool: tokens that the loss's selection has chosen; None for a loss without a selection."""
+    """[r] bool: tokens that the loss's selection has chosen; None for a loss without a
+    selection."""
     clip_low: float = 0.2
     """actor.clip_ratio_low."""
     clip_high: float = 0.2
@@ -69,19 +71,24 @@ class PolicyLossInputs:
         counts = x.new_zeros(self.num_sequences).index_add(0, self.sequence, torch.ones_like(x))
         return (sums / counts.clamp(min=1))[self.sequence]
 
-    def result(self, token_loss: torch.Tensor, **token_stats: torch.Tensor) -> tuple[torch.Tensor, Stats]:
-        """Return the weighted sum of the token losses [r] and, as statistics, pg_loss (the same), ppo_kl (mean over
-        tokens of old - log_prob) and the means over tokens of token_stats [r]."""
+    def result(
+        self, token_loss: torch.Tensor, **token_stats: torch.Tensor
+    ) -> tuple[torch.Tensor, Stats]:
+        """Return the weighted sum of the token losses [r] and, as statistics, pg_loss (the same),
+        ppo_kl (mean over tokens of old - log_prob) and the means over tokens of token_stats [r]."""
         loss = (self.weights * token_loss).sum()
         kl = self.old_log_probs - self.log_probs.detach()
-        means = {name: x.sum() / self.num_tokens for name, x in {**token_stats, "ppo_kl": kl}.items()}
+        means = {
+            name: x.sum() / self.num_tokens for name, x in {**token_stats, "ppo_kl": kl}.items()
+        }
         return loss, {"pg_loss": loss.detach(), **means}
 
 
 PolicyLossFunction = Callable[[PolicyLossInputs], tuple[torch.Tensor, Stats]]
 Selection = Callable[[torch.Tensor, torch.Tensor, PolicyLossConfig, torch.Generator], torch.Tensor]
-"""(old log-probs [R], advantages [R], settings, random draws of the step) -> bool [R]: the selected tokens. All [R]
-tensors are on the host and of the whole mini-batch, so that the choice does not depend on its split."""
+"""(old log-probs [R], advantages [R], settings, random draws of the step) -> bool [R]: the selected
+tokens. All [R] tensors are on the host and of the whole mini-batch, so that the choice does not
+depend on its split."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,8 @@ class PolicyLoss:
     function: PolicyLossFunction
     selection: Selection | None = None
     has_geometric_weights: bool = False
-    """An importance weight is the geometric mean over the tokens of the sequence, as the ratio is."""
+    """An importance weight is the geometric mean over the tokens of the sequence, as the ratio
+    is."""
 
 
 def vanilla(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
@@ -100,8 +108,8 @@ def vanilla(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     r = exp(log_ratio);  L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));  where A < 0 also L <= -A clip_c.
     Sources: arXiv 1707.06347 eq. 7; dual clip: arXiv 1912.09729 eq. 5; separate ranges: arXiv 2503.14476.
 
-    Statistics: pg_clipfrac (share of tokens whose L is raised by the clip range); pg_clipfrac_lower (share whose L is
-    lowered by the dual clip).
+    Statistics: pg_clipfrac (share of tokens whose L is raised by the clip range); pg_clipfrac_lower
+    (share whose L is lowered by the dual clip).
     """
     unclipped, clipped = _surrogates(inputs, inputs.log_ratio.exp())
     surrogate = torch.maximum(unclipped, clipped)
@@ -109,32 +117,40 @@ def vanilla(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     negative = inputs.advantages < 0
     token_loss = torch.where(negative, torch.minimum(surrogate, ceiling), surrogate)
     return inputs.result(
-        token_loss, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=negative & (surrogate > ceiling)
+        token_loss,
+        pg_clipfrac=clipped > unclipped,
+        pg_clipfrac_lower=negative & (surrogate > ceiling),
     )
 
 
 def gspo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
-    """Return the clipped surrogate loss with one ratio per sequence: s = exp(mean over its tokens of log_ratio).
+    """Return the clipped surrogate loss with one ratio per sequence: s = exp(mean over its tokens
+    of log_ratio).
 
-    L = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)) on each token, where the gradient of s is s * grad log_prob
-    of the token itself: GSPO-token, equal to GSPO if a sequence's advantages are equal. Source: GSPO (arXiv
-    2507.18071), sections 4.1 and 4.3. For actor.loss_agg_mode seq-mean-token-mean. The log-ratios are not clamped one
-    by one; a mean above 10 is 10, without a gradient. Statistic: pg_clipfrac.
+    L = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)) on each token, where the gradient of s is
+    s * grad log_prob of the token itself: GSPO-token, equal to GSPO if a sequence's advantages are
+    equal. Source: GSPO (arXiv 2507.18071), sections 4.1 and 4.3. For actor.loss_agg_mode
+    seq-mean-token-mean. The log-ratios are not clamped one by one; a mean above 10 is 10, without a
+    gradient. Statistic: pg_clipfrac.
     """
     log_probs = inputs.log_probs.detach()
     mean = inputs.sequence_means(log_probs - inputs.old_log_probs)
-    log_ratio = mean + (inputs.log_probs - log_probs)  # the difference, which is 0, first: a sum would round the mean
+    # the difference, which is 0, first: a sum would round the mean
+    log_ratio = mean + (inputs.log_probs - log_probs)
     unclipped, clipped = _surrogates(inputs, log_ratio.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp())
     return inputs.result(torch.maximum(unclipped, clipped), pg_clipfrac=clipped > unclipped)
 
 
 def geo_mean(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
-    """Return -A s for each sequence, s = exp(mean over its tokens of the clipped log_ratio), A the mean advantage.
+    """Return -A s for each sequence, s = exp(mean over its tokens of the clipped log_ratio), A the
+    mean advantage.
 
-    The log-ratio of a token is clipped to [-clip_low, clip_high] where that lowers the objective: from above for A > 0,
-    from below for A < 0. Source: GMPO (arXiv 2507.20673), eq. 4. For actor.loss_agg_mode seq-mean-token-mean.
+    The log-ratio of a token is clipped to [-clip_low, clip_high] where that lowers the objective:
+    from above for A > 0, from below for A < 0. Source: GMPO (arXiv 2507.20673), eq. 4. For
+    actor.loss_agg_mode seq-mean-token-mean.
 
-    Statistics: pg_clipfrac and pg_clipfrac_lower (shares of tokens clipped from above and from below).
+    Statistics: pg_clipfrac and pg_clipfrac_lower (shares of tokens clipped from above and from
+    below).
     """
     log_ratio = inputs.log_ratio
     above = (inputs.advantages > 0) & (log_ratio > inputs.clip_high)
@@ -147,10 +163,12 @@ def geo_mean(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
 def sapo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     """Return -A (4 / tau) sigmoid(tau (r - 1)), where tau is tau_pos for A > 0, else tau_neg.
 
-    At r = 1 its gradient is the gradient of -A r; far from it the gradient fades, with a larger tau sooner. Source:
-    SAPO (arXiv 2511.20347), section 3. For actor.loss_agg_mode seq-mean-token-mean.
+    At r = 1 its gradient is the gradient of -A r; far from it the gradient fades, with a larger tau
+    sooner. Source: SAPO (arXiv 2511.20347), section 3. For actor.loss_agg_mode seq-mean-token-mean.
     """
-    tau = torch.full_like(inputs.advantages, inputs.tau_neg).masked_fill_(inputs.advantages > 0, inputs.tau_pos)
+    tau = torch.full_like(inputs.advantages, inputs.tau_neg).masked_fill_(
+        inputs.advantages > 0, inputs.tau_pos
+    )
     gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * (4.0 / tau)
     return inputs.result(-inputs.advantages * gate)
 
@@ -158,12 +176,14 @@ def sapo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
 def cispo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     """Return -A clip(r, 1 - clip_low, 1 + clip_high) log_prob, without a gradient through r.
 
-    Clipped tokens keep a gradient. Source: CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5. Statistic:
-    pg_clipfrac (share of tokens whose r is clipped).
+    Clipped tokens keep a gradient. Source: CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5.
+    Statistic: pg_clipfrac (share of tokens whose r is clipped).
     """
     ratio = inputs.log_ratio.detach().exp()
     clipped = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high)
-    return inputs.result(-inputs.advantages * clipped * inputs.log_probs, pg_clipfrac=clipped != ratio)
+    return inputs.result(
+        -inputs.advantages * clipped * inputs.log_probs, pg_clipfrac=clipped != ratio
+    )
 
 
 def gpg(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
@@ -174,8 +194,8 @@ def gpg(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
 def clip_cov(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     """Return PPO's clipped surrogate loss, 0 for the selected tokens.
 
-    Source: Clip-Cov, "The Entropy Mechanism of Reinforcement Learning" (arXiv 2505.22617), section 4. Statistic:
-    pg_clipfrac (share of selected tokens).
+    Source: Clip-Cov, "The Entropy Mechanism of Reinforcement Learning" (arXiv 2505.22617), section
+    4. Statistic: pg_clipfrac (share of selected tokens).
     """
     assert inputs.selected is not None
     token_loss = torch.maximum(*_surrogates(inputs, inputs.log_ratio.exp()))
@@ -185,39 +205,53 @@ def clip_cov(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
 def kl_cov(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     """Return -A r, plus kl_coef * |log_ratio| for the selected tokens.
 
-    Source: KL-Cov, "The Entropy Mechanism of Reinforcement Learning" (arXiv 2505.22617), section 4. Statistic:
-    pg_clipfrac (share of selected tokens).
+    Source: KL-Cov, "The Entropy Mechanism of Reinforcement Learning" (arXiv 2505.22617), section 4.
+    Statistic: pg_clipfrac (share of selected tokens).
     """
     assert inputs.selected is not None
     log_ratio = inputs.log_ratio
     penalty = torch.where(inputs.selected, inputs.kl_coef * log_ratio.abs(), 0.0)
-    return inputs.result(-inputs.advantages * log_ratio.exp() + penalty, pg_clipfrac=inputs.selected)
+    return inputs.result(
+        -inputs.advantages * log_ratio.exp() + penalty, pg_clipfrac=inputs.selected
+    )
 
 
 def covariances(old_log_probs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Return (A - mean A) * (log_prob - mean log_prob) of each token: [R] float64. Means are over the mini-batch."""
+    """Return (A - mean A) * (log_prob - mean log_prob) of each token: [R] float64. Means are over
+    the mini-batch."""
     advantages = advantages.double()
     log_probs = old_log_probs.double()
     return (advantages - advantages.mean()) * (log_probs - log_probs.mean())
 
 
 def select_in_band(
-    old_log_probs: torch.Tensor, advantages: torch.Tensor, settings: PolicyLossConfig, draws: torch.Generator
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    settings: PolicyLossConfig,
+    draws: torch.Generator,
 ) -> torch.Tensor:
-    """Return a random choice of tokens with a covariance between clip_cov_lb and clip_cov_ub: bool [R].
+    """Return a random choice of tokens with a covariance between clip_cov_lb and clip_cov_ub: bool
+    [R].
 
-    Their number is clip_cov_ratio of all tokens, at least 1, or all in the band if these are fewer."""
+    Their number is clip_cov_ratio of all tokens, at least 1, or all in the band if these are
+    fewer."""
     covariance = covariances(old_log_probs, advantages)
-    inside = ((covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)).nonzero()[:, 0]
+    inside = ((covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)).nonzero()[
+        :, 0
+    ]
     count = max(1, int(settings.clip_cov_ratio * len(covariance)))
     chosen = inside[torch.randperm(len(inside), generator=draws)[:count]]
     return torch.zeros(len(covariance), dtype=torch.bool).index_fill_(0, chosen, True)
 
 
 def select_highest(
-    old_log_probs: torch.Tensor, advantages: torch.Tensor, settings: PolicyLossConfig, draws: torch.Generator
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    settings: PolicyLossConfig,
+    draws: torch.Generator,
 ) -> torch.Tensor:
-    """Return the tokens of the highest covariance: kl_cov_ratio of all tokens, at least 1. bool [R]."""
+    """Return the tokens of the highest covariance: kl_cov_ratio of all tokens, at least 1. bool
+    [R]."""
     covariance = covariances(old_log_probs, advantages)
     chosen = covariance.topk(max(1, int(settings.kl_cov_ratio * len(covariance)))).indices
     return torch.zeros(len(covariance), dtype=torch.bool).index_fill_(0, chosen, True)
@@ -237,6 +271,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def _surrogates(inputs: PolicyLossInputs, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PPO's two losses of each token, with the ratio and with the clipped ratio: each [r]."""
+    """Return PPO's two losses of each token, with the ratio and with the clipped ratio: each
+    [r]."""
     clipped = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high)
     return -inputs.advantages * ratio, -inputs.advantages * clipped

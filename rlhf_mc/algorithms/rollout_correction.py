@@ -1,10 +1,11 @@
-"""The correction of a batch that was sampled by another distribution than the trainer's: importance weights, rejection,
-and measures of the difference.
+"""The correction of a batch that was sampled by another distribution than the trainer's: importance
+weights, rejection, and measures of the difference.
 
-The engine that generates computes log-probs with other kernels and roundings than the trainer, and so samples from a
-slightly different policy. rho = p_trainer / p_rollout of a sampled token, clamped to e^+-20. All tensors are of the
-whole batch, which every rank has: [R] response tokens, sequence after sequence, of response_lens [S]. Metrics have
-verl's names and formulas, without "rollout_corr/".
+The engine that generates computes log-probs with other kernels and roundings than the trainer, and
+so samples from a slightly different policy. rho = p_trainer / p_rollout of a sampled token, clamped
+to e^+-20. All tensors are of the whole batch, which every rank has: [R] response tokens, sequence
+after sequence, of response_lens [S]. Metrics have verl's names and formulas, without
+"rollout_corr/".
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from rlhf_mc.algorithms.kl import LOG_RATIO_BOUND
 from rlhf_mc.config.algorithm_schema import RejectionStatistic, RolloutCorrectionConfig
 
 SMALLEST_MEAN = 1e-8
-"""Weights of a smaller mean are not divided by it; verl's constant. At the bound e^-20 a weight says nothing."""
+"""Weights of a smaller mean are not divided by it; verl's constant. At the bound e^-20 a weight
+says nothing."""
 
 
 def importance_weights(
     log_ratio: torch.Tensor, response_lens: torch.Tensor, cfg: RolloutCorrectionConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return min(rho, rollout_is_threshold) of each token: [R] float32, and metrics. log_ratio: [R], log rho.
+    """Return min(rho, rollout_is_threshold) of each token: [R] float32, and metrics. log_ratio:
+    [R], log rho.
 
-    rho of a token (rollout_is: token) is biased and has a low variance. rho of its sequence (sequence), the product
-    over its tokens, is unbiased. The bound limits the variance: truncated importance sampling (Ionides 2008; Espeholt
-    et al. 2018, arXiv 1802.01561, section 4.1). With rollout_is_batch_normalize the mean is 1, over tokens or over
-    sequences, unless it is below 1e-8.
+    rho of a token (rollout_is: token) is biased and has a low variance. rho of its sequence
+    (sequence), the product over its tokens, is unbiased. The bound limits the variance: truncated
+    importance sampling (Ionides 2008; Espeholt et al. 2018, arXiv 1802.01561, section 4.1). With
+    rollout_is_batch_normalize the mean is 1, over tokens or over sequences, unless it is below
+    1e-8.
     """
     of_sequence = cfg.rollout_is == "sequence"
     log_rho = log_ratio.double()
@@ -55,15 +59,17 @@ def _weight_metrics(
 ) -> dict[str, float]:
     """Return metrics of importance weights before they are divided by their mean.
 
-    rho and bounded, rho with its upper bound: [R], or [S] with rollout_is: sequence. weights: the latter of each token,
-    [R]. mean, std and eff_sample_size, which is mean(w)^2 / mean(w^2), are over tokens. max and min of a sequence's rho
-    are those before the bound. ..._fraction_{high,low} are the shares of rho, and of its mean in a sequence, above the
-    threshold and below its reciprocal.
+    rho and bounded, rho with its upper bound: [R], or [S] with rollout_is: sequence. weights: the
+    latter of each token, [R]. mean, std and eff_sample_size, which is mean(w)^2 / mean(w^2), are
+    over tokens. max and min of a sequence's rho are those before the bound. ..._fraction_{high,low}
+    are the shares of rho, and of its mean in a sequence, above the threshold and below its
+    reciprocal.
     """
     of_sequence = cfg.rollout_is == "sequence"
     extremes = rho if of_sequence else bounded
     seq_rho, seq = (
-        x if of_sequence else torch.segment_reduce(x, "mean", lengths=response_lens) for x in (rho, bounded)
+        x if of_sequence else torch.segment_reduce(x, "mean", lengths=response_lens)
+        for x in (rho, bounded)
     )
     high = cfg.rollout_is_threshold
     low = 1 / high
@@ -95,14 +101,16 @@ def geometric_means(weights: torch.Tensor, response_lens: torch.Tensor) -> torch
 def kept_tokens(
     log_ratio: torch.Tensor, response_lens: torch.Tensor, cfg: RolloutCorrectionConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the tokens that no criterion rejects: [R] bool, and metrics of each statistic, and the shares of tokens,
-    and of sequences with such, that it rejects, and that all criteria reject.
+    """Return the tokens that no criterion rejects: [R] bool, and metrics of each statistic, and the
+    shares of tokens, and of sequences with such, that it rejects, and that all criteria reject.
 
-    A criterion of rollout_rs rejects where its statistic exceeds its threshold: tokens one by one (token_*) or whole
-    sequences by the sum, mean or maximum over their tokens (seq_*). The statistic of a token is k1 = -log rho,
-    k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log rho clamped to +-20. The threshold x of k1 is meant as
-    1 / x <= rho <= x, or rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence with a token of rho
-    below rollout_token_veto_threshold.
+    A criterion of rollout_rs rejects where its statistic exceeds its threshold: tokens one by one
+    (token_*) or whole sequences by the sum, mean or maximum over their tokens (seq_*). The
+    statistic of a token is k1 = -log rho,
+    k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log rho clamped to +-20. The threshold x of
+    k1 is meant as
+    1 / x <= rho <= x, or rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence
+    with a token of rho below rollout_token_veto_threshold.
     """
     log_ratio = log_ratio.double()
     kept = torch.ones(len(log_ratio), dtype=torch.bool)
@@ -127,7 +135,9 @@ def kept_tokens(
     return kept, metrics | _masked_fractions("rollout_rs", kept, response_lens)
 
 
-def _masked_fractions(prefix: str, kept: torch.Tensor, response_lens: torch.Tensor) -> dict[str, float]:
+def _masked_fractions(
+    prefix: str, kept: torch.Tensor, response_lens: torch.Tensor
+) -> dict[str, float]:
     """Return the shares of tokens that are not kept, and of sequences with such a token."""
     masked = (~kept).double()
     in_sequences = torch.segment_reduce(masked, "max", lengths=response_lens)
@@ -140,12 +150,14 @@ def _masked_fractions(prefix: str, kept: torch.Tensor, response_lens: torch.Tens
 def mismatch_metrics(
     log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_lens: torch.Tensor
 ) -> dict[str, float]:
-    """Return measures of the difference between the log-probs of the trainer [R] and of the rollout [R].
+    """Return measures of the difference between the log-probs of the trainer [R] and of the rollout
+    [R].
 
-    kl: mean over tokens of -log rho; k3_kl: of rho - 1 - log rho. Both estimate KL(rollout, trainer), in nats.
-    {training,rollout}_log_ppl: -mean log-prob of a sequence, averaged over sequences; _ppl: of its exponential, the
-    perplexity. log_ppl_diff: the difference of the former, trainer less rollout; ppl_ratio: the ratio of the latter.
-    chi2_token, chi2_seq: mean of rho^2 - 1 over tokens and, with the product of rho, over sequences.
+    kl: mean over tokens of -log rho; k3_kl: of rho - 1 - log rho. Both estimate KL(rollout,
+    trainer), in nats. {training,rollout}_log_ppl: -mean log-prob of a sequence, averaged over
+    sequences; _ppl: of its exponential, the perplexity. log_ppl_diff: the difference of the former,
+    trainer less rollout; ppl_ratio: the ratio of the latter. chi2_token, chi2_seq: mean of rho^2 -
+    1 over tokens and, with the product of rho, over sequences.
     """
     trainer = log_probs.double()
     rollout = rollout_log_probs.double()
@@ -166,7 +178,10 @@ def mismatch_metrics(
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": difference.exp().mean(),
         "chi2_token": _exp(log_ratio).square().mean() - 1.0,
-        "chi2_seq": _exp(torch.segment_reduce(log_ratio, "sum", lengths=response_lens)).square().mean() - 1.0,
+        "chi2_seq": _exp(torch.segment_reduce(log_ratio, "sum", lengths=response_lens))
+        .square()
+        .mean()
+        - 1.0,
     }
     return {name: float(value) for name, value in metrics.items()}
 
@@ -174,8 +189,8 @@ def mismatch_metrics(
 def _statistic(
     name: RejectionStatistic, log_ratio: torch.Tensor, response_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the statistic of a criterion, of each token or of each token's sequence: [R]; and of sequences: [S], for
-    token_* their means."""
+    """Return the statistic of a criterion, of each token or of each token's sequence: [R]; and of
+    sequences: [S], for token_* their means."""
     level, _, kind = name.rpartition("_")
     clamped = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     # In the sum and the mean of k1, which is -log rho, tokens of opposite signs cancel.
@@ -193,8 +208,8 @@ def _statistic_metrics(
     judged: torch.Tensor,
     bounds: tuple[float, float],
 ) -> dict[str, float]:
-    """Return metrics of a criterion's statistic of tokens [R] and of sequences [S]. judged: the one of both that is
-    compared with the bounds. std is of the statistic clamped to them."""
+    """Return metrics of a criterion's statistic of tokens [R] and of sequences [S]. judged: the one
+    of both that is compared with the bounds. std is of the statistic clamped to them."""
     low, high = bounds
     metrics = {
         "mean": statistic.mean(),

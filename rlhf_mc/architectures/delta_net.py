@@ -1,6 +1,7 @@
 """Gated delta nets (qwen3_next): their keys of config.json. No torch here.
 
-A layer has key heads and, for each, equally many value heads, each with a state [key dimensions, value dimensions].
+A layer has key heads and, for each, equally many value heads, each with a state [key dimensions,
+value dimensions].
 """
 
 from __future__ import annotations
@@ -26,12 +27,20 @@ def delta_net_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(size(config, "num_hidden_layers"))
     interval = size(config, "full_attention_interval")
     types = config.get("layer_types") or [_TYPES[(layer + 1) % interval == 0] for layer in layers]
-    if not isinstance(types, list) or len(types) != len(layers) or any(kind not in _TYPES for kind in types):
-        raise refused("layer_types", types, f"expected {len(layers)} times {' or '.join(map(repr, _TYPES))}")
+    if (
+        not isinstance(types, list)
+        or len(types) != len(layers)
+        or any(kind not in _TYPES for kind in types)
+    ):
+        raise refused(
+            "layer_types", types, f"expected {len(layers)} times {' or '.join(map(repr, _TYPES))}"
+        )
     key_heads = size(config, "linear_num_key_heads")
     value_heads = size(config, "linear_num_value_heads")
     if value_heads % key_heads:
-        raise refused("linear_num_value_heads", value_heads, f"expected a multiple of {key_heads} key heads")
+        raise refused(
+            "linear_num_value_heads", value_heads, f"expected a multiple of {key_heads} key heads"
+        )
     return {
         "linear_layers": tuple(layer for layer in layers if types[layer] == _TYPES[0]),
         "linear_key_heads": key_heads,
@@ -46,7 +55,9 @@ def check_gated_attention(config: Mapping[str, Any]) -> None:
     """Raise UserError for a value that vLLM's model does not follow."""
     for key in ("attention_bias", "qkv_bias"):
         if flag(config, key):
-            raise refused(key, True, "transformers and vLLM add it to different projections: expected false")
+            raise refused(
+                key, True, "transformers and vLLM add it to different projections: expected false"
+            )
     if flag(config, "tie_word_embeddings"):
         raise refused("tie_word_embeddings", True, "vLLM's model has a head of its own")
     size(config, "shared_expert_intermediate_size")

@@ -1,7 +1,8 @@
-"""The model families: traits of each, and how its config.json and its checkpoints differ from others.
+"""The model families: traits of each, and how its config.json and its checkpoints differ from
+others.
 
-A new family is an entry in FAMILIES. A new trait is a field of Traits; parameters.py or models/ then reads it from the
-ModelShape (spec.py). A new parameter is a row in parameters.py.
+A new family is an entry in FAMILIES. A new trait is a field of Traits; parameters.py or models/
+then reads it from the ModelShape (spec.py). A new parameter is a row in parameters.py.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from rlhf_mc.architectures.gpt_oss_config import DEFAULT_ROPE, check_gpt_oss
 from rlhf_mc.architectures.hf_config import flag
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
-"""Activation functions, by transformers' names, and gpt_oss': g sigmoid(1.702 g) (1 + clamp(up, -7, 7)), where g is
-min(gate, 7). models/gpt_model.py has the function of each."""
+"""Activation functions, by transformers' names, and gpt_oss': g sigmoid(1.702 g) (1 + clamp(up, -7,
+7)), where g is min(gate, 7). models/gpt_model.py has the function of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +29,16 @@ class Traits:
     o_bias: bool = False
     """The projection of the attention's output has a bias."""
     mlp_bias: bool = False
-    """The projections of the feed-forward network have biases; of a mixture of experts also the router."""
+    """The projections of the feed-forward network have biases; of a mixture of experts also the
+    router."""
     qk_norm: bool = False
     """Each head's query and key are normalised (RMSNorm)."""
     attention_gate: bool = False
-    """The attention's output is multiplied by the sigmoid of gates. q_proj has for each head the rows of its query,
-    then those of its gate."""
+    """The attention's output is multiplied by the sigmoid of gates. q_proj has for each head the
+    rows of its query, then those of its gate."""
     sinks: bool = False
-    """Each head has a sink: a trained logit beside those of the keys, whose probability goes to no value."""
+    """Each head has a sink: a trained logit beside those of the keys, whose probability goes to no
+    value."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight."""
     scaled_embeddings: bool = False
@@ -43,8 +46,8 @@ class Traits:
     shared_expert_gate: bool = False
     """The shared expert's output is multiplied by the sigmoid of a gate, one for each token."""
     sigmoid_router: bool = False
-    """A token's experts have the largest sigmoids plus a correction bias without a gradient; their weights are the
-    sigmoids."""
+    """A token's experts have the largest sigmoids plus a correction bias without a gradient; their
+    weights are the sigmoids."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class Family:
     rope: Mapping[str, Any] | None = None
     """Value of rope_parameters where config.json has neither it nor rope_scaling."""
     rotary_fraction: float = 1.0
-    """Value of partial_rotary_factor where config.json has none; 1: the family's heads are rotated whole."""
+    """Value of partial_rotary_factor where config.json has none; 1: the family's heads are rotated
+    whole."""
     check: Callable[[Mapping[str, Any]], None] = lambda config: None
     """Further checks of config.json, which raise UserError."""
     has_latents: bool = False
@@ -98,7 +102,9 @@ class Family:
 
     def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return every trait of the model that a config.json describes, by name."""
-        return asdict(self.traits) | {trait: flag(config, key) for trait, key in self.config_traits.items()}
+        return asdict(self.traits) | {
+            trait: flag(config, key) for trait, key in self.config_traits.items()
+        }
 
 
 _ATTENTION_BIAS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
@@ -200,7 +206,9 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        Traits(qk_norm=True, attention_gate=True, zero_centered_norms=True, shared_expert_gate=True),
+        Traits(
+            qk_norm=True, attention_gate=True, zero_centered_norms=True, shared_expert_gate=True
+        ),
         is_moe=True,
         expert_names=ExpertNames(shared="shared_expert"),
         defaults={
@@ -216,19 +224,30 @@ FAMILIES = {
         check=check_gated_attention,
         has_delta_nets=True,
     ),
-    "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "mistral": Family(
+        "MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}
+    ),
     "gemma": Family(
         "GemmaForCausalLM",
         Traits(zero_centered_norms=True, scaled_embeddings=True),
         config_traits=_ATTENTION_BIAS,
-        # The first published configurations say "gelu" and mean the tanh approximation, as vLLM reads them.
+        # The first published configurations say "gelu" and mean the tanh approximation, as vLLM
+        # reads them.
         activations={_GELU: _GELU, "gelu": _GELU},
-        defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": _GELU, "num_key_value_heads": 16},
+        defaults={
+            "tie_word_embeddings": True,
+            "head_dim": 256,
+            "hidden_act": _GELU,
+            "num_key_value_heads": 16,
+        },
     ),
 }
 
 
-_IMAGES = "vLLM has it as a part of a model of images and text, which needs torchvision, and it is not supported"
+_IMAGES = (
+    "vLLM has it as a part of a model of images and text, which needs torchvision, and it is not "
+    "supported"
+)
 REFUSED = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _IMAGES)
 """Other values of model_type -> the reason why no family here computes them."""
 SAME_FAMILY = {"kimi_k2": "deepseek_v3"}

@@ -1,5 +1,5 @@
-"""Checks of a gpt_oss model's config.json, beside those of hf_config.py: vLLM's model has no setting for what is fixed
-here.
+"""Checks of a gpt_oss model's config.json, beside those of hf_config.py: vLLM's model has no
+setting for what is fixed here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,29 @@ DEFAULT_ROPE = {
 def check_gpt_oss(config: Mapping[str, Any]) -> None:
     """Raise UserError for a value that vLLM's model does not follow, and for quantized weights."""
     if config.get("quantization_config") is not None:
-        read = "from_pretrained(DIR, dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True))"
+        read = (
+            "from_pretrained(DIR, dtype='bfloat16', "
+            "quantization_config=Mxfp4Config(dequantize=True))"
+        )
         write = f"GptOssForCausalLM.{read}.save_pretrained(OUT, save_original_format=False)"
         wanted = f"mxfp4 weights are not read; transformers writes bfloat16 ones: {write}"
         raise refused("quantization_config", config["quantization_config"], wanted)
     if not flag(config, "attention_bias"):
-        raise refused("attention_bias", config["attention_bias"], "vLLM's model has biases: expected true")
+        raise refused(
+            "attention_bias", config["attention_bias"], "vLLM's model has biases: expected true"
+        )
     if flag(config, "tie_word_embeddings"):
-        raise refused("tie_word_embeddings", True, "vLLM's model has a head of its own: expected false")
+        raise refused(
+            "tie_word_embeddings", True, "vLLM's model has a head of its own: expected false"
+        )
     size(config, "sliding_window")
     types = config.get("layer_types")
-    if types is not None and types != [_TYPES[layer % 2] for layer in range(size(config, "num_hidden_layers"))]:
-        raise refused("layer_types", types, f"vLLM alternates, one per layer: {', '.join(_TYPES)}, ...")
+    if types is not None and types != [
+        _TYPES[layer % 2] for layer in range(size(config, "num_hidden_layers"))
+    ]:
+        raise refused(
+            "layer_types", types, f"vLLM alternates, one per layer: {', '.join(_TYPES)}, ..."
+        )
     _check_rope(config)
 
 

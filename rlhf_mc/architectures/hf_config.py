@@ -1,8 +1,9 @@
-"""The keys of config.json, older spellings included, for trainer, planner and converters. vLLM reads the same file.
+"""The keys of config.json, older spellings included, for trainer, planner and converters. vLLM
+reads the same file.
 
-A key that transformers or vLLM reads for a supported family is in exactly one of three tables: SUPPORTED (ModelShape
-follows it), RESTRICTED (some values are supported, any other is an error), IGNORED (it changes no computation here).
-Keys that neither library reads may have any value.
+A key that transformers or vLLM reads for a supported family is in exactly one of three tables:
+SUPPORTED (ModelShape follows it), RESTRICTED (some values are supported, any other is an error),
+IGNORED (it changes no computation here). Keys that neither library reads may have any value.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class Restriction:
 
 ROTATED = Restriction((1,), "partial rotary embeddings differ between transformers and vLLM")
 _CAUSAL = "attention is causal"
-_QUANTIZED = Restriction((), "convert quantized weights to bfloat16, float16 or float32, and leave the key out")
+_QUANTIZED = Restriction(
+    (), "convert quantized weights to bfloat16, float16 or float32, and leave the key out"
+)
 _NOAUX = "experts are chosen by sigmoids and a correction bias"
 _SPARSE = Restriction((), "attention is full", LATENT)
 _NESTED = Restriction((), "the model must be a plain language model")
@@ -114,16 +117,25 @@ RESTRICTED: Mapping[str, Restriction] = {
     "head_dtype": Restriction(("model",), "the head has the dtype of the other weights"),
     "n_group": Restriction((1,), "experts are chosen among all", GLM),
     "topk_group": Restriction((1,), "experts are chosen among all", GLM),
-    **{f"index_{x}": _SPARSE for x in ("head_dim", "n_heads", "skip_topk_offset", "topk", "topk_freq", "topk_pattern")},
+    **{
+        f"index_{x}": _SPARSE
+        for x in ("head_dim", "n_heads", "skip_topk_offset", "topk", "topk_freq", "topk_pattern")
+    },
     "indexer_rope_interleave": _SPARSE,
-    "moe_layer_freq": Restriction((1,), "all layers after the first dense ones have experts", LATENT),
+    "moe_layer_freq": Restriction(
+        (1,), "all layers after the first dense ones have experts", LATENT
+    ),
     "moe_router_dtype": Restriction(("float32",), "routers compute in float32", LATENT),
     "scoring_func": Restriction(("sigmoid",), _NOAUX, LATENT),
     "topk_method": Restriction(("noaux_tc",), _NOAUX, LATENT),
     "attn_output_gate": Restriction((True,), "attention has an output gate", HYBRID),
     "layer_scale": Restriction((False,), "the outputs of layers are not scaled", HYBRID),
-    "output_gate_type": Restriction(("silu", "swish"), "transformers gates a delta net's output by silu", HYBRID),
-    "qk_norm": Restriction((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
+    "output_gate_type": Restriction(
+        ("silu", "swish"), "transformers gates a delta net's output by silu", HYBRID
+    ),
+    "qk_norm": Restriction(
+        (False,), "the family has no norms of queries and keys", frozenset({"qwen2"})
+    ),
     "rotary_pct": ROTATED,
     "router_jitter_noise": Restriction((0,), "vLLM does not add it to the router's inputs"),
     "rotary_emb_fraction": ROTATED,
@@ -139,7 +151,9 @@ RESTRICTED: Mapping[str, Restriction] = {
     "swiglu_alpha": Restriction((1.702,), "vLLM and Megatron-Core compute no other"),
     "swiglu_limit": Restriction((7,), "vLLM computes no other"),
     "target_layer_count": Restriction((), "draft models are not supported"),
-    "shared_expert_intermediate_size": Restriction((0,), "shared experts are not supported", frozenset({"qwen3_moe"})),
+    "shared_expert_intermediate_size": Restriction(
+        (0,), "shared experts are not supported", frozenset({"qwen3_moe"})
+    ),
     "speculators_config": Restriction((), "draft models are not supported"),
     "quantization_config": _QUANTIZED,
     "compression_config": _QUANTIZED,
@@ -175,7 +189,10 @@ _LABELS = "labels of a classifier; score.weight has their number"
 _TOKENS = "stop tokens come from the tokenizer and generation_config.json"
 _HOW = "it selects an implementation in transformers, with the same result"
 _LIBRARY = "metadata of transformers"
-_MTP = "layers of multi-token prediction, which no pass here uses; an export has those of its initial checkpoint"
+_MTP = (
+    "layers of multi-token prediction, which no pass here uses; an export has those of its initial "
+    "checkpoint"
+)
 _EXPERT_NAMES = "vLLM reads it for models without num_experts"
 
 IGNORED: Mapping[str, str] = {
@@ -209,8 +226,13 @@ IGNORED: Mapping[str, str] = {
     "output_attentions": _OUTPUT,
     "output_hidden_states": _OUTPUT,
     "output_router_logits": _OUTPUT,
-    "pad_token_id": "sequences are packed, so no token has this id; transformers drops the gradient of its row",
-    "pretraining_tp": "transformers no longer reads it; earlier versions split matrix products, with the same result",
+    "pad_token_id": (
+        "sequences are packed, so no token has this id; transformers drops the gradient of its row"
+    ),
+    "pretraining_tp": (
+        "transformers no longer reads it; earlier versions split matrix products, with the same "
+        "result"
+    ),
     "problem_type": _LABELS,
     "return_dict": _OUTPUT,
     "qk_head_dim": "it is qk_nope_head_dim + qk_rope_head_dim",
@@ -221,28 +243,33 @@ IGNORED: Mapping[str, str] = {
     "transformers_version": _LIBRARY,
     "use_cache": _HOW,
 }
-"""Key -> the reason why it changes no computation here. tests/unit/test_hf_config.py fails for a key of transformers'
-configurations or vLLM's models that is in none of the tables."""
+"""Key -> the reason why it changes no computation here. tests/unit/test_hf_config.py fails for a
+key of transformers' configurations or vLLM's models that is in none of the tables."""
 
 
 def check_keys(config: Mapping[str, Any], family: str) -> None:
-    """Raise UserError for an unsupported value of a key in `RESTRICTED`, and for keys that contradict each other."""
+    """Raise UserError for an unsupported value of a key in `RESTRICTED`, and for keys that
+    contradict each other."""
     for key, rule in RESTRICTED.items():
         value = config.get(key)
         if value is None or (rule.families is not None and family not in rule.families):
             continue
         if value not in rule.values:
-            supported = f"only {rule.values[0]!r} is supported" if rule.values else "it is not supported"
+            supported = (
+                f"only {rule.values[0]!r} is supported" if rule.values else "it is not supported"
+            )
             raise refused(key, value, f"{supported}: {rule.reason}")
     if family in GLM | LATENT and not flag(config, "norm_topk_prob"):
-        raise refused("norm_topk_prob", False, "Megatron-Core normalises the weights of a sigmoid router")
+        raise refused(
+            "norm_topk_prob", False, "Megatron-Core normalises the weights of a sigmoid router"
+        )
     _check_windows(config, family)
     _check_biases(config, family)
 
 
 def _check_windows(config: Mapping[str, Any], family: str) -> None:
-    """Raise UserError for a sliding window. qwen models have one if use_sliding_window is true, others if
-    sliding_window is not null."""
+    """Raise UserError for a sliding window. qwen models have one if use_sliding_window is true,
+    others if sliding_window is not null."""
     only_full = "only full attention is supported"
     if family in WINDOWED:
         return  # gpt_oss_config.py has checked them
@@ -251,40 +278,59 @@ def _check_windows(config: Mapping[str, Any], family: str) -> None:
             raise refused("use_sliding_window", True, only_full)
     elif config.get("sliding_window") is not None:
         missing = f"a {family} config without the key may have one"
-        raise refused("sliding_window", config["sliding_window"], f'{only_full}, "sliding_window": null ({missing})')
+        raise refused(
+            "sliding_window",
+            config["sliding_window"],
+            f'{only_full}, "sliding_window": null ({missing})',
+        )
     types = config.get("layer_types")
     layers = size(config, "num_hidden_layers")
-    full = isinstance(types, list) and len(types) == layers and all(kind == "full_attention" for kind in types)
+    full = (
+        isinstance(types, list)
+        and len(types) == layers
+        and all(kind == "full_attention" for kind in types)
+    )
     if types is not None and not full and family not in HYBRID:
         raise refused("layer_types", types, f'{only_full}: {layers} times "full_attention"')
 
 
 def _check_biases(config: Mapping[str, Any], family: str) -> None:
-    """Raise UserError for biases that vLLM's llama layers would have and transformers' layers do not."""
+    """Raise UserError for biases that vLLM's llama layers would have and transformers' layers do
+    not."""
     attention = flag(config, "attention_bias")
     if family in LLAMA_LIKE and "qkv_bias" in config and flag(config, "qkv_bias") != attention:
-        raise refused("qkv_bias", config["qkv_bias"], f"attention_bias is {attention}, and vLLM prefers qkv_bias")
+        raise refused(
+            "qkv_bias",
+            config["qkv_bias"],
+            f"attention_bias is {attention}, and vLLM prefers qkv_bias",
+        )
     for key in ("attention_bias", "mlp_bias"):
         if family == "mistral" and flag(config, key):
             raise refused(key, True, "a mistral model has no biases, and vLLM would add them")
 
 
 def check_architecture(config: Mapping[str, Any], family: str, class_name: str) -> None:
-    """Raise UserError if `architectures`, which vLLM builds the model by, contradicts model_type."""
+    """Raise UserError if `architectures`, which vLLM builds the model by, contradicts
+    model_type."""
     names = config.get("architectures") or [class_name]
     if names != [class_name]:
         raise refused(
-            "architectures", names, f"vLLM selects the model by it; model_type {family} means [{class_name!r}]"
+            "architectures",
+            names,
+            f"vLLM selects the model by it; model_type {family} means [{class_name!r}]",
         )
 
 
 def head_dim(config: Mapping[str, Any], family: str) -> int:
-    """Return the width of a head: head_dim, or hidden_size / num_attention_heads. Raise UserError if vLLM would use
-    another width."""
+    """Return the width of a head: head_dim, or hidden_size / num_attention_heads. Raise UserError
+    if vLLM would use another width."""
     hidden = size(config, "hidden_size")
     heads = size(config, "num_attention_heads")
-    if hidden % heads and (config.get("head_dim") is None or family == "llama"):  # transformers refuses such a llama
-        raise UserError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    # transformers refuses such a llama
+    if hidden % heads and (config.get("head_dim") is None or family == "llama"):
+        raise UserError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
     if family in GLM:
         need(config, "head_dim")  # vLLM has no default
     dim = hidden // heads if config.get("head_dim") is None else size(config, "head_dim")
@@ -295,7 +341,8 @@ def head_dim(config: Mapping[str, Any], family: str) -> int:
 
 
 def activation(config: Mapping[str, Any], known: Mapping[str, _Name]) -> _Name:
-    """Return the activation that hidden_act selects. `known`: supported values -> transformers' names."""
+    """Return the activation that hidden_act selects. `known`: supported values -> transformers'
+    names."""
     name = config.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in known:
         raise refused("hidden_act", name, f"only {' or '.join(map(repr, known))} is supported")
@@ -326,7 +373,8 @@ def size(config: Mapping[str, Any], key: str, prefix: str = "") -> int:
 
 
 def flag(config: Mapping[str, Any], key: str, prefix: str = "") -> bool:
-    """Return the value of a key, False if it is missing or null. Raise UserError unless it is a boolean."""
+    """Return the value of a key, False if it is missing or null. Raise UserError unless it is a
+    boolean."""
     value = config.get(key)
     if value not in (True, False, None) or isinstance(value, float):
         raise refused(prefix + key, value, "expected true or false")
@@ -334,7 +382,8 @@ def flag(config: Mapping[str, Any], key: str, prefix: str = "") -> bool:
 
 
 def count(config: Mapping[str, Any], key: str) -> int:
-    """Return the value of a key, 0 if it is missing or null. Raise UserError unless it is a whole number of at least
+    """Return the value of a key, 0 if it is missing or null. Raise UserError unless it is a whole
+    number of at least
     0."""
     return 0 if config.get(key) in (None, 0) and config.get(key) is not False else size(config, key)
 
@@ -355,4 +404,6 @@ def is_number(value: Any) -> bool:
 def refused(key: str, value: Any, expected: str) -> UserError:
     """Return an error that names a key of config.json, its value and the expected one."""
     shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return UserError(f"config.json: {key} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {expected}")
+    return UserError(
+        f"config.json: {key} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {expected}"
+    )

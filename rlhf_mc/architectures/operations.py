@@ -1,11 +1,12 @@
-"""Floating-point operations (FLOPs) of a model's forward and backward pass over packed sequences. Only products of
-matrices are counted, a multiplication and an addition each; norms, activations, softmax and rotary positions are not.
-No torch here.
+"""Floating-point operations (FLOPs) of a model's forward and backward pass over packed sequences.
+Only products of matrices are counted, a multiplication and an addition each; norms, activations,
+softmax and rotary positions are not. No torch here.
 
-Causal attention counts the pairs that the mask leaves: a sequence of n tokens has n (n + 1) / 2. Kernels that also
-compute masked pairs do up to twice that. With a sliding window it counts the pairs within, and sinks not at all. In a
-mixture of experts each token counts its own experts. A gated delta net counts three products of each token with its
-states (arXiv 2412.06464, equation 10): what the key reads, what is written, what the query reads.
+Causal attention counts the pairs that the mask leaves: a sequence of n tokens has n (n + 1) / 2.
+Kernels that also compute masked pairs do up to twice that. With a sliding window it counts the
+pairs within, and sinks not at all. In a mixture of experts each token counts its own experts. A
+gated delta net counts three products of each token with its states (arXiv 2412.06464, equation 10):
+what the key reads, what is written, what the query reads.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 
 BACKWARD = 2
-"""FLOPs of the backward pass divided by the forward pass's: one product for the gradient of the input, and one for the
-gradient of the weight (or, in attention, of the other factor)."""
+"""FLOPs of the backward pass divided by the forward pass's: one product for the gradient of the
+input, and one for the gradient of the weight (or, in attention, of the other factor)."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +41,45 @@ class ForwardFlops:
 
 
 def output_flops(shape: ModelShape) -> float:
-    """Return the FLOPs of the output layer at one position, padding columns included; of a value head 2 per weight."""
-    return 2.0 * shape.hidden_size * (1 if shape.value_head else padded_vocab_size(shape.vocab_size, 1))
+    """Return the FLOPs of the output layer at one position, padding columns included; of a value
+    head 2 per weight."""
+    return (
+        2.0
+        * shape.hidden_size
+        * (1 if shape.value_head else padded_vocab_size(shape.vocab_size, 1))
+    )
 
 
 def num_pairs(seq_lens: Iterable[float], window: int = 0) -> float:
-    """Return the pairs of a query and a key that it sees, of causal sequences of these lengths. window: tokens that a
-    query sees; 0: all up to its own."""
+    """Return the pairs of a query and a key that it sees, of causal sequences of these lengths.
+    window: tokens that a query sees; 0: all up to its own."""
     seen = ((n, min(n, window or n)) for n in seq_lens)
     return sum(most * (2 * n - most + 1) / 2 for n, most in seen)
 
 
-def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: float) -> ForwardFlops:
-    """Return the FLOPs of a forward pass: in each layer 2 per weight and token, and for each pair of a query and
-    a key 2 per dimension of the query and of the value. num_positions: positions at which the output layer is computed,
-    such as the number of response tokens for log-probs, or the number of sequences for a reward model."""
+def forward_flops(
+    shape: ModelShape, seq_lens: Iterable[float], num_positions: float
+) -> ForwardFlops:
+    """Return the FLOPs of a forward pass: in each layer 2 per weight and token, and for each pair
+    of a query and
+    a key 2 per dimension of the query and of the value. num_positions: positions at which the
+    output layer is computed, such as the number of response tokens for log-probs, or the number of
+    sequences for a reward model."""
     lens = list(seq_lens)
     tokens = sum(lens)
     full = shape.num_attending - shape.num_windowed
     parts = shape.by_kind()
     rows = sum(
-        part.num_layers * (3 * part.active_ffn_size + part.num_experts + part.shared_expert_gate) for part in parts
+        part.num_layers * (3 * part.active_ffn_size + part.num_experts + part.shared_expert_gate)
+        for part in parts
     )
     return ForwardFlops(
-        projections=tokens * sum(part.num_layers * 2.0 * part.attention_weights() for part in parts),
+        projections=tokens
+        * sum(part.num_layers * 2.0 * part.attention_weights() for part in parts),
         feed_forward=tokens * (2.0 * shape.hidden_size * rows),
-        attention=(full * num_pairs(lens) + shape.num_windowed * num_pairs(lens, shape.sliding_window))
+        attention=(
+            full * num_pairs(lens) + shape.num_windowed * num_pairs(lens, shape.sliding_window)
+        )
         * (2.0 * shape.num_heads * (shape.head_dim + shape.value_dim))
         + tokens * sum(part.num_layers * 6.0 * part.state_size for part in parts),
         output=num_positions * output_flops(shape),
@@ -73,8 +87,9 @@ def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: f
 
 
 def training_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: float) -> float:
-    """Return the FLOPs of a forward and a backward pass. Nothing that is recomputed is counted: neither by
-    recompute_granularity, nor the logits, which models/heads.py computes again in the backward pass."""
+    """Return the FLOPs of a forward and a backward pass. Nothing that is recomputed is counted:
+    neither by recompute_granularity, nor the logits, which models/heads.py computes again in the
+    backward pass."""
     return (1 + BACKWARD) * forward_flops(shape, seq_lens, num_positions).total
 
 
@@ -83,10 +98,12 @@ DELTA_CHUNK = 64
 
 
 CHUNK_LOGITS = 1 << 26
-"""Maximum number of logits on a rank at a time: tokens of a chunk times columns of the rank. 256 MiB in float32, twice
-as much with the entropy. benchmarks/log_probs.py: larger chunks are no faster, much smaller ones are slower."""
+"""Maximum number of logits on a rank at a time: tokens of a chunk times columns of the rank. 256
+MiB in float32, twice as much with the entropy. benchmarks/log_probs.py: larger chunks are no
+faster, much smaller ones are slower."""
 
 
 GPU_CHUNKS = 4
-"""Factor of CHUNK_LOGITS on a GPU. Each chunk reads the weight and reads and writes the sum of its gradient: with 441
-tokens (1 << 26 logits of 152,000 columns) that takes as long as two thirds of the products, with 1766 a sixth."""
+"""Factor of CHUNK_LOGITS on a GPU. Each chunk reads the weight and reads and writes the sum of its
+gradient: with 441 tokens (1 << 26 logits of 152,000 columns) that takes as long as two thirds of
+the products, with 1766 a sixth."""

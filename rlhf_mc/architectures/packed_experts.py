@@ -1,5 +1,6 @@
-"""Files in which all experts of a layer are one tensor (gpt_oss): [experts, input, output], and [experts, output] for
-biases, the columns of gate and up in turn. Everywhere else each expert has its own tensors, [output, input]. No torch.
+"""Files in which all experts of a layer are one tensor (gpt_oss): [experts, input, output], and
+[experts, output] for biases, the columns of gate and up in turn. Everywhere else each expert has
+its own tensors, [output, input]. No torch.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ from collections.abc import Mapping
 from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.spec import ModelShape
 
-_PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
-"""Projection of an expert -> (tensor in the file, number of the first of every second column; None: all columns)."""
+_PARTS = {
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "down_proj": ("down_proj", None),
+}
+"""Projection of an expert -> (tensor in the file, number of the first of every second column; None:
+all columns)."""
 _EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(\w+)\.(weight|bias)")
 
 Part = tuple[str, int, int | None]
@@ -19,7 +25,8 @@ Part = tuple[str, int, int | None]
 
 
 def part_of_file(family: str, name: str) -> Part | None:
-    """Return which part of which tensor of a file a logical tensor is; None: the tensor of its own name."""
+    """Return which part of which tensor of a file a logical tensor is; None: the tensor of its own
+    name."""
     packs = family in FAMILIES and FAMILIES[family].expert_names.in_one_tensor
     match = _EXPERT.fullmatch(name) if packs else None
     if match is None:
@@ -29,8 +36,11 @@ def part_of_file(family: str, name: str) -> Part | None:
     return f"{prefix}{tensor}{'_bias' if kind == 'bias' else ''}", int(expert), first
 
 
-def stored_shapes(shape: ModelShape, logical: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors that files have. logical: name -> shape of the logical tensors."""
+def stored_shapes(
+    shape: ModelShape, logical: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors that files have. logical: name -> shape of the logical
+    tensors."""
     stored = {}
     for name, (rows, *rest) in logical.items():
         part = part_of_file(shape.family, name)

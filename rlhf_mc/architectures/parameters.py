@@ -1,8 +1,10 @@
-"""The table of parameters: one row for each parameter of each kind of layer, and of the model outside its layers.
+"""The table of parameters: one row for each parameter of each kind of layer, and of the model
+outside its layers.
 
-A row has the parameter's names in Megatron-Core, the Hugging Face tensors that it concatenates, and the names of their
-dimensions, which decide the tensor-parallel split. ModelShape.dims has the sizes of the dimensions; reshard/layout.py
-computes the shards of each rank. A rollout engine derives its own names from the Hugging Face names.
+A row has the parameter's names in Megatron-Core, the Hugging Face tensors that it concatenates, and
+the names of their dimensions, which decide the tensor-parallel split. ModelShape.dims has the sizes
+of the dimensions; reshard/layout.py computes the shards of each rank. A rollout engine derives its
+own names from the Hugging Face names.
 """
 
 from __future__ import annotations
@@ -17,20 +19,33 @@ from rlhf_mc.architectures.spec import LayerKind, ModelShape
 
 SPLIT_DIMS = frozenset(
     {
-        *("q", "gated_q", "kv", "heads", "keys_values", "values", "ffn", "expert_ffn", "shared_ffn", "vocab"),
+        *(
+            "q",
+            "gated_q",
+            "kv",
+            "heads",
+            "keys_values",
+            "values",
+            "ffn",
+            "expert_ffn",
+            "shared_ffn",
+            "vocab",
+        ),
         *("linear_qkvz", "linear_qkv", "linear_ba", "linear_heads", "linear_values"),
     }
 )
-"""Dimensions that tensor parallelism splits. A tensor has at most one of them; a tensor with none is replicated."""
+"""Dimensions that tensor parallelism splits. A tensor has at most one of them; a tensor with none
+is replicated."""
 
 StagePlacement = Literal["first", "layer", "expert", "last", "last_if_not_first"]
-"""The pipeline stage that holds a parameter: the first, the last, or the stage of its layer; `expert`: the stage of its
-layer, one parameter per expert."""
+"""The pipeline stage that holds a parameter: the first, the last, or the stage of its layer;
+`expert`: the stage of its layer, one parameter per expert."""
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rows of a Hugging Face tensor: `size` rows of each of `heads` heads, which begin `stride` rows apart."""
+    """Rows of a Hugging Face tensor: `size` rows of each of `heads` heads, which begin `stride`
+    rows apart."""
 
     tensor: str
     start: int
@@ -41,23 +56,25 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter. In names, `{i}` is the layer and `{e}` the expert: global indices in Hugging Face names, indices
-    local to the rank in the names of an engine."""
+    """One parameter. In names, `{i}` is the layer and `{e}` the expert: global indices in Hugging
+    Face names, indices local to the rank in the names of an engine."""
 
     stage: StagePlacement
     hf: Mapping[str, tuple[str, ...]]
-    """Hugging Face tensors that it concatenates along their split dimension, in order -> dimensions of each."""
+    """Hugging Face tensors that it concatenates along their split dimension, in order -> dimensions
+    of each."""
     mcore: str
     """Name in Megatron-Core's local layer spec."""
     mcore_te: str | None = None
-    """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer and has one module for
-    the experts of a layer; None: as `mcore`."""
+    """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer and
+    has one module for the experts of a layer; None: as `mcore`."""
     rows: tuple[HeadRows, ...] = ()
     """The rows that a rank has of its heads, in order; none: its part of each tensor in turn."""
     kind: LayerKind | None = None
     """The kind of layer that has it; None: it is outside the layers."""
     is_correction_bias: bool = False
-    """It is a router's correction bias: without a gradient, and float32 whatever the type of the model."""
+    """It is a router's correction bias: without a gradient, and float32 whatever the type of the
+    model."""
 
 
 _HF = "model.layers.{i}."
@@ -65,14 +82,17 @@ _MC = "decoder.layers.{i}."
 
 
 def _norm(hf: str, mcore: str, fused_with: str | None = None, dim: str = "hidden") -> Param:
-    """fused_with: the linear layer whose module has the norm's weight in the Transformer Engine layer spec."""
+    """fused_with: the linear layer whose module has the norm's weight in the Transformer Engine
+    layer spec."""
     te = _MC + fused_with + ".layer_norm_weight" if fused_with else None
     return Param("layer", {f"{_HF}{hf}.weight": (dim,)}, f"{_MC}{mcore}.weight", te)
 
 
-def _linear(mcore: str, hf: Mapping[str, tuple[str, ...]], bias: bool, rows: Sequence[HeadRows] = ()) -> list[Param]:
-    """Return the weight and the bias of a linear layer. hf: its modules -> (output, input) dimension of each. rows: as
-    in Param, of modules."""
+def _linear(
+    mcore: str, hf: Mapping[str, tuple[str, ...]], bias: bool, rows: Sequence[HeadRows] = ()
+) -> list[Param]:
+    """Return the weight and the bias of a linear layer. hf: its modules -> (output, input)
+    dimension of each. rows: as in Param, of modules."""
     return [
         Param(
             "layer",
@@ -85,8 +105,9 @@ def _linear(mcore: str, hf: Mapping[str, tuple[str, ...]], bias: bool, rows: Seq
 
 
 def _delta_net(shape: ModelShape) -> list[Param]:
-    """Return the rows of a gated delta net. The projections' tensors have, of each key head, its query, its key, and
-    the values and their gates of its value heads; and the two numbers of each of these."""
+    """Return the rows of a gated delta net. The projections' tensors have, of each key head, its
+    query, its key, and the values and their gates of its value heads; and the two numbers of each
+    of these."""
     keys = shape.linear_key_heads
     d_k = shape.linear_key_dim
     d_v = shape.linear_value_dim
@@ -105,17 +126,33 @@ def _delta_net(shape: ModelShape) -> list[Param]:
         *(HeadRows("linear_attn.conv1d", at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
         HeadRows("linear_attn.conv1d", 2 * keys * d_k, d_v, d_v, shape.linear_value_heads),
     ]
-    projections = {qkvz: ("linear_qkvz", "hidden"), "linear_attn.in_proj_ba": ("linear_ba", "hidden")}
+    projections = {
+        qkvz: ("linear_qkvz", "hidden"),
+        "linear_attn.in_proj_ba": ("linear_ba", "hidden"),
+    }
     return [
         _norm("input_layernorm", "input_layernorm", fused_with="self_attention.in_proj"),
         *_linear("self_attention.in_proj", projections, False, in_proj),
-        *_linear("self_attention.conv1d", {"linear_attn.conv1d": ("linear_qkv", "one", "kernel")}, False, conv1d),
+        *_linear(
+            "self_attention.conv1d",
+            {"linear_attn.conv1d": ("linear_qkv", "one", "kernel")},
+            False,
+            conv1d,
+        ),
         *(
-            Param("layer", {f"{_HF}linear_attn.{name}": ("linear_heads",)}, f"{_MC}self_attention.{name}")
+            Param(
+                "layer",
+                {f"{_HF}linear_attn.{name}": ("linear_heads",)},
+                f"{_MC}self_attention.{name}",
+            )
             for name in ("dt_bias", "A_log")
         ),
         _norm("linear_attn.norm", "self_attention.out_norm", dim="linear_head"),
-        *_linear("self_attention.out_proj", {"linear_attn.out_proj": ("hidden", "linear_values")}, bias=False),
+        *_linear(
+            "self_attention.out_proj",
+            {"linear_attn.out_proj": ("hidden", "linear_values")},
+            bias=False,
+        ),
     ]
 
 
@@ -125,7 +162,12 @@ def _latent_attention(shape: ModelShape) -> list[Param]:
 
     def norm(x: str) -> Param:
         hf = f"self_attn.{x}_a_layernorm"
-        return _norm(hf, f"self_attention.{x}_layernorm", f"self_attention.linear_{x}_up_proj", dim=f"latent_{x}")
+        return _norm(
+            hf,
+            f"self_attention.{x}_layernorm",
+            f"self_attention.linear_{x}_up_proj",
+            dim=f"latent_{x}",
+        )
 
     queries = [
         *project("q_down_proj", "q_a_proj", "latent_q"),
@@ -149,7 +191,10 @@ def _attention(shape: ModelShape) -> list[Param]:
     dim = shape.head_dim
     gates = 1 + shape.attention_gate
     rows = [
-        *(HeadRows("self_attn.q_proj", at * dim, dim, gates * dim, shape.num_heads) for at in range(gates)),
+        *(
+            HeadRows("self_attn.q_proj", at * dim, dim, gates * dim, shape.num_heads)
+            for at in range(gates)
+        ),
         *(HeadRows(f"self_attn.{x}_proj", 0, dim, dim, shape.num_kv_heads) for x in "kv"),
     ]
     heads = {
@@ -163,7 +208,9 @@ def _attention(shape: ModelShape) -> list[Param]:
         *_linear("self_attention.linear_proj", {"self_attn.o_proj": ("hidden", "q")}, shape.o_bias),
     ]
     if shape.qk_norm:
-        params += [_norm(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", dim="head") for x in "qk"]
+        params += [
+            _norm(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", dim="head") for x in "qk"
+        ]
     if shape.sinks:
         sinks = {f"{_HF}self_attn.sinks": ("heads",)}
         params.append(Param("layer", sinks, f"{_MC}self_attention.core_attention.softmax_offset"))
@@ -190,24 +237,37 @@ def _experts(shape: ModelShape) -> list[Param]:
     grouped = _MC + "mlp.experts."
     experts = []
     for module, parts in linear.items():
-        for kind, num_dims in {"weight": 2, "bias": 1}.items() if shape.mlp_bias else [("weight", 2)]:
+        for kind, num_dims in (
+            {"weight": 2, "bias": 1}.items() if shape.mlp_bias else [("weight", 2)]
+        ):
             hf = {f"{part}.{kind}": dims[:num_dims] for part, dims in parts.items()}
-            experts.append(Param("expert", hf, f"{local}{module}.{kind}", f"{grouped}{module}.{kind}{{e}}"))
+            experts.append(
+                Param("expert", hf, f"{local}{module}.{kind}", f"{grouped}{module}.{kind}{{e}}")
+            )
     others = []
     if shape.sigmoid_router:
         bias = {f"{_HF}{names.block}.gate.e_score_correction_bias": ("experts",)}
         others.append(Param("layer", bias, _MC + "mlp.router.expert_bias", is_correction_bias=True))
     if shape.shared_ffn_hidden_size:
         shared = f"{names.block}.{names.shared}."
-        gate_up_shared = {shared + name: ("shared_ffn", "hidden") for name in (names.gate, names.up)}
+        gate_up_shared = {
+            shared + name: ("shared_ffn", "hidden") for name in (names.gate, names.up)
+        }
         others += _linear("mlp.shared_experts.linear_fc1", gate_up_shared, bias=False)
-        others += _linear("mlp.shared_experts.linear_fc2", {shared + names.down: ("hidden", "shared_ffn")}, bias=False)
+        others += _linear(
+            "mlp.shared_experts.linear_fc2",
+            {shared + names.down: ("hidden", "shared_ffn")},
+            bias=False,
+        )
     if shape.shared_expert_gate:
         gate = {f"{_HF}{names.block}.shared_expert_gate.weight": ("one", "hidden")}
         others.append(Param("layer", gate, _MC + "mlp.shared_experts.gate_weight"))
     return [
-        _norm("post_attention_layernorm", "pre_mlp_layernorm"),  # the norm before a router is not fused
-        *_linear("mlp.router", {f"{names.block}.{names.router}": ("experts", "hidden")}, shape.mlp_bias),
+        # the norm before a router is not fused
+        _norm("post_attention_layernorm", "pre_mlp_layernorm"),
+        *_linear(
+            "mlp.router", {f"{names.block}.{names.router}": ("experts", "hidden")}, shape.mlp_bias
+        ),
         *others,
         *experts,
     ]
@@ -219,7 +279,8 @@ LAYERS: dict[LayerKind, Callable[[ModelShape], list[Param]]] = {
     "linear_dense": lambda shape: _delta_net(shape) + _feed_forward(shape),
     "linear_moe": lambda shape: _delta_net(shape) + _experts(shape),
 }
-"""The parameters of a layer, by its kind. ModelShape.layer_kinds has the kind of each layer of a model."""
+"""The parameters of a layer, by its kind. ModelShape.layer_kinds has the kind of each layer of a
+model."""
 
 
 def _outside(shape: ModelShape) -> list[Param]:

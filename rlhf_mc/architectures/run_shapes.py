@@ -14,13 +14,16 @@ from rlhf_mc.config.schema import Config, reward_models
 
 
 def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
-    """Return by role (the setting that names the model's directory, its shape), the actor's first. Raise UserError if a
-    config.json cannot be read or is of an unsupported model."""
+    """Return by role (the setting that names the model's directory, its shape), the actor's first.
+    Raise UserError if a config.json cannot be read or is of an unsupported model."""
     actor = _shape("model.path", cfg.model.path, for_rollout=True)
     roles = {"actor": ("model.path", actor)}
     if uses_critic(cfg):
         key = "model.path" if cfg.critic.model_path is None else "critic.model_path"
-        roles["critic"] = (key, _shape(key, cfg.critic.model_path or cfg.model.path, value_head=True))
+        roles["critic"] = (
+            key,
+            _shape(key, cfg.critic.model_path or cfg.model.path, value_head=True),
+        )
     if uses_reference(cfg):
         roles["ref"] = ("model.path", actor)
     for role, scorer in reward_models(cfg).items():
@@ -29,9 +32,12 @@ def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
     return roles
 
 
-def _shape(key: str, directory: str, value_head: bool = False, for_rollout: bool = False) -> ModelShape:
-    """Return the shape of the model of config.json in the directory that the setting `key` names. Raise NodeError if
-    the file is unreadable, UserError if the model is not supported (by the rollout engine, for_rollout)."""
+def _shape(
+    key: str, directory: str, value_head: bool = False, for_rollout: bool = False
+) -> ModelShape:
+    """Return the shape of the model of config.json in the directory that the setting `key` names.
+    Raise NodeError if the file is unreadable, UserError if the model is not supported (by the
+    rollout engine, for_rollout)."""
     path = Path(directory) / "config.json"
     with error_prefix(f"{key}:"):
         try:
@@ -49,4 +55,6 @@ def _shape(key: str, directory: str, value_head: bool = False, for_rollout: bool
             return shape
         except UserError as error:
             message = str(error)
-            raise UserError(f"{directory}/{message}" if message.startswith("config.json") else message) from None
+            raise UserError(
+                f"{directory}/{message}" if message.startswith("config.json") else message
+            ) from None

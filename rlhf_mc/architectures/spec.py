@@ -1,4 +1,5 @@
-"""The sizes and traits of one model, as config.json gives them. families.py has what the model families differ in."""
+"""The sizes and traits of one model, as config.json gives them. families.py has what the model
+families differ in."""
 
 from __future__ import annotations
 
@@ -10,22 +11,31 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from rlhf_mc.architectures import delta_net, hf_config, latent, rope_config
-from rlhf_mc.architectures.families import FAMILIES, REFUSED, SAME_FAMILY, Activation, Family, Traits
+from rlhf_mc.architectures.families import (
+    FAMILIES,
+    REFUSED,
+    SAME_FAMILY,
+    Activation,
+    Family,
+    Traits,
+)
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.config.errors import UserError
 
 VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this. Megatron's padding follows it, so that vocabulary shards agree."""
+"""vLLM pads the vocabulary to a multiple of this. Megatron's padding follows it, so that vocabulary
+shards agree."""
 
 LayerKind = Literal["dense", "moe", "linear_dense", "linear_moe"]
-"""Kinds of layers: attention, or a gated delta net ("linear"), and a feed-forward network or a mixture of experts.
-parameters.py has the parameters of each."""
+"""Kinds of layers: attention, or a gated delta net ("linear"), and a feed-forward network or a
+mixture of experts. parameters.py has the parameters of each."""
 _KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(Traits):
-    """Sizes and traits of one model: everything that its parameters and its computation follow from.
+    """Sizes and traits of one model: everything that its parameters and its computation follow
+    from.
 
     Checkpoints store the fields by name (checkpoint/training_state.py)."""
 
@@ -40,10 +50,11 @@ class ModelShape(Traits):
     v_head_dim: int = 0
     """Dimensions of a value; 0: head_dim."""
     rope_head_dim: int = 0
-    """Dimensions of a query that are rotated, the last ones: its key has as many that all heads share. 0: no latent
-    attention."""
+    """Dimensions of a query that are rotated, the last ones: its key has as many that all heads
+    share. 0: no latent attention."""
     kv_lora_rank: int = 0
-    """Size of the latent vector from which keys and values are projected; 0: from the hidden states."""
+    """Size of the latent vector from which keys and values are projected; 0: from the hidden
+    states."""
     q_lora_rank: int = 0
     """Size of the latent vector from which queries are projected; 0: from the hidden states."""
     vocab_size: int
@@ -56,7 +67,8 @@ class ModelShape(Traits):
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     activation: Activation = "silu"
     sliding_window: int = 0
-    """Tokens that a query attends to in every other layer, beginning with the first; its own is one of them. 0: all."""
+    """Tokens that a query attends to in every other layer, beginning with the first; its own is one
+    of them. 0: all."""
     num_experts: int = 0
     """Experts of each layer that has them; 0: all layers are dense."""
     dense_layers: tuple[int, ...] = ()
@@ -88,7 +100,8 @@ class ModelShape(Traits):
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], value_head: bool = False) -> ModelShape:
-        """Return the shape that a parsed config.json describes. Raise UserError for an unsupported value."""
+        """Return the shape that a parsed config.json describes. Raise UserError for an unsupported
+        value."""
         family_name = need(config, "model_type")
         family_name = SAME_FAMILY.get(str(family_name), family_name)
         if not isinstance(family_name, str) or family_name not in FAMILIES:
@@ -101,10 +114,15 @@ class ModelShape(Traits):
         family.check(config)
         hf_config.check_keys(config, family_name)
         num_heads = size(config, "num_attention_heads")
-        num_kv_heads = num_heads if config.get("num_key_value_heads") is None else size(config, "num_key_value_heads")
+        num_kv_heads = (
+            num_heads
+            if config.get("num_key_value_heads") is None
+            else size(config, "num_key_value_heads")
+        )
         if num_heads % num_kv_heads:
             raise UserError(
-                f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+                f"config.json: num_attention_heads {num_heads} is not a multiple of "
+                f"num_key_value_heads {num_kv_heads}"
             )
         rope_theta, rope_scaling = rope_config.rope(config, family.rope_theta)
         return cls(
@@ -128,7 +146,9 @@ class ModelShape(Traits):
             rotary_fraction=rope_config.rotary_fraction(config, family.rotary_fraction),
             max_position_embeddings=size(config, "max_position_embeddings"),
             activation=hf_config.activation(config, family.activations),
-            sliding_window=size(config, "sliding_window") if family_name in hf_config.WINDOWED else 0,
+            sliding_window=size(config, "sliding_window")
+            if family_name in hf_config.WINDOWED
+            else 0,
             value_head=value_head,
             **family.traits_in(config),
             **(_moe_sizes(config, family) if family.is_moe else {}),
@@ -137,10 +157,11 @@ class ModelShape(Traits):
     def sequence_cost(self, num_tokens: int) -> float:
         """Return the compute of a sequence of n tokens, in units of one token of a short sequence.
 
-        It is n + n^2 x (dimensions of all queries) / (weights of a layer that one token uses): a product with a weight
-        takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension, and with a window of w < n tokens
-        2 w (2 n - w). Dimensions and weights are the layers' mean. The states of a delta net count as 3 weights each
-        element (operations.py)."""
+        It is n + n^2 x (dimensions of all queries) / (weights of a layer that one token uses): a
+        product with a weight takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query
+        dimension, and with a window of w < n tokens
+        2 w (2 n - w). Dimensions and weights are the layers' mean. The states of a delta net count
+        as 3 weights each element (operations.py)."""
         seen = min(num_tokens, self.sliding_window or num_tokens)
         windowed = self.num_windowed / self.num_layers
         squares = (1 - windowed) * num_tokens**2 + windowed * seen * (2 * num_tokens - seen)
@@ -156,10 +177,16 @@ class ModelShape(Traits):
         """The mean of query and value dimensions, divided by the weights that one token uses."""
         weights = sum(
             part.num_layers
-            * (part.attention_weights() + 3 * part.state_size + 3 * self.hidden_size * part.active_ffn_size)
+            * (
+                part.attention_weights()
+                + 3 * part.state_size
+                + 3 * self.hidden_size * part.active_ffn_size
+            )
             for part in self.by_kind()
         )
-        return self.num_attending * self.num_heads * (self.head_dim + self.value_dim) / (2 * weights)
+        return (
+            self.num_attending * self.num_heads * (self.head_dim + self.value_dim) / (2 * weights)
+        )
 
     @property
     def num_attending(self) -> int:
@@ -168,8 +195,13 @@ class ModelShape(Traits):
 
     @property
     def state_size(self) -> int:
-        """Elements of the states of a sequence in a layer, of a model whose layers are of one kind: 0 in attention."""
-        return self.linear_value_heads * self.linear_key_dim * self.linear_value_dim if self.linear_layers else 0
+        """Elements of the states of a sequence in a layer, of a model whose layers are of one kind:
+        0 in attention."""
+        return (
+            self.linear_value_heads * self.linear_key_dim * self.linear_value_dim
+            if self.linear_layers
+            else 0
+        )
 
     @property
     def value_dim(self) -> int:
@@ -177,31 +209,41 @@ class ModelShape(Traits):
         return self.v_head_dim or self.head_dim
 
     def attention_weights(self, tp: int = 1) -> float:
-        """Return the weights of the projections of attention, or of a delta net, in a layer that one of `tp` ranks of
-        an engine holds, of a model whose layers are of one kind."""
+        """Return the weights of the projections of attention, or of a delta net, in a layer that
+        one of `tp` ranks of an engine holds, of a model whose layers are of one kind."""
         if self.linear_layers:
             sizes = self.dims()
-            return self.hidden_size * (sizes["linear_qkvz"] + sizes["linear_ba"] + sizes["linear_values"]) / tp
+            return (
+                self.hidden_size
+                * (sizes["linear_qkvz"] + sizes["linear_ba"] + sizes["linear_values"])
+                / tp
+            )
         q = self.num_heads * self.head_dim / tp
         if not self.kv_lora_rank:
             projected_q = (3 if self.attention_gate else 2) * q
-            return self.hidden_size * (projected_q + 2 * max(self.num_kv_heads / tp, 1) * self.head_dim)
+            return self.hidden_size * (
+                projected_q + 2 * max(self.num_kv_heads / tp, 1) * self.head_dim
+            )
         values = self.num_heads * self.value_dim / tp
         keys = q - self.num_heads * self.rope_head_dim / tp
-        queries = self.q_lora_rank * (self.hidden_size + q) if self.q_lora_rank else self.hidden_size * q
-        latent_kv = self.hidden_size * (self.kv_lora_rank + self.rope_head_dim) + self.kv_lora_rank * (keys + values)
+        queries = (
+            self.q_lora_rank * (self.hidden_size + q) if self.q_lora_rank else self.hidden_size * q
+        )
+        latent_kv = self.hidden_size * (
+            self.kv_lora_rank + self.rope_head_dim
+        ) + self.kv_lora_rank * (keys + values)
         return queries + latent_kv + self.hidden_size * values
 
     def cached_per_token(self, tp: int) -> int:
-        """Return the elements that a rank of an engine of `tp` ranks caches for a token in a layer with attention: keys
-        and values, or the latent vector and the rotated part of the keys."""
+        """Return the elements that a rank of an engine of `tp` ranks caches for a token in a layer
+        with attention: keys and values, or the latent vector and the rotated part of the keys."""
         if self.kv_lora_rank:
             return self.kv_lora_rank + self.rope_head_dim
         return 2 * max(self.num_kv_heads // tp, 1) * self.head_dim
 
     def cached_per_sequence(self, tp: int, itemsize: int) -> float:
-        """Return the bytes that it caches for a sequence in all delta nets: float32 states, and the convolution's last
-        inputs, of itemsize bytes each."""
+        """Return the bytes that it caches for a sequence in all delta nets: float32 states, and the
+        convolution's last inputs, of itemsize bytes each."""
         parts = (part for part in self.by_kind() if part.linear_layers)
         inputs = (self.linear_kernel - 1) * self.dims()["linear_qkv"] * itemsize
         return sum(part.num_layers * (4 * part.state_size + inputs) / tp for part in parts)
@@ -210,7 +252,9 @@ class ModelShape(Traits):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         dense = self.dense_layers if self.has_experts else range(self.num_layers)
-        return tuple(_KINDS[2 * (i in self.linear_layers) + (i not in dense)] for i in range(self.num_layers))
+        return tuple(
+            _KINDS[2 * (i in self.linear_layers) + (i not in dense)] for i in range(self.num_layers)
+        )
 
     @property
     def expert_layers(self) -> list[int]:
@@ -219,15 +263,21 @@ class ModelShape(Traits):
 
     @property
     def choice_bytes(self) -> int:
-        """Bytes of the numbers of the experts that a token has chosen in one layer: one each of up to 256 experts, else
-        two."""
+        """Bytes of the numbers of the experts that a token has chosen in one layer: one each of up
+        to 256 experts, else two."""
         return self.experts_per_token * (1 if self.num_experts <= 256 else 2)
 
     def by_kind(self, layers: Iterable[int] | None = None) -> list[ModelShape]:
-        """Return one shape per kind among these layers (None: all): a model of as many layers, all of this kind."""
+        """Return one shape per kind among these layers (None: all): a model of as many layers, all
+        of this kind."""
         kinds = self.layer_kinds
         counts = Counter(kinds if layers is None else [kinds[layer] for layer in layers])
-        sizes = ("num_experts", "experts_per_token", "expert_ffn_hidden_size", "shared_ffn_hidden_size")
+        sizes = (
+            "num_experts",
+            "experts_per_token",
+            "expert_ffn_hidden_size",
+            "shared_ffn_hidden_size",
+        )
         experts: dict[str, Any] = dict.fromkeys(sizes, 0)
         return [
             replace(
@@ -243,7 +293,11 @@ class ModelShape(Traits):
     def one_of_each_kind(self) -> ModelShape:
         """Return the model with one layer of each kind."""
         kinds = list(dict.fromkeys(self.layer_kinds))
-        dense = tuple(i for i, kind in enumerate(kinds) if kind.endswith("dense")) if self.has_experts else ()
+        dense = (
+            tuple(i for i, kind in enumerate(kinds) if kind.endswith("dense"))
+            if self.has_experts
+            else ()
+        )
         linear = tuple(i for i, kind in enumerate(kinds) if kind.startswith("linear"))
         return replace(self, num_layers=len(kinds), dense_layers=dense, linear_layers=linear)
 
@@ -254,8 +308,8 @@ class ModelShape(Traits):
 
     @property
     def active_ffn_size(self) -> int:
-        """The intermediate size that one token uses, of a model whose layers are of one kind (by_kind): of a dense
-        layer, or of the token's experts together."""
+        """The intermediate size that one token uses, of a model whose layers are of one kind
+        (by_kind): of a dense layer, or of the token's experts together."""
         if not self.has_experts:
             return self.ffn_hidden_size
         return self.experts_per_token * self.expert_ffn_hidden_size + self.shared_ffn_hidden_size
@@ -300,7 +354,9 @@ class ModelShape(Traits):
 def _moe_sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields of ModelShape that describe a mixture of experts."""
     # transformers 5 writes num_local_experts, earlier versions num_experts.
-    key = next((key for key in ("num_experts", "n_routed_experts") if config.get(key)), "num_local_experts")
+    key = next(
+        (key for key in ("num_experts", "n_routed_experts") if config.get(key)), "num_local_experts"
+    )
     if config.get("num_local_experts") not in (None, config.get(key)):
         other = f"{key} is {config[key]}, and they are two names of one number"
         raise hf_config.refused("num_local_experts", config["num_local_experts"], other)
@@ -308,7 +364,10 @@ def _moe_sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     ffn = size(config, family.expert_ffn_key)
     per_token = size(config, "num_experts_per_tok")
     if per_token > num_experts:
-        raise UserError(f"config.json: num_experts_per_tok is {per_token}, more than {key}, which is {num_experts}")
+        raise UserError(
+            f"config.json: num_experts_per_tok is {per_token}, more than {key}, which is "
+            f"{num_experts}"
+        )
     return {
         "num_experts": num_experts,
         "experts_per_token": per_token,
@@ -323,23 +382,34 @@ def _moe_sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers that have no experts: mlp_only_layers, those that decoder_sparse_step passes over, and the
-    first_k_dense_replace first ones."""
+    """Return the layers that have no experts: mlp_only_layers, those that decoder_sparse_step
+    passes over, and the first_k_dense_replace first ones."""
     num_layers = size(config, "num_hidden_layers")
     listed = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
-    if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
-        raise hf_config.refused("mlp_only_layers", listed, f"expected a list of layers from 0 to {num_layers - 1}")
+    if not isinstance(listed, list) or not all(
+        type(layer) is int and 0 <= layer < num_layers for layer in listed
+    ):
+        raise hf_config.refused(
+            "mlp_only_layers", listed, f"expected a list of layers from 0 to {num_layers - 1}"
+        )
     step = 1 if config.get("decoder_sparse_step") is None else size(config, "decoder_sparse_step")
     first = hf_config.count(config, "first_k_dense_replace")
-    dense = tuple(layer for layer in range(num_layers) if layer < first or layer in listed or (layer + 1) % step)
+    dense = tuple(
+        layer
+        for layer in range(num_layers)
+        if layer < first or layer in listed or (layer + 1) % step
+    )
     if len(dense) == num_layers:
         key = "mlp_only_layers" if len(set(listed)) == num_layers else "decoder_sparse_step"
         key = "first_k_dense_replace" if first >= num_layers else key
-        raise hf_config.refused(key, config[key], f"none of the {num_layers} layers would have experts")
+        raise hf_config.refused(
+            key, config[key], f"none of the {num_layers} layers would have experts"
+        )
     return dense
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Return the rows of Megatron's embedding over all tensor-parallel ranks: the next multiple of lcm(64, tp_size)."""
+    """Return the rows of Megatron's embedding over all tensor-parallel ranks: the next multiple of
+    lcm(64, tp_size)."""
     multiple = math.lcm(VOCAB_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple

@@ -1,5 +1,6 @@
-"""Conversion between Hugging Face, Megatron-Core and training checkpoints, on one process or on the ranks of torchrun,
-each of which holds a shard of the model. The command lines are tools/convert_*.py.
+"""Conversion between Hugging Face, Megatron-Core and training checkpoints, on one process or on the
+ranks of torchrun, each of which holds a shard of the model. The command lines are
+tools/convert_*.py.
 """
 
 from __future__ import annotations
@@ -32,26 +33,35 @@ if TYPE_CHECKING:
     from rlhf_mc.topology.groups import ProcessGroups
 
 LayoutSizes = tuple[int, int | None, int]
-"""Tensor-parallel size, pipeline-parallel size (None: world size / tensor-parallel size), expert-parallel size."""
+"""Tensor-parallel size, pipeline-parallel size (None: world size / tensor-parallel size),
+expert-parallel size."""
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
-    """Add the parallel sizes of the model during the conversion. The checkpoints do not depend on them."""
+    """Add the parallel sizes of the model during the conversion. The checkpoints do not depend on
+    them."""
     size = whole_number(1, 1 << 20)
     group = parser.add_argument_group("under torchrun, the parallel layout of the model")
     group.add_argument("--tensor-model-parallel-size", type=size, default=1, metavar="N")
-    group.add_argument("--pipeline-model-parallel-size", type=size, metavar="N", help="default: what TP leaves")
+    group.add_argument(
+        "--pipeline-model-parallel-size", type=size, metavar="N", help="default: what TP leaves"
+    )
     group.add_argument("--expert-model-parallel-size", type=size, default=1, metavar="N")
 
 
 def layout_sizes(args: argparse.Namespace) -> LayoutSizes:
     """Return the sizes that add_layout_options has read."""
-    return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    return (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.expert_model_parallel_size,
+    )
 
 
 def run_conversion(program: str, convert: Callable[[], None]) -> int:
-    """Run a conversion on the CPU, since it computes nothing and a model may exceed the memory of a GPU. Show the
-    progress on rank 0's console, without the warnings of libraries. Return the exit code."""
+    """Run a conversion on the CPU, since it computes nothing and a model may exceed the memory of a
+    GPU. Show the progress on rank 0's console, without the warnings of libraries. Return the exit
+    code."""
     is_first = os.environ.get("RANK", "0") == "0"
 
     def run() -> None:
@@ -68,7 +78,8 @@ def run_conversion(program: str, convert: Callable[[], None]) -> int:
 
 
 def hf_to_mcore(hf_path: str, output: str, sizes: LayoutSizes) -> None:
-    """Write the Megatron-Core checkpoint, in the dtype of the Hugging Face one. Raise UserError if it cannot be
+    """Write the Megatron-Core checkpoint, in the dtype of the Hugging Face one. Raise UserError if
+    it cannot be
     read."""
     from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
     from rlhf_mc.models.transformer_engine import import_transformer_engine
@@ -89,7 +100,8 @@ def hf_to_mcore(hf_path: str, output: str, sizes: LayoutSizes) -> None:
 
 
 def mcore_to_hf(checkpoint: str, output: str, sizes: LayoutSizes, max_shard_bytes: int) -> None:
-    """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most max_shard_bytes."""
+    """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most
+    max_shard_bytes."""
     with importing("importing Megatron-Core"):
         import torch.distributed as dist
 
@@ -108,12 +120,24 @@ def mcore_to_hf(checkpoint: str, output: str, sizes: LayoutSizes, max_shard_byte
         load_mcore(model, checkpoint)
         params = {name: param.data for name, param in model.named_parameters()}
         layouts = training_layouts(shape, groups.mesh)
-        export_hf(params, layouts, shape, output, groups.rank, dist.group.WORLD, dtype, assets, max_shard_bytes)
+        export_hf(
+            params,
+            layouts,
+            shape,
+            output,
+            groups.rank,
+            dist.group.WORLD,
+            dtype,
+            assets,
+            max_shard_bytes,
+        )
         _report(groups.rank, checkpoint, output, shape)
 
 
 @contextlib.contextmanager
-def _built_model(shape: ModelShape, dtype: str, sizes: LayoutSizes) -> Iterator[tuple[PackedGPT, ProcessGroups]]:
+def _built_model(
+    shape: ModelShape, dtype: str, sizes: LayoutSizes
+) -> Iterator[tuple[PackedGPT, ProcessGroups]]:
     """Yield this rank's shard of a model, without weights, and its process groups."""
     from rlhf_mc.models.gpt_model import build_model
     from rlhf_mc.topology.groups import tool_groups
@@ -132,10 +156,12 @@ def is_training_checkpoint(checkpoint: str) -> bool:
 def training_checkpoint_to_hf(
     checkpoint: str, output: str, role: str, hf_path: str | None, max_shard_bytes: int
 ) -> None:
-    """Write the model of a role as a Hugging Face checkpoint, as the run would have exported it at that step. Any
-    number of processes may do it, whatever the run's layout was: each reads and writes its share of the files.
+    """Write the model of a role as a Hugging Face checkpoint, as the run would have exported it at
+    that step. Any number of processes may do it, whatever the run's layout was: each reads and
+    writes its share of the files.
 
-    hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: the path in the
+    hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: the path
+    in the
     run's settings. Raise UserError if the checkpoint is corrupt or has no such role."""
     from rlhf_mc.models.transformer_engine import import_transformer_engine
 
@@ -158,12 +184,20 @@ def training_checkpoint_to_hf(
         models = stored_models(path)
         if role not in models:
             raise UserError(f"--role {role}: {path} holds {', '.join(models)}")
-        start = Path(hf_path) if hf_path is not None else _initial_checkpoint(role, stored_config(path))
+        start = (
+            Path(hf_path) if hf_path is not None else _initial_checkpoint(role, stored_config(path))
+        )
         if not start.is_dir():
-            raise UserError(f"{start}: no such directory; give the directory of the run's initial model as --hf-path")
+            raise UserError(
+                f"{start}: no such directory; give the directory of the run's initial model as "
+                "--hf-path"
+            )
         shape = read_shape(start, value_head=role == "critic")
-        # The run has compared language-model head and embedding of its initial model, which may be deleted.
-        shape = replace(shape, tie_embeddings=models[role]["shape"].get("tie_embeddings", shape.tie_embeddings))
+        # The run has compared language-model head and embedding of its initial model, which may be
+        # deleted.
+        shape = replace(
+            shape, tie_embeddings=models[role]["shape"].get("tie_embeddings", shape.tie_embeddings)
+        )
         check_shape(path, role, models, shape)
         dtype_name: str = models[role]["dtype"]
         shapes = logical_shapes(shape)
@@ -175,7 +209,9 @@ def training_checkpoint_to_hf(
             types = {name: torch.float32 if name in biases else dtype for name in names}
             tensors = {name: torch.empty(shapes[name], dtype=types[name]) for name in names}
             boxes = {name: tuple((0, size) for size in shapes[name]) for name in names}
-            blocks = [Block(f"{role}.weight.{n}", shapes[n], boxes[n], tensors[n], False) for n in names]
+            blocks = [
+                Block(f"{role}.weight.{n}", shapes[n], boxes[n], tensors[n], False) for n in names
+            ]
             read_tensors(blocks, path)
             return tensors
 
@@ -183,12 +219,24 @@ def training_checkpoint_to_hf(
         origin = {"run_id": manifest.run_id, "step": manifest.step}
         rank = groups.rank
         world = groups.mesh.world
-        write_hf(read, shape, Path(output), rank, world, dist.group.WORLD, dtype_name, start, max_shard_bytes, origin)
+        write_hf(
+            read,
+            shape,
+            Path(output),
+            rank,
+            world,
+            dist.group.WORLD,
+            dtype_name,
+            start,
+            max_shard_bytes,
+            origin,
+        )
         _report(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape)
 
 
 def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:
-    """Return the Hugging Face checkpoint with which a role of a run began, from the run's settings."""
+    """Return the Hugging Face checkpoint with which a role of a run began, from the run's
+    settings."""
     own = config.get("critic", {}).get("model_path") if role == "critic" else None
     return Path(own or config.get("model", {}).get("path", ""))
 

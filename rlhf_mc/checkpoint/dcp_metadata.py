@@ -1,5 +1,6 @@
-"""Restricted reader of .metadata, the pickle in a checkpoint of torch.distributed.checkpoint (DCP), which torch reads
-without restrictions. A file with other classes than those that describe tensors is refused before torch reads it.
+"""Restricted reader of .metadata, the pickle in a checkpoint of torch.distributed.checkpoint (DCP),
+which torch reads without restrictions. A file with other classes than those that describe tensors
+is refused before torch reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ _DESCRIPTIONS = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "device"},
     "collections": {"OrderedDict"},
@@ -42,10 +48,13 @@ class _Reader(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """Return torch's Metadata. Raise UserError if the file cannot be read, is corrupt, or would execute code."""
+    """Return torch's Metadata. Raise UserError if the file cannot be read, is corrupt, or would
+    execute code."""
     try:
         return _Reader(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error_reason(error)})") from error
     except Exception as error:  # a corrupt pickle raises any exception
-        raise UserError(f"{path}: not the metadata of a checkpoint's tensors ({first_line(error)})") from error
+        raise UserError(
+            f"{path}: not the metadata of a checkpoint's tensors ({first_line(error)})"
+        ) from error

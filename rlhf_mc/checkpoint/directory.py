@@ -1,9 +1,9 @@
-"""Directories of training checkpoints: commit, list, verify, quarantine and delete. The content of the files is decided
-in training_state.py and training_tensors.py.
+"""Directories of training checkpoints: commit, list, verify, quarantine and delete. The content of
+the files is decided in training_state.py and training_tensors.py.
 
-A checkpoint is written to global_step_N.tmp. Its last file, manifest.json, lists every other file with its size and
-SHA-256. The directory is then renamed to global_step_N. Directories with another name or without a manifest are
-ignored.
+A checkpoint is written to global_step_N.tmp. Its last file, manifest.json, lists every other file
+with its size and SHA-256. The directory is then renamed to global_step_N. Directories with another
+name or without a manifest are ignored.
 """
 
 from __future__ import annotations
@@ -69,26 +69,29 @@ def staging_path(root: Path, step: int) -> Path:
 
 
 def steps_with_checkpoint(root: Path) -> list[int]:
-    """Return the steps whose directory has a manifest of that step, ascending. Their files are not verified."""
+    """Return the steps whose directory has a manifest of that step, ascending. Their files are not
+    verified."""
     return sorted(step for path, step in _named(root) if _why_ignored(path, step) is None)
 
 
 def ignored(root: Path) -> list[str]:
-    """Return one line for each directory that has a checkpoint's name, but no checkpoint of that step."""
+    """Return one line for each directory that has a checkpoint's name, but no checkpoint of that
+    step."""
     reasons = ((path, _why_ignored(path, step)) for path, step in sorted(_named(root)))
     return [f"{path} {reason}; it is ignored" for path, reason in reasons if reason]
 
 
 def check_names(root: Path) -> None:
-    """Raise UserError if a directory of another name holds a later step than all that are named by theirs: a run would
-    repeat what is trained already, or begin anew."""
+    """Raise UserError if a directory of another name holds a later step than all that are named by
+    theirs: a run would repeat what is trained already, or begin anew."""
     newest = max(steps_with_checkpoint(root), default=-1)
     for path, step in sorted(_named(root)):
         named_step = _recorded_step(path) if _why_ignored(path, step) else None
         if named_step is not None and named_step > newest:
             raise UserError(
-                f"{path} is a checkpoint of step {named_step}, and no later one is named by its step; rename it to"
-                f" {final_path(root, named_step).name}, or move it to another directory"
+                f"{path} is a checkpoint of step {named_step}, and no later one is named by its "
+                f"step; rename it to {final_path(root, named_step).name}, or move it to another "
+                "directory"
             )
 
 
@@ -108,8 +111,8 @@ def _why_ignored(path: Path, step: int) -> str | None:
 
 
 def _recorded_step(path: Path) -> int | None:
-    """Return the step of a checkpoint's manifest; None if it is missing, corrupt or of a newer program, which is
-    reported if the checkpoint is chosen."""
+    """Return the step of a checkpoint's manifest; None if it is missing, corrupt or of a newer
+    program, which is reported if the checkpoint is chosen."""
     try:
         return read_manifest(path).step
     except UserError:
@@ -147,7 +150,8 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str) -> None:
-    """Write the manifest and rename the staging directory. One rank calls it, after all ranks have synced their
+    """Write the manifest and rename the staging directory. One rank calls it, after all ranks have
+    synced their
     files."""
     path = staging_path(root, step)
     for name, file in files.items():
@@ -155,10 +159,13 @@ def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str) 
         if num_bytes != file.num_bytes:
             raise UserError(
                 f"{path / name}: written by another rank, but here it "
-                f"{'is missing' if num_bytes is None else 'differs'}; trainer.default_local_dir must be one directory "
-                "that all nodes share"
+                f"{'is missing' if num_bytes is None else 'differs'}; trainer.default_local_dir "
+                "must be one directory that all nodes share"
             )
-    listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
+    listed = {
+        name: {"bytes": file.num_bytes, "sha256": file.sha256}
+        for name, file in sorted(files.items())
+    }
     body = {"format": FORMAT, "step": step, "run_id": run_id, "files": listed}
     write_json(path / MANIFEST, {**body, "sha256": _checksum(body)})
     durable.sync(path)
@@ -197,7 +204,8 @@ def quarantine_step(root: Path, step: int) -> Path:
 
 
 def quarantine(path: Path) -> Path:
-    """Rename a file or directory to <name>.quarantined<n>, which is ignored. Return its new name."""
+    """Rename a file or directory to <name>.quarantined<n>, which is ignored. Return its new
+    name."""
     names = (path.with_name(f"{path.name}{QUARANTINED}{n}") for n in itertools.count(1))
     new = next(name for name in names if not name.exists())
     os.rename(path, new)
@@ -206,12 +214,17 @@ def quarantine(path: Path) -> Path:
 
 def free_name(path: Path) -> Path:
     """Return the path or, if it exists, the first free path with a number appended."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}.{n}") for n in itertools.count(1)))
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    )
     return next(name for name in names if not os.path.lexists(name))
 
 
-def to_remove(steps: Sequence[int], keep_last: int | None, others: Collection[int | None]) -> list[int]:
-    """Return the steps of complete checkpoints to delete: all but the last `keep_last` (None: keep all) and the
+def to_remove(
+    steps: Sequence[int], keep_last: int | None, others: Collection[int | None]
+) -> list[int]:
+    """Return the steps of complete checkpoints to delete: all but the last `keep_last` (None: keep
+    all) and the
     others to keep."""
     if keep_last is None:
         return []
@@ -222,21 +235,30 @@ def to_remove(steps: Sequence[int], keep_last: int | None, others: Collection[in
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return a checkpoint's manifest. Raise UserError if it is missing or of another version, CorruptCheckpoint if it
-    is not the one that was written."""
+    """Return a checkpoint's manifest. Raise UserError if it is missing or of another version,
+    CorruptCheckpoint if it is not the one that was written."""
     try:
         if not retry_once(path.is_dir):
             raise UserError(f"{path}: no such directory")
         if not retry_once((path / MANIFEST).is_file):
-            raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_other_format(path)}")
+            raise UserError(
+                f"{path}: not a complete training checkpoint ({MANIFEST} is "
+                f"missing){_other_format(path)}"
+            )
         content = retry_once(lambda: json_files.read(path / MANIFEST))
         version = content["format"]
         checksum = content.pop("sha256")
         if isinstance(version, int) and version != FORMAT:
-            raise UserError(f"{path}: written by another version of the program (format {version}, not {FORMAT})")
+            raise UserError(
+                f"{path}: written by another version of the program (format {version}, not "
+                f"{FORMAT})"
+            )
         if checksum != _checksum(content):
             raise ValueError("its checksum is wrong")
-        files = {name: FileDigest(int(at["bytes"]), str(at["sha256"])) for name, at in content["files"].items()}
+        files = {
+            name: FileDigest(int(at["bytes"]), str(at["sha256"]))
+            for name, at in content["files"].items()
+        }
         if any(name != os.path.basename(name) for name in files):
             raise ValueError("a file outside the directory is named")
         return Manifest(int(content["step"]), str(content["run_id"]), files)
@@ -249,8 +271,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def retry_once(read: Callable[[], T]) -> T:
-    """Return the result of `read`, which is called a second time after an OSError: a checkpoint is not corrupt because
-    a file server fails over."""
+    """Return the result of `read`, which is called a second time after an OSError: a checkpoint is
+    not corrupt because a file server fails over."""
     try:
         return read()
     except OSError:
@@ -259,12 +281,14 @@ def retry_once(read: Callable[[], T]) -> T:
 
 
 def _other_format(path: Path) -> str:
-    """Return a hint to the right setting if the directory is a checkpoint of another format, else an empty string."""
+    """Return a hint to the right setting if the directory is a checkpoint of another format, else
+    an empty string."""
     if (path / "metadata.json").is_file():
         return "; Megatron checkpoints of weights alone are given as model.dist_checkpointing_path"
     if (path / "actor").is_dir():
         return (
-            "; verl's checkpoints are not read: export the weights with verl.model_merger, and give them as model.path"
+            "; verl's checkpoints are not read: export the weights with verl.model_merger, and "
+            "give them as model.path"
         )
     if (path / "config.json").is_file():
         return "; Hugging Face checkpoints are given as model.path"
@@ -272,9 +296,11 @@ def _other_format(path: Path) -> str:
 
 
 def verify(path: Path) -> None:
-    """Read every file of the checkpoint once, spread over the ranks. Raise CorruptCheckpoint on every rank if the size
-    or checksum of a file differs from the manifest. Every rank must call it."""
-    import torch.distributed as dist  # here, since launch/progress.py lists checkpoints without importing torch
+    """Read every file of the checkpoint once, spread over the ranks. Raise CorruptCheckpoint on
+    every rank if the size or checksum of a file differs from the manifest. Every rank must call
+    it."""
+    # here, since launch/progress.py lists checkpoints without importing torch
+    import torch.distributed as dist
 
     from rlhf_mc.topology.consensus import on_every_rank
 
@@ -300,7 +326,9 @@ def _check_file(path: Path, expected: FileDigest) -> None:
             raise CorruptCheckpoint(f"{path}: corrupt (not a file)")
         size = status.st_size
         if size != expected.num_bytes:
-            raise CorruptCheckpoint(f"{path}: corrupt ({size} bytes instead of {expected.num_bytes})")
+            raise CorruptCheckpoint(
+                f"{path}: corrupt ({size} bytes instead of {expected.num_bytes})"
+            )
         if retry_once(lambda: digest_file(path)).sha256 != expected.sha256:
             raise CorruptCheckpoint(f"{path}: corrupt (its checksum differs from the manifest)")
     except OSError as error:
@@ -308,9 +336,12 @@ def _check_file(path: Path, expected: FileDigest) -> None:
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    """Return CorruptCheckpoint, or UserError if this process is out of descriptors or memory: the file may be
+    """Return CorruptCheckpoint, or UserError if this process is out of descriptors or memory: the
+    file may be
     intact."""
-    return (UserError if is_shortage(error) else CorruptCheckpoint)(f"{path}: cannot be read ({error_reason(error)})")
+    return (UserError if is_shortage(error) else CorruptCheckpoint)(
+        f"{path}: cannot be read ({error_reason(error)})"
+    )
 
 
 def read_file(path: Path) -> bytes:
@@ -322,7 +353,8 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a verified JSON file. Raise CorruptCheckpoint if it is no JSON object."""
+    """Return the content of a verified JSON file. Raise CorruptCheckpoint if it is no JSON
+    object."""
     data = read_file(path)
     try:
         content = json_files.parse(data)

@@ -1,4 +1,5 @@
-"""Export of a model to a Hugging Face checkpoint, from any Megatron layout or from a training checkpoint.
+"""Export of a model to a Hugging Face checkpoint, from any Megatron layout or from a training
+checkpoint.
 
 Reading is in hf_format.py.
 """
@@ -49,8 +50,8 @@ def export_hf(
     bucket_bytes: int = 256 << 20,
     origin: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model whose parameters are sharded over the group by `layouts` (one per rank), as write_hf does. Every
-    rank must call it."""
+    """Write the model whose parameters are sharded over the group by `layouts` (one per rank), as
+    write_hf does. Every rank must call it."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     transport = None if group is None else PointToPoint(group)
 
@@ -59,13 +60,26 @@ def export_hf(
         for kind, of_kind in tensors_by_dtype(shape, dtype, names):
             targets = [hf_layout(shape, of_rank) if of_rank else EMPTY for of_rank in of_kind]
             plan = make_plan(layouts, targets, kind.itemsize, bucket_bytes)
-            written = {name: torch.empty(size, dtype=kind) for name, size in targets[rank].shapes.items()}
+            written = {
+                name: torch.empty(size, dtype=kind) for name, size in targets[rank].shapes.items()
+            }
             execute(plan.for_rank(rank), params, written, transport, wire_dtype=kind)
             tensors |= written
         return tensors
 
     world = len(layouts)
-    write_hf(gather, shape, Path(out_dir), rank, world, group, dtype_name, Path(assets_dir), max_shard_bytes, origin)
+    write_hf(
+        gather,
+        shape,
+        Path(out_dir),
+        rank,
+        world,
+        group,
+        dtype_name,
+        Path(assets_dir),
+        max_shard_bytes,
+        origin,
+    )
 
 
 def tensors_by_dtype(
@@ -90,15 +104,20 @@ def write_hf(
     max_shard_bytes: int,
     origin: Mapping[str, Any] | None,
 ) -> None:
-    """Write a checkpoint of the tensors that `gather` returns: a collective from the names of the tensors that each
-    rank writes next, by rank, to the tensors of this rank. Every rank must call it.
+    """Write a checkpoint of the tensors that `gather` returns: a collective from the names of the
+    tensors that each rank writes next, by rank, to the tensors of this rank. Every rank must call
+    it.
 
-    File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the tensors of one file at
-    a time. Config, tokenizer and layers of multi-token prediction are copied from `assets_dir`; `origin` (run and step)
-    is written to run.json. Files get their final names after all are written. Raise the same UserError on every rank if
-    one cannot write.
+    File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the
+    tensors of one file at a time. Config, tokenizer and layers of multi-token prediction are copied
+    from `assets_dir`; `origin` (run and step) is written to run.json. Files get their final names
+    after all are written. Raise the same UserError on every rank if one cannot write.
     """
-    shards = _shards(stored_shapes(shape, logical_shapes(shape)), getattr(torch, dtype_name).itemsize, max_shard_bytes)
+    shards = _shards(
+        stored_shapes(shape, logical_shapes(shape)),
+        getattr(torch, dtype_name).itemsize,
+        max_shard_bytes,
+    )
     subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
     drafts = on_every_rank(lambda: _draft_files(assets_dir, shape, max_shard_bytes), subject, group)
     count = len(shards) + len(drafts)
@@ -107,7 +126,9 @@ def write_hf(
     for start in counted(rounds, len(rounds), "rounds of files"):
         names = [logical_names(shape, of_file) for of_file in shards[start : start + world]]
         tensors = pack(shape, gather([*names, *[[]] * (world - len(names))]))
-        save = functools.partial(_save, tensors, out / STAGING / _shard_name(start + rank, count), subject)
+        save = functools.partial(
+            _save, tensors, out / STAGING / _shard_name(start + rank, count), subject
+        )
         on_every_rank(save, subject, group)
         tensors.clear()
 
@@ -119,21 +140,32 @@ def write_hf(
             _save(copied, out / STAGING / _shard_name(len(shards) + number, count), subject)
 
     on_every_rank(copy_drafts, subject, group)
-    on_rank_0(lambda: _finish(out, assets_dir, [*shards, *drafts], shape, dtype_name, origin), subject, group)
+    on_rank_0(
+        lambda: _finish(out, assets_dir, [*shards, *drafts], shape, dtype_name, origin),
+        subject,
+        group,
+    )
 
 
 def _draft_files(assets: Path, shape: ModelShape, max_shard_bytes: int) -> list[list[str]]:
-    """Return the names of the tensors of multi-token prediction in each file that is copied: none where `assets` has no
-    weights, and for a value model."""
+    """Return the names of the tensors of multi-token prediction in each file that is copied: none
+    where `assets` has no weights, and for a value model."""
     if shape.value_head or not ((assets / INDEX).exists() or (assets / WEIGHTS).exists()):
         return []
     reader = HFReader(assets)
     drafts = reader.slices(reader.draft_tensors(shape.num_layers))
-    return _shards({name: drafts[name].get_shape() for name in drafts}, 4, max_shard_bytes) if drafts else []
+    return (
+        _shards({name: drafts[name].get_shape() for name in drafts}, 4, max_shard_bytes)
+        if drafts
+        else []
+    )
 
 
-def _shards(sizes: Mapping[str, Sequence[int]], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Return the tensor names of each file, in the order of `sizes`. A tensor above the limit has its own file."""
+def _shards(
+    sizes: Mapping[str, Sequence[int]], itemsize: int, max_shard_bytes: int
+) -> list[list[str]]:
+    """Return the tensor names of each file, in the order of `sizes`. A tensor above the limit has
+    its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -160,7 +192,8 @@ def _save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
     if not tensors:
         return
     file.touch()
-    mode = file.stat().st_mode  # as the umask allows; safetensors replaces the file by one that only its owner can read
+    # as the umask allows; safetensors replaces the file by one that only its owner can read
+    mode = file.stat().st_mode
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -169,13 +202,16 @@ def _save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
 
 
 def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str) -> dict[str, Any]:
-    """Return config.json of the export: the file of the initial checkpoint, updated for the written tensors."""
+    """Return config.json of the export: the file of the initial checkpoint, updated for the written
+    tensors."""
     # transformers 5 writes `dtype` and reads both keys; earlier versions read only `torch_dtype`.
     config = {key: value for key, value in config.items() if key != "dtype"}
     config |= {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
     if shape.value_head:
         names = config.get("architectures") or []
-        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config["architectures"] = [
+            name.replace("ForCausalLM", "ForSequenceClassification") for name in names
+        ]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config
 
@@ -188,13 +224,16 @@ def _finish(
     dtype_name: str,
     origin: Mapping[str, Any] | None,
 ) -> None:
-    """Write the other files, then move all files to their final names: config.json, which makes it a checkpoint,
+    """Write the other files, then move all files to their final names: config.json, which makes it
+    a checkpoint,
     last."""
     staging = out / STAGING
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
     if len(shards) > 1:
         total = sum(_tensor_bytes(staging / file) for file in files)
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        weight_map = {
+            name: file for file, names in zip(files, shards, strict=True) for name in names
+        }
         _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.append(INDEX)
     files += copy_assets(assets, staging)
@@ -211,7 +250,8 @@ def _finish(
 
 
 def _tensor_bytes(file: Path) -> int:
-    """Return the bytes of the tensors of a safetensors file: those after the header, whose size it begins with."""
+    """Return the bytes of the tensors of a safetensors file: those after the header, whose size it
+    begins with."""
     with file.open("rb") as stream:
         return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 

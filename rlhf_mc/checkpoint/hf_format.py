@@ -1,4 +1,5 @@
-"""Import of Hugging Face checkpoints. A rank reads only the blocks of its layout, by a plan of reshard/.
+"""Import of Hugging Face checkpoints. A rank reads only the blocks of its layout, by a plan of
+reshard/.
 
 Export is in hf_export.py.
 """
@@ -58,7 +59,8 @@ _HEADS = ("lm_head.weight", "score.weight", "score.bias")
 """Heads that a checkpoint may have and a model may lack. The bias of a value head is checked in
 setup/value_heads.py."""
 _BUFFERS = (".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached")
-"""Endings of the names of rotary tables, which are not weights and are computed from config.json."""
+"""Endings of the names of rotary tables, which are not weights and are computed from
+config.json."""
 _NAMED = 5
 """Maximum number of tensors that a message names; the others are counted."""
 
@@ -75,12 +77,15 @@ def shorten_names(names: Collection[str]) -> str:
 
 
 class HFReader:
-    """A checkpoint directory. Files are opened on first use, and tensors are read when they are sliced."""
+    """A checkpoint directory. Files are opened on first use, and tensors are read when they are
+    sliced."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise UserError(f"{self.directory}: no such directory; expected a Hugging Face checkpoint")
+            raise UserError(
+                f"{self.directory}: no such directory; expected a Hugging Face checkpoint"
+            )
         self.config: dict[str, Any] = read_config(self.directory)
         self._open_files: dict[str, Any] = {}
         has_index, has_weights = ((self.directory / name).exists() for name in (INDEX, WEIGHTS))
@@ -88,14 +93,18 @@ class HFReader:
             self._files = self._read_index()
             if has_weights and WEIGHTS not in self._files.values():
                 raise UserError(
-                    f"{self.directory}: holds {WEIGHTS} and {INDEX}, which names other files; remove one of them"
+                    f"{self.directory}: holds {WEIGHTS} and {INDEX}, which names other files; "
+                    "remove one of them"
                 )
         elif has_weights:
             self._files = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
         else:
-            other = next((f" (there is {path.name})" for path in sorted(self.directory.glob("*.bin*"))), "")
+            other = next(
+                (f" (there is {path.name})" for path in sorted(self.directory.glob("*.bin*"))), ""
+            )
             raise UserError(
-                f"{self.directory}: neither {WEIGHTS} nor {INDEX}; only safetensors weights are read{other}"
+                f"{self.directory}: neither {WEIGHTS} nor {INDEX}; only safetensors weights are "
+                f"read{other}"
             )
 
     def _read_index(self) -> dict[str, str]:
@@ -104,12 +113,14 @@ class HFReader:
             isinstance(f, str) and Path(f).name == f for f in weight_map.values()
         ):
             raise UserError(
-                f"{self.directory / INDEX}: expected a weight_map from tensor names to names of files beside it"
+                f"{self.directory / INDEX}: expected a weight_map from tensor names to names of "
+                "files beside it"
             )
         return weight_map
 
     def shape(self, value_head: bool = False) -> ModelShape:
-        """Return the shape of the model that config.json describes. Raise UserError if it is not supported.
+        """Return the shape of the model that config.json describes. Raise UserError if it is not
+        supported.
 
         Embeddings are tied only if the checkpoint has no other language-model head."""
         shape = _shape(self.directory, self.config, value_head)
@@ -128,8 +139,8 @@ class HFReader:
             if _are_equal(*slices.values()):
                 return False
         logger.warning(
-            "%s: lm_head.weight differs from model.embed_tokens.weight; the two are not tied, whatever "
-            "tie_word_embeddings says in config.json",
+            "%s: lm_head.weight differs from model.embed_tokens.weight; the two are not tied, "
+            "whatever tie_word_embeddings says in config.json",
             self.directory,
         )
         return True
@@ -140,13 +151,13 @@ class HFReader:
         return self._files.keys()
 
     def slices(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return slices of logical tensors by name; `slice[a:b, c:d]` reads a block. Raise UserError if a tensor or its
-        file is missing."""
+        """Return slices of logical tensors by name; `slice[a:b, c:d]` reads a block. Raise
+        UserError if a tensor or its file is missing."""
         return {name: self._slice(name) for name in names}
 
     def draft_tensors(self, num_layers: int) -> list[str]:
-        """Return the tensors of the layers of multi-token prediction, which follow the model's num_layers layers or are
-        named "mtp"."""
+        """Return the tensors of the layers of multi-token prediction, which follow the model's
+        num_layers layers or are named "mtp"."""
         count = self.config.get("num_nextn_predict_layers", self.config.get("num_mtp_layers"))
         drafts = range(num_layers, num_layers + (count if isinstance(count, int) else 0))
         layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in self.names}
@@ -157,8 +168,8 @@ class HFReader:
         )
 
     def check(self, shape: ModelShape) -> None:
-        """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a supported dtype,
-        beside layers of multi-token prediction.
+        """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a
+        supported dtype, beside layers of multi-token prediction.
 
         A critic's `score.weight` may be missing; other heads and buffers are ignored."""
         expected = stored_shapes(shape, logical_shapes(shape))
@@ -167,7 +178,10 @@ class HFReader:
                 continue
             stored = tuple(self._slice(name).get_shape())
             if stored != wanted:
-                raise UserError(f"{self.file_path(name)}: {name} has shape {stored}, config.json describes {wanted}")
+                raise UserError(
+                    f"{self.file_path(name)}: {name} has shape {stored}, config.json describes "
+                    f"{wanted}"
+                )
         self._check_files()
         others = {*expected, *_HEADS, *self.draft_tensors(shape.num_layers)}
         excess = [n for n in self.names if n not in others and not is_buffer(n)]
@@ -183,24 +197,31 @@ class HFReader:
             raise UserError(f"{self.directory}: {_by_type(other)}; expected {TYPES}")
 
     def _check_files(self) -> None:
-        """Raise UserError if a file has a tensor that the index does not list, or lists in another file."""
+        """Raise UserError if a file has a tensor that the index does not list, or lists in another
+        file."""
         for file in sorted(set(self._files.values())):
             for name in self._open(file).keys():  # noqa: SIM118
                 place = self._files.get(name)
                 if place is None and not is_buffer(name):
                     raise UserError(f"{self.directory / file}: tensor {name} is not in {INDEX}")
                 if place not in (None, file):
-                    raise UserError(f"{self.directory}: tensor {name} is in {place} and in {file}; one of them counts")
+                    raise UserError(
+                        f"{self.directory}: tensor {name} is in {place} and in {file}; one of them "
+                        "counts"
+                    )
 
     def dtype_name(self) -> str:
-        """Return torch's name of the dtype of the weights. Raise UserError unless all have the same supported dtype."""
+        """Return torch's name of the dtype of the weights. Raise UserError unless all have the same
+        supported dtype."""
         shape = self.shape()
         others = {*correction_biases(shape), *self.draft_tensors(shape.num_layers)}
         names = [name for name in self.names if not is_buffer(name) and name not in others]
         dtypes = {name: self._slice(name).get_dtype() for name in names}
         types = set(dtypes.values())
         if len(types) != 1 or not types <= _DTYPES.keys():
-            raise UserError(f"{self.directory}: {_by_type(dtypes)}; expected one of {TYPES} for all")
+            raise UserError(
+                f"{self.directory}: {_by_type(dtypes)}; expected one of {TYPES} for all"
+            )
         return _DTYPES[types.pop()]
 
     def num_not_finite(self, name: str) -> int:
@@ -215,7 +236,9 @@ class HFReader:
         try:
             yield
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.directory}: a tensor cannot be read ({first_line(error)})") from error
+            raise UserError(
+                f"{self.directory}: a tensor cannot be read ({first_line(error)})"
+            ) from error
 
     def file_path(self, name: str) -> Path:
         """Return the file of a tensor."""
@@ -234,7 +257,9 @@ class HFReader:
         try:
             return self._open(self._files[name]).get_slice(name)
         except SafetensorError as error:
-            raise UserError(f"{self.file_path(name)}: tensor {name} is missing, though {INDEX} names it") from error
+            raise UserError(
+                f"{self.file_path(name)}: tensor {name} is missing, though {INDEX} names it"
+            ) from error
 
     def _open(self, file: str) -> Any:
         if file not in self._open_files:
@@ -244,7 +269,9 @@ class HFReader:
             try:
                 self._open_files[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path}: not a readable safetensors file, truncated or corrupt ({error})") from error
+                raise UserError(
+                    f"{path}: not a readable safetensors file, truncated or corrupt ({error})"
+                ) from error
         return self._open_files[file]
 
 
@@ -262,7 +289,8 @@ def read_config(directory: str | os.PathLike[str], name: str = "config.json") ->
 
 
 def read_shape(directory: str | os.PathLike[str], value_head: bool = False) -> ModelShape:
-    """Return the shape of the model that config.json of a directory describes, which need not have weights."""
+    """Return the shape of the model that config.json of a directory describes, which need not have
+    weights."""
     return _shape(Path(directory), read_config(directory), value_head)
 
 
@@ -271,9 +299,14 @@ def _shape(directory: Path, config: dict[str, Any], value_head: bool) -> ModelSh
         shape = ModelShape.from_hf_config(config, value_head)
     except UserError as error:
         message = str(error)
-        raise UserError(f"{directory}/{message}" if message.startswith("config.json") else message) from None
+        raise UserError(
+            f"{directory}/{message}" if message.startswith("config.json") else message
+        ) from None
     if (directory / QUANTIZATION).exists():
-        raise UserError(f"{directory}/{QUANTIZATION}: quantized weights are not supported, and vLLM reads this file")
+        raise UserError(
+            f"{directory}/{QUANTIZATION}: quantized weights are not supported, and vLLM reads this "
+            "file"
+        )
     return shape
 
 
@@ -290,8 +323,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Return whether two slices of safetensors files have the same shape and values. transformers and vLLM make the
-    same comparison; here only some rows of both are in memory at a time."""
+    """Return whether two slices of safetensors files have the same shape and values. transformers
+    and vLLM make the same comparison; here only some rows of both are in memory at a time."""
     shape = first.get_shape()
     if shape != second.get_shape() or not shape:
         return False
@@ -306,14 +339,20 @@ def _by_type(types: Mapping[str, str]) -> str:
     for name, dtype in types.items():
         names.setdefault(_DTYPES.get(dtype, dtype), []).append(name)
     rarest_first = sorted(names.items(), key=lambda item: len(item[1]))
-    return "tensors of " + ", of ".join(f"{dtype} ({shorten_names(group)})" for dtype, group in rarest_first)
+    return "tensors of " + ", of ".join(
+        f"{dtype} ({shorten_names(group)})" for dtype, group in rarest_first
+    )
 
 
-def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tensor], skip: Collection[str] = ()) -> None:
-    """Read one rank's parameters, by local name, from the checkpoint, and cast them to their dtypes.
+def import_hf(
+    reader: HFReader, layout: Layout, params: Mapping[str, torch.Tensor], skip: Collection[str] = ()
+) -> None:
+    """Read one rank's parameters, by local name, from the checkpoint, and cast them to their
+    dtypes.
 
-    Only the blocks of `layout` are read; logical tensors in `skip` are unchanged. Raise UserError on every rank if one
-    of them cannot read its blocks or has a value that is not finite, or if a matrix is zero. Every rank must call it.
+    Only the blocks of `layout` are read; logical tensors in `skip` are unchanged. Raise UserError
+    on every rank if one of them cannot read its blocks or has a value that is not finite, or if a
+    matrix is zero. Every rank must call it.
     """
     wanted = layout.without(skip)  # single tensors, as in the files
 
@@ -332,9 +371,15 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
     def describe(local: str, count: int) -> str:
         for name in tensors[local]:
             if in_file := reader.num_not_finite(name):
-                return f"{reader.file_path(name)}: {name} has values that are not finite (NaN or infinite): {in_file}"
+                return (
+                    f"{reader.file_path(name)}: {name} has values that are not finite (NaN or "
+                    f"infinite): {in_file}"
+                )
         dtype = str(params[local].dtype).removeprefix("torch.")
-        return f"{reader.directory}: {', '.join(tensors[local])} has values too large for {dtype}: {count}"
+        return (
+            f"{reader.directory}: {', '.join(tensors[local])} has values too large for {dtype}: "
+            f"{count}"
+        )
 
     filled = {name: param for name, param in params.items() if name in tensors}
     check_finite(filled, describe)

@@ -1,8 +1,9 @@
-"""Fingerprints (size and content hash) of every file that a run reads: stored in its checkpoints, compared on resume.
+"""Fingerprints (size and content hash) of every file that a run reads: stored in its checkpoints,
+compared on resume.
 
-Small files are hashed completely. Of a large file of weights the header and evenly spread blocks are hashed, so that a
-start does not read the model twice. A change of all weights (another, scaled or further trained model) changes these
-blocks; a change of single elements may not.
+Small files are hashed completely. Of a large file of weights the header and evenly spread blocks
+are hashed, so that a start does not read the model twice. A change of all weights (another, scaled
+or further trained model) changes these blocks; a change of single elements may not.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ WHOLE_BYTES = 16 << 20
 """Files of weights up to this size are hashed completely."""
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024
-"""Blocks of a larger file, evenly spread from its first byte to its last. A safetensors file has one more block from
-the middle of every tensor."""
+"""Blocks of a larger file, evenly spread from its first byte to its last. A safetensors file has
+one more block from the middle of every tensor."""
 MAY_CHANGE = ("custom_reward_function.path", *CUSTOM_FUNCTIONS)
-"""Inputs whose change is a warning, not an error: a user's function may be corrected during a run, and a hash does not
-tell comments from code."""
+"""Inputs whose change is a warning, not an error: a user's function may be corrected during a run,
+and a hash does not tell comments from code."""
 
 Inputs = dict[str, dict[str, dict[str, Any]]]
-"""{setting: {file: {"bytes": size, "sha256" or "sampled_sha256": hash}}}. A data file is named by its index in the
-setting, and has a "path" too; other files by their names without the directory, which may be moved."""
+"""{setting: {file: {"bytes": size, "sha256" or "sampled_sha256": hash}}}. A data file is named by
+its index in the setting, and has a "path" too; other files by their names without the directory,
+which may be moved."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class _File:
 
 
 def read_inputs(cfg: Config) -> Inputs:
-    """Return the fingerprints of the run's inputs, which the ranks hash in turn. Raise UserError on every rank if a
-    file cannot be read. Every rank must call it."""
+    """Return the fingerprints of the run's inputs, which the ranks hash in turn. Raise UserError on
+    every rank if a file cannot be read. Every rank must call it."""
     files = on_rank_0(lambda: list(_files(cfg)), "inputs")
     numbers = range(dist.get_rank(), len(files), dist.get_world_size())
     hashed = counted(numbers, len(numbers), "files", "hashing inputs")
@@ -79,13 +81,18 @@ def differences(before: Inputs, now: Inputs) -> dict[str, list[str]]:
             if _content(old.get(name)) != _content(new.get(name)):
                 path = (new.get(name) or {}).get("path")
                 named = name if path is None else f"{name} ({path})"
-                out.setdefault(setting, []).append(f"{named}: {_phrase(old.get(name))} -> {_phrase(new.get(name))}")
+                out.setdefault(setting, []).append(
+                    f"{named}: {_phrase(old.get(name))} -> {_phrase(new.get(name))}"
+                )
     return out
 
 
 def _content(entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a fingerprint without the path, which is for messages: a file that was moved has not changed."""
-    return None if entry is None else {name: value for name, value in entry.items() if name != "path"}
+    """Return a fingerprint without the path, which is for messages: a file that was moved has not
+    changed."""
+    return (
+        None if entry is None else {name: value for name, value in entry.items() if name != "path"}
+    )
 
 
 def _phrase(entry: dict[str, Any] | None) -> str:
@@ -106,14 +113,17 @@ def _files(cfg: Config) -> Iterator[_File]:
             numbers[setting] += 1
             yield _File(setting, f"file {numbers[setting]}", path)
         elif setting == "model.path":
-            yield from _model_files(setting, path, with_weights=cfg.model.dist_checkpointing_path is None)
+            yield from _model_files(
+                setting, path, with_weights=cfg.model.dist_checkpointing_path is None
+            )
         elif name == "model_path":
             yield from _model_files(setting, path, with_weights=True)
         elif name == "dist_checkpointing_path":
             yield from _megatron_files(setting, path)
         elif name == "tokenizer_path":
             yield from _existing(setting, path, _TOKENIZER)
-        elif setting not in ("trainer.resume_from_path", "trainer.replay"):  # of runs, not inputs of this one
+        elif setting not in ("trainer.resume_from_path", "trainer.replay"):
+            # of runs, not inputs of this one
             yield _File(setting, "file", path)
     if cfg.model.tokenizer_path is None:
         yield from _existing("model.tokenizer_path", Path(cfg.model.path), _TOKENIZER)
@@ -134,9 +144,13 @@ def _model_files(setting: str, root: Path, with_weights: bool) -> Iterator[_File
 
 
 def _megatron_files(setting: str, root: Path) -> Iterator[_File]:
-    # Not .metadata: it has a random id, so that another conversion of the same model would be a change.
+    # Not .metadata: it has a random id, so that another conversion of the same model would be a
+    # change.
     yield from _existing(setting, root, ("metadata.json", "common.pt"))
-    yield from (_File(setting, path.name, path, is_weights=True) for path in sorted(root.glob("__*_*.distcp")))
+    yield from (
+        _File(setting, path.name, path, is_weights=True)
+        for path in sorted(root.glob("__*_*.distcp"))
+    )
 
 
 def _existing(setting: str, root: Path, names: Iterable[str]) -> Iterator[_File]:
@@ -160,7 +174,8 @@ def _hashed(file: _File) -> dict[str, Any]:
 
 
 def _sampled(path: Path, size: int) -> str:
-    """Return the hash of the sampled blocks, whose positions are a function of the file's size and header."""
+    """Return the hash of the sampled blocks, whose positions are a function of the file's size and
+    header."""
     starts = {(size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)}
     digest = hashlib.sha256()
     descriptor = os.open(path, os.O_RDONLY)
@@ -180,14 +195,19 @@ def _sampled(path: Path, size: int) -> str:
 
 
 def _middles(header: bytes, data: int) -> set[int]:
-    """Return the offset of a block in the middle of each tensor. data: offset of the first tensor."""
-    offsets = [entry["data_offsets"] for name, entry in json_files.parse(header).items() if name != "__metadata__"]
+    """Return the offset of a block in the middle of each tensor. data: offset of the first
+    tensor."""
+    offsets = [
+        entry["data_offsets"]
+        for name, entry in json_files.parse(header).items()
+        if name != "__metadata__"
+    ]
     return {data + max(start, (start + end - BLOCK_BYTES) // 2) for start, end in offsets}
 
 
 def check_unchanged(before: Inputs, now: Inputs, allowed: bool, where: str) -> list[str]:
-    """Return lines of warnings. Raise UserError if an input has changed and this is not allowed. before: fingerprints
-    of the checkpoint."""
+    """Return lines of warnings. Raise UserError if an input has changed and this is not allowed.
+    before: fingerprints of the checkpoint."""
     lines = {
         setting: f"{setting} has changed since the checkpoint: {'; '.join(files)}"
         for setting, files in differences(before, now).items()
@@ -195,7 +215,7 @@ def check_unchanged(before: Inputs, now: Inputs, allowed: bool, where: str) -> l
     refused = [line for setting, line in lines.items() if setting not in MAY_CHANGE]
     if refused and not allowed:
         raise UserError(
-            f"{where}: {' | '.join(refused)} (bytes, SHA-256); give the files that the run began with, or "
-            "trainer.resume_changed_inputs=allow to resume with the new ones"
+            f"{where}: {' | '.join(refused)} (bytes, SHA-256); give the files that the run began "
+            "with, or trainer.resume_changed_inputs=allow to resume with the new ones"
         )
     return list(lines.values())

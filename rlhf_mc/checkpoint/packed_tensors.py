@@ -1,4 +1,5 @@
-"""Tensors of files that hold all experts of a layer (architectures/packed_experts.py): read and written by expert."""
+"""Tensors of files that hold all experts of a layer (architectures/packed_experts.py): read and
+written by expert."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from rlhf_mc.reshard.layout import logical_shapes
 
 
 def expert_view(stack: torch.Tensor, expert: int, first: int | None) -> torch.Tensor:
-    """Return the view of one expert's tensor, [output, input] or [output], in a tensor of all experts. first: of every
-    second column; None: of all columns."""
+    """Return the view of one expert's tensor, [output, input] or [output], in a tensor of all
+    experts. first: of every second column; None: of all columns."""
     view = stack[expert] if first is None else stack[expert][..., first::2]
     return view.mT if view.dim() == 2 else view
 
@@ -39,7 +40,9 @@ class ExpertSlice:
         inputs = inputs or [slice(None)] * (len(self._stored.get_shape()) - 2)
         step = 1 if self._first is None else 2
         start, stop, _ = rows.indices(self.get_shape()[0])
-        block = self._stored[(slice(self._expert, self._expert + 1), *inputs, slice(start * step, stop * step))]
+        block = self._stored[
+            (slice(self._expert, self._expert + 1), *inputs, slice(start * step, stop * step))
+        ]
         return expert_view(block, 0, self._first)
 
 

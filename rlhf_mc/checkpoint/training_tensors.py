@@ -1,7 +1,9 @@
-"""Tensors of a training checkpoint: written by a thread through Megatron-Core's dist_checkpointing, and read.
+"""Tensors of a training checkpoint: written by a thread through Megatron-Core's dist_checkpointing,
+and read.
 
-Megatron-Core's own writers are processes; PlannedSave (models/megatron_patches.py) says why they are not used. A thread
-does the same work, since writing and hashing release the interpreter lock, and it ends with its rank.
+Megatron-Core's own writers are processes; PlannedSave (models/megatron_patches.py) says why they
+are not used. A thread does the same work, since writing and hashing release the interpreter lock,
+and it ends with its rank.
 """
 
 from __future__ import annotations
@@ -37,19 +39,20 @@ COMMON = "common.pt"
 BACKEND = "metadata.json"
 """File of dist_checkpointing with the name of the format."""
 _ASK_SECONDS = 1.0
-"""Maximum time that a rank that still writes delays a collective: far below the timeout of collectives, which a slow
-disk may exceed."""
+"""Maximum time that a rank that still writes delays a collective: far below the timeout of
+collectives, which a slow disk may exceed."""
 
 
 class HostBuffers:
-    """Host memory to which blocks are copied, so that training may change them while the copies are written. It is kept
-    between saves, since an allocation costs more than the copy."""
+    """Host memory to which blocks are copied, so that training may change them while the copies are
+    written. It is kept between saves, since an allocation costs more than the copy."""
 
     def __init__(self) -> None:
         self._arena = HostArena("trainer.async_save")
 
     def copies(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
-        """Return a copy of each block, in their order. The copies of the call before are overwritten."""
+        """Return a copy of each block, in their order. The copies of the call before are
+        overwritten."""
         views = self._arena.views([block.data.nbytes for block in blocks])
         copies = [
             view.view(block.data.dtype).view(block.data.shape).copy_(block.data, non_blocking=True)
@@ -60,11 +63,11 @@ class HostBuffers:
 
 
 def with_exact_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory whose storage ends with it, of a contiguous one on the host; others as they
-    are. The memory lives as long as the result.
+    """Return a tensor of the same memory whose storage ends with it, of a contiguous one on the
+    host; others as they are. The memory lives as long as the result.
 
-    Megatron-Core copies every tensor on the host that is a part of a larger storage before the write begins
-    (filesystem_async.py), and torch.save would write all of the storage."""
+    Megatron-Core copies every tensor on the host that is a part of a larger storage before the
+    write begins (filesystem_async.py), and torch.save would write all of the storage."""
     size = tensor.untyped_storage().nbytes()
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.nbytes in (0, size):
         return tensor
@@ -82,9 +85,9 @@ class TensorWriter:
         buffers: HostBuffers | None,
         others: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
     ) -> None:
-        """Plan the write and start it. buffers: destination of copies of the blocks; None: the blocks themselves are
-        written, and must not change until `wait` returns. others: further files of this rank, by name, and the function
-        that writes each. Every rank must call it."""
+        """Plan the write and start it. buffers: destination of copies of the blocks; None: the
+        blocks themselves are written, and must not change until `wait` returns. others: further
+        files of this rank, by name, and the function that writes each. Every rank must call it."""
         self._directory = directory
         self._others = others
         written = [block for block in blocks if block.is_writer]
@@ -100,18 +103,20 @@ class TensorWriter:
         self._results: list[Any] = []
         self._error: UserError | None = None
         if buffers is None:
-            platform.synchronize()  # a thread has its own current stream, which waits for none of this one's work
+            # a thread has its own current stream, which waits for none of this one's work
+            platform.synchronize()
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
         self._thread.start()
 
     def is_done(self, seconds: float = 0.0) -> bool:
-        """Return whether this rank has written its blocks, or failed. Wait at most `seconds` for it."""
+        """Return whether this rank has written its blocks, or failed. Wait at most `seconds` for
+        it."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for all ranks, in collectives that are short even if a disk is slow. Raise UserError on every rank if
-        one could not write. Every rank must call it."""
+        """Wait for all ranks, in collectives that are short even if a disk is slow. Raise UserError
+        on every rank if one could not write. Every rank must call it."""
         with working(total=self._num_bytes / 2**20, unit="MiB") as work:
             while not all_ranks(self.is_done(_ASK_SECONDS)):
                 written = [Path(file) for file, *_ in self._writer.write_buckets]
@@ -137,7 +142,9 @@ class TensorWriter:
                 outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 pending: queue.Queue[int] = queue.Queue()
                 pending.put(number)
-                write_bucket([self._writer.transforms], number, bucket, outcome, pending, use_fsync=True)
+                write_bucket(
+                    [self._writer.transforms], number, bucket, outcome, pending, use_fsync=True
+                )
                 _, written = outcome.get()
                 if isinstance(written, Exception):
                     raise written
@@ -159,13 +166,15 @@ class TensorWriter:
         self._files[COMMON] = write_bytes(self._directory / COMMON, common.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
         for name in (METADATA, BACKEND):
-            # torch syncs the first before Python's buffer is flushed, and Megatron-Core does not sync the second.
+            # torch syncs the first before Python's buffer is flushed, and Megatron-Core does not
+            # sync the second.
             durable.sync(self._directory / name)
             self._files[name] = digest_file(self._directory / name)
 
 
 def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
-    """Read the blocks into their storage. Raise UserError if the files do not hold them. Every rank must call it."""
+    """Read the blocks into their storage. Raise UserError if the files do not hold them. Every rank
+    must call it."""
     on_every_rank(lambda: _check_holds(directory, blocks))
     with megatron_calls(), working("reading tensors"):
         try:
@@ -173,19 +182,24 @@ def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
             dist_checkpointing.load(state, str(directory), validate_access_integrity=False)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            raise CorruptCheckpoint(f"{directory}: cannot be read back ({_reason(cause)})") from error
+            raise CorruptCheckpoint(
+                f"{directory}: cannot be read back ({_reason(cause)})"
+            ) from error
 
 
 def _check_holds(directory: Path, blocks: Sequence[Block]) -> None:
     stored = read_metadata(directory / METADATA).state_dict_metadata
     missing = next((block.key for block in blocks if block.key not in stored), None)
     if missing is not None:
-        raise UserError(f"{directory}: holds no {missing}; the run that wrote it trained other parts of the models")
+        raise UserError(
+            f"{directory}: holds no {missing}; the run that wrote it trained other parts of the "
+            "models"
+        )
 
 
 def _sharded(blocks: Sequence[Block], data: Sequence[torch.Tensor]) -> dict[str, ShardedTensor]:
-    """Return the blocks as ShardedTensors without a regular grid (axis_fragmentations), so that blocks may have any
-    shape."""
+    """Return the blocks as ShardedTensors without a regular grid (axis_fragmentations), so that
+    blocks may have any shape."""
     return {
         f"{block.key} {block.box}": ShardedTensor(
             key=block.key,
@@ -201,8 +215,8 @@ def _sharded(blocks: Sequence[Block], data: Sequence[torch.Tensor]) -> dict[str,
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of the OSError that caused the error, if there is one: torch's own message is about its
-    archive."""
+    """Return the reason of the OSError that caused the error, if there is one: torch's own message
+    is about its archive."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

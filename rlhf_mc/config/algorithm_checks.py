@@ -1,4 +1,5 @@
-"""Checks of the settings of algorithm and reward, in the form of checks.py. reward.mixture is checked where the
+"""Checks of the settings of algorithm and reward, in the form of checks.py. reward.mixture is
+checked where the
 rules are known, in rewards/mixture.py.
 """
 
@@ -12,7 +13,14 @@ from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import estimator_needs, prompts_in_flight, prompts_per_batch, uses_critic
-from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig, expand_reward_models, get_setting, reward_models
+from rlhf_mc.config.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    expand_reward_models,
+    get_setting,
+    reward_models,
+)
 from rlhf_mc.config.yaml_reader import yaml_text
 
 
@@ -38,17 +46,32 @@ def _estimator(cfg: Config) -> Iterator[str]:
     key = f"algorithm.adv_estimator is {name}"
     if (name == "custom") != (custom.path is not None):
         path = yaml_text(custom.path)
-        yield f"{key} and algorithm.custom_estimator.path is {path}; set both (custom, and a path) or neither"
+        yield (
+            f"{key} and algorithm.custom_estimator.path is {path}; set both (custom, and a path) "
+            "or neither"
+        )
     if name != "custom" and custom.needs:
-        yield f"algorithm.custom_estimator.needs is {custom.needs} and {key}; it is for adv_estimator custom"
+        yield (
+            f"algorithm.custom_estimator.needs is {custom.needs} and {key}; it is for "
+            "adv_estimator custom"
+        )
     if needs.group and cfg.rollout.n < 2:
-        yield f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it must be at least 2"
+        yield (
+            f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it "
+            "must be at least 2"
+        )
     if needs.critic:
         return
     if cfg.critic.model_path is not None:
-        yield f"critic.model_path is {cfg.critic.model_path} and {key}, which needs no critic; leave it out"
+        yield (
+            f"critic.model_path is {cfg.critic.model_path} and {key}, which needs no critic; leave "
+            "it out"
+        )
     if cfg.trainer.critic_warmup > 0:
-        yield f"trainer.critic_warmup is {cfg.trainer.critic_warmup} and {key}, which needs no critic; set it to 0"
+        yield (
+            f"trainer.critic_warmup is {cfg.trainer.critic_warmup} and {key}, which needs no "
+            "critic; set it to 0"
+        )
 
 
 def _losses(cfg: Config) -> Iterator[str]:
@@ -57,19 +80,31 @@ def _losses(cfg: Config) -> Iterator[str]:
     key = f"actor.policy_loss.loss_mode is {loss.loss_mode}"
     if (loss.loss_mode == "custom") != (loss.custom_loss.path is not None):
         yield (
-            f"{key} and actor.policy_loss.custom_loss.path is {yaml_text(loss.custom_loss.path)}; set both (custom, and"
-            " a path) or neither"
+            f"{key} and actor.policy_loss.custom_loss.path is {yaml_text(loss.custom_loss.path)}; "
+            "set both (custom, and a path) or neither"
         )
     if loss.loss_mode in SEQUENCE_LOSSES and mode != "seq-mean-token-mean":
-        yield f"{key}, a loss of sequences; actor.loss_agg_mode is {mode}; it must be seq-mean-token-mean"
+        yield (
+            f"{key}, a loss of sequences; actor.loss_agg_mode is {mode}; it must be "
+            "seq-mean-token-mean"
+        )
     if loss.clip_cov_lb >= loss.clip_cov_ub:
-        yield f"actor.policy_loss.clip_cov_lb is {loss.clip_cov_lb}; it must be below clip_cov_ub, {loss.clip_cov_ub}"
-    trained: tuple[tuple[str, ActorConfig | CriticConfig], ...] = (("actor", cfg.actor), ("critic", cfg.critic))
+        yield (
+            f"actor.policy_loss.clip_cov_lb is {loss.clip_cov_lb}; it must be below clip_cov_ub, "
+            f"{loss.clip_cov_ub}"
+        )
+    trained: tuple[tuple[str, ActorConfig | CriticConfig], ...] = (
+        ("actor", cfg.actor),
+        ("critic", cfg.critic),
+    )
     for role, section in trained:
-        if section.loss_scale_factor is not None and section.loss_agg_mode != "seq-mean-token-sum-norm":
+        if (
+            section.loss_scale_factor is not None
+            and section.loss_agg_mode != "seq-mean-token-sum-norm"
+        ):
             yield (
-                f"{role}.loss_scale_factor is {section.loss_scale_factor}; that needs {role}.loss_agg_mode"
-                f" seq-mean-token-sum-norm, and it is {section.loss_agg_mode}"
+                f"{role}.loss_scale_factor is {section.loss_scale_factor}; that needs "
+                f"{role}.loss_agg_mode seq-mean-token-sum-norm, and it is {section.loss_agg_mode}"
             )
 
 
@@ -80,28 +115,37 @@ def _rollout_correction(cfg: Config) -> Iterator[str]:
     thresholds = correction.rollout_rs_threshold
     if len(statistics) != len(thresholds):
         yield (
-            f"{section}.rollout_rs has {len(statistics)} statistics and {section}.rollout_rs_threshold has"
+            f"{section}.rollout_rs has {len(statistics)} statistics and "
+            f"{section}.rollout_rs_threshold has"
             f" {len(thresholds)}; each statistic needs one threshold"
         )
     for name, threshold in zip(statistics, thresholds, strict=True):
         if threshold <= 1 and name.endswith("k1"):
-            yield f"{section}.rollout_rs_threshold of {name} is {threshold}; it bounds a ratio and must be above 1"
+            yield (
+                f"{section}.rollout_rs_threshold of {name} is {threshold}; it bounds a ratio and "
+                "must be above 1"
+            )
     lower = correction.rollout_rs_threshold_lower
     if lower is not None and not any(name.endswith("k1") for name in statistics):
         yield (
-            f"{section}.rollout_rs_threshold_lower is {lower}, a bound of the ..._k1 statistics; {section}.rollout_rs"
-            " has none of them"
+            f"{section}.rollout_rs_threshold_lower is {lower}, a bound of the ..._k1 statistics; "
+            f"{section}.rollout_rs has none of them"
         )
     if correction.bypass_mode and cfg.algorithm.router_replay == "recompute":
         yield (
-            f"{section}.bypass_mode is true and algorithm.router_replay is recompute, which replays the choices of the"
+            f"{section}.bypass_mode is true and algorithm.router_replay is recompute, which "
+            "replays the choices of the"
             " pass that bypass_mode skips; set it to rollout or off"
         )
-    given = [name for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold") if getattr(correction, name)]
+    given = [
+        name
+        for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")
+        if getattr(correction, name)
+    ]
     if correction.bypass_mode and given:
         yield (
-            f"{section}.bypass_mode is true and {section}.{' and '.join(given)} set; it needs the trainer's log-probs,"
-            " and bypass_mode skips their pass: set one or the other"
+            f"{section}.bypass_mode is true and {section}.{' and '.join(given)} set; it needs the "
+            "trainer's log-probs, and bypass_mode skips their pass: set one or the other"
         )
 
 
@@ -110,9 +154,15 @@ def _kl_controller(cfg: Config) -> Iterator[str]:
     if kl_ctrl.type != "adaptive":
         return
     if kl_ctrl.target_kl == 0:
-        yield f"algorithm.kl_ctrl.target_kl is {kl_ctrl.target_kl}; it must be above 0 where kl_ctrl.type is adaptive"
+        yield (
+            f"algorithm.kl_ctrl.target_kl is {kl_ctrl.target_kl}; it must be above 0 where "
+            "kl_ctrl.type is adaptive"
+        )
     if not (cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss):
-        yield "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward or actor.use_kl_loss: true"
+        yield (
+            "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward or "
+            "actor.use_kl_loss: true"
+        )
 
 
 def _in_flight(cfg: Config) -> Iterator[str]:
@@ -124,41 +174,52 @@ def _in_flight(cfg: Config) -> Iterator[str]:
     if rollout.prompts_in_flight is not None:
         if not modes:
             yield (
-                f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; that needs rollout.tail_batching or"
-                " rollout.partial_rollout: true"
+                f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; that needs "
+                "rollout.tail_batching or rollout.partial_rollout: true"
             )
         elif rollout.prompts_in_flight < cfg.data.train_batch_size:
             yield (
-                f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; it must be at least data.train_batch_size,"
-                f" {cfg.data.train_batch_size}"
+                f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; it must be at least "
+                f"data.train_batch_size, {cfg.data.train_batch_size}"
             )
     most = rollout.max_off_policy_threshold * cfg.data.train_batch_size
-    if rollout.partial_rollout and rollout.max_off_policy_strategy == "wait" and prompts_in_flight(cfg) > most:
+    if (
+        rollout.partial_rollout
+        and rollout.max_off_policy_strategy == "wait"
+        and prompts_in_flight(cfg) > most
+    ):
         yield (
-            f"rollout.prompts_in_flight is {prompts_in_flight(cfg)} and rollout.max_off_policy_strategy is wait; it"
-            " must be at most rollout.max_off_policy_threshold x data.train_batch_size,"
-            f" {rollout.max_off_policy_threshold} x {cfg.data.train_batch_size} = {most}: later steps train on the"
-            " others too late"
+            f"rollout.prompts_in_flight is {prompts_in_flight(cfg)} and "
+            "rollout.max_off_policy_strategy is wait; it must be at most "
+            "rollout.max_off_policy_threshold x data.train_batch_size, "
+            f"{rollout.max_off_policy_threshold} x {cfg.data.train_batch_size} = {most}: later "
+            "steps train on the others too late"
         )
     if cfg.trainer.replay is not None and not modes and not rollout.environment.is_set:
         yield (
-            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or partial_rollout: true, or an"
+            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or "
+            "partial_rollout: true, or an"
             " environment (other runs draw the same tokens in any layout)"
         )
     if rollout.tail_batching and cfg.algorithm.filter_groups.enable:
         yield (
-            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or"
-            " rollout.partial_rollout"
+            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of "
+            "them, or rollout.partial_rollout"
         )
     if rollout.partial_rollout and correction.rollout_is is None and not correction.bypass_mode:
         yield (
             "rollout.partial_rollout is true, which trains on tokens of older weights; that needs"
             " algorithm.rollout_correction.rollout_is (token or sequence), or bypass_mode: true"
         )
-    if rollout.partial_rollout and correction.bypass_mode and cfg.actor.policy_loss.loss_mode == "gpg":
+    if (
+        rollout.partial_rollout
+        and correction.bypass_mode
+        and cfg.actor.policy_loss.loss_mode == "gpg"
+    ):
         yield (
-            "rollout.partial_rollout is true and actor.policy_loss.loss_mode is gpg, which has no ratio to the policy"
-            " that drew a token; set algorithm.rollout_correction.rollout_is in place of bypass_mode, or another loss"
+            "rollout.partial_rollout is true and actor.policy_loss.loss_mode is gpg, which has no "
+            "ratio to the policy that drew a token; set algorithm.rollout_correction.rollout_is in "
+            "place of bypass_mode, or another loss"
         )
 
 
@@ -168,27 +229,37 @@ def _filter_groups(cfg: Config) -> Iterator[str]:
     on = "algorithm.filter_groups.enable is true"
     if not filtering.enable:
         if data.gen_batch_size is not None:
-            yield f"data.gen_batch_size is {data.gen_batch_size}; that needs algorithm.filter_groups.enable: true"
+            yield (
+                f"data.gen_batch_size is {data.gen_batch_size}; that needs "
+                "algorithm.filter_groups.enable: true"
+            )
         return
     if cfg.rollout.n < 2:
-        yield f"{on}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it must be at least 2"
+        yield (
+            f"{on}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it "
+            "must be at least 2"
+        )
     size = prompts_per_batch(data)
     most = filtering.max_num_gen_batches
     if 0 < most * size < data.train_batch_size:
         yield (
-            f"algorithm.filter_groups.max_num_gen_batches {most} x data.gen_batch_size {size} = {most * size} is fewer"
-            f" prompts than data.train_batch_size, {data.train_batch_size}, which each step keeps"
+            f"algorithm.filter_groups.max_num_gen_batches {most} x data.gen_batch_size {size} = "
+            f"{most * size} is fewer prompts than data.train_batch_size, {data.train_batch_size}, "
+            "which each step keeps"
         )
     if filtering.metric != "seq_reward" and cfg.reward_model.model_path is not None:
         mixture = cfg.reward.mixture
         alone = [
-            source for source, parts in mixture.items() if isinstance(parts, dict) and set(parts) == {"reward_model"}
+            source
+            for source, parts in mixture.items()
+            if isinstance(parts, dict) and set(parts) == {"reward_model"}
         ]
         if alone or not mixture:
             where = f" of the data source {alone[0]!r}" if alone else ""
             yield (
-                f"algorithm.filter_groups.metric is {filtering.metric}, which reward functions give, and the reward"
-                f" model alone scores the responses{where}; it must be seq_reward"
+                f"algorithm.filter_groups.metric is {filtering.metric}, which reward functions "
+                f"give, and the reward model alone scores the responses{where}; it must be "
+                "seq_reward"
             )
     schedules = [
         f"{role}.optim.lr_decay_style is {optim.lr_decay_style}"
@@ -199,8 +270,8 @@ def _filter_groups(cfg: Config) -> Iterator[str]:
         schedules.append(f"actor.entropy_coeff_end is {cfg.actor.entropy_coeff_end}")
     if schedules and cfg.trainer.total_training_steps is None:
         yield (
-            f"{schedules[0]} and {on}: how many steps trainer.total_epochs has then depends on the dropped groups; set"
-            " trainer.total_training_steps"
+            f"{schedules[0]} and {on}: how many steps trainer.total_epochs has then depends on the "
+            "dropped groups; set trainer.total_training_steps"
         )
 
 
@@ -208,13 +279,20 @@ def _reward_models(cfg: Config) -> Iterator[str]:
     model = next(iter(reward_models(cfg)), None)
     if cfg.custom_reward_function.path and model and not (cfg.data.val_files or cfg.reward.mixture):
         yield (
-            f"custom_reward_function.path and {model}.model_path are both set, and data.val_files and reward.mixture"
-            " are empty; the reward model's scores are trained on, so the function would never be called: set one of"
-            " the two to null, or weigh both in reward.mixture"
+            f"custom_reward_function.path and {model}.model_path are both set, and data.val_files "
+            "and reward.mixture are empty; the reward model's scores are trained on, so the "
+            "function would never be called: set one of the two to null, or weigh both in "
+            "reward.mixture"
         )
     if "reward_model" in cfg.reward_models:
-        yield "reward_models: the name 'reward_model' is that of the part of reward_model.model_path; give another"
-    needs = {"reward_model.tokenizer_path": "model_path", "reward_model.chat_template_path": "tokenizer_path"}
+        yield (
+            "reward_models: the name 'reward_model' is that of the part of "
+            "reward_model.model_path; give another"
+        )
+    needs = {
+        "reward_model.tokenizer_path": "model_path",
+        "reward_model.chat_template_path": "tokenizer_path",
+    }
     for key in expand_reward_models(cfg, needs):
         needed = f"{key.rpartition('.')[0]}.{needs[unnamed(key)]}"
         if get_setting(cfg, key) is not None and get_setting(cfg, needed) is None:
@@ -222,7 +300,10 @@ def _reward_models(cfg: Config) -> Iterator[str]:
     buffer = cfg.reward.overlong_buffer.len
     longest = cfg.data.max_response_length
     if buffer > longest:
-        yield f"reward.overlong_buffer.len is {buffer}; it must be at most data.max_response_length, {longest}"
+        yield (
+            f"reward.overlong_buffer.len is {buffer}; it must be at most "
+            f"data.max_response_length, {longest}"
+        )
 
 
 def _remote(cfg: Config) -> Iterator[str]:
@@ -230,18 +311,24 @@ def _remote(cfg: Config) -> Iterator[str]:
     variable = remote.api_key_env
     if variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
         yield (
-            f"reward.remote.api_key_env must be the name of an environment variable (letters, digits, _); it is another"
+            "reward.remote.api_key_env must be the name of an environment variable (letters, "
+            "digits, _); it is another"
             f" text of {len(variable)} characters, not shown here: it may be the key"
         )
     if remote.url is None:
         for key in ("model", "api_key_env"):
             if (value := getattr(remote, key)) is not None:
-                yield f"reward.remote.{key} is {value!r}; that needs reward.remote.url, which is null"
+                yield (
+                    f"reward.remote.{key} is {value!r}; that needs reward.remote.url, which is null"
+                )
         return
     if problem := _url_problem(remote.url, variable is not None):
         # The text may have a password in a place where a valid URL has none.
         before, at, after = remote.url.rpartition("@")
-        yield f"reward.remote.url is {masked(HIDDEN + at + after if at else before + after)!r}; {problem}"
+        yield (
+            f"reward.remote.url is {masked(HIDDEN + at + after if at else before + after)!r}; "
+            f"{problem}"
+        )
     if remote.api == "openai" and remote.model is None:
         yield "reward.remote.api is openai; that needs reward.remote.model, which is null"
 
@@ -252,7 +339,9 @@ def _url_problem(text: str, has_key: bool) -> str | None:
 
     if not text.lower().startswith(("http://", "https://")):
         return "it must begin with http:// or https://"
-    if wrong := next((c for c in text if c.isspace() or not c.isprintable() or c in '"<>\\^`{|}'), None):
+    if wrong := next(
+        (c for c in text if c.isspace() or not c.isprintable() or c in '"<>\\^`{|}'), None
+    ):
         return f"the character {wrong!r} must be written as %{ord(wrong):02X}, or left out"
     try:
         url = httpx.URL(text)

@@ -1,5 +1,5 @@
-"""Settings of the algorithm: advantage estimator, KL term in the reward, and the names that several sections share. The
-rest is in schema.py.
+"""Settings of the algorithm: advantage estimator, KL term in the reward, and the names that several
+sections share. The rest is in schema.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from rlhf_mc.config.numbers import (
     PositiveOrZero,
 )
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse"]
-KLLossType = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse", "k1+", "k3+", "low_var_kl+", "kl+", "abs+"]
-LossMode = Literal["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
+KLLossType = Literal[
+    "k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse", "k1+", "k3+", "low_var_kl+", "kl+", "abs+"
+]
+LossMode = Literal[
+    "vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"
+]
 RejectionStatistic = Literal[
     "token_k1",
     "token_k2",
@@ -76,21 +82,24 @@ ESTIMATOR_NEEDS: dict[str, Needs] = {
     "opo": Needs(group=True),
     "gpg": Needs(group=True),
 }
-"""Needs of each estimator of algorithms/estimators.py. They are here, as settings are checked without torch."""
+"""Needs of each estimator of algorithms/estimators.py. They are here, as settings are checked
+without torch."""
 
 
 @dataclass
 class KLCtrlConfig:
-    """The coefficient of the KL in the reward (use_kl_in_reward); without it, and with type adaptive, the coefficient
-    of the KL loss (actor.use_kl_loss)."""
+    """The coefficient of the KL in the reward (use_kl_in_reward); without it, and with type
+    adaptive, the coefficient of the KL loss (actor.use_kl_loss)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: the coefficient is constant. adaptive: a controller keeps the KL near target_kl (Ziegler et al. 2019,
-    arXiv 1909.08593)."""
+    """fixed: the coefficient is constant. adaptive: a controller keeps the KL near target_kl
+    (Ziegler et al. 2019, arXiv 1909.08593)."""
     kl_coef: PositiveOrZero = 0.001
-    """The coefficient in the reward; with adaptive, its initial value. The KL loss has actor.kl_loss_coef."""
+    """The coefficient in the reward; with adaptive, its initial value. The KL loss has
+    actor.kl_loss_coef."""
     target_kl: PositiveOrZero = 0.1
-    """adaptive: target of the KL, which is the mean over tokens of each sequence, averaged over sequences."""
+    """adaptive: target of the KL, which is the mean over tokens of each sequence, averaged over
+    sequences."""
     horizon: Count = 10000
     """adaptive: number of sequences over which the coefficient adapts."""
 
@@ -100,12 +109,13 @@ class CustomEstimatorConfig:
     """A user-defined advantage estimator, for adv_estimator: custom."""
 
     path: str | None = None
-    """Python file with a function estimate(inputs) that takes EstimatorInputs and returns Estimate, both of
-    rlhf_mc.algorithms.estimators (docs/extending.md); null: none."""
+    """Python file with a function estimate(inputs) that takes EstimatorInputs and returns Estimate,
+    both of rlhf_mc.algorithms.estimators (docs/extending.md); null: none."""
     needs: list[Literal["critic", "group", "greedy_baseline"]] = field(default_factory=list)
-    """Inputs that the function reads beside token rewards. critic: inputs.values; the run has a critic, which learns
-    Estimate.returns. group: inputs.group, to compare the responses of a prompt; rollout.n must be at least 2.
-    greedy_baseline: inputs.greedy_scores; the run generates one more response per prompt, at temperature 0."""
+    """Inputs that the function reads beside token rewards. critic: inputs.values; the run has a
+    critic, which learns Estimate.returns. group: inputs.group, to compare the responses of a
+    prompt; rollout.n must be at least 2. greedy_baseline: inputs.greedy_scores; the run generates
+    one more response per prompt, at temperature 0."""
 
 
 @dataclass
@@ -113,8 +123,9 @@ class CustomLossConfig:
     """A user-defined policy loss, for loss_mode: custom."""
 
     path: str | None = None
-    """Python file with a function policy_loss(inputs) that takes PolicyLossInputs of rlhf_mc.algorithms.policy_losses
-    and returns a scalar and its statistics (docs/extending.md); null: none."""
+    """Python file with a function policy_loss(inputs) that takes PolicyLossInputs of
+    rlhf_mc.algorithms.policy_losses and returns a scalar and its statistics (docs/extending.md);
+    null: none."""
 
 
 @dataclass
@@ -122,10 +133,11 @@ class PolicyLossConfig:
     """The policy loss: the term of the actor's loss that contains the advantages."""
 
     loss_mode: LossMode = "vanilla"
-    """vanilla: PPO's clipped surrogate. gspo, geo_mean (GMPO): with one ratio per sequence, for actor.loss_agg_mode
-    seq-mean-token-mean. sapo: a smooth gate in place of the clip, for seq-mean-token-mean too. cispo: clipped weights
-    of the policy gradient. gpg: the policy gradient. clip_cov, kl_cov: a few tokens of high covariance between log-prob
-    and advantage are left out, or get a KL penalty. custom: custom_loss. All but sapo, gpg and kl_cov use
+    """vanilla: PPO's clipped surrogate. gspo, geo_mean (GMPO): with one ratio per sequence, for
+    actor.loss_agg_mode seq-mean-token-mean. sapo: a smooth gate in place of the clip, for
+    seq-mean-token-mean too. cispo: clipped weights of the policy gradient. gpg: the policy
+    gradient. clip_cov, kl_cov: a few tokens of high covariance between log-prob and advantage are
+    left out, or get a KL penalty. custom: custom_loss. All but sapo, gpg and kl_cov use
     actor.clip_ratio_low and clip_ratio_high (docs/algorithms.md)."""
     clip_cov_ratio: FractionAbove0 = 0.0002
     """clip_cov: share of the tokens of a mini-batch that are left out."""
@@ -134,7 +146,8 @@ class PolicyLossConfig:
     clip_cov_ub: Number = 5.0
     """... and below this one."""
     kl_cov_ratio: FractionAbove0 = 0.0002
-    """kl_cov: share of the tokens of a mini-batch, of the highest covariance, that get a KL penalty."""
+    """kl_cov: share of the tokens of a mini-batch, of the highest covariance, that get a KL
+    penalty."""
     ppo_kl_coef: PositiveOrZero = 0.1
     """kl_cov: coefficient of the penalty |log-prob - old log-prob|."""
     tau_pos: Positive = 1.0
@@ -147,19 +160,21 @@ class PolicyLossConfig:
 
 @dataclass
 class RolloutCorrectionConfig:
-    """The correction of the difference between the rollout engine's policy, which samples, and the trainer's. rho is
-    the ratio of their probabilities of a token, trainer / engine. It acts on the actor's loss."""
+    """The correction of the difference between the rollout engine's policy, which samples, and the
+    trainer's. rho is the ratio of their probabilities of a token, trainer / engine. It acts on the
+    actor's loss."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weigh each token's policy loss by rho of the token, or by the product of rho over its sequence; null: no
+    """Weigh each token's policy loss by rho of the token, or by the product of rho over its
+    sequence; null: no
     weights."""
     rollout_is_threshold: Positive = 2.0
     """Upper bound of a weight (truncated importance sampling)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch, unless it is below 1e-8."""
     rollout_rs: list[RejectionStatistic] = field(default_factory=list)
-    """Leave tokens (token_...) or whole sequences (seq_...) out of the actor's loss where a statistic of rho exceeds
-    its threshold (docs/algorithms.md)."""
+    """Leave tokens (token_...) or whole sequences (seq_...) out of the actor's loss where a
+    statistic of rho exceeds its threshold (docs/algorithms.md)."""
     rollout_rs_threshold: list[Positive] = field(default_factory=list)
     """The threshold of each statistic of rollout_rs. Of ..._k1 it is the upper bound of rho."""
     rollout_rs_threshold_lower: InnerFraction | None = None
@@ -167,24 +182,27 @@ class RolloutCorrectionConfig:
     rollout_token_veto_threshold: InnerFraction | None = None
     """Leave out each sequence with a token of rho below this; null: none."""
     bypass_mode: bool = False
-    """Use the rollout engine's log-probs as the old log-probs, and skip the pass that computes the trainer's, except in
-    the first step after a start, which checks them (trainer.max_rollout_logprob_diff)."""
+    """Use the rollout engine's log-probs as the old log-probs, and skip the pass that computes the
+    trainer's, except in the first step after a start, which checks them
+    (trainer.max_rollout_logprob_diff)."""
 
 
 @dataclass
 class FilterGroupsConfig:
-    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group, the rollout.n responses to a prompt, is dropped
-    if its responses are all alike in the metric, and further prompts are drawn in its place."""
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group, the rollout.n responses to
+    a prompt, is dropped if its responses are all alike in the metric, and further prompts are drawn
+    in its place."""
 
     enable: bool = False
-    """Draw batches of prompts in each step until data.train_batch_size groups are kept. Surplus groups are dropped."""
+    """Draw batches of prompts in each step until data.train_batch_size groups are kept. Surplus
+    groups are dropped."""
     metric: GroupMetric = "acc"
-    """acc: the accuracy, "acc" of the reward function or else its score. score: the sum of the functions' parts of the
-    score. seq_reward: the score that is trained on, with the parts of the reward model and of reward.overlong_buffer
-    (docs/algorithms.md)."""
+    """acc: the accuracy, "acc" of the reward function or else its score. score: the sum of the
+    functions' parts of the score. seq_reward: the score that is trained on, with the parts of the
+    reward model and of reward.overlong_buffer (docs/algorithms.md)."""
     max_num_gen_batches: CountOrZero = 0
-    """Most batches of data.gen_batch_size prompts that a step draws. The run ends with a line if they have too few
-    groups to keep. 0: as many as one pass over the training prompts has."""
+    """Most batches of data.gen_batch_size prompts that a step draws. The run ends with a line if
+    they have too few groups to keep. 0: as many as one pass over the training prompts has."""
 
 
 @dataclass
@@ -192,14 +210,15 @@ class AlgorithmConfig:
     """Rewards to advantages."""
 
     adv_estimator: AdvEstimator = "gae"
-    """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo, grpo_passk, rloo,
-    reinforce_plus_plus_baseline, opo and gpg compare the rollout.n responses of a prompt. remax compares each with one
-    more response, generated at temperature 0. custom: custom_estimator."""
+    """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo,
+    grpo_passk, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n responses of a
+    prompt. remax compares each with one more response, generated at temperature 0. custom:
+    custom_estimator."""
     custom_estimator: CustomEstimatorConfig = field(default_factory=CustomEstimatorConfig)
     """A user-defined advantage estimator."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk: divide a prompt's advantages by the standard deviation of its scores. false, with
-    actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
+    """grpo, grpo_passk: divide a prompt's advantages by the standard deviation of its scores.
+    false, with actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
     gamma: Fraction = 1.0
     """Discount per token; of gae and reinforce_plus_plus."""
     lam: Fraction = 1.0
@@ -209,13 +228,15 @@ class AlgorithmConfig:
     kl_penalty: KLEstimator = "k1"
     """KL estimator of use_kl_in_reward, as actor.kl_loss_type."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
-    """Coefficient of the KL in the reward, or with type adaptive and without use_kl_in_reward of the KL loss."""
+    """Coefficient of the KL in the reward, or with type adaptive and without use_kl_in_reward of
+    the KL loss."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling: training on groups whose responses differ alone."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """Correction of the difference between the rollout engine's policy and the trainer's."""
     router_replay: RouterReplayMode | None = None
-    """The experts that the actor's passes use. rollout: those that the rollout engine has chosen for each token (R3,
-    arXiv 2510.11370), so that both compute the same function. recompute: those that the pass of the old log-probs has
-    chosen (R2), in the updates. off: each pass chooses. null: rollout for a model with experts, recompute for one with
-    linear attention too, off for others. The weights of the experts are the trainer's own (docs/algorithms.md)."""
+    """The experts that the actor's passes use. rollout: those that the rollout engine has chosen
+    for each token (R3, arXiv 2510.11370), so that both compute the same function. recompute: those
+    that the pass of the old log-probs has chosen (R2), in the updates. off: each pass chooses.
+    null: rollout for a model with experts, recompute for one with linear attention too, off for
+    others. The weights of the experts are the trainer's own (docs/algorithms.md)."""

@@ -1,6 +1,7 @@
-"""Checks of a config. Of several settings together a check is a generator of problems, each one line with the key, its
-value and the values that are allowed. algorithm_checks.py has the checks of algorithm and reward, paths.py of paths.
-Types, unknown keys and required keys are checked in load.py. Checks that need the model or the data (heads divisible
+"""Checks of a config. Of several settings together a check is a generator of problems, each one
+line with the key, its value and the values that are allowed. algorithm_checks.py has the checks of
+algorithm and reward, paths.py of paths. Types, unknown keys and required keys are checked in
+load.py. Checks that need the model or the data (heads divisible
 by TP, columns of a file) are made where these are read.
 """
 
@@ -15,7 +16,14 @@ from rlhf_mc.config.fields import check_values
 from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import PASSES, absent_roles, saves_checkpoints, tokens_on_rank, uses_critic, uses_reference
+from rlhf_mc.config.roles import (
+    PASSES,
+    absent_roles,
+    saves_checkpoints,
+    tokens_on_rank,
+    uses_critic,
+    uses_reference,
+)
 from rlhf_mc.config.schema import (
     Config,
     MegatronConfig,
@@ -31,8 +39,8 @@ _SET_BY_THE_PROGRAM = {"conversation", "tokenize", "add_generation_prompt", "ret
 
 
 def check_config(cfg: Config, world_size: int | None) -> None:
-    """Raise UserError with the first problem if the settings do not allow a run on `world_size` processes; None: on any
-    number of them."""
+    """Raise UserError with the first problem if the settings do not allow a run on `world_size`
+    processes; None: on any number of them."""
     check_written(cfg)
     check_values(cfg)
     problems = itertools.chain(
@@ -65,8 +73,8 @@ def _optimizers(cfg: Config) -> Iterator[str]:
                 yield f"{key}.betas has {beta}; each must be at least 0 and below 1"
         if total_steps is not None and optim.lr_warmup_steps > total_steps:
             yield (
-                f"{key}.lr_warmup_steps is {optim.lr_warmup_steps}; it must be at most trainer.total_training_steps,"
-                f" {total_steps}"
+                f"{key}.lr_warmup_steps is {optim.lr_warmup_steps}; it must be at most "
+                f"trainer.total_training_steps, {total_steps}"
             )
 
 
@@ -82,18 +90,20 @@ def _processes(cfg: Config, world_size: int) -> Iterator[str]:
         if world_size % (tp * pp * cp):
             context = f" x {role}.megatron.context_parallel_size {cp}" if cp > 1 else ""
             yield (
-                f"{role}.megatron.tensor_model_parallel_size {tp} x {role}.megatron.pipeline_model_parallel_size"
+                f"{role}.megatron.tensor_model_parallel_size {tp} x "
+                f"{role}.megatron.pipeline_model_parallel_size"
                 f" {pp}{context} = {tp * pp * cp} does not divide {works}"
             )
         if megatron.dynamic_context_parallel and (cp == 1 or cp & (cp - 1)):
             yield (
-                f"{role}.megatron.context_parallel_size is {cp}; with {role}.megatron.dynamic_context_parallel it must"
+                f"{role}.megatron.context_parallel_size is {cp}; with "
+                f"{role}.megatron.dynamic_context_parallel it must"
                 " be a power of two from 2 on, the largest size"
             )
         if (copies := world_size // (tp * pp)) % ep:
             yield (
-                f"{role}.megatron.expert_model_parallel_size {ep} does not divide the {copies} replicas of this run;"
-                f" what would: {_divisors(copies)}"
+                f"{role}.megatron.expert_model_parallel_size {ep} does not divide the {copies} "
+                f"replicas of this run; what would: {_divisors(copies)}"
             )
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     if world_size % rollout_tp:
@@ -101,8 +111,9 @@ def _processes(cfg: Config, world_size: int) -> Iterator[str]:
     for role, mini in _mini_batch_sizes(cfg).items():
         if mini * cfg.rollout.n < replicas[role]:
             yield (
-                f"{role}.ppo_mini_batch_size {mini} x rollout.n {cfg.rollout.n} is fewer sequences than the"
-                f" {replicas[role]} data-parallel ranks of {role}.megatron, each of which needs one"
+                f"{role}.ppo_mini_batch_size {mini} x rollout.n {cfg.rollout.n} is fewer sequences "
+                f"than the {replicas[role]} data-parallel ranks of {role}.megatron, each of which "
+                "needs one"
             )
     for rank in cfg.profile.ranks or ():
         if rank >= world_size:
@@ -118,7 +129,10 @@ def _mini_batch_sizes(cfg: Config) -> dict[str, int]:
     """Return the prompts per optimizer step of each model that is trained."""
     actor = cfg.actor.ppo_mini_batch_size
     own = cfg.critic.ppo_mini_batch_size
-    return {"actor": actor, **({"critic": actor if own is None else own} if uses_critic(cfg) else {})}
+    return {
+        "actor": actor,
+        **({"critic": actor if own is None else own} if uses_critic(cfg) else {}),
+    }
 
 
 def _layouts(cfg: Config) -> Iterator[str]:
@@ -131,13 +145,22 @@ def _layout(section: str, megatron: MegatronConfig) -> Iterator[str]:
     tp = megatron.tensor_model_parallel_size
     pp = megatron.pipeline_model_parallel_size
     if tp == 1 and megatron.sequence_parallel:
-        yield f"{section}.sequence_parallel is true; that needs {section}.tensor_model_parallel_size of at least 2"
+        yield (
+            f"{section}.sequence_parallel is true; that needs "
+            f"{section}.tensor_model_parallel_size of at least 2"
+        )
     if megatron.fp8 is not None and megatron.dtype != "bfloat16":
-        yield f"{section}.fp8 is {megatron.fp8!r} and {section}.dtype is {megatron.dtype}; fp8 needs bfloat16"
+        yield (
+            f"{section}.fp8 is {megatron.fp8!r} and {section}.dtype is {megatron.dtype}; fp8 needs "
+            "bfloat16"
+        )
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         layers = getattr(megatron, name)
         if layers is not None and pp == 1:
-            yield f"{section}.{name} is {layers}; that needs {section}.pipeline_model_parallel_size of at least 2"
+            yield (
+                f"{section}.{name} is {layers}; that needs "
+                f"{section}.pipeline_model_parallel_size of at least 2"
+            )
 
 
 def _virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> Iterator[str]:
@@ -153,18 +176,21 @@ def _virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> Iterato
     for other in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(megatron, other) is not None:
             yield f"{key} with it all stages have as many layers: set {section}.{other} to null"
-    has_own_checkpoint = unnamed(role) == "reward_model" or (role == "critic" and cfg.critic.model_path is not None)
+    has_own_checkpoint = unnamed(role) == "reward_model" or (
+        role == "critic" and cfg.critic.model_path is not None
+    )
     if cfg.model.dist_checkpointing_path is not None and not has_own_checkpoint:
         yield (
-            f"{key} with it weights come from the safetensors of model.path: set model.dist_checkpointing_path to null"
+            f"{key} with it weights come from the safetensors of model.path: set "
+            "model.dist_checkpointing_path to null"
         )
 
 
 def _storage(cfg: Config) -> Iterator[str]:
     if cfg.actor.megatron.param_offload and cfg.reshard.share_weights:
         yield (
-            "actor.megatron.param_offload is true and reshard.share_weights is true; weights that vLLM shares cannot be"
-            " offloaded: set one of them to false"
+            "actor.megatron.param_offload is true and reshard.share_weights is true; weights that "
+            "vLLM shares cannot be offloaded: set one of them to false"
         )
     if cfg.rollout.quantization is None:
         return
@@ -182,8 +208,8 @@ def _engine(cfg: Config) -> Iterator[str]:
     path = cfg.rollout.custom_engine.path
     if (cfg.rollout.name == "custom") != (path is not None):
         yield (
-            f"rollout.name is {cfg.rollout.name} and rollout.custom_engine.path is {yaml_text(path)}; set both (custom,"
-            " and a path) or neither"
+            f"rollout.name is {cfg.rollout.name} and rollout.custom_engine.path is "
+            f"{yaml_text(path)}; set both (custom, and a path) or neither"
         )
 
 
@@ -192,15 +218,24 @@ def _environment(cfg: Config) -> Iterator[str]:
     if not one.is_set:
         return
     if one.path is not None and one.has_tools:
-        yield "rollout.environment.path and tools (function_tool_path, tool_config_path) are both set; give one of them"
+        yield (
+            "rollout.environment.path and tools (function_tool_path, tool_config_path) are both "
+            "set; give one of them"
+        )
     if one.has_tools and one.first_observation:
         yield "rollout.environment.first_observation is true, and tools have none; set it to false"
     if one.has_tools and "tools" in cfg.data.apply_chat_template_kwargs:
-        yield "data.apply_chat_template_kwargs has 'tools', and rollout.environment has tools too; remove the former"
-    if one.max_tokens_per_turn is not None and one.max_tokens_per_turn > cfg.data.max_response_length:
         yield (
-            f"rollout.environment.max_tokens_per_turn is {one.max_tokens_per_turn}; it must be at most"
-            f" data.max_response_length, {cfg.data.max_response_length}"
+            "data.apply_chat_template_kwargs has 'tools', and rollout.environment has tools too; "
+            "remove the former"
+        )
+    if (
+        one.max_tokens_per_turn is not None
+        and one.max_tokens_per_turn > cfg.data.max_response_length
+    ):
+        yield (
+            f"rollout.environment.max_tokens_per_turn is {one.max_tokens_per_turn}; it must be at "
+            f"most data.max_response_length, {cfg.data.max_response_length}"
         )
 
 
@@ -209,7 +244,8 @@ def _batches(cfg: Config) -> Iterator[str]:
     for role, mini in _mini_batch_sizes(cfg).items():
         if batch % mini:
             yield (
-                f"{role}.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size, {batch}, and be no larger"
+                f"{role}.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size, "
+                f"{batch}, and be no larger"
             )
     if cfg.rollout.max_num_batched_tokens < cfg.rollout.max_num_seqs:
         yield (
@@ -224,16 +260,25 @@ def _token_budgets(cfg: Config) -> Iterator[str]:
     longest = prompt + response
     absent = [f"{role}." for role in absent_roles(cfg)]
     # A reward model with a tokenizer of its own truncates what it reads.
-    absent += [f"{role}." for role, section in reward_models(cfg).items() if section.tokenizer_path is not None]
-    for key in (f"{name}_max_token_len_per_gpu" for name in expand_reward_models(cfg, PASSES.values())):
+    absent += [
+        f"{role}."
+        for role, section in reward_models(cfg).items()
+        if section.tokenizer_path is not None
+    ]
+    for key in (
+        f"{name}_max_token_len_per_gpu" for name in expand_reward_models(cfg, PASSES.values())
+    ):
         budget = get_setting(cfg, key)
         role = key.rpartition(".")[0]
         cp = layouts(cfg)["actor" if role == "rollout" else role].context_parallel_size
         if budget < tokens_on_rank(longest, cp) and not key.startswith(tuple(absent)):
-            share = f", of which each of {cp} ranks has {tokens_on_rank(longest, cp)}" if cp > 1 else ""
+            share = (
+                f", of which each of {cp} ranks has {tokens_on_rank(longest, cp)}" if cp > 1 else ""
+            )
             yield (
-                f"{key} is {budget}; it must be at least the longest sequence,"
-                f" data.max_prompt_length {prompt} + data.max_response_length {response} = {longest}{share}"
+                f"{key} is {budget}; it must be at least the longest sequence, "
+                f"data.max_prompt_length {prompt} + data.max_response_length {response} = "
+                f"{longest}{share}"
             )
 
 
@@ -243,16 +288,17 @@ def _data(cfg: Config) -> Iterator[str]:
         yield "data.train_files is empty; it must name at least one file"
     if len(data.train_file_weights) not in (0, len(data.train_files)):
         yield (
-            f"data.train_file_weights has {len(data.train_file_weights)} weights; data.train_files has"
-            f" {len(data.train_files)} files, and each needs one"
+            f"data.train_file_weights has {len(data.train_file_weights)} weights; data.train_files "
+            f"has {len(data.train_files)} files, and each needs one"
         )
     for name in data.apply_chat_template_kwargs:
         if name in _SET_BY_THE_PROGRAM:
             yield f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it"
     if data.truncation != "error" and data.filter_overlong_prompts:
         yield (
-            f"data.truncation is {data.truncation} and data.filter_overlong_prompts is true, so that nothing is left to"
-            " truncate: set truncation to error, or filter_overlong_prompts to false"
+            f"data.truncation is {data.truncation} and data.filter_overlong_prompts is true, so "
+            "that nothing is left to truncate: set truncation to error, or filter_overlong_prompts "
+            "to false"
         )
 
 
@@ -266,7 +312,8 @@ def _validation(cfg: Config) -> Iterator[str]:
         )
     if val.temperature == 0 and (val.top_p, val.top_k) != (1.0, -1):
         yield (
-            f"rollout.val_kwargs: top_p {val.top_p} and top_k {val.top_k} do nothing at temperature 0, which is greedy;"
+            f"rollout.val_kwargs: top_p {val.top_p} and top_k {val.top_k} do nothing at "
+            "temperature 0, which is greedy;"
             " set rollout.val_kwargs.temperature above 0, or leave them out"
         )
     if not cfg.data.val_files and (trainer.val_only or trainer.validation_data_dir):
@@ -276,7 +323,10 @@ def _validation(cfg: Config) -> Iterator[str]:
     if trainer.test_freq != -1 and not cfg.data.val_files:
         yield f"trainer.test_freq is {trainer.test_freq}; that needs data.val_files, which is empty"
     if trainer.target_val_acc is not None and trainer.test_freq == -1:
-        yield f"trainer.target_val_acc is {trainer.target_val_acc}; that needs trainer.test_freq of at least 1"
+        yield (
+            f"trainer.target_val_acc is {trainer.target_val_acc}; that needs trainer.test_freq of "
+            "at least 1"
+        )
 
 
 def _checkpoints(cfg: Config) -> Iterator[str]:
@@ -284,20 +334,20 @@ def _checkpoints(cfg: Config) -> Iterator[str]:
     path = trainer.resume_from_path
     if (trainer.resume_mode == "resume_path") != (path is not None):
         yield (
-            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is {yaml_text(path)};"
-            " set both (resume_path, and a path) or neither"
+            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
+            f"{yaml_text(path)}; set both (resume_path, and a path) or neither"
         )
     if trainer.max_ckpt_to_keep and not saves_checkpoints(trainer):
         yield (
-            f"trainer.max_ckpt_to_keep is {trainer.max_ckpt_to_keep}; that needs trainer.save_freq of at least 1, or"
-            " trainer.save_minutes"
+            f"trainer.max_ckpt_to_keep is {trainer.max_ckpt_to_keep}; that needs trainer.save_freq "
+            "of at least 1, or trainer.save_minutes"
         )
     if trainer.keep_best and trainer.save_freq == -1:
         yield "trainer.keep_best is true; that needs trainer.save_freq of at least 1"
     if trainer.keep_best and (trainer.test_freq == -1 or trainer.save_freq % trainer.test_freq):
         yield (
-            f"trainer.keep_best is true; that needs a validation at every save: trainer.test_freq is"
-            f" {trainer.test_freq}, which must divide trainer.save_freq, {trainer.save_freq}"
+            "trainer.keep_best is true; that needs a validation at every save: trainer.test_freq "
+            f"is {trainer.test_freq}, which must divide trainer.save_freq, {trainer.save_freq}"
         )
 
 
@@ -311,17 +361,21 @@ def _health(cfg: Config) -> Iterator[str]:
     for rule in itertools.chain.from_iterable(getattr(health, response) for response in RESPONSES):
         listed = listed_responses(health, rule)
         if len(listed) > 1:
-            places = [f"health.{'kl_coef' if response == 'fixed_kl_coef' else response}" for response in listed]
+            places = [
+                f"health.{'kl_coef' if response == 'fixed_kl_coef' else response}"
+                for response in listed
+            ]
             yield f"{' and '.join(places)} are both responses to {rule}; a rule has one"
     if rolls_back(health) and cfg.trainer.save_freq == -1:
         yield (
-            f"health.roll_back has {health.roll_back[0]}; that needs checkpoints: trainer.save_freq of at least 1"
+            f"health.roll_back has {health.roll_back[0]}; that needs checkpoints: "
+            "trainer.save_freq of at least 1"
             f" (now {cfg.trainer.save_freq})"
         )
     if health.enable and health.kl_coef is not None and not uses_reference(cfg):
         yield (
-            f"health.kl_coef is {health.kl_coef}; that needs a KL term: algorithm.use_kl_in_reward or"
-            " actor.use_kl_loss: true"
+            f"health.kl_coef is {health.kl_coef}; that needs a KL term: algorithm.use_kl_in_reward "
+            "or actor.use_kl_loss: true"
         )
     if health.out_of_memory == "halve_tokens":
         yield from _halving(cfg)
@@ -343,8 +397,8 @@ def _halving(cfg: Config) -> Iterator[str]:
         for key, wanted in _ALONE.items():
             if (value := getattr(layouts(cfg)[role], key)) != wanted:
                 yield (
-                    f"{needs} {role}.megatron.{key}: {yaml_text(wanted)} (now {yaml_text(value)}), since no rank may"
-                    " wait for another within an update"
+                    f"{needs} {role}.megatron.{key}: {yaml_text(wanted)} (now {yaml_text(value)}), "
+                    "since no rank may wait for another within an update"
                 )
 
 

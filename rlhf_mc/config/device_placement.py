@@ -1,4 +1,5 @@
-"""The device placement of each phase: what the offload schedule establishes and the planner counts. No torch here."""
+"""The device placement of each phase: what the offload schedule establishes and the planner counts.
+No torch here."""
 
 from __future__ import annotations
 
@@ -12,37 +13,39 @@ ROLES = ("actor", "critic", "ref", "rollout", "reward_model")
 
 # fmt: off
 TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
-    #                   actor                     critic                    reference  rollout engine      reward model
-    "update_weights":  ("params",                 "",                       "",        "weights",            ""),
-    "gen":             ("",                       "",                       "",        "weights kv_cache",   ""),
-    "testing":         ("",                       "",                       "",        "weights kv_cache",   ""),
+    #                  actor               critic              reference  rollout engine     reward model
+    "update_weights": ("params",           "",                 "",       "weights",          ""),
+    "gen":            ("",                 "",                 "",       "weights kv_cache", ""),
+    "testing":        ("",                 "",                 "",       "weights kv_cache", ""),
     "reward":          UNCHANGED,
-    "old_log_prob":    ("params",                 "",                       "",        "",                   ""),
-    "ref":             ("",                       "",                       "params",  "",                   ""),
-    "reward_model":    ("",                       "",                       "",        "",                 "params"),
-    "values":          ("",                       "params",                 "",        "",                   ""),
+    "old_log_prob":   ("params",           "",                 "",       "",                 ""),
+    "ref":            ("",                 "",                 "params", "",                 ""),
+    "reward_model":   ("",                 "",                 "",       "",                 "params"),
+    "values":         ("",                 "params",           "",       "",                 ""),
     "sum_log_probs":   UNCHANGED,
     "adv":             UNCHANGED,
-    "update_critic":   ("",                       "params grads",           "",        "",                   ""),
-    "update_actor":    ("params grads",           "",                       "",        "",                   ""),
-    "load_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
-    "save_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
-    "export":          ("params",                 "",                       "",        "",                   ""),
+    "update_critic":  ("",                 "params grads",     "",       "",                 ""),
+    "update_actor":   ("params grads",     "",                 "",       "",                 ""),
+    "load_checkpoint":("params optimizer", "params optimizer", "",       "",                 ""),
+    "save_checkpoint":("params optimizer", "params optimizer", "",       "",                 ""),
+    "export":         ("params",           "",                 "",       "",                 ""),
 }
 # fmt: on
-"""The parts that each phase needs on the device. All others are offloaded if the settings allow it: params, grads and
-optimizer by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of the rollout engine
-by rollout.free_cache_engine. An update brings the optimizer state for each of its steps (Offload.optimizer_step); it
-stays between them where the planner finds room. Each of reward_models has a phase of its own, like reward_model.
-Weights that the engine shares with the actor (reshard.share_weights) stay on the device: the actor's params then cannot
-be offloaded, and the engine's sleep skips them."""
+"""The parts that each phase needs on the device. All others are offloaded if the settings allow it:
+params, grads and optimizer by
+{actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of the rollout
+engine by rollout.free_cache_engine. An update brings the optimizer state for each of its steps
+(Offload.optimizer_step); it stays between them where the planner finds room. Each of reward_models
+has a phase of its own, like reward_model. Weights that the engine shares with the actor
+(reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and the
+engine's sleep skips them."""
 
 Row = Mapping[str, frozenset[str]]
 
 
 def parts_on_device(phase: str) -> Row | None:
-    """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase of a reward model is
-    named after its role, and needs that model."""
+    """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase
+    of a reward model is named after its role, and needs that model."""
     row = TABLE[unnamed(phase)]
     if row is None:
         return None

@@ -17,5 +17,6 @@ def demand_variables(reason: str, variables: Mapping[str, Sequence[str]]) -> Non
         value = os.environ.setdefault(name, values[0])
         if value.lower() not in map(str.lower, values):
             raise UserError(
-                f"{reason}: the environment variable {name} is {value!r}; unset it, or set it to {' or '.join(values)}"
+                f"{reason}: the environment variable {name} is {value!r}; unset it, or set it to "
+                f"{' or '.join(values)}"
             )

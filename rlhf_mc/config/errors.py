@@ -11,16 +11,18 @@ from rlhf_mc.config.masking import cut, masked
 
 
 class UserError(ValueError):
-    """A mistake in a setting, a file or a user-defined function. The message is one line: the key, row, tensor or rank,
-    the value that was found, and the values that are allowed. The entry point prints only this line, and every rank
-    exits with a non-zero code. It has no secrets, and the length of a text that is cut."""
+    """A mistake in a setting, a file or a user-defined function. The message is one line: the key,
+    row, tensor or rank, the value that was found, and the values that are allowed. The entry point
+    prints only this line, and every rank exits with a non-zero code. It has no secrets, and the
+    length of a text that is cut."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(cut(masked(str(message))))
 
 
 class NodeError(UserError):
-    """A UserError about a file on this node. Other nodes may have the file, so each node reports its own error."""
+    """A UserError about a file on this node. Other nodes may have the file, so each node reports
+    its own error."""
 
 
 class LostProcessError(UserError):
@@ -32,17 +34,22 @@ class JoinError(Exception):
     """Not all ranks of the run have joined."""
 
     def __init__(self, message: str, prints: bool) -> None:
-        """Make the error with a message that is the same on all ranks. prints: this rank prints it."""
+        """Make the error with a message that is the same on all ranks. prints: this rank prints
+        it."""
         super().__init__(message)
         self.prints = prints
 
 
 def error_reason(error: OSError) -> str:
-    """Return the system's message for the error and, if a limit was reached, which limit and how to raise it."""
+    """Return the system's message for the error and, if a limit was reached, which limit and how to
+    raise it."""
     match error.errno:
         case errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            hint = f"; this process may have {limit} files and connections open: raise that (ulimit -n)"
+            hint = (
+                f"; this process may have {limit} files and connections open: raise that (ulimit "
+                "-n)"
+            )
         case errno.ENFILE:
             hint = "; the machine has as many files open as it may: raise that (sysctl fs.file-max)"
         case errno.ENOSPC | errno.EDQUOT:
@@ -56,7 +63,8 @@ def error_reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def disk_errors(subject: str = "") -> Iterator[None]:
-    """Raise UserError in place of an OSError that is raised inside: `<subject>: <reason> (<file>)`."""
+    """Raise UserError in place of an OSError that is raised inside:
+    `<subject>: <reason> (<file>)`."""
     try:
         yield
     except OSError as error:
@@ -71,13 +79,15 @@ def first_line(error: BaseException) -> str:
 
 
 def is_shortage(error: OSError) -> bool:
-    """Return whether the process or machine is out of descriptors or memory, so that the file may be intact."""
+    """Return whether the process or machine is out of descriptors or memory, so that the file may
+    be intact."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @contextlib.contextmanager
 def error_prefix(key: str) -> Iterator[None]:
-    """Prefix the message of a UserError that is raised inside with the setting's key, unless it begins with it."""
+    """Prefix the message of a UserError that is raised inside with the setting's key, unless it
+    begins with it."""
     try:
         yield
     except UserError as error:

@@ -1,5 +1,5 @@
-"""The fields of the settings: their keys, and the one check of a value's type, choices and range, which stand in the
-field's annotation (numbers.py has the ranges). No torch here.
+"""The fields of the settings: their keys, and the one check of a value's type, choices and range,
+which stand in the field's annotation (numbers.py has the ranges). No torch here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def leaf_hints() -> dict[str, Any]:
 
 
 def _leaves(cls: type, section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, type, value) of each setting in a section. section: None stands for any instance of the class;
-    the values are None then, and a named section has the name _ANY_NAME."""
+    """Yield (dotted key, type, value) of each setting in a section. section: None stands for any
+    instance of the class; the values are None then, and a named section has the name _ANY_NAME."""
     for name, hint in field_types(cls).items():
         key = f"{prefix}{name}"
         value = None if section is None else getattr(section, name)
@@ -86,9 +86,13 @@ def check_values(cfg: Config) -> None:
         bounds = number_range(hint)
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if bounds is not None and item is not None and (bound := bounds.violated_bound(item)):
-                raise UserError(f"{key} {'is' if item is value else 'has'} {item}; it must be {bound}")
+                raise UserError(
+                    f"{key} {'is' if item is value else 'has'} {item}; it must be {bound}"
+                )
             if isinstance(item, str) and "${" in item:
-                raise UserError(f"{key} is {item!r}; references (${{...}}) are not replaced: write the value")
+                raise UserError(
+                    f"{key} is {item!r}; references (${{...}}) are not replaced: write the value"
+                )
 
 
 @functools.cache
@@ -102,18 +106,26 @@ def number_range(hint: Any) -> Range | None:
 def choices(hint: Any) -> list[str]:
     """Return the values of a choice, or of a list of choices; an empty list for other types."""
     args = typing.get_args(hint)
-    return list(args) if typing.get_origin(hint) is Literal else [text for arg in args for text in choices(arg)]
+    return (
+        list(args)
+        if typing.get_origin(hint) is Literal
+        else [text for arg in args for text in choices(arg)]
+    )
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Return the value converted to the type. Only int -> float, one string -> list of strings, list -> tuple and false
-    -> "off" are converted. Raise TypeError for any other type."""
+    """Return the value converted to the type. Only int -> float, one string -> list of strings,
+    list -> tuple and false -> "off" are converted. Raise TypeError for any other type."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin is Annotated:
         return convert(value, args[0])
     if origin in (Union, types.UnionType):
-        return None if value is None else convert(value, next(arg for arg in args if arg is not type(None)))
+        return (
+            None
+            if value is None
+            else convert(value, next(arg for arg in args if arg is not type(None)))
+        )
     if origin is Literal:
         if value is False and "off" in args:
             value = "off"  # YAML reads the word as false
@@ -132,7 +144,9 @@ def convert(value: Any, hint: Any) -> Any:
         ok = is_number and abs(value) <= sys.float_info.max
         value = float(value) if ok else value
     else:
-        assert hint in (int, bool, str), f"schema.py has a type that fields.py does not know: {hint}"
+        assert hint in (int, bool, str), (
+            f"schema.py has a type that fields.py does not know: {hint}"
+        )
         ok = type(value) is hint
     if not ok:
         raise TypeError
@@ -140,7 +154,8 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether JSON can represent the value: no dates, bytes or sets, and only strings as keys."""
+    """Return whether JSON can represent the value: no dates, bytes or sets, and only strings as
+    keys."""
     if isinstance(value, dict):
         return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
     if isinstance(value, list):
@@ -156,7 +171,11 @@ def explain_mistake(value: Any, hint: Any = str) -> str:
         return "; references ($NAME, ${...}) are not replaced: write the value"
     if any(isinstance(item, bool) for item in values) and "a string" in wants:
         return "; yes, no, on, off, true and false are booleans in YAML: put it in quotes"
-    if isinstance(value, str) and re.fullmatch(r"[-+]?0\d+", value) and ("integer" in wants or "number" in wants):
+    if (
+        isinstance(value, str)
+        and re.fullmatch(r"[-+]?0\d+", value)
+        and ("integer" in wants or "number" in wants)
+    ):
         return "; a number does not begin with 0 (YAML 1.1 would read it as octal)"
     return ""
 
@@ -189,7 +208,14 @@ def show(value: Any) -> str:
     """Return the value as a user would write it in YAML, preceded by its kind where needed."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    kind = next((name for cls, name in ((str, "string"), (dict, "mapping"), (list, "list")) if type(value) is cls), "")
+    kind = next(
+        (
+            name
+            for cls, name in ((str, "string"), (dict, "mapping"), (list, "list"))
+            if type(value) is cls
+        ),
+        "",
+    )
     return (f"the {kind} " if kind else "") + shortened(repr(value))
 
 

@@ -43,16 +43,25 @@ class _Setting(NamedTuple):
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), hint: Hint = lambda key: None
+    source: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] = (),
+    hint: Hint = lambda key: None,
 ) -> Config:
-    """Return the config of a YAML file, the files that it inherits through `base:`, and `section.key=value` overrides,
-    whose values are YAML. Later ones take precedence: bases in their order, the file itself, overrides in their order.
-    Raise UserError, with a message of one line, for a mistake in any of them.
+    """Return the config of a YAML file, the files that it inherits through `base:`, and
+    `section.key=value` overrides, whose values are YAML. Later ones take precedence: bases in their
+    order, the file itself, overrides in their order. Raise UserError, with a message of one line,
+    for a mistake in any of them.
 
-    source: the file; or a mapping of sections, as a file contains it, without `base`; or None for overrides alone.
-    hint: for the message on unknown keys; verl/table.py has one for verl's."""
+    source: the file; or a mapping of sections, as a file contains it, without `base`; or None for
+    overrides alone. hint: for the message on unknown keys; verl/table.py has one for verl's."""
     settings = _read(source, overrides, hint)
-    path = "command line" if source is None else "config" if isinstance(source, Mapping) else str(source)
+    path = (
+        "command line"
+        if source is None
+        else "config"
+        if isinstance(source, Mapping)
+        else str(source)
+    )
     config = _build(Config, "", settings, None, path)
     assert isinstance(config, Config)
     for role, section in roles(config).items():
@@ -60,15 +69,21 @@ def load_config(
             cls = type(section.megatron)
             own = _build(cls, f"{role}.megatron.", settings, config.actor.megatron, path)
             section.megatron = _build(
-                cls, f"{role}.megatron.", settings, inherited_layout(own, config.actor.megatron), path
+                cls,
+                f"{role}.megatron.",
+                settings,
+                inherited_layout(own, config.actor.megatron),
+                path,
             )
     return config
 
 
 def read_settings(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings, by dotted key, that `load_config` of these arguments finds in files and overrides: without
-    defaults."""
-    return {key: setting.value for key, setting in _read(source, overrides, lambda key: None).items()}
+    """Return the settings, by dotted key, that `load_config` of these arguments finds in files and
+    overrides: without defaults."""
+    return {
+        key: setting.value for key, setting in _read(source, overrides, lambda key: None).items()
+    }
 
 
 def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,13 +108,14 @@ def flatten_settings(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tupl
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """Return the resolved config as plain dicts, lists and scalars. The output of `yaml.safe_dump` for it can be
-    loaded."""
+    """Return the resolved config as plain dicts, lists and scalars. The output of `yaml.safe_dump`
+    for it can be loaded."""
     return typing.cast(dict[str, Any], _plain(dataclasses.asdict(cfg)))
 
 
 def dotted_keys() -> list[str]:
-    """Return every setting as section.key, in the order of schema.py. NAME is the name of a named section."""
+    """Return every setting as section.key, in the order of schema.py. NAME is the name of a named
+    section."""
     return list(leaf_hints())
 
 
@@ -121,7 +137,9 @@ def value_problem(key: str, value: Any) -> str | None:
     return None
 
 
-def _read(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], hint: Hint) -> dict[str, _Setting]:
+def _read(
+    source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], hint: Hint
+) -> dict[str, _Setting]:
     reading = _Reading()
     if isinstance(source, str | Path):
         settings = reading.file(Path(source), ())
@@ -141,15 +159,19 @@ class _Reading:
         self.unknown: list[tuple[str, str]] = []
         """(file or override, key)."""
         self._files: dict[Path, dict[str, _Setting]] = {}
-        """Settings of the files that were read so far, with the settings of their bases: files may share a base."""
+        """Settings of the files that were read so far, with the settings of their bases: files may
+        share a base."""
 
     def file(self, path: Path, parents: tuple[Path, ...]) -> dict[str, _Setting]:
-        """Return the settings of a file merged into the settings of its bases. parents: the chain of files that
+        """Return the settings of a file merged into the settings of its bases. parents: the chain
+        of files that
         inherit from it."""
         by = f" (base of {parents[-1]})" if parents else ""
         real = _resolved(path)
         if real in map(_resolved, parents):
-            raise UserError(f"{path}: base: is circular: {' -> '.join(str(p) for p in (*parents, path))}")
+            raise UserError(
+                f"{path}: base: is circular: {' -> '.join(str(p) for p in (*parents, path))}"
+            )
         if len(parents) > _DEEPEST_BASE:
             raise UserError(f"{path}: base: more than {_DEEPEST_BASE} files deep")
         if real not in self._files:
@@ -157,7 +179,9 @@ class _Reading:
             bases = tree.pop("base", [])
             bases = [bases] if isinstance(bases, str) else bases
             if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-                raise UserError(f"{path}: base: expected a file name or a list of them, found {show(bases)}")
+                raise UserError(
+                    f"{path}: base: expected a file name or a list of them, found {show(bases)}"
+                )
             settings: dict[str, _Setting] = {}
             for base in bases:
                 _merge(settings, self.file(path.parent / base, (*parents, path)))
@@ -173,15 +197,17 @@ class _Reading:
             raise UserError(f"{origin}: expected section.key=value")
         parts = key.strip().split(".")
         if len(parts) > _DEEPEST_KEY:
-            raise UserError(f"{origin}: a key of {len(parts)} parts; no setting has more than {_DEEPEST_KEY}")
+            raise UserError(
+                f"{origin}: a key of {len(parts)} parts; no setting has more than {_DEEPEST_KEY}"
+            )
         value = parse_yaml(text, origin)
         for part in reversed(parts):
             value = {part: value}
         return self._sections(value, origin)
 
     def _sections(self, tree: Mapping[Any, Any], origin: str) -> dict[str, _Setting]:
-        """Return the top level of a file or override as {dotted key: setting}. Some sections may be inside
-        actor_rollout_ref, as verl has them."""
+        """Return the top level of a file or override as {dotted key: setting}. Some sections may be
+        inside actor_rollout_ref, as verl has them."""
         wrapped = tree.get(VERL_WRAPPER)
         if not isinstance(wrapped, dict):
             return self.flatten(tree, origin)
@@ -196,26 +222,37 @@ class _Reading:
         return settings
 
     def flatten(
-        self, tree: Mapping[Any, Any], origin: str, cls: type = Config, prefix: str = "", wrapper: str = ""
+        self,
+        tree: Mapping[Any, Any],
+        origin: str,
+        cls: type = Config,
+        prefix: str = "",
+        wrapper: str = "",
     ) -> dict[str, _Setting]:
-        """Return a tree of sections as {dotted key: setting}. Record the keys that schema.py does not have, after
-        `wrapper`."""
+        """Return a tree of sections as {dotted key: setting}. Record the keys that schema.py does
+        not have, after `wrapper`."""
         hints = field_types(cls)
         settings: dict[str, _Setting] = {}
         for name, value in tree.items():
             key = f"{prefix}{name}"
             hint = hints.get(name)
             if hint is None:
-                self.unknown += [(origin, leaf) for leaf, _ in flatten_settings({f"{wrapper}{key}": value})]
+                self.unknown += [
+                    (origin, leaf) for leaf, _ in flatten_settings({f"{wrapper}{key}": value})
+                ]
             elif (named := named_section(hint)) is not None:
                 for inner, section in self._names(key, value, origin):
                     settings |= self.flatten(section, origin, named, f"{key}.{inner}.", wrapper)
             elif not dataclasses.is_dataclass(hint):
                 settings[key] = _Setting(value, origin)
             elif isinstance(value, dict) or value is None:  # None: an empty section
-                settings |= self.flatten(value or {}, origin, typing.cast(type, hint), f"{key}.", wrapper)
+                settings |= self.flatten(
+                    value or {}, origin, typing.cast(type, hint), f"{key}.", wrapper
+                )
             else:
-                raise UserError(f"{origin}: {key}: expected a section of settings, found {show(value)}")
+                raise UserError(
+                    f"{origin}: {key}: expected a section of settings, found {show(value)}"
+                )
         return settings
 
     def _names(self, key: str, value: Any, origin: str) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -224,9 +261,14 @@ class _Reading:
             raise UserError(f"{origin}: {key}: expected sections by name, found {show(value)}")
         for name, section in (value or {}).items():
             if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w{0,60}", name, re.ASCII)):
-                raise UserError(f"{origin}: {key}: the name {name!r} is not of letters, digits and _, a letter first")
+                raise UserError(
+                    f"{origin}: {key}: the name {name!r} is not of letters, digits and _, a letter "
+                    "first"
+                )
             if not isinstance(section, dict | None):
-                raise UserError(f"{origin}: {key}.{name}: expected a section of settings, found {show(section)}")
+                raise UserError(
+                    f"{origin}: {key}.{name}: expected a section of settings, found {show(section)}"
+                )
             yield name, section or {}
 
 
@@ -238,7 +280,8 @@ def _resolved(path: Path) -> Path:
 
 
 def _read_tree(path: Path, by: str) -> dict[Any, Any]:
-    """Return the top level of a file. by: words for messages that name the file that inherits from it."""
+    """Return the top level of a file. by: words for messages that name the file that inherits from
+    it."""
     try:
         if not path.is_file():
             what = "not a file" if path.exists() else "no such file"
@@ -252,7 +295,9 @@ def _read_tree(path: Path, by: str) -> dict[Any, Any]:
     tree = parse_yaml(text, str(path))
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected sections (data:, model:, ...) at the top level, found {show(tree)}")
+        raise UserError(
+            f"{path}: expected sections (data:, model:, ...) at the top level, found {show(tree)}"
+        )
     return tree
 
 
@@ -265,8 +310,11 @@ def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
         settings[key] = setting
 
 
-def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: Any, path: str) -> Any:
-    """Return an instance of a section. Settings that are left out are taken from `default`; None: from the class."""
+def _build(
+    cls: type, prefix: str, settings: Mapping[str, _Setting], default: Any, path: str
+) -> Any:
+    """Return an instance of a section. Settings that are left out are taken from `default`; None:
+    from the class."""
     hints = field_types(cls)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -277,8 +325,12 @@ def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: An
             start = None if fallback is dataclasses.MISSING else fallback
             values[field.name] = _build(typing.cast(type, hint), f"{key}.", settings, start, path)
         elif (named := named_section(hint)) is not None:
-            names = dict.fromkeys(other.split(".")[1] for other in settings if other.startswith(f"{key}."))
-            values[field.name] = {name: _build(named, f"{key}.{name}.", settings, None, path) for name in names}
+            names = dict.fromkeys(
+                other.split(".")[1] for other in settings if other.startswith(f"{key}.")
+            )
+            values[field.name] = {
+                name: _build(named, f"{key}.{name}.", settings, None, path) for name in names
+            }
         elif key in settings:
             values[field.name] = _convert_setting(key, settings[key], hint)
         elif fallback is dataclasses.MISSING:
@@ -289,8 +341,8 @@ def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: An
 
 
 def inherited_layout(own: FrozenMegatronConfig, actor: MegatronConfig) -> FrozenMegatronConfig:
-    """Return what a role with the parallel sizes of `own` inherits from the actor, of own's class: all settings except
-    those of a split that the role does not have."""
+    """Return what a role with the parallel sizes of `own` inherits from the actor, of own's class:
+    all settings except those of a split that the role does not have."""
     inherited = type(own)(**{name: getattr(actor, name) for name in vars(own)})
     if own.tensor_model_parallel_size == 1:
         inherited.sequence_parallel = False
@@ -299,12 +351,18 @@ def inherited_layout(own: FrozenMegatronConfig, actor: MegatronConfig) -> Frozen
         inherited.cp_comm_type = None
     if own.pipeline_model_parallel_size != actor.pipeline_model_parallel_size:
         inherited.virtual_pipeline_model_parallel_size = None
-        inherited.num_layers_in_first_pipeline_stage = inherited.num_layers_in_last_pipeline_stage = None
+        inherited.num_layers_in_first_pipeline_stage = (
+            inherited.num_layers_in_last_pipeline_stage
+        ) = None
     return inherited
 
 
 def _field_default(field: dataclasses.Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return (
+        field.default_factory()
+        if field.default_factory is not dataclasses.MISSING
+        else field.default
+    )
 
 
 def _convert_setting(key: str, setting: _Setting, hint: Any) -> Any:

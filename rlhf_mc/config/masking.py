@@ -1,5 +1,5 @@
-"""Texts as they may leave the process: without secrets, and not endless. All that writes settings, commands, URLs or
-errors uses these functions.
+"""Texts as they may leave the process: without secrets, and not endless. All that writes settings,
+commands, URLs or errors uses these functions.
 """
 
 from __future__ import annotations
@@ -16,26 +16,31 @@ _WITHIN = re.compile(rf"{_NAME}[\"']?\s*:", re.IGNORECASE)
 """A secret's name in an override whose value is a mapping."""
 _USER = re.compile(r"(?<=://)[^/?#\s\"]*@")
 _PARAMETER = re.compile(rf"([?&][^?=&#\s\"]*{_NAME}=)[^&#\s\"']+", re.IGNORECASE)
-_HIDDEN_IN_URL = re.compile(rf"://{re.escape(HIDDEN)}@|[?&][^?=&#]*{_NAME}={re.escape(HIDDEN)}", re.IGNORECASE)
+_HIDDEN_IN_URL = re.compile(
+    rf"://{re.escape(HIDDEN)}@|[?&][^?=&#]*{_NAME}={re.escape(HIDDEN)}", re.IGNORECASE
+)
 MOST_CHARACTERS = 4000
 """Length of an error's text: the ranks exchange it, and torch's store takes at most 8 kB."""
 _LENGTH_STATED = 40
 
 
 def masked(text: str) -> str:
-    """Return the text with HIDDEN for the user and password of each URL in it, and for its parameters with the name of
-    a secret."""
+    """Return the text with HIDDEN for the user and password of each URL in it, and for its
+    parameters with the name of a secret."""
     if "://" not in text:
         return text
     return _PARAMETER.sub(rf"\1{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
 
 
 def masked_argument(argument: str, settings: Collection[str]) -> str:
-    """Return an argument of a command, masked; the whole value of an override whose key ends as a secret's, or whose
-    value is a mapping with such a key, is hidden. settings: the keys of the schema, which are no secrets."""
+    """Return an argument of a command, masked; the whole value of an override whose key ends as a
+    secret's, or whose value is a mapping with such a key, is hidden. settings: the keys of the
+    schema, which are no secrets."""
     key, equals, value = argument.partition("=")
     is_secret = SECRET.search(key) is not None and key not in settings
-    return f"{key}={HIDDEN}" if equals and (is_secret or _WITHIN.search(value)) else masked(argument)
+    return (
+        f"{key}={HIDDEN}" if equals and (is_secret or _WITHIN.search(value)) else masked(argument)
+    )
 
 
 def is_hidden(text: str) -> bool:
@@ -44,11 +49,17 @@ def is_hidden(text: str) -> bool:
 
 
 def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the text in one line, cut, with escapes for characters that a terminal would obey or cannot show."""
+    """Return the text in one line, cut, with escapes for characters that a terminal would obey or
+    cannot show."""
     words = " ".join(cut(text, most).split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
 
 
 def cut(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the text, or of a longer one the beginning and its length: at most `most` characters."""
-    return text if len(text) <= most else f"{text[: most - _LENGTH_STATED]}... ({len(text):,} characters)"
+    """Return the text, or of a longer one the beginning and its length: at most `most`
+    characters."""
+    return (
+        text
+        if len(text) <= most
+        else f"{text[: most - _LENGTH_STATED]}... ({len(text):,} characters)"
+    )

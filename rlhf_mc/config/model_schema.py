@@ -1,4 +1,5 @@
-"""Settings of each model: its optimizer, and its parallel layout, precision and offload. The rest is in schema.py."""
+"""Settings of each model: its optimizer, and its parallel layout, precision and offload. The rest
+is in schema.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from rlhf_mc.config.numbers import CountOrZero, Fraction, Layers, PositiveOrZero
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning-rate schedule. Each PPO mini-batch is an optimizer step; the schedule counts PPO steps."""
+    """AdamW and its learning-rate schedule. Each PPO mini-batch is an optimizer step; the schedule
+    counts PPO steps."""
 
     lr: PositiveOrZero = 1e-6
     """Peak learning rate."""
@@ -41,59 +43,69 @@ class FrozenMegatronConfig:
     pipeline_model_parallel_size: Ranks = 1
     """Pipeline stages."""
     context_parallel_size: Ranks = 1
-    """Ranks that share each sequence: each has its tokens of a micro-batch's sequences, and replicas of the weights.
-    Each sequence is padded to a multiple of twice the size."""
+    """Ranks that share each sequence: each has its tokens of a micro-batch's sequences, and
+    replicas of the weights. Each sequence is padded to a multiple of twice the size."""
     dynamic_context_parallel: bool = False
-    """Choose the size for each micro-batch, a power of two up to context_parallel_size: short sequences stay on one
-    rank, and a long one is shared by as many ranks as it needs."""
+    """Choose the size for each micro-batch, a power of two up to context_parallel_size: short
+    sequences stay on one rank, and a long one is shared by as many ranks as it needs."""
     cp_comm_type: Literal["p2p", "a2a"] | None = None
-    """Attention over context-parallel ranks on GPUs. p2p: keys and values travel around the ring of ranks while they
-    are used. a2a (Ulysses): all-to-all, after which a rank has some heads of whole sequences; the size must divide the
-    KV heads of a tensor-parallel rank. Transformer Engine has all_gather and a2a+p2p for padded batches alone. On a CPU
-    it is ignored: ranks gather keys and values. null: a2a if it moves fewer bytes, else p2p."""
+    """Attention over context-parallel ranks on GPUs. p2p: keys and values travel around the ring of
+    ranks while they are used. a2a (Ulysses): all-to-all, after which a rank has some heads of whole
+    sequences; the size must divide the KV heads of a tensor-parallel rank. Transformer Engine has
+    all_gather and a2a+p2p for padded batches alone. On a CPU it is ignored: ranks gather keys and
+    values. null: a2a if it moves fewer bytes, else p2p."""
     virtual_pipeline_model_parallel_size: Layers | None = None
-    """Virtual pipeline chunks per stage (interleaved schedule): a smaller pipeline bubble for proportionally more P2P
-    messages. null: one chunk."""
+    """Virtual pipeline chunks per stage (interleaved schedule): a smaller pipeline bubble for
+    proportionally more P2P messages. null: one chunk."""
     num_layers_in_first_pipeline_stage: Layers | None = None
     """Layers of the first stage, which also holds the embedding; null: as the other stages."""
     num_layers_in_last_pipeline_stage: Layers | None = None
     """Layers of the last stage, which also holds the output layer; null: as the other stages."""
     expert_model_parallel_size: Ranks = 1
-    """Replicas, context-parallel ranks included, over which the experts of a mixture-of-experts model are sharded."""
+    """Replicas, context-parallel ranks included, over which the experts of a mixture-of-experts
+    model are sharded."""
     sequence_parallel: bool = False
-    """Shard the tokens over the tensor-parallel ranks between layers: less activation memory for the same
-    communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
+    """Shard the tokens over the tensor-parallel ranks between layers: less activation memory for
+    the same communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
     param_offload: bool = False
-    """Offload the weights to host memory in phases that do not use them (table in config/device_placement.py). Not for
-    an actor whose weights the rollout engine shares (reshard.share_weights). On a CPU nothing is saved."""
+    """Offload the weights to host memory in phases that do not use them (table in
+    config/device_placement.py). Not for an actor whose weights the rollout engine shares
+    (reshard.share_weights). On a CPU nothing is saved."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of weights and activations. With bfloat16, main parameters and gradient reduction are float32."""
+    """Type of weights and activations. With bfloat16, main parameters and gradient reduction are
+    float32."""
     fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
-    """Multiply matrices in fp8 by a recipe of Transformer Engine, with one scale per tensor (compute capability 8.9),
-    per block of 128 (9.0), or per 32 values (10.0). Weights stay in bfloat16. A micro-batch is padded to a multiple of
-    16, 128 or 32 tokens per tensor-parallel rank. Log-probs differ more from the engine's
-    (trainer.max_rollout_logprob_diff). Delayed scaling is not offered: its scales depend on earlier steps, and
-    checkpoints do not hold them. On a CPU it is ignored. null: no fp8."""
+    """Multiply matrices in fp8 by a recipe of Transformer Engine, with one scale per tensor
+    (compute capability 8.9), per block of 128 (9.0), or per 32 values (10.0). Weights stay in
+    bfloat16. A micro-batch is padded to a multiple of 16, 128 or 32 tokens per tensor-parallel
+    rank. Log-probs differ more from the engine's (trainer.max_rollout_logprob_diff). Delayed
+    scaling is not offered: its scales depend on earlier steps, and checkpoints do not hold them. On
+    a CPU it is ignored. null: no fp8."""
 
 
 @dataclass
 class MegatronConfig(FrozenMegatronConfig):
-    """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP x CP x PP)."""
+    """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP
+    x CP x PP)."""
 
     recompute_granularity: Literal["selective", "full"] | None = None
-    """Activations that are recomputed in the backward pass instead of stored. selective: those inside attention (on a
-    CPU), inside the MLP (on GPUs), or an expert's activation and the norms (mixture-of-experts on GPUs). full: all
-    except the input of each layer, for about a third more computation. null: none."""
+    """Activations that are recomputed in the backward pass instead of stored. selective: those
+    inside attention (on a CPU), inside the MLP (on GPUs), or an expert's activation and the norms
+    (mixture-of-experts on GPUs). full: all except the input of each layer, for about a third more
+    computation. null: none."""
     use_distributed_optimizer: bool = True
-    """Shard the optimizer state over the replicas, data-parallel and context-parallel ranks (ZeRO-1)."""
+    """Shard the optimizer state over the replicas, data-parallel and context-parallel ranks
+    (ZeRO-1)."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over the data-parallel ranks during the backward pass of the last micro-batch, bucket by bucket,
-    instead of after it. null: on GPUs with more than one data-parallel rank."""
+    """Reduce gradients over the data-parallel ranks during the backward pass of the last
+    micro-batch, bucket by bucket, instead of after it. null: on GPUs with more than one
+    data-parallel rank."""
     grad_offload: bool = False
     """Free the gradient buffers outside the update of the model."""
     optimizer_offload: bool = False
-    """Offload float32 main parameters and Adam's moments to host memory outside the optimizer steps of the model.
-    Between the steps of an update they stay on the device if the planner finds room (trainer.planner)."""
+    """Offload float32 main parameters and Adam's moments to host memory outside the optimizer steps
+    of the model. Between the steps of an update they stay on the device if the planner finds room
+    (trainer.planner)."""
 
 
 TRAINING_ONLY = tuple(MegatronConfig.__annotations__)

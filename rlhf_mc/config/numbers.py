@@ -11,7 +11,8 @@ from typing import Annotated, TypeVar
 
 @dataclass(frozen=True)
 class Range:
-    """Values from `low` to `high`, both included unless `open`, and `also`, a value with a special meaning."""
+    """Values from `low` to `high`, both included unless `open`, and `also`, a value with a special
+    meaning."""
 
     low: float
     high: float

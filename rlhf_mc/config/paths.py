@@ -1,5 +1,5 @@
-"""Checks of the settings that name files and directories: their syntax, and that the files exist and can be read. The
-files are not opened here.
+"""Checks of the settings that name files and directories: their syntax, and that the files exist
+and can be read. The files are not opened here.
 """
 
 from __future__ import annotations
@@ -54,16 +54,21 @@ _REFERENCE = re.compile(r"\$\{[^}]*\}?|\$[A-Za-z_]\w*")
 
 
 def check_written(cfg: Config) -> None:
-    """Raise UserError for a path that is empty, has an unreplaced reference, or mixes inputs and outputs. No file is
-    accessed."""
+    """Raise UserError for a path that is empty, has an unreplaced reference, or mixes inputs and
+    outputs. No file is accessed."""
     for key, path in _paths(cfg, (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT, *OTHER_OUTPUTS)):
         if not path.strip():
-            raise UserError(f"{key} is empty; give a path" + ("" if key in _REQUIRED else ", or leave it out"))
+            raise UserError(
+                f"{key} is empty; give a path" + ("" if key in _REQUIRED else ", or leave it out")
+            )
         if path != path.strip() or not path.isprintable():
-            raise UserError(f"{key} is {path!r}; a path has no space at its ends, and no control characters")
+            raise UserError(
+                f"{key} is {path!r}; a path has no space at its ends, and no control characters"
+            )
         if match := _REFERENCE.search(path):
             raise UserError(
-                f"{key} is {path!r}; {match[0]} is not replaced: write the path out, or give it on the command line, "
+                f"{key} is {path!r}; {match[0]} is not replaced: write the path out, or give it on "
+                "the command line, "
                 f'where the shell replaces it: {key}="$NAME/..."'
             )
         if path.startswith("~"):
@@ -72,22 +77,25 @@ def check_written(cfg: Config) -> None:
 
 
 def check_present(cfg: Config) -> None:
-    """Raise NodeError if an input does not exist, or the output directory cannot be created or written to."""
+    """Raise NodeError if an input does not exist, or the output directory cannot be created or
+    written to."""
     for key, path in input_paths(cfg):
         _check_input(key, path)
     _check_output(cfg.trainer.default_local_dir)
 
 
 def input_paths(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield each file and directory that the run reads if it starts now, with its key. A run that has its own
-    checkpoints does not read trainer.resume_from_path."""
+    """Yield each file and directory that the run reads if it starts now, with its key. A run that
+    has its own checkpoints does not read trainer.resume_from_path."""
     resumes = _has_checkpoints(cfg.trainer.default_local_dir)
     for key, path in _paths(cfg):
         if key != OUTPUT and not (key == "trainer.resume_from_path" and resumes):
             yield key, path
 
 
-def _paths(cfg: Config, keys: Sequence[str] = (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT)) -> Iterator[tuple[str, str]]:
+def _paths(
+    cfg: Config, keys: Sequence[str] = (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT)
+) -> Iterator[tuple[str, str]]:
     """Yield each path that is not null, with its key."""
     for key in expand_reward_models(cfg, keys):
         value = get_setting(cfg, key)
@@ -97,16 +105,21 @@ def _paths(cfg: Config, keys: Sequence[str] = (*INPUT_FILES, *INPUT_DIRECTORIES,
 
 
 def _check_input(key: str, path: str) -> None:
-    """Raise NodeError unless the path is a file or a directory, as its key requires, and can be read."""
+    """Raise NodeError unless the path is a file or a directory, as its key requires, and can be
+    read."""
     wants_file = unnamed(key) in INPUT_FILES
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError as error:
-        raise NodeError(f"{key} {path}: no such {'file' if wants_file else 'directory'}{_here()}") from error
+        raise NodeError(
+            f"{key} {path}: no such {'file' if wants_file else 'directory'}{_here()}"
+        ) from error
     except OSError as error:
         raise NodeError(f"{key} {path}: {error_reason(error)}{_here()}") from error
     if wants_file and not stat.S_ISREG(mode):
-        raise NodeError(f"{key} {path}: not a file" + (", but a directory" if stat.S_ISDIR(mode) else ""))
+        raise NodeError(
+            f"{key} {path}: not a file" + (", but a directory" if stat.S_ISDIR(mode) else "")
+        )
     if not wants_file and not stat.S_ISDIR(mode):
         raise NodeError(f"{key} {path}: not a directory")
     if not os.access(path, os.R_OK if wants_file else os.R_OK | os.X_OK):
@@ -133,7 +146,8 @@ def _check_output(path: str) -> None:
 
 
 def _checkpoint_of_verl(directory: str) -> str | None:
-    """Return the name of a checkpoint of verl, with a directory for each model and without our manifest, or None."""
+    """Return the name of a checkpoint of verl, with a directory for each model and without our
+    manifest, or None."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     for name in sorted(filter(_STEP.fullmatch, names)):
         path = os.path.join(directory, name)
@@ -145,8 +159,8 @@ def _checkpoint_of_verl(directory: str) -> str | None:
 
 
 def _check_output_apart(cfg: Config) -> None:
-    """Raise UserError if the run would write into one of its inputs. An input may be in the output directory, but not
-    in a directory of exports."""
+    """Raise UserError if the run would write into one of its inputs. An input may be in the output
+    directory, but not in a directory of exports."""
     output = os.path.realpath(cfg.trainer.default_local_dir)
     for key, path in _paths(cfg):
         if unnamed(key) not in INPUT_DIRECTORIES:
@@ -155,13 +169,13 @@ def _check_output_apart(cfg: Config) -> None:
         if _is_inside(output, real):
             what = f"is {key}" if output == real else f"lies inside {key} {path}"
             raise UserError(
-                f"{OUTPUT} {cfg.trainer.default_local_dir} {what}; the run would write among its inputs: give another "
-                "directory"
+                f"{OUTPUT} {cfg.trainer.default_local_dir} {what}; the run would write among its "
+                "inputs: give another directory"
             )
         if any(_is_inside(real, os.path.join(output, name)) for name in _REPLACED):
             raise UserError(
-                f"{key} {path} lies where this run writes its exports ({OUTPUT} {cfg.trainer.default_local_dir}); "
-                f"give another {OUTPUT}"
+                f"{key} {path} lies where this run writes its exports ({OUTPUT} "
+                f"{cfg.trainer.default_local_dir}); give another {OUTPUT}"
             )
 
 

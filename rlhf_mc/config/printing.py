@@ -1,4 +1,5 @@
-"""A config as commented YAML: the settings with their values, each below its documentation from schema.py."""
+"""A config as commented YAML: the settings with their values, each below its documentation from
+schema.py."""
 
 from __future__ import annotations
 
@@ -21,25 +22,31 @@ _INDENT = "  "
 
 
 def commented_yaml(cfg: Config, values: dict[str, Any] | None = None) -> str:
-    """Return the settings of the config as YAML, without those that a model inherits from the actor. `load_config` of
-    this text gives an equal config. values: the config as plain values, if some are to differ."""
+    """Return the settings of the config as YAML, without those that a model inherits from the
+    actor. `load_config` of this text gives an equal config. values: the config as plain values, if
+    some are to differ."""
     plain = to_dict(cfg) if values is None else values
     return "\n".join(_section(cfg, plain, "", "", frozenset(_inherited_keys(cfg)))) + "\n"
 
 
 def _inherited_keys(cfg: Config) -> Iterator[str]:
-    """Yield each setting of a model's layout that has the value that the model inherits from the actor."""
+    """Yield each setting of a model's layout that has the value that the model inherits from the
+    actor."""
     for role, section in roles(cfg).items():
         if role != "actor":
             inherited = vars(inherited_layout(section.megatron, cfg.actor.megatron))
             yield from (
-                f"{role}.megatron.{name}" for name in inherited if getattr(section.megatron, name) == inherited[name]
+                f"{role}.megatron.{name}"
+                for name in inherited
+                if getattr(section.megatron, name) == inherited[name]
             )
 
 
-def _section(section: Any, values: dict[str, Any], prefix: str, indent: str, left_out: Collection[str]) -> list[str]:
-    """Return the lines of a section (a dataclass instance), whose fields have the given plain values. prefix: of the
-    dotted keys of its fields."""
+def _section(
+    section: Any, values: dict[str, Any], prefix: str, indent: str, left_out: Collection[str]
+) -> list[str]:
+    """Return the lines of a section (a dataclass instance), whose fields have the given plain
+    values. prefix: of the dotted keys of its fields."""
     lines: list[str] = []
     for field in dataclasses.fields(section):
         key = f"{prefix}{field.name}"
@@ -54,7 +61,9 @@ def _section(section: Any, values: dict[str, Any], prefix: str, indent: str, lef
         elif isinstance(inner, dict) and any(map(dataclasses.is_dataclass, inner.values())):
             lines.append(f"{indent}{field.name}:")
             for name, named in inner.items():
-                within = _section(named, value[name], f"{key}.{name}.", indent + 2 * _INDENT, left_out)
+                within = _section(
+                    named, value[name], f"{key}.{name}.", indent + 2 * _INDENT, left_out
+                )
                 lines += [f"{indent}{_INDENT}{name}:", *within]
         else:
             lines += textwrap.indent(f"{field.name}: {yaml_text(value)}", indent).split("\n")
@@ -64,11 +73,14 @@ def _section(section: Any, values: dict[str, Any], prefix: str, indent: str, lef
 
 def _comment(text: str, indent: str) -> list[str]:
     start = f"{indent}# "
-    return textwrap.wrap(text, _LINE_LENGTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, _LINE_LENGTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False
+    )
 
 
 def setting_doc(cls: type, name: str) -> str:
-    """Return the docstring of a section's field, with the values of a choice that it does not list."""
+    """Return the docstring of a section's field, with the values of a choice that it does not
+    list."""
     doc = field_docs(cls)[name]
     hint = field_types(cls)[name]
     if all(re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", doc) for choice in choices(hint)):
@@ -85,6 +97,10 @@ def field_docs(cls: type) -> dict[str, str]:
         (node,) = ast.parse(inspect.getsource(part)).body
         assert isinstance(node, ast.ClassDef)
         for field, doc in zip(node.body, node.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(doc, ast.Expr)
+                and isinstance(doc.value, ast.Constant)
+            ):
                 docs[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
     return docs

@@ -1,7 +1,8 @@
-"""Settings and command of a run as its files and trackers record them: without the values of secrets. No torch here.
+"""Settings and command of a run as its files and trackers record them: without the values of
+secrets. No torch here.
 
-A setting of the schema is no secret (data.prompt_key names a column). The keyword arguments of a user's function or of
-a chat template may hold one.
+A setting of the schema is no secret (data.prompt_key names a column). The keyword arguments of a
+user's function or of a chat template may hold one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def recorded(cfg: Config) -> dict[str, Any]:
 
 
 def without_secrets(value: Any, hides: bool = False) -> Any:
-    """Return resolved settings, or another plain value, with each text masked (masking.py). With `hides`, and inside a
-    mapping whose name ends in kwargs, each entry with the name of a secret, in any case, is HIDDEN."""
+    """Return resolved settings, or another plain value, with each text masked (masking.py). With
+    `hides`, and inside a mapping whose name ends in kwargs, each entry with the name of a secret,
+    in any case, is HIDDEN."""
     if isinstance(value, list):
         return [without_secrets(inner, hides) for inner in value]
     if not isinstance(value, dict):
@@ -31,7 +33,9 @@ def without_secrets(value: Any, hides: bool = False) -> Any:
     entries = {}
     for name, inner in value.items():
         is_secret = hides and SECRET.search(str(name))
-        entries[name] = HIDDEN if is_secret else without_secrets(inner, hides or str(name).endswith("kwargs"))
+        entries[name] = (
+            HIDDEN if is_secret else without_secrets(inner, hides or str(name).endswith("kwargs"))
+        )
     return entries
 
 
@@ -45,7 +49,8 @@ def check_not_hidden(cfg: Config) -> None:
     for key, text in _texts("", to_dict(cfg)):
         if is_hidden(text):
             raise UserError(
-                f"{key} is {text!r}, as a secret is recorded; give its value again (key=value on the command line)"
+                f"{key} is {text!r}, as a secret is recorded; give its value again (key=value on "
+                "the command line)"
             )
 
 
@@ -53,6 +58,12 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield each text of plain values with its dotted key."""
     if isinstance(value, str):
         yield key, value
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, inner in pairs:
         yield from _texts(f"{key}.{name}".lstrip("."), inner)

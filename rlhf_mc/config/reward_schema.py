@@ -1,5 +1,5 @@
-"""The settings of the reward: functions, endpoint, reward model, and the parts of the score. schema.py has the other
-sections. No torch here.
+"""The settings of the reward: functions, endpoint, reward model, and the parts of the score.
+schema.py has the other sections. No torch here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ class CustomRewardFunctionConfig:
     path: str | None = None
     """Python file that defines the function; null: the built-in rule of the row's data_source."""
     name: str = "compute_score"
-    """Name of the function: compute_score(data_source, solution_str, ground_truth, extra_info=None) returns a float or
-    {"score": float, ...}. It may be async, take all rows of a worker in one call (data_sources, solution_strs,
-    ground_truths, extra_infos), or be a class with such a __call__, of which each worker makes one object."""
+    """Name of the function: compute_score(data_source, solution_str, ground_truth, extra_info=None)
+    returns a float or {"score": float, ...}. It may be async, take all rows of a worker in one call
+    (data_sources, solution_strs, ground_truths, extra_infos), or be a class with such a __call__,
+    of which each worker makes one object."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class's constructor, or of each call of the function."""
     skip_special_tokens: bool = True
@@ -29,19 +30,23 @@ class CustomRewardFunctionConfig:
 
 @dataclass
 class RewardModelConfig:
-    """A frozen reward model. Its score of a response is the output of its value head at the last token."""
+    """A frozen reward model. Its score of a response is the output of its value head at the last
+    token."""
 
     model_path: str | None = None
-    """Hugging Face checkpoint of a sequence classifier with one label. It replaces the reward functions in training,
-    unless reward.mixture weighs both; validation uses the reward functions. null: no reward model."""
+    """Hugging Face checkpoint of a sequence classifier with one label. It replaces the reward
+    functions in training, unless reward.mixture weighs both; validation uses the reward functions.
+    null: no reward model."""
     tokenizer_path: str | None = None
-    """Directory of the model's own tokenizer, often model_path. The prompt's messages and the text of the response are
-    then rendered by its chat template, and the score is the value at the last token. null: the model reads the actor's
-    tokens and has the actor's vocabulary."""
+    """Directory of the model's own tokenizer, often model_path. The prompt's messages and the text
+    of the response are then rendered by its chat template, and the score is the value at the last
+    token. null: the model reads the actor's tokens and has the actor's vocabulary."""
     chat_template_path: str | None = None
-    """File with a chat template (Jinja), used in place of the tokenizer's; null: the tokenizer's."""
+    """File with a chat template (Jinja), used in place of the tokenizer's; null: the
+    tokenizer's."""
     forward_max_token_len_per_gpu: Tokens = 32768
-    """Token budget of one micro-batch. With tokenizer_path, longer sequences lose their first tokens."""
+    """Token budget of one micro-batch. With tokenizer_path, longer sequences lose their first
+    tokens."""
     megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
     """As critic.megatron, for the reward model."""
 
@@ -51,32 +56,37 @@ NAMED = "reward_models"
 
 
 def unnamed(key: str) -> str:
-    """Return the key, or the section, of a named reward model's setting with reward_model in place of the name; other
-    keys as they are."""
+    """Return the key, or the section, of a named reward model's setting with reward_model in place
+    of the name; other keys as they are."""
     section, _, rest = key.partition(".")
     return f"reward_model.{rest.partition('.')[2]}".rstrip(".") if section == NAMED else key
 
 
 @dataclass
 class OverlongBufferConfig:
-    """A penalty on long responses, in training: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13)."""
+    """A penalty on long responses, in training: DAPO's soft overlong punishment (arXiv 2503.14476,
+    equation 13)."""
 
     len: Annotated[int, Range(0, 10_000_000)] = 0
-    """Tokens before data.max_response_length over which the penalty rises from 0 to penalty_factor; 0: no penalty."""
+    """Tokens before data.max_response_length over which the penalty rises from 0 to penalty_factor;
+    0: no penalty."""
     penalty_factor: Positive = 1.0
     """Penalty of a response of data.max_response_length tokens."""
 
 
 @dataclass
 class RemoteRewardConfig:
-    """An HTTP endpoint that scores responses: the part `remote` of the score. It must be the same for all ranks."""
+    """An HTTP endpoint that scores responses: the part `remote` of the score. It must be the same
+    for all ranks."""
 
     url: str | None = None
-    """Address of the endpoint, with user:password@ if it asks for them. With api openai the base, such as
-    http://host:8000/v1; null: none."""
+    """Address of the endpoint, with user:password@ if it asks for them. With api openai the base,
+    such as http://host:8000/v1; null: none."""
     api: Literal["http", "openai"] = "http"
-    """http: each request is the JSON of a reward function's arguments and `prompt`; the answer is a number or
-    {"score": number, ...}. openai: a chat completion of `model`; the last number of its reply is the score."""
+    """http: each request is the JSON of a reward function's arguments and `prompt`; the answer is a
+    number or
+    {"score": number, ...}. openai: a chat completion of `model`; the last number of its reply is
+    the score."""
     model: str | None = None
     """openai: name of the model."""
     template: str = (
@@ -87,10 +97,11 @@ class RemoteRewardConfig:
     api_key_env: str | None = None
     """Environment variable with the key that is sent as Authorization: Bearer; null: no key."""
     timeout_seconds: PositiveSeconds = 60.0
-    """Time limit of each request, up to the last byte of its answer. reward.timeout_seconds limits the requests of a
-    response together."""
+    """Time limit of each request, up to the last byte of its answer. reward.timeout_seconds limits
+    the requests of a response together."""
     max_retries: Annotated[int, Range(0, 1_000)] = 3
-    """Repetitions of a request that gets no answer, or an HTTP status for overload (429, 503, ...)."""
+    """Repetitions of a request that gets no answer, or an HTTP status for overload (429, 503,
+    ...)."""
     max_concurrency: Annotated[int, Range(1, 10_000)] = 32
     """Requests of one worker at a time."""
 
@@ -100,23 +111,26 @@ class RewardConfig:
     """The parts of a response's score, and the processes that run the reward functions."""
 
     num_workers: Annotated[int, Range(1, 1_024)] = 1
-    """Worker processes per rank. They score the rank's share of the responses while the log-prob passes run. Each
-    imports the user's file. At least 1, so that a function that exits or blocks does not exit or block a rank."""
+    """Worker processes per rank. They score the rank's share of the responses while the log-prob
+    passes run. Each imports the user's file. At least 1, so that a function that exits or blocks
+    does not exit or block a rank."""
     timeout_seconds: PositiveSeconds = 300.0
-    """Time limit of the score of each response (of the whole call, for a function that takes all rows in one), and of
-    the import of the user's file, which has at least 60 s."""
+    """Time limit of the score of each response (of the whole call, for a function that takes all
+    rows in one), and of the import of the user's file, which has at least 60 s."""
     mixture: dict[str, Any] = field(default_factory=dict)
-    """Parts of the score and their weights by data source: {data_source: {part: weight}}; "*" stands for all others.
-    A part is the name of a rule (docs/rewards.md), custom, remote, reward_model, or a name of reward_models. {}: one
-    part of weight 1, which is the reward model, else the user's function or the endpoint, else the rule of the data
-    source."""
+    """Parts of the score and their weights by data source: {data_source: {part: weight}}; "*"
+    stands for all others.
+    A part is the name of a rule (docs/rewards.md), custom, remote, reward_model, or a name of
+    reward_models. {}: one part of weight 1, which is the reward model, else the user's function or
+    the endpoint, else the rule of the data source."""
     math_rule: Literal["math", "math_string"] = "math"
-    """Rule of the data sources of MATH that mixture does not list. math: math-verify compares the answers.
+    """Rule of the data sources of MATH that mixture does not list. math: math-verify compares the
+    answers.
     math_string: verl's comparison of strings."""
     default_score: Number | None = None
-    """Score of a response that cannot be scored, with a warning and a count in the metrics: its function raises, exits,
-    takes longer than timeout_seconds, or returns no finite number; or its data source has no rule. null: the run ends
-    with a line that names file and row."""
+    """Score of a response that cannot be scored, with a warning and a count in the metrics: its
+    function raises, exits, takes longer than timeout_seconds, or returns no finite number; or its
+    data source has no rule. null: the run ends with a line that names file and row."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Penalty on long responses, the part `overlong` of the score."""
     remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)

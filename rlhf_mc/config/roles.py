@@ -1,8 +1,14 @@
-"""Conclusions from the settings: the models that a run has besides the actor, and what null stands for. No torch."""
+"""Conclusions from the settings: the models that a run has besides the actor, and what null stands
+for. No torch."""
 
 from __future__ import annotations
 
-from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs, RouterReplayMode
+from rlhf_mc.config.algorithm_schema import (
+    ESTIMATOR_NEEDS,
+    AlgorithmConfig,
+    Needs,
+    RouterReplayMode,
+)
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import (
     Config,
@@ -23,17 +29,22 @@ PASSES = {
     "update_critic": "critic.ppo",
     "update_actor": "actor.ppo",
 }
-"""Phases with a pass over a model, and how the setting of its token budget begins: ..._max_token_len_per_gpu."""
+"""Phases with a pass over a model, and how the setting of its token budget begins:
+..._max_token_len_per_gpu."""
 
 
 def token_budgets(cfg: Config) -> dict[str, int]:
-    """Return the tokens of a micro-batch by phase. Phases of models that the run does not have never ask for theirs."""
+    """Return the tokens of a micro-batch by phase. Phases of models that the run does not have
+    never ask for theirs."""
     passes = {**PASSES, **{role: f"{role}.forward" for role in reward_models(cfg)}}
-    return {phase: get_setting(cfg, f"{name}_max_token_len_per_gpu") for phase, name in passes.items()}
+    return {
+        phase: get_setting(cfg, f"{name}_max_token_len_per_gpu") for phase, name in passes.items()
+    }
 
 
 def tokens_on_rank(length: int, cp: int) -> int:
-    """Return a rank's tokens of a sequence that cp ranks share: two chunks of 2 cp, padded to equal lengths."""
+    """Return a rank's tokens of a sequence that cp ranks share: two chunks of 2 cp, padded to equal
+    lengths."""
     return length if cp == 1 else -(-length // (2 * cp)) * 2
 
 
@@ -60,8 +71,9 @@ def uses_reference(cfg: Config) -> bool:
 
 
 def router_replay(cfg: Config, has_experts: bool, has_linear_attention: bool) -> RouterReplayMode:
-    """Return the run's router replay. The last two are of the actor; vLLM returns experts only with prefix caching,
-    which linear attention excludes. Raise UserError if the run cannot have the replay that is set."""
+    """Return the run's router replay. The last two are of the actor; vLLM returns experts only with
+    prefix caching, which linear attention excludes. Raise UserError if the run cannot have the
+    replay that is set."""
     mode = cfg.algorithm.router_replay
     if mode is None and has_experts and has_linear_attention:
         return "off" if cfg.algorithm.rollout_correction.bypass_mode else "recompute"
@@ -69,25 +81,32 @@ def router_replay(cfg: Config, has_experts: bool, has_linear_attention: bool) ->
         return "rollout" if has_experts else "off"
     if mode != "off" and not has_experts:
         raise UserError(
-            f"algorithm.router_replay is {mode}; the model of model.path has no experts: set it to off or null"
+            f"algorithm.router_replay is {mode}; the model of model.path has no experts: set it to "
+            "off or null"
         )
     if mode == "rollout" and has_linear_attention:
         raise UserError(
-            "algorithm.router_replay is rollout; vLLM returns no experts of a model with linear attention: set it to"
-            " recompute, off or null"
+            "algorithm.router_replay is rollout; vLLM returns no experts of a model with linear "
+            "attention: set it to recompute, off or null"
         )
     return mode
 
 
 def balances_experts(cfg: Config, has_experts: bool, has_bias: bool) -> bool:
-    """Return whether the actor's updates balance its experts. has_experts, has_bias: of its model, and of the routers.
-    Raise UserError if they cannot."""
-    can = {"aux_loss_coeff": has_experts, "z_loss_coeff": has_experts, "router_bias_update_rate": has_bias}
+    """Return whether the actor's updates balance its experts. has_experts, has_bias: of its model,
+    and of the routers. Raise UserError if they cannot."""
+    can = {
+        "aux_loss_coeff": has_experts,
+        "z_loss_coeff": has_experts,
+        "router_bias_update_rate": has_bias,
+    }
     values = {name: value for name in can if (value := getattr(cfg.actor, f"moe_{name}"))}
     for name, value in values.items():
         if not can[name]:
             lacks = "routers without a correction bias" if has_experts else "no experts"
-            raise UserError(f"actor.moe_{name} is {value}; the model of model.path has {lacks}: set it to 0")
+            raise UserError(
+                f"actor.moe_{name} is {value}; the model of model.path has {lacks}: set it to 0"
+            )
     return bool(values)
 
 
@@ -112,22 +131,30 @@ def has_pool(rollout: RolloutConfig) -> bool:
 
 
 def prompts_in_flight(cfg: Config) -> int:
-    """Return the number of prompts that a step generates for: one batch without rollout.tail_batching or
-    partial_rollout."""
+    """Return the number of prompts that a step generates for: one batch without
+    rollout.tail_batching or partial_rollout."""
     size = cfg.data.train_batch_size
-    default = 2 * size if cfg.rollout.partial_rollout else -(-5 * size // 4) if cfg.rollout.tail_batching else size
+    default = (
+        2 * size
+        if cfg.rollout.partial_rollout
+        else -(-5 * size // 4)
+        if cfg.rollout.tail_batching
+        else size
+    )
     return cfg.rollout.prompts_in_flight or default
 
 
 def overlaps_reduction(megatron: MegatronConfig, replicas: int, cuda: bool) -> bool:
-    """Return True where each bucket of gradients is reduced over the replicas as soon as it is complete."""
+    """Return True where each bucket of gradients is reduced over the replicas as soon as it is
+    complete."""
     if megatron.overlap_grad_reduce is None:
         return cuda and replicas > 1
     return megatron.overlap_grad_reduce
 
 
 def has_contiguous_experts(cfg: Config) -> bool:
-    """Return whether the actor's experts lie in the buffer of the distributed optimizer, which has no frozen ones."""
+    """Return whether the actor's experts lie in the buffer of the distributed optimizer, which has
+    no frozen ones."""
     return cfg.actor.megatron.use_distributed_optimizer and not cfg.actor.freeze
 
 
@@ -137,4 +164,8 @@ def absent_roles(cfg: Config) -> list[str]:
         "critic": uses_critic(cfg),
         "ref": uses_reference(cfg),
     }
-    return [role for role in roles(cfg) if role != "actor" and not is_present.get(role, role in reward_models(cfg))]
+    return [
+        role
+        for role in roles(cfg)
+        if role != "actor" and not is_present.get(role, role in reward_models(cfg))
+    ]

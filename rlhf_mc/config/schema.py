@@ -1,6 +1,7 @@
 """The settings of a run: one dataclass per section of the YAML file, a docstring under each field.
 
-Names follow verl's where the meaning is the same. Files are read in load.py. The range of each number is in its
+Names follow verl's where the meaning is the same. Files are read in load.py. The range of each
+number is in its
 type (numbers.py). Checks of several settings together are in checks.py. No torch here.
 """
 
@@ -10,7 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAggMode, PolicyLossConfig
+from rlhf_mc.config.algorithm_schema import (
+    AlgorithmConfig,
+    KLLossType,
+    LossAggMode,
+    PolicyLossConfig,
+)
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.health_schema import HealthConfig
@@ -44,7 +50,8 @@ class ModelConfig:
     path: str
     """Directory with config.json, the tokenizer and safetensors weights."""
     dist_checkpointing_path: str | None = None
-    """Megatron checkpoint with the weights, written by tools/convert_hf_to_mcore.py; null: the safetensors of path."""
+    """Megatron checkpoint with the weights, written by tools/convert_hf_to_mcore.py; null: the
+    safetensors of path."""
     tokenizer_path: str | None = None
     """Directory of the tokenizer; null: model.path."""
 
@@ -58,12 +65,14 @@ class ActorConfig:
     ppo_epochs: Annotated[int, Range(1, 10_000)] = 1
     """PPO epochs: passes over the batch of a step."""
     shuffle: bool = False
-    """Shuffle the batch before it is split into mini-batches, in each PPO epoch of actor and critic. The order is a
-    function of trainer.seed and the step."""
+    """Shuffle the batch before it is split into mini-batches, in each PPO epoch of actor and
+    critic. The order is a function of trainer.seed and the step."""
     ppo_max_token_len_per_gpu: Tokens = 16384
-    """Token budget of one micro-batch of the update: prompts and responses, packed. At least the longest sequence."""
+    """Token budget of one micro-batch of the update: prompts and responses, packed. At least the
+    longest sequence."""
     clip_ratio_low: Positive = 0.2
-    """Lower clip range of the policy ratio: it is clipped at 1 - clip_ratio_low. 1 or more: not clipped."""
+    """Lower clip range of the policy ratio: it is clipped at 1 - clip_ratio_low. 1 or more: not
+    clipped."""
     clip_ratio_high: Positive = 0.2
     """Upper clip range of the policy ratio: it is clipped at 1 + clip_ratio_high."""
     clip_ratio_c: Annotated[float, Range(1, 1e6, open=True)] = 3.0
@@ -73,42 +82,48 @@ class ActorConfig:
     loss_agg_mode: LossAggMode = "token-mean"
     """Aggregation of token losses to the loss of a mini-batch."""
     loss_scale_factor: Tokens | None = None
-    """seq-mean-token-sum-norm: divisor of the sum over a sequence's tokens; null: data.max_response_length."""
+    """seq-mean-token-sum-norm: divisor of the sum over a sequence's tokens; null:
+    data.max_response_length."""
     entropy_coeff: Number = 0.0
     """Coefficient of the entropy bonus."""
     entropy_coeff_end: Number | None = None
-    """Coefficient of the entropy bonus in the last step, reached linearly from entropy_coeff in the first; null: it is
-    constant."""
+    """Coefficient of the entropy bonus in the last step, reached linearly from entropy_coeff in the
+    first; null: it is constant."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(actor, reference) to the policy loss."""
     kl_loss_coef: PositiveOrZero = 0.001
     """Coefficient of the KL term of use_kl_loss."""
     kl_loss_type: KLLossType = "k3"
-    """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too. kl is
-    k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, which is the KL's own."""
+    """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3
+    is clipped too. kl is k1, mse is k2. With "+" the value is the estimator's and the gradient
+    k2's, which is the KL's own."""
     moe_aux_loss_coeff: PositiveOrZero = 0.0
-    """Coefficient of an auxiliary loss of the routers, which evens the loads of the experts in each sequence
-    (docs/algorithms.md). 0: none."""
+    """Coefficient of an auxiliary loss of the routers, which evens the loads of the experts in each
+    sequence (docs/algorithms.md). 0: none."""
     moe_z_loss_coeff: PositiveOrZero = 0.0
     """Coefficient of the z-loss of the routers, which keeps their logits small. 0: none."""
     moe_router_bias_update_rate: PositiveOrZero = 0.0
-    """Change of an expert's correction bias in each optimizer step: up where its load is below the mean, else down. For
-    routers with such a bias (glm4_moe, deepseek_v3). 0: the biases stay."""
+    """Change of an expert's correction bias in each optimizer step: up where its load is below the
+    mean, else down. For routers with such a bias (glm4_moe, deepseek_v3). 0: the biases stay."""
     freeze: list[str] = field(default_factory=list)
-    """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as "model.embed_tokens.*"
+    """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as
+    "model.embed_tokens.*"
     or "model.layers.0.*"."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """Parallel layout, precision and offload of the actor. The other roles inherit what they do not set."""
+    """Parallel layout, precision and offload of the actor. The other roles inherit what they do not
+    set."""
 
 
 @dataclass
 class CriticConfig:
-    """The value model and its update. A run has one if its advantage estimator needs it (algorithm.adv_estimator)."""
+    """The value model and its update. A run has one if its advantage estimator needs it
+    (algorithm.adv_estimator)."""
 
     model_path: str | None = None
-    """Hugging Face checkpoint from which the critic starts; null: the actor's body with a new value head."""
+    """Hugging Face checkpoint from which the critic starts; null: the actor's body with a new value
+    head."""
     ppo_mini_batch_size: Sequences | None = None
     """Prompts per optimizer step, over all ranks; null: actor.ppo_mini_batch_size."""
     ppo_epochs: Annotated[int, Range(1, 10_000)] | None = None
@@ -128,10 +143,10 @@ class CriticConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """The critic's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """Parallel layout, precision and offload of the critic. Settings that are left out are inherited from
-    actor.megatron, with two exceptions. sequence_parallel is not inherited if the critic's tensor-parallel size is 1.
-    Virtual pipeline chunks and the layers of the first and last stage are not inherited if the critic has another
-    number of stages."""
+    """Parallel layout, precision and offload of the critic. Settings that are left out are
+    inherited from actor.megatron, with two exceptions. sequence_parallel is not inherited if the
+    critic's tensor-parallel size is 1. Virtual pipeline chunks and the layers of the first and last
+    stage are not inherited if the critic has another number of stages."""
 
 
 @dataclass
@@ -155,7 +170,8 @@ class ValKwargsConfig:
     top_k: CountOrMinus1 = -1
     """Draw tokens from this number of most probable ones; -1: from all tokens."""
     n: Annotated[int, Range(1, 10_000)] = 1
-    """Responses per validation prompt: statistics such as mean@n, best@n and maj@n are over these (docs/metrics.md)."""
+    """Responses per validation prompt: statistics such as mean@n, best@n and maj@n are over these
+    (docs/metrics.md)."""
 
 
 @dataclass
@@ -163,14 +179,16 @@ class CustomEngineConfig:
     """A user-defined rollout engine, for rollout.name: custom."""
 
     path: str | None = None
-    """Python file with a class Engine without arguments that has the methods of rlhf_mc.rollout.base.EngineFactory
-    (docs/extending.md); null: none. The other settings of rollout are those of vLLM; an engine may ignore them."""
+    """Python file with a class Engine without arguments that has the methods of
+    rlhf_mc.rollout.base.EngineFactory (docs/extending.md); null: none. The other settings of
+    rollout are those of vLLM; an engine may ignore them."""
 
 
 @dataclass
 class RolloutConfig:
-    """The in-process rollout engine. Training samples are drawn from the full distribution (no top-k, no top-p), so
-    that the log-probs of the engine and of the trainer are of the same distribution."""
+    """The in-process rollout engine. Training samples are drawn from the full distribution (no
+    top-k, no top-p), so that the log-probs of the engine and of the trainer are of the same
+    distribution."""
 
     name: Literal["vllm", "custom"] = "vllm"
     """The engine. custom: the one of custom_engine."""
@@ -181,8 +199,8 @@ class RolloutConfig:
     n: Annotated[int, Range(1, 10_000)] = 1
     """Responses per training prompt."""
     temperature: Annotated[float, Range(0.01, 2)] = 1.0
-    """Sampling temperature, also of the trainer's log-probs. The bounds are vLLM's: it raises lower values to 0.01, and
-    refuses higher ones."""
+    """Sampling temperature, also of the trainer's log-probs. The bounds are vLLM's: it raises lower
+    values to 0.01, and refuses higher ones."""
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.5
     """GPU only: fraction of the device memory for the engine's weights and KV cache."""
     cpu_kvcache_space_gb: Annotated[int, Range(1, 65_536)] = 1
@@ -190,74 +208,86 @@ class RolloutConfig:
     enforce_eager: bool = False
     """GPU only: run without CUDA graphs. The CPU build always does."""
     free_cache_engine: bool = False
-    """GPU only: the engine frees the memory of its weights and KV cache while it does not generate (sleep mode)."""
+    """GPU only: the engine frees the memory of its weights and KV cache while it does not generate
+    (sleep mode)."""
     offload_cuda_graphs: bool = True
-    """GPU only, with free_cache_engine: the memory of CUDA graphs is copied to the host and back too. false: it stays
-    on the device."""
+    """GPU only, with free_cache_engine: the memory of CUDA graphs is copied to the host and back
+    too. false: it stays on the device."""
     quantization: Literal["fp8"] | None = None
-    """fp8: the engine stores the weights of linear layers in fp8, with one scale per output channel, and quantizes
-    their inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights
-    too. Not with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
+    """fp8: the engine stores the weights of linear layers in fp8, with one scale per output
+    channel, and quantizes their inputs token by token (compute capability 8.9). A weight update
+    needs the memory of the unquantized weights too. Not with reshard.share_weights, nor for
+    mixture-of-experts models. null: as the actor's weights."""
     clock: Literal["virtual", "measured"] = "virtual"
-    """Time by which engines share requests. virtual: the cost of their steps, the same in each run. measured: seconds,
-    for engines of different speed; the tokens are the same, but batches, and so the last bits of log-probs, differ from
-    run to run, and a resumed run is not equal bit for bit."""
+    """Time by which engines share requests. virtual: the cost of their steps, the same in each run.
+    measured: seconds, for engines of different speed; the tokens are the same, but batches, and so
+    the last bits of log-probs, differ from run to run, and a resumed run is not equal bit for
+    bit."""
     tail_batching: bool = False
-    """Begin more prompts than a step needs, train on those whose responses end first, and generate the others again
-    from the beginning, in later steps of their own. Every token is of the weights that are trained, and each prompt is
-    trained on once per epoch."""
+    """Begin more prompts than a step needs, train on those whose responses end first, and generate
+    the others again from the beginning, in later steps of their own. Every token is of the weights
+    that are trained, and each prompt is trained on once per epoch."""
     partial_rollout: bool = False
-    """Begin more prompts than a step needs, train on those whose responses end first, and continue the others in the
-    next steps with new weights. algorithm.rollout_correction then has to correct for the older weights."""
+    """Begin more prompts than a step needs, train on those whose responses end first, and continue
+    the others in the next steps with new weights. algorithm.rollout_correction then has to correct
+    for the older weights."""
     prompts_in_flight: Sequences | None = None
-    """Prompts that are generated for at once with tail_batching (null: 5/4 of data.train_batch_size) or partial_rollout
-    (null: twice data.train_batch_size). A larger number leaves more of the longest responses to later steps."""
+    """Prompts that are generated for at once with tail_batching (null: 5/4 of
+    data.train_batch_size) or partial_rollout (null: twice data.train_batch_size). A larger number
+    leaves more of the longest responses to later steps."""
     max_off_policy_threshold: Annotated[int, Range(1, 1_000)] = 8
-    """partial_rollout: the largest number of weight versions from the first token of a group to the step that trains on
-    it; 1: every token is of the trained weights."""
+    """partial_rollout: the largest number of weight versions from the first token of a group to the
+    step that trains on it; 1: every token is of the trained weights."""
     max_off_policy_strategy: Literal["drop", "wait"] = "drop"
-    """partial_rollout: behaviour for a group that would exceed max_off_policy_threshold. drop: it is dropped. wait: the
-    last step that may train on it waits for its end."""
+    """partial_rollout: behaviour for a group that would exceed max_off_policy_threshold. drop: it
+    is dropped. wait: the last step that may train on it waits for its end."""
     max_num_seqs: Annotated[int, Range(1, 65_536)] = 256
     """Maximum number of sequences that one engine decodes at a time."""
     max_num_batched_tokens: Annotated[int, Range(1, 16_777_216)] = 8192
-    """Maximum number of tokens of one engine step. Chunked prefill splits a prompt that does not fit."""
+    """Maximum number of tokens of one engine step. Chunked prefill splits a prompt that does not
+    fit."""
     log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the old-log-prob pass."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     """Sampling for validation."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """An environment, with which a response is a conversation of several turns, in training and validation."""
+    """An environment, with which a response is a conversation of several turns, in training and
+    validation."""
 
 
 @dataclass
 class ReshardConfig:
-    """The weight update from Megatron-Core's parameters to the rollout engine's, before each rollout."""
+    """The weight update from Megatron-Core's parameters to the rollout engine's, before each
+    rollout."""
 
     share_weights: bool = True
-    """Share the storage of rollout engine and Megatron-Core (zero-copy) for each of the engine's parameters whose
-    layout on the rank is the same in both."""
+    """Share the storage of rollout engine and Megatron-Core (zero-copy) for each of the engine's
+    parameters whose layout on the rank is the same in both."""
     bucket_megabytes: Annotated[int, Range(1, 65_536)] = 256
-    """Maximum MiB that a rank sends, and receives, at a time. An update needs two such buckets of extra memory."""
+    """Maximum MiB that a rank sends, and receives, at a time. An update needs two such buckets of
+    extra memory."""
     verify: Literal["off", "first", "always"] = "first"
-    """Compare checksums of all weights on both sides: never, after the first update of the run, or after each
+    """Compare checksums of all weights on both sides: never, after the first update of the run, or
+    after each
     update."""
 
 
 @dataclass
 class ProfileConfig:
-    """Profiles of single steps: traces, and a table of each phase's seconds by rank (docs/watching.md). They change no
-    number of the training."""
+    """Profiles of single steps: traces, and a table of each phase's seconds by rank
+    (docs/watching.md). They change no number of the training."""
 
     steps: list[Count] = field(default_factory=list)
-    """Steps to profile, the first is 1. In these steps every rank measures each phase: its own work, and its waiting
-    for others. The table goes to the console and to profile/step_<n>/phases.json. []: none."""
+    """Steps to profile, the first is 1. In these steps every rank measures each phase: its own
+    work, and its waiting for others. The table goes to the console and to
+    profile/step_<n>/phases.json. []: none."""
     ranks: list[Annotated[int, Range(0, 1_000_000)]] | None = field(default_factory=lambda: [0])
-    """Ranks that also write a Chrome trace, profile/step_<n>/rank_<r>.json.gz. Tracing slows a rank down. []: none, for
-    times without this. null: all ranks."""
+    """Ranks that also write a Chrome trace, profile/step_<n>/rank_<r>.json.gz. Tracing slows a rank
+    down. []: none, for times without this. null: all ranks."""
     contents: list[Literal["memory", "shapes", "stack"]] = field(default_factory=list)
-    """Further contents of the traces. memory: allocations; on GPUs also the allocator's history of the step, in
-    rank_<r>_memory.pickle. shapes: of the operators' inputs. stack: lines of Python code; much slower."""
+    """Further contents of the traces. memory: allocations; on GPUs also the allocator's history of
+    the step, in rank_<r>_memory.pickle. shapes: of the operators' inputs. stack: lines of Python
+    code; much slower."""
 
 
 @dataclass
@@ -282,14 +312,17 @@ class Config:
     """The weight update before each rollout."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Rewards to advantages."""
-    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(
+        default_factory=CustomRewardFunctionConfig
+    )
     """A user-defined reward function."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Parts of the score, and the processes that run the reward functions."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A reward model, in place of reward functions or beside them."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Further reward models by name, each with the settings of reward_model. The name is also the name
+    """Further reward models by name, each with the settings of reward_model. The name is also the
+    name
     of its part of the score in reward.mixture."""
     health: FreeOnResume[HealthConfig] = field(default_factory=HealthConfig)
     """Rules that watch the metrics, and the response to each."""
@@ -303,14 +336,21 @@ RoleConfig = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
 
 
 def roles(cfg: Config) -> dict[str, RoleConfig]:
-    """Return the section of each model by its dotted key, which is the model's role; the actor's first."""
+    """Return the section of each model by its dotted key, which is the model's role; the actor's
+    first."""
     named = {f"{NAMED}.{name}": section for name, section in cfg.reward_models.items()}
-    return {"actor": cfg.actor, "critic": cfg.critic, "ref": cfg.ref, "reward_model": cfg.reward_model, **named}
+    return {
+        "actor": cfg.actor,
+        "critic": cfg.critic,
+        "ref": cfg.ref,
+        "reward_model": cfg.reward_model,
+        **named,
+    }
 
 
 def layouts(cfg: Config) -> dict[str, MegatronConfig]:
-    """Return {section}.megatron of each model's section, by section, the actor's first. Settings that a frozen model
-    does not have are the defaults."""
+    """Return {section}.megatron of each model's section, by section, the actor's first. Settings
+    that a frozen model does not have are the defaults."""
     sections = {role: section.megatron for role, section in roles(cfg).items()}
     return {
         role: layout if isinstance(layout, MegatronConfig) else MegatronConfig(**vars(layout))
@@ -320,11 +360,16 @@ def layouts(cfg: Config) -> dict[str, MegatronConfig]:
 
 def reward_models(cfg: Config) -> dict[str, RewardModelConfig]:
     """Return the sections of the reward models that the run has, by role."""
-    return {role: one for role, one in roles(cfg).items() if isinstance(one, RewardModelConfig) and one.model_path}
+    return {
+        role: one
+        for role, one in roles(cfg).items()
+        if isinstance(one, RewardModelConfig) and one.model_path
+    }
 
 
 def expand_reward_models(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
-    """Yield the keys. In place of a setting of reward_model, yield the setting of each section of a reward model."""
+    """Yield the keys. In place of a setting of reward_model, yield the setting of each section of a
+    reward model."""
     scorers = [role for role in roles(cfg) if unnamed(role) == "reward_model"]
     for key in keys:
         section, _, name = key.partition(".")

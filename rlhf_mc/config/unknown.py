@@ -1,4 +1,5 @@
-"""Messages for keys that schema.py does not have: the hint of the caller, or the most similar key."""
+"""Messages for keys that schema.py does not have: the hint of the caller, or the most similar
+key."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
 
 
 def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return the most similar known key, or None. Keys of the same or a similarly spelled section come first, then a
-    key of another section with the same last part, if there is only one."""
+    """Return the most similar known key, or None. Keys of the same or a similarly spelled section
+    come first, then a key of another section with the same last part, if there is only one."""
     name = ".".join(parts)
     if name in known:
         return name
@@ -73,7 +74,8 @@ def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
             return rest[same_name[0]]
         flat = {inside.replace(".", "_"): key for inside, key in rest.items()}
         last = {inside.rsplit(".", 1)[-1]: key for inside, key in rest.items()}
-        # Whole names are compared, as a section may be missing; a long common section does not make two keys similar.
+        # Whole names are compared, as a section may be missing; a long common section does not make
+        # two keys similar.
         close = _closest("_".join(parts[1:]), list(flat))
         if close and (_closest(parts[-1], [flat[close].rsplit(".", 1)[-1]]) or len(parts) == 2):
             return flat[close]

@@ -1,4 +1,5 @@
-"""The settings that a run reads only together with another one. Set without it they do nothing, and a line at the
+"""The settings that a run reads only together with another one. Set without it they do nothing, and
+a line at the
 start names them. docs/settings.md has the table. No torch here.
 """
 
@@ -35,8 +36,8 @@ def _switch(setting: str, section: str, names: str) -> Dependence:
 
 
 def _choice(setting: str, values: str, section: str, names: str) -> Dependence:
-    """Return the dependence on another setting with one of these values, with blanks between them. A function of the
-    user's, for the value custom, may read everything."""
+    """Return the dependence on another setting with one of these values, with blanks between them.
+    A function of the user's, for the value custom, may read everything."""
     allowed = [*values.split(), "custom"]
     condition = f"{setting} {', '.join(allowed[:-1])}"
     return Dependence(section, names, condition, lambda cfg: get_setting(cfg, setting) in allowed)
@@ -44,7 +45,9 @@ def _choice(setting: str, values: str, section: str, names: str) -> Dependence:
 
 def _zero(setting: str, section: str, names: str, value: str = "0") -> Dependence:
     """Return the dependence on another setting that is 0 or null, as `value` says."""
-    return Dependence(section, names, f"{setting} {value}", lambda cfg: not get_setting(cfg, setting))
+    return Dependence(
+        section, names, f"{setting} {value}", lambda cfg: not get_setting(cfg, setting)
+    )
 
 
 def _uses_kl(cfg: Config) -> bool:
@@ -68,13 +71,24 @@ DEPENDENCES = (
     _choice(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
     _choice(ESTIMATOR, "gae", "algorithm", "lam"),
     _choice(ESTIMATOR, "grpo grpo_passk", "algorithm", "norm_adv_by_std_in_grpo"),
-    Dependence("algorithm", "kl_penalty", "algorithm.use_kl_in_reward or algorithm.kl_ctrl.type adaptive", _uses_kl),
+    Dependence(
+        "algorithm",
+        "kl_penalty",
+        "algorithm.use_kl_in_reward or algorithm.kl_ctrl.type adaptive",
+        _uses_kl,
+    ),
     _switch("algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "kl_coef"),
     _choice("algorithm.kl_ctrl.type", "adaptive", "algorithm.kl_ctrl", "target_kl horizon"),
-    _switch("algorithm.filter_groups.enable", "algorithm.filter_groups", "metric max_num_gen_batches"),
-    _switch(f"{CORRECTION}.rollout_is", CORRECTION, "rollout_is_threshold rollout_is_batch_normalize"),
+    _switch(
+        "algorithm.filter_groups.enable", "algorithm.filter_groups", "metric max_num_gen_batches"
+    ),
+    _switch(
+        f"{CORRECTION}.rollout_is", CORRECTION, "rollout_is_threshold rollout_is_batch_normalize"
+    ),
     _switch("actor.use_kl_loss", "actor", "kl_loss_coef kl_loss_type"),
-    _choice(LOSS_MODE, "vanilla gspo geo_mean cispo clip_cov", "actor", "clip_ratio_low clip_ratio_high"),
+    _choice(
+        LOSS_MODE, "vanilla gspo geo_mean cispo clip_cov", "actor", "clip_ratio_low clip_ratio_high"
+    ),
     _choice(LOSS_MODE, "vanilla", "actor", "clip_ratio_c"),
     _choice(LOSS_MODE, "clip_cov", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub"),
     _choice(LOSS_MODE, "kl_cov", LOSS, "kl_cov_ratio ppo_kl_coef"),
@@ -89,26 +103,39 @@ DEPENDENCES = (
         f"{LAYOUT}.context_parallel_size of at least 2",
         lambda cfg: cfg.actor.megatron.context_parallel_size > 1,
     ),
-    _switch("rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"),
+    _switch(
+        "rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"
+    ),
     _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
     _switch(f"{ENVIRONMENT}.path", ENVIRONMENT, ENVIRONMENT_CLASS),
-    Dependence(ENVIRONMENT, "format max_parallel_calls", TOOLS, lambda cfg: cfg.rollout.environment.has_tools),
     Dependence(
         ENVIRONMENT,
-        "max_turns max_tokens_per_turn max_observation_length truncate timeout_seconds num_workers default_observation"
-        " default_score",
+        "format max_parallel_calls",
+        TOOLS,
+        lambda cfg: cfg.rollout.environment.has_tools,
+    ),
+    Dependence(
+        ENVIRONMENT,
+        "max_turns max_tokens_per_turn max_observation_length truncate timeout_seconds num_workers "
+        "default_observation default_score",
         f"{ENVIRONMENT}.path, {TOOLS}",
         lambda cfg: cfg.rollout.environment.is_set,
     ),
-    _switch("custom_reward_function.path", "custom_reward_function", "name reward_kwargs skip_special_tokens"),
+    _switch(
+        "custom_reward_function.path",
+        "custom_reward_function",
+        "name reward_kwargs skip_special_tokens",
+    ),
     _switch("reward.overlong_buffer.len", "reward.overlong_buffer", "penalty_factor"),
-    _switch("reward.remote.url", "reward.remote", "api timeout_seconds max_retries max_concurrency"),
+    _switch(
+        "reward.remote.url", "reward.remote", "api timeout_seconds max_retries max_concurrency"
+    ),
     _choice("reward.remote.api", "openai", "reward.remote", "template"),
     _switch(
         "health.enable",
         "health",
-        "disable note warn stop roll_back kl_coef patience window ppo_kl_max ppo_kl_explosion ref_kl_max grad_norm_max"
-        " entropy_min truncated_max",
+        "disable note warn stop roll_back kl_coef patience window ppo_kl_max ppo_kl_explosion "
+        "ref_kl_max grad_norm_max entropy_min truncated_max",
     ),
     _switch("health.roll_back", "health", "rollback_lr_factor max_rollbacks"),
     _switch("profile.steps", "profile", "ranks"),
@@ -116,7 +143,8 @@ DEPENDENCES = (
 
 
 def unread(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield each setting that differs from its default and is not read, and the condition under which it is."""
+    """Yield each setting that differs from its default and is not read, and the condition under
+    which it is."""
     for row in DEPENDENCES:
         for key in row.keys if not row.holds(cfg) else ():
             if get_setting(cfg, key) != get_setting(_defaults(), key):

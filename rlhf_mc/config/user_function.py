@@ -1,5 +1,5 @@
-"""Loading of a user's own function from a Python file that a section of the settings names: a reward function, an
-advantage estimator, a policy loss.
+"""Loading of a user's own function from a Python file that a section of the settings names: a
+reward function, an advantage estimator, a policy loss.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _class_name: Callable[[type], str] = type.__dict__["__name__"].__get__
 
 
 def load_attribute(section: str, path: str, name: str, hint: str = "") -> Any:
-    """Return what the Python file `path`, the setting {section}.path, defines as `name`. Raise UserError if the file is
-    missing, if importing it raises, or, with the hint, if it does not define the name."""
+    """Return what the Python file `path`, the setting {section}.path, defines as `name`. Raise
+    UserError if the file is missing, if importing it raises, or, with the hint, if it does not
+    define the name."""
     attribute = getattr(load_file(f"{section}.path", path), name, None)
     if attribute is None:
         raise UserError(f"{section}.path {path}: has no function {name!r}{hint}")
@@ -34,7 +35,8 @@ def load_attribute(section: str, path: str, name: str, hint: str = "") -> Any:
 
 
 def load_file(setting: str, path: str) -> ModuleType:
-    """Return the module of a Python file. Raise UserError if the file is missing, or if importing it raises."""
+    """Return the module of a Python file. Raise UserError if the file is missing, or if importing
+    it raises."""
     where = f"{setting} {path}"
     if not os.path.isfile(path):
         raise UserError(f"{where}: no such file")
@@ -52,8 +54,9 @@ def load_file(setting: str, path: str) -> ModuleType:
 
 
 def _module_name(section: str, path: str) -> str:
-    """Return the name of a file's module: that of the file, so that a spawned process can import it, unless another
-    module has it. The directory of the file becomes the last one in which modules are looked for."""
+    """Return the name of a file's module: that of the file, so that a spawned process can import
+    it, unless another module has it. The directory of the file becomes the last one in which
+    modules are looked for."""
     directory, file = os.path.split(os.path.abspath(path))
     name = os.path.splitext(file)[0]
     if directory not in sys.path:
@@ -61,13 +64,18 @@ def _module_name(section: str, path: str) -> str:
     importlib.invalidate_caches()
     with contextlib.suppress(ImportError, ValueError):  # a dotted name; a module without a spec
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(path):
+        if (
+            spec is not None
+            and spec.origin is not None
+            and os.path.realpath(spec.origin) == os.path.realpath(path)
+        ):
             return name
     return f"rlhf_mc_{section}_{name}"
 
 
 def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:
-    """Return a function of one argument, as load_attribute does. Raise UserError also if it cannot be called so."""
+    """Return a function of one argument, as load_attribute does. Raise UserError also if it cannot
+    be called so."""
     where = f"{section}.path {path}"
     function: Callable[[Any], Any] = load_attribute(section, path, name)
     if not callable(function):
@@ -78,7 +86,9 @@ def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:
     except ValueError:  # some built-ins have no signature; the first call shows whether it works
         pass
     except TypeError as error:
-        raise UserError(f"{where}: {name}{signature} cannot be called as {name}(inputs): {error}") from error
+        raise UserError(
+            f"{where}: {name}{signature} cannot be called as {name}(inputs): {error}"
+        ) from error
 
     @functools.wraps(function)
     def call(inputs: Any) -> Any:
@@ -93,7 +103,9 @@ def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:
 def describe_error(error: BaseException) -> str:
     """Return an exception as one line, with the file and line where it was raised."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    line = f" ({os.path.basename(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
+    line = (
+        f" ({os.path.basename(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
+    )
     try:
         text = str(error)
     except BaseException as second:  # the user's own class may raise anything

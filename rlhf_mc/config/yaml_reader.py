@@ -1,7 +1,7 @@
 """PyYAML's safe loader with fewer implicit types and limits of size.
 
-1e-6 is a number; 020, 1:30 and dates are strings; a duplicate key is an error. Aliases that contain themselves, or that
-expand beyond the limits, are errors.
+1e-6 is a number; 020, 1:30 and dates are strings; a duplicate key is an error. Aliases that contain
+themselves, or that expand beyond the limits, are errors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class _Loader(yaml.SafeLoader):
 
 
 for _tag, _pattern, _first in (
-    ("bool", r"(yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)\Z", "yYnNtTfFoO"),
+    (
+        "bool",
+        r"(yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)\Z",
+        "yYnNtTfFoO",
+    ),
     ("null", r"(~|null|Null|NULL|)\Z", "~nN\0"),
     # No setting has longer numbers, and Python takes quadratic time for them.
     ("int", r"[-+]?(0|[1-9][0-9_]{0,40}|0x[0-9a-fA-F]{1,16}|0b[01]{1,64})\Z", "-+0123456789"),
@@ -72,11 +76,14 @@ def yaml_text(value: Any) -> str:
 
 def yaml_document(tree: Mapping[str, Any]) -> str:
     """Return sections of settings as a YAML file, in their order."""
-    return yaml.dump(dict(tree), Dumper=_Dumper, default_flow_style=False, width=100, sort_keys=False)
+    return yaml.dump(
+        dict(tree), Dumper=_Dumper, default_flow_style=False, width=100, sort_keys=False
+    )
 
 
 def parse_yaml(text: str | bytes, origin: str) -> Any:
-    """Return the value of one YAML document. Raise UserError with `origin` and the line if it is not valid."""
+    """Return the value of one YAML document. Raise UserError with `origin` and the line if it is
+    not valid."""
     loader = None
     content = text if isinstance(text, str) else text.decode(errors="replace")
     if line := line_too_deep(content, r"[{\[]", r"[}\]]", _MOST_BRACKETS):
@@ -91,7 +98,9 @@ def parse_yaml(text: str | bytes, origin: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""
-        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
+        reason = (
+            getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
+        )
         raise UserError(f"{origin}: not valid YAML: {where}{reason}") from error
     except RecursionError as error:
         raise UserError(f"{origin}: not valid YAML: nested too deeply") from error
@@ -102,15 +111,17 @@ def parse_yaml(text: str | bytes, origin: str) -> Any:
         ArithmeticError,
         AttributeError,
     ) as error:  # an explicit tag on a value of another kind
-        raise UserError(f"{origin}: not valid YAML: {' '.join(str(error).split())[:100]}") from error
+        raise UserError(
+            f"{origin}: not valid YAML: {' '.join(str(error).split())[:100]}"
+        ) from error
     finally:
         if loader is not None:
             loader.dispose()
 
 
 def line_too_deep(text: str, opening: str, closing: str, deepest: int) -> int | None:
-    """Return the first line with more than `deepest` brackets open, or None. Those in quotes and comments count too:
-    parsers take seconds for more than any text has."""
+    """Return the first line with more than `deepest` brackets open, or None. Those in quotes and
+    comments count too: parsers take seconds for more than any text has."""
     depth = 0
     for bracket in re.finditer(f"({opening})|{closing}", text, re.MULTILINE):
         depth = depth + 1 if bracket[1] else max(0, depth - 1)
@@ -127,14 +138,21 @@ def _check_size(root: yaml.Node) -> None:
     def size(node: yaml.Node, depth: int) -> int:
         """Return the number of nodes of the tree below, with aliases expanded."""
         if depth > _DEEPEST:
-            raise yaml.constructor.ConstructorError(None, None, "nested too deeply", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "nested too deeply", node.start_mark
+            )
         if id(node) in above:
-            raise yaml.constructor.ConstructorError(None, None, "an anchor contains itself", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "an anchor contains itself", node.start_mark
+            )
         if id(node) not in sizes:
             above.add(id(node))
             count = 1
             for child in node.value if isinstance(node, yaml.CollectionNode) else ():
-                count += sum(size(part, depth + 1) for part in (child if isinstance(child, tuple) else (child,)))
+                count += sum(
+                    size(part, depth + 1)
+                    for part in (child if isinstance(child, tuple) else (child,))
+                )
             above.discard(id(node))
             sizes[id(node)] = count
         if sizes[id(node)] > _MOST_NODES:

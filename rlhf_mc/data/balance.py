@@ -1,7 +1,10 @@
-"""Load balancing: the assignment of sequences to data-parallel replicas, and of a replica's sequences to micro-batches.
+"""Load balancing: the assignment of sequences to data-parallel replicas, and of a replica's
+sequences to micro-batches.
 
-Arithmetic on lengths, within token budgets; no torch here. Every rank has the lengths of the whole batch and
-computes the same assignment, so nothing here communicates. A sequence is given by its index in the list of lengths.
+Arithmetic on lengths, within token budgets; no torch here. Every rank has the lengths of the whole
+batch and
+computes the same assignment, so nothing here communicates. A sequence is given by its index in the
+list of lengths.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 Cost = Callable[[int], float]
-"""Cost of a sequence as a function of its number of tokens, > 0, in any unit. Attention makes it grow faster than the
-number of tokens (ModelShape.sequence_cost)."""
+"""Cost of a sequence as a function of its number of tokens, > 0, in any unit. Attention makes it
+grow faster than the number of tokens (ModelShape.sequence_cost)."""
 
 
 def sequence_costs(seq_lens: Sequence[int], cost: Cost) -> list[float]:
@@ -21,30 +24,43 @@ def sequence_costs(seq_lens: Sequence[int], cost: Cost) -> list[float]:
     return [of_length[n] for n in seq_lens]
 
 
-def assign_to_replicas(seq_lens: Sequence[int], num_replicas: int, cost: Cost = float) -> list[list[int]]:
-    """Return the indices of each replica's sequences, ascending, such that the replicas' costs are nearly equal.
+def assign_to_replicas(
+    seq_lens: Sequence[int], num_replicas: int, cost: Cost = float
+) -> list[list[int]]:
+    """Return the indices of each replica's sequences, ascending, such that the replicas' costs are
+    nearly equal.
 
-    Replicas may get different numbers of sequences. Each gets at least one if there are at least num_replicas
-    sequences. Deterministic. The default cost is the number of tokens.
+    Replicas may get different numbers of sequences. Each gets at least one if there are at least
+    num_replicas sequences. Deterministic. The default cost is the number of tokens.
     """
-    return [sorted(group) for group in _largest_differencing(sequence_costs(seq_lens, cost), num_replicas)]
+    return [
+        sorted(group)
+        for group in _largest_differencing(sequence_costs(seq_lens, cost), num_replicas)
+    ]
 
 
 def num_micro_batches_needed(seq_lens: Sequence[int], budget: int) -> int:
-    """Return the smallest number of micro-batches of `budget` tokens that `micro_batches` accepts; 0 for none."""
+    """Return the smallest number of micro-batches of `budget` tokens that `micro_batches` accepts;
+    0 for none."""
     return len(_first_fit_decreasing(seq_lens, budget))
 
 
-def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int | None = None) -> list[list[int]]:
-    """Split the sequences into micro-batches of at most `budget` tokens each, with nearly equal numbers of tokens.
+def micro_batches(
+    seq_lens: Sequence[int], budget: int, num_micro_batches: int | None = None
+) -> list[list[int]]:
+    """Split the sequences into micro-batches of at most `budget` tokens each, with nearly equal
+    numbers of tokens.
 
-    seq_lens: each 1 to budget. num_micro_batches: at least num_micro_batches_needed, which is also the default; if it
-    is larger than the number of sequences, the last micro-batches are empty. Return the indices of each micro-batch,
-    ascending. The largest micro-batch comes first, so that an out-of-memory error comes early. Deterministic.
+    seq_lens: each 1 to budget. num_micro_batches: at least num_micro_batches_needed, which is also
+    the default; if it is larger than the number of sequences, the last micro-batches are empty.
+    Return the indices of each micro-batch, ascending. The largest micro-batch comes first, so that
+    an out-of-memory error comes early. Deterministic.
     """
     packed = _first_fit_decreasing(seq_lens, budget)
     count = len(packed) if num_micro_batches is None else num_micro_batches
-    assert count >= len(packed), f"{count} micro-batches of {budget} tokens requested, {len(packed)} needed"
+    assert count >= len(packed), (
+        f"{count} micro-batches of {budget} tokens requested, {len(packed)} needed"
+    )
     if count == 0:
         return []
 
@@ -63,12 +79,13 @@ def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int |
 def plan_micro_batches(
     seq_lens: Sequence[int], num_replicas: int, budget: int, cost: Cost = float
 ) -> list[list[list[int]]]:
-    """Return the indices of the sequences of each micro-batch of each replica: [replica][micro-batch] -> indices.
+    """Return the indices of the sequences of each micro-batch of each replica:
+    [replica][micro-batch] -> indices.
 
-    Sequences are assigned to replicas, then split within the budget. All replicas have the same number of
-    micro-batches, the largest that one of them needs, since their passes are collective. A micro-batch is empty only if
-    there are fewer sequences than micro-batches in total; the caller then runs a dummy micro-batch. Otherwise sequences
-    move between replicas to fill it.
+    Sequences are assigned to replicas, then split within the budget. All replicas have the same
+    number of micro-batches, the largest that one of them needs, since their passes are collective.
+    A micro-batch is empty only if there are fewer sequences than micro-batches in total; the caller
+    then runs a dummy micro-batch. Otherwise sequences move between replicas to fill it.
     """
     replicas = assign_to_replicas(seq_lens, num_replicas, cost)
     lens = [[seq_lens[i] for i in replica] for replica in replicas]
@@ -96,8 +113,8 @@ class Shared(list[int]):
 
 
 def num_sharing_ranks(sequences: Sequence[int], all_ranks: int) -> int:
-    """Return the number of context-parallel ranks that share a micro-batch: if it does not say, all; 1 without
-    sequences."""
+    """Return the number of context-parallel ranks that share a micro-batch: if it does not say,
+    all; 1 without sequences."""
     if not sequences:
         return 1
     return sequences.ranks if isinstance(sequences, Shared) else all_ranks
@@ -111,17 +128,18 @@ def plan_shared(
     cost: Cost,
     tokens_on_rank: Callable[[int, int], int],
 ) -> list[list[Shared]]:
-    """Return the micro-batches of each rank: [rank][micro-batch]. Each has a size of its own, a power of two up to
-    `most`: an aligned block of that many ranks shares its sequences.
+    """Return the micro-batches of each rank: [rank][micro-batch]. Each has a size of its own, a
+    power of two up to `most`: an aligned block of that many ranks shares its sequences.
 
-    A sequence gets the smallest size with which it is within the budget and costs no more than a rank's part of all
-    sequences, if there is one. Sequences are assigned from the largest size to the smallest, of a size the most
-    expensive first, each to the block with the least cost. Ranks that share a micro-batch have it at the same place of
-    their lists, since larger sizes come first, and all lists are equally long: where a rank has fewer, an empty one of
-    size 1 is the last. Deterministic.
+    A sequence gets the smallest size with which it is within the budget and costs no more than a
+    rank's part of all sequences, if there is one. Sequences are assigned from the largest size to
+    the smallest, of a size the most expensive first, each to the block with the least cost. Ranks
+    that share a micro-batch have it at the same place of their lists, since larger sizes come
+    first, and all lists are equally long: where a rank has fewer, an empty one of size 1 is the
+    last. Deterministic.
 
-    num_ranks: a multiple of `most`. budget: tokens of one rank. tokens_on_rank(length, size): a rank's tokens of a
-    sequence, which are within the budget for size `most`."""
+    num_ranks: a multiple of `most`. budget: tokens of one rank. tokens_on_rank(length, size): a
+    rank's tokens of a sequence, which are within the budget for size `most`."""
     costs = sequence_costs(seq_lens, cost)
     part = sum(costs) / num_ranks
     sizes = [1 << power for power in range(most.bit_length())]
@@ -138,14 +156,19 @@ def plan_shared(
         members: list[list[int]] = [[] for _ in blocks]
         heap = [(max(load[rank] for rank in block), at) for at, block in enumerate(blocks)]
         heapq.heapify(heap)
-        for i in sorted((i for i, own in enumerate(chosen) if own == size), key=lambda i: (-costs[i], i)):
+        for i in sorted(
+            (i for i, own in enumerate(chosen) if own == size), key=lambda i: (-costs[i], i)
+        ):
             total, at = heap[0]
             members[at].append(i)
             heapq.heapreplace(heap, (total + costs[i] / size, at))
         loads = {at: total for total, at in heap}
         for at, block in enumerate(blocks):
             lens = [tokens_on_rank(seq_lens[i], size) for i in members[at]]
-            shared = [Shared((members[at][i] for i in group), size) for group in micro_batches(lens, budget)]
+            shared = [
+                Shared((members[at][i] for i in group), size)
+                for group in micro_batches(lens, budget)
+            ]
             for rank in block:
                 load[rank] = loads[at]
                 plan[rank] += shared
@@ -154,10 +177,11 @@ def plan_shared(
 
 
 def _fill_empty(plan: list[list[list[int]]], costs: Sequence[float]) -> None:
-    """Move single sequences into the empty micro-batches of `plan`, in place, from micro-batches of several sequences.
+    """Move single sequences into the empty micro-batches of `plan`, in place, from micro-batches of
+    several sequences.
 
-    The donor is the replica with the highest cost that has one; it gives the cheapest such sequence. No budget is
-    exceeded: one micro-batch gets smaller, the other has one sequence.
+    The donor is the replica with the highest cost that has one; it gives the cheapest such
+    sequence. No budget is exceeded: one micro-batch gets smaller, the other has one sequence.
     """
     for replica in plan:
         for empty in (group for group in replica if not group):
@@ -172,13 +196,16 @@ def _fill_empty(plan: list[list[list[int]]], costs: Sequence[float]) -> None:
 
 
 def _first_fit_decreasing(seq_lens: Sequence[int], budget: int) -> list[list[int]]:
-    """Assign the sequences, longest first, to the first micro-batch with room (at most 11/9 of the optimum + 1)."""
+    """Assign the sequences, longest first, to the first micro-batch with room (at most 11/9 of the
+    optimum + 1)."""
     if seq_lens and min(seq_lens) > 0 and sum(seq_lens) <= budget:
         return [list(range(len(seq_lens)))]
     groups: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i)):
-        assert 0 < seq_lens[i] <= budget, f"sequence {i} has {seq_lens[i]} tokens, the budget is {budget}"
+        assert 0 < seq_lens[i] <= budget, (
+            f"sequence {i} has {seq_lens[i]} tokens, the budget is {budget}"
+        )
         fits = next((g for g, free in enumerate(room) if free >= seq_lens[i]), None)
         if fits is None:
             groups.append([i])
@@ -190,11 +217,13 @@ def _first_fit_decreasing(seq_lens: Sequence[int], budget: int) -> list[list[int
 
 
 def _largest_differencing(costs: Sequence[float], num_groups: int) -> list[tuple[int, ...]]:
-    """Return the indices of `costs` (> 0) in groups of nearly equal sum, by Karmarkar and Karp's largest differencing.
+    """Return the indices of `costs` (> 0) in groups of nearly equal sum, by Karmarkar and Karp's
+    largest differencing.
 
-    A partial solution is num_groups groups, by decreasing sum; it starts as one item and empty groups. The two
-    solutions with the largest spread are merged, the largest group of one with the smallest of the other, until one
-    solution remains. Empty groups are the smallest and filled first: none stays empty if there are enough items.
+    A partial solution is num_groups groups, by decreasing sum; it starts as one item and empty
+    groups. The two solutions with the largest spread are merged, the largest group of one with the
+    smallest of the other, until one solution remains. Empty groups are the smallest and filled
+    first: none stays empty if there are enough items.
     """
     if not costs:
         return [()] * num_groups

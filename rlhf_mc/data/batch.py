@@ -1,7 +1,7 @@
 """The ragged batch that the phases of a step pass on: token vectors end to end, and lengths.
 
-Nothing is padded. Every rank holds the whole batch (token ids and one float per token: small compared with the
-weights), so that computing on it needs no communication.
+Nothing is padded. Every rank holds the whole batch (token ids and one float per token: small
+compared with the weights), so that computing on it needs no communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Prompt:
     """One prompt, ready to generate from."""
 
     index: int
-    """Row of the dataset (over all its files, after filtering). It names the row in messages and seeds its sampling."""
+    """Row of the dataset (over all its files, after filtering). It names the row in messages and
+    seeds its sampling."""
     token_ids: np.ndarray
     """[tokens] int32: the prompt after the chat template."""
     data_source: str
@@ -47,24 +48,29 @@ class Prompt:
 
 
 OBSERVED = math.inf
-"""In place of the log-prob of a token that the model has not drawn: one of an observation. No drawn token has it."""
+"""In place of the log-prob of a token that the model has not drawn: one of an observation. No drawn
+token has it."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One response of a rollout engine. With an environment it is a conversation: drawn tokens and observations."""
+    """One response of a rollout engine. With an environment it is a conversation: drawn tokens and
+    observations."""
 
     token_ids: list[int]
-    """Sampled tokens, the end-of-sequence token included where one was sampled, and those of observations."""
+    """Sampled tokens, the end-of-sequence token included where one was sampled, and those of
+    observations."""
     log_probs: list[float]
-    """The engine's log-prob of each sampled token at the sampling temperature; OBSERVED of the others."""
+    """The engine's log-prob of each sampled token at the sampling temperature; OBSERVED of the
+    others."""
     finished: bool
-    """True: ended with an end token, or by its environment; False: truncated at max_response_length, or not ended
+    """True: ended with an end token, or by its environment; False: truncated at
+    max_response_length, or not ended
     yet."""
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """The experts chosen for each token of prompt and response before the last drawn one, in the layers that have
-    experts: [tokens, layers, k] uint8, or uint16 of more than 256. On the ranks of the engine alone, and with router
-    replay."""
+    """The experts chosen for each token of prompt and response before the last drawn one, in the
+    layers that have experts: [tokens, layers, k] uint8, or uint16 of more than 256. On the ranks of
+    the engine alone, and with router replay."""
 
     @property
     def num_drawn(self) -> int:
@@ -78,15 +84,16 @@ NOTHING = Generation([], [], finished=False)
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """S responses of the rollout engine with R tokens, as vectors: as Python objects a million tokens take a tenth of a
-    second at each step from the engine to the batch."""
+    """S responses of the rollout engine with R tokens, as vectors: as Python objects a million
+    tokens take a tenth of a second at each step from the engine to the batch."""
 
     lens: np.ndarray
     """[S] int64: tokens of each, at least 1; 0 of one that has not begun."""
     tokens: np.ndarray
     """[R] int32: their tokens, end to end."""
     log_probs: np.ndarray
-    """[R] float32: the engine's log-prob of each token at the sampling temperature; OBSERVED of observations."""
+    """[R] float32: the engine's log-prob of each token at the sampling temperature; OBSERVED of
+    observations."""
     finished: np.ndarray
     """[S] bool: as Generation has it."""
 
@@ -124,15 +131,28 @@ class Responses:
         ends = self.lens.cumsum().tolist()
         log_probs = self.log_probs.tolist()
         parts = [log_probs[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        return [Generation(*row) for row in zip(self.token_ids(), parts, self.finished.tolist(), strict=True)]
+        return [
+            Generation(*row)
+            for row in zip(self.token_ids(), parts, self.finished.tolist(), strict=True)
+        ]
 
     def select(self, indices: np.ndarray) -> Responses:
         """Return these responses, in this order."""
         at = ragged_indices(self.lens, indices)
-        return Responses(self.lens[indices], self.tokens[at], self.log_probs[at], self.finished[indices])
+        return Responses(
+            self.lens[indices], self.tokens[at], self.log_probs[at], self.finished[indices]
+        )
 
 
-_PER_SEQUENCE = ("prompt_lens", "response_lens", "observation_lens", "finished", "numbers", "scores", "greedy_scores")
+_PER_SEQUENCE = (
+    "prompt_lens",
+    "response_lens",
+    "observation_lens",
+    "finished",
+    "numbers",
+    "scores",
+    "greedy_scores",
+)
 """Fields of RaggedBatch with one entry per sequence."""
 
 
@@ -140,8 +160,9 @@ _PER_SEQUENCE = ("prompt_lens", "response_lens", "observation_lens", "finished",
 class RaggedBatch:
     """S sequences, each prompt + response, end to end in one vector of T tokens.
 
-    Per-token fields have one entry per *drawn* response token, end to end: [R]. So no phase needs a mask: the tokens of
-    observations are in `tokens` alone. A field is None until the phase that computes it has run.
+    Per-token fields have one entry per *drawn* response token, end to end: [R]. So no phase needs a
+    mask: the tokens of observations are in `tokens` alone. A field is None until the phase that
+    computes it has run.
     """
 
     tokens: torch.Tensor
@@ -159,9 +180,11 @@ class RaggedBatch:
     response_mask: torch.Tensor | None = None
     """[T] bool: tokens that the model has drawn; None: all after the prompts."""
     numbers: torch.Tensor | None = None
-    """[S] int64: of each response in the run. Router replay finds the experts that were chosen for it by its number."""
+    """[S] int64: of each response in the run. Router replay finds the experts that were chosen for
+    it by its number."""
     token_ages: torch.Tensor | None = None
-    """[R] int32: weight updates since the token was drawn, 0 where this step's weights drew it; None: all are 0."""
+    """[R] int32: weight updates since the token was drawn, 0 where this step's weights drew it;
+    None: all are 0."""
     scores: torch.Tensor | None = None
     """[S] float32: by the reward function or the reward model."""
     greedy_scores: torch.Tensor | None = None
@@ -181,8 +204,8 @@ class RaggedBatch:
     returns: torch.Tensor | None = None
     """[R] float32: targets of the critic."""
     turn_rewards: torch.Tensor | None = None
-    """[R] float32: the environment's reward of each turn before the last, on the turn's last token, 0 elsewhere; None:
-    all of the score is on the response's last token."""
+    """[R] float32: the environment's reward of each turn before the last, on the turn's last token,
+    0 elsewhere; None: all of the score is on the response's last token."""
 
     @property
     def num_sequences(self) -> int:
@@ -195,12 +218,18 @@ class RaggedBatch:
 
     @property
     def conversation_lens(self) -> torch.Tensor:
-        """[S] int64: tokens of the response, observations included, at most data.max_response_length."""
-        return self.response_lens if self.observation_lens is None else self.response_lens + self.observation_lens
+        """[S] int64: tokens of the response, observations included, at most
+        data.max_response_length."""
+        return (
+            self.response_lens
+            if self.observation_lens is None
+            else self.response_lens + self.observation_lens
+        )
 
     @property
     def last_drawn(self) -> torch.Tensor:
-        """[S] int64: place of each sequence's last drawn token in the sequence. An observation may follow it."""
+        """[S] int64: place of each sequence's last drawn token in the sequence. An observation may
+        follow it."""
         if self.response_mask is None:
             return self.seq_lens - 1
         places = self.response_mask.nonzero().flatten()[self.response_lens.cumsum(0) - 1]
@@ -219,7 +248,8 @@ class RaggedBatch:
         return self.tokens[_with_mask(self).response_mask]
 
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
-        """Return a copy with these per-token [R] or per-sequence [S] fields. Their lengths are checked."""
+        """Return a copy with these per-token [R] or per-sequence [S] fields. Their lengths are
+        checked."""
         for name, value in fields.items():
             want = self.num_sequences if name in _PER_SEQUENCE else int(self.response_lens.sum())
             assert value.shape == (want,), f"{name}: shape {tuple(value.shape)}, expected ({want},)"
@@ -235,18 +265,26 @@ class RaggedBatch:
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return RaggedBatch(
             **{
-                name: None if column is None else column.index_select(0, places.get(name, positions))
+                name: None
+                if column is None
+                else column.index_select(0, places.get(name, positions))
                 for name, column in columns.items()
             }  # type: ignore[arg-type]
         )
 
 
 def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:
-    """Return the sequences of all batches, end to end. The batches have the same fields, but for the mask."""
+    """Return the sequences of all batches, end to end. The batches have the same fields, but for
+    the mask."""
     if any(batch.response_mask is not None for batch in batches):
         batches = [_with_mask(batch) for batch in batches]
-    columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(RaggedBatch)}
-    joined = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
+    columns = {
+        field.name: [getattr(batch, field.name) for batch in batches]
+        for field in fields(RaggedBatch)
+    }
+    joined = {
+        name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
+    }
     return RaggedBatch(**joined)  # type: ignore[arg-type]
 
 
@@ -256,11 +294,14 @@ def _with_mask(batch: RaggedBatch) -> RaggedBatch:
         return batch
     lens = torch.stack([batch.prompt_lens, batch.response_lens], dim=1).flatten()
     mask = torch.tensor([False, True]).repeat(batch.num_sequences).repeat_interleave(lens)
-    return replace(batch, response_mask=mask, observation_lens=torch.zeros_like(batch.response_lens))
+    return replace(
+        batch, response_mask=mask, observation_lens=torch.zeros_like(batch.response_lens)
+    )
 
 
 def ragged_indices(lens: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """Return the positions of the segments `which` [K], in that order, in a vector of segments of `lens` [S]."""
+    """Return the positions of the segments `which` [K], in that order, in a vector of segments of
+    `lens` [S]."""
     # By numpy: on so few numbers torch takes twice as long.
     picked = lens[which]
     shifts = (lens.cumsum() - lens)[which] - (picked.cumsum() - picked)
@@ -286,7 +327,9 @@ def build_batch(prompts: Sequence[Prompt], responses: Responses) -> RaggedBatch:
     )
     if responses.drawn.all():
         return batch
-    num_drawn = np.bincount(np.repeat(np.arange(count), responses.lens)[responses.drawn], minlength=count)
+    num_drawn = np.bincount(
+        np.repeat(np.arange(count), responses.lens)[responses.drawn], minlength=count
+    )
     mask = np.concatenate([np.zeros(prompt_lens.sum(), np.bool_), responses.drawn])[places]
     return replace(
         batch,

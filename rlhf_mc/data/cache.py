@@ -1,6 +1,7 @@
-"""The cache of tokenised prompts (data.cache_dir): one entry for each file of rows. Its name is a hash of all that the
-tokens depend on: content of the rows' file, tokenizer, chat template, settings and versions. A changed input has
-another name, so that an old entry is never used for it. An entry begins with a checksum of its name and content.
+"""The cache of tokenised prompts (data.cache_dir): one entry for each file of rows. Its name is a
+hash of all that the tokens depend on: content of the rows' file, tokenizer, chat template, settings
+and versions. A changed input has another name, so that an old entry is never used for it. An entry
+begins with a checksum of its name and content.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def cache_key(
     by_rule: bool,
     most_rows: int | None,
 ) -> str:
-    """Return the name of a file's entry. content: SHA-256 of the file. most_rows: how many of them are wanted; None:
-    all."""
+    """Return the name of a file's entry. content: SHA-256 of the file. most_rows: how many of them
+    are wanted; None: all."""
     parts = {
         "format": FORMAT,
         "versions": [transformers.__version__, tokenizers.__version__, np.__version__],
@@ -100,7 +101,8 @@ def cache_key(
 
 
 def read(directory: str, key: str) -> Tokens | None:
-    """Return an entry, or None if there is none. One that is not as it was written is reported, and counts as none."""
+    """Return an entry, or None if there is none. One that is not as it was written is reported, and
+    counts as none."""
     path = _path(directory, key)
     try:
         content = memoryview(json_files.read_bytes(path))
@@ -110,7 +112,9 @@ def read(directory: str, key: str) -> Tokens | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        print_line(f"warning: data.cache_dir: {path} cannot be used, its rows are tokenised anew ({error})")
+        print_line(
+            f"warning: data.cache_dir: {path} cannot be used, its rows are tokenised anew ({error})"
+        )
         return None
     with np.load(io.BytesIO(arrays), allow_pickle=False) as entry:
         counts = Counts(**json_files.parse(entry["counts"].tobytes()))
@@ -132,7 +136,8 @@ def write(directory: str, key: str, tokens: Tokens) -> None:
         os.replace(staging, path)
     except OSError as error:
         print_line(
-            f"warning: data.cache_dir: {path} cannot be written, the next start tokenises again ({error_reason(error)})"
+            f"warning: data.cache_dir: {path} cannot be written, the next start tokenises again "
+            f"({error_reason(error)})"
         )
         with contextlib.suppress(OSError):
             staging.unlink()

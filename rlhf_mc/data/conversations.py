@@ -1,5 +1,5 @@
-"""A prompt and its response as one conversation, in a chat template and tokens of their own: what a reward model reads
-that has another tokenizer than the actor.
+"""A prompt and its response as one conversation, in a chat template and tokens of their own: what a
+reward model reads that has another tokenizer than the actor.
 """
 
 from __future__ import annotations
@@ -19,31 +19,41 @@ class ConversationTokenizer:
     """Renders and tokenises conversations."""
 
     def __init__(self, section: str, path: str, chat_template_path: str | None) -> None:
-        """Load the tokenizer of `section`.tokenizer_path. Raise UserError if it cannot be loaded or has no chat
-        template."""
+        """Load the tokenizer of `section`.tokenizer_path. Raise UserError if it cannot be loaded or
+        has no chat template."""
         self.key = f"{section}.tokenizer_path"
         template_key = f"{section}.chat_template_path"
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, self.key, chat_template_path, template_key)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(
+            path, self.key, chat_template_path, template_key
+        )
         if self.tokenizer.chat_template is None:
-            raise UserError(f"{self.key} {path}: the tokenizer has no chat template; give one in {template_key}")
+            raise UserError(
+                f"{self.key} {path}: the tokenizer has no chat template; give one in {template_key}"
+            )
         self._chats = ChatTokenizer(self.tokenizer)
 
     def text(self, prompt: Prompt, response: str) -> ChatText:
-        """Return the rendered conversation. Raise UserError, naming the prompt's row, if the template fails."""
+        """Return the rendered conversation. Raise UserError, naming the prompt's row, if the
+        template fails."""
         messages = [*prompt.messages, {"role": "assistant", "content": response}]
-        return self._chats.render(messages, {}, prompt.where, False, f"the chat template of {self.key}")
+        return self._chats.render(
+            messages, {}, prompt.where, False, f"the chat template of {self.key}"
+        )
 
     def tokens(self, prompt: Prompt, response: str) -> np.ndarray:
-        """Return the tokens of the rendered conversation, at least one, int32. The text has the special tokens."""
+        """Return the tokens of the rendered conversation, at least one, int32. The text has the
+        special tokens."""
         tokens = self._chats.tokens(self.text(prompt, response))
         if not tokens:
-            raise UserError(f"{prompt.where}: the chat template of {self.key} gives a text without tokens")
+            raise UserError(
+                f"{prompt.where}: the chat template of {self.key} gives a text without tokens"
+            )
         return np.array(tokens, np.int32)
 
 
 def conversation_batch(conversations: Sequence[np.ndarray]) -> RaggedBatch:
-    """Return the conversations, each [tokens] int32, as a batch for scores of sequences: the response is the last token
-    of each."""
+    """Return the conversations, each [tokens] int32, as a batch for scores of sequences: the
+    response is the last token of each."""
     lens = torch.tensor([len(tokens) for tokens in conversations], dtype=torch.int64)
     return RaggedBatch(
         tokens=torch.from_numpy(np.concatenate(conversations)),

@@ -14,7 +14,8 @@ from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, Rows
 from rlhf_mc.data.tokenise import chat_messages
 
 NO_SOURCE = "unknown"
-"""The data source of rows that have none, in metrics. Only a function of the user's own scores them."""
+"""The data source of rows that have none, in metrics. Only a function of the user's own scores
+them."""
 _READ_TOGETHER = 1024
 """Rows that an iteration over prompts reads at once: each takes 2 kB meanwhile."""
 
@@ -42,12 +43,15 @@ class FilePrompts:
         """Return the prompts but those at these places."""
         kept = np.setdiff1d(np.arange(len(self.lens)), list(places))
         is_kept = np.repeat(np.isin(np.arange(len(self.lens)), kept), self.lens)
-        return replace(self, tokens=self.tokens[is_kept], lens=self.lens[kept], rows=self.rows[kept])
+        return replace(
+            self, tokens=self.tokens[is_kept], lens=self.lens[kept], rows=self.rows[kept]
+        )
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of all files, in order. A Prompt is made when it is read: as Python objects 400,000 prompts of 200
-    tokens take about 4 GB on every rank, as vectors and Arrow tables a fifth of that."""
+    """The prompts of all files, in order. A Prompt is made when it is read: as Python objects
+    400,000 prompts of 200 tokens take about 4 GB on every rank, as vectors and Arrow tables a fifth
+    of that."""
 
     def __init__(self, files: Sequence[FilePrompts]) -> None:
         self._files = files
@@ -65,7 +69,12 @@ class Prompts(Sequence[Prompt]):
     def without(self, indices: Collection[int]) -> Prompts:
         """Return the prompts but these; the others are numbered anew."""
         ends = zip(self._files, self._firsts, self._firsts[1:], strict=False)
-        return Prompts([file.without({i - first for i in indices if first <= i < end}) for file, first, end in ends])
+        return Prompts(
+            [
+                file.without({i - first for i in indices if first <= i < end})
+                for file, first, end in ends
+            ]
+        )
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -86,15 +95,21 @@ class Prompts(Sequence[Prompt]):
             yield from self.at(indices[start : start + _READ_TOGETHER])
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
-        """Return the prompts of these indices, each from 0. The rows of each file are read together."""
+        """Return the prompts of these indices, each from 0. The rows of each file are read
+        together."""
         indices_by_file: dict[int, list[int]] = {}
         for index in indices:
             indices_by_file.setdefault(bisect_right(self._firsts, index) - 1, []).append(index)
         prompts: dict[int, Prompt] = {}
         for number, wanted in indices_by_file.items():
             file = self._files[number]
-            rows = file.source.rows([int(file.rows[index - self._firsts[number]]) for index in wanted])
-            prompts.update((index, self._prompt(number, index, row)) for index, row in zip(wanted, rows, strict=True))
+            rows = file.source.rows(
+                [int(file.rows[index - self._firsts[number]]) for index in wanted]
+            )
+            prompts.update(
+                (index, self._prompt(number, index, row))
+                for index, row in zip(wanted, rows, strict=True)
+            )
         return [prompts[index] for index in indices]
 
     def _prompt(self, number: int, index: int, row: Mapping[str, Any]) -> Prompt:
@@ -105,7 +120,9 @@ class Prompts(Sequence[Prompt]):
         row_number = int(file.rows[place])
         messages: Sequence[Mapping[str, Any]] = ()
         if file.messages_key is not None:
-            messages = chat_messages(row[file.messages_key], f"{file.name}, row {row_number}", file.messages_key)
+            messages = chat_messages(
+                row[file.messages_key], f"{file.name}, row {row_number}", file.messages_key
+            )
         return Prompt(
             index=index,
             token_ids=file.tokens[start : start + file.lens[place]],

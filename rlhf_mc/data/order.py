@@ -1,5 +1,5 @@
-"""The order in which training draws prompts: a function of the seed and the position alone, so that a resumed run
-continues with the next prompt.
+"""The order in which training draws prompts: a function of the seed and the position alone, so that
+a resumed run continues with the next prompt.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from rlhf_mc.config.schema import DataConfig
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """The order in which a run draws its prompts. A position is a place in it, from 0: epoch * epoch_length + place in
-    the epoch. It does not depend on the batch size. Each epoch ends with a remainder that fills no batch."""
+    """The order in which a run draws its prompts. A position is a place in it, from 0: epoch *
+    epoch_length + place in the epoch. It does not depend on the batch size. Each epoch ends with a
+    remainder that fills no batch."""
 
     cfg: DataConfig
     file_sizes: Sequence[int]
@@ -38,19 +39,25 @@ class PromptOrder:
 
     @property
     def epoch_length(self) -> int:
-        """Positions of one pass over the prompts. With data.train_file_weights it has no remainder: the files are
-        passed over at their own pace."""
-        return self.batches_per_epoch * self.batch_size if self.cfg.train_file_weights else sum(self.file_sizes)
+        """Positions of one pass over the prompts. With data.train_file_weights it has no remainder:
+        the files are passed over at their own pace."""
+        return (
+            self.batches_per_epoch * self.batch_size
+            if self.cfg.train_file_weights
+            else sum(self.file_sizes)
+        )
 
     def next_batch(self, position: int) -> range:
-        """Return the positions of the first batch from this position on. It does not cross the end of an epoch."""
+        """Return the positions of the first batch from this position on. It does not cross the end
+        of an epoch."""
         left = self.epoch_length - position % self.epoch_length
         if left < self.batch_size and not self.cfg.train_file_weights:
             position += left
         return range(position, position + self.batch_size)
 
     def batch_at(self, position: int) -> tuple[int, range]:
-        """Return number and positions of the batch of a position, in a run whose batches all have this size."""
+        """Return number and positions of the batch of a position, in a run whose batches all have
+        this size."""
         epoch, place = divmod(position, self.epoch_length)
         batch = place // self.batch_size
         start = epoch * self.epoch_length + batch * self.batch_size
@@ -58,25 +65,32 @@ class PromptOrder:
         return epoch * self.batches_per_epoch + batch, range(start, end)
 
     def count(self, position: int) -> int:
-        """Return the number of prompts before this position, without the remainder of each epoch."""
+        """Return the number of prompts before this position, without the remainder of each
+        epoch."""
         epoch, place = divmod(position, self.epoch_length)
         in_batches = self.batches_per_epoch * self.batch_size
         return epoch * in_batches + min(place, in_batches)
 
     def position(self, count: int) -> int:
-        """Return the position of the prompt before which there are `count`, without the remainder of each epoch."""
+        """Return the position of the prompt before which there are `count`, without the remainder
+        of each epoch."""
         epoch, place = divmod(count, self.batches_per_epoch * self.batch_size)
         return epoch * self.epoch_length + place
 
     def with_sizes(self, sizes: Mapping[str, Any]) -> PromptOrder:
         """Return the order with these sizes of a batch, settings of another run."""
-        cfg = replace(self.cfg, train_batch_size=sizes["train_batch_size"], gen_batch_size=sizes["gen_batch_size"])
+        cfg = replace(
+            self.cfg,
+            train_batch_size=sizes["train_batch_size"],
+            gen_batch_size=sizes["gen_batch_size"],
+        )
         return replace(self, cfg=cfg)
 
     def indices(self, positions: range) -> list[int]:
         """Return the indices of the prompts at consecutive positions.
 
-        The order of each epoch is drawn from (seed, epoch); without shuffle it is the order of the files."""
+        The order of each epoch is drawn from (seed, epoch); without shuffle it is the order of the
+        files."""
         if self.cfg.train_file_weights:
             return self._weighted(positions)
         orders: dict[int, np.ndarray] = {}
@@ -92,8 +106,9 @@ class PromptOrder:
     def _weighted(self, positions: range) -> list[int]:
         """Return the indices of prompts of the files in proportion to their weights.
 
-        Of the first k draws of the run, file i has its share of k to within one for each file before it. Each file is
-        passed over at its own pace, in an order that is drawn from (seed, its pass, file)."""
+        Of the first k draws of the run, file i has its share of k to within one for each file
+        before it. Each file is passed over at its own pace, in an order that is drawn from (seed,
+        its pass, file)."""
         sizes = self.file_sizes
         counts = draws_of_files(self.cfg.train_file_weights, positions.start, positions.stop)
         files = np.argmax(np.diff(counts, axis=0), axis=1)
@@ -103,8 +118,12 @@ class PromptOrder:
         for file, before in zip(files.tolist(), counts[:-1], strict=True):
             turn, place = divmod(int(before[file]), sizes[file])
             if self.cfg.shuffle and (file, turn) not in orders:
-                orders[file, turn] = np.random.default_rng((self.seed, turn, file)).permutation(sizes[file])
-            out.append(int(starts[file] + (orders[file, turn][place] if self.cfg.shuffle else place)))
+                orders[file, turn] = np.random.default_rng((self.seed, turn, file)).permutation(
+                    sizes[file]
+                )
+            out.append(
+                int(starts[file] + (orders[file, turn][place] if self.cfg.shuffle else place))
+            )
         return out
 
 
@@ -119,21 +138,27 @@ def check_batch(cfg: DataConfig, num_prompts: int) -> None:
     """Raise UserError if there are fewer prompts than a batch has."""
     if prompts_per_batch(cfg) > num_prompts:
         name = "train_batch_size" if cfg.gen_batch_size is None else "gen_batch_size"
-        raise UserError(f"data.{name} is {prompts_per_batch(cfg)}; there are only {num_prompts} training prompts")
+        raise UserError(
+            f"data.{name} is {prompts_per_batch(cfg)}; there are only {num_prompts} training "
+            "prompts"
+        )
 
 
 def draws_of_files(weights: Sequence[float], first: int, last: int) -> np.ndarray:
-    """Return how many of the first k draws are of each file: [last - first + 1, files] for k = first ... last.
+    """Return how many of the first k draws are of each file: [last - first + 1, files] for k =
+    first ... last.
 
-    File 0 has round(k * its share) of them, file 1 its share of the remaining draws, and so on. Each number grows by 0
-    or 1 from k to k + 1, and their sum is k. The shares are fractions of integers, so that no rounding depends on the
-    machine."""
+    File 0 has round(k * its share) of them, file 1 its share of the remaining draws, and so on.
+    Each number grows by 0 or 1 from k to k + 1, and their sum is k. The shares are fractions of
+    integers, so that no rounding depends on the machine."""
     exact = [Fraction(weight).limit_denominator(10**6) for weight in weights]
     rest = [int(k) for k in range(first, last + 1)]
     columns = []
     for i, weight in enumerate(exact):
         share = weight / sum(exact[i:])
-        taken = [(2 * k * share.numerator + share.denominator) // (2 * share.denominator) for k in rest]
+        taken = [
+            (2 * k * share.numerator + share.denominator) // (2 * share.denominator) for k in rest
+        ]
         columns.append(taken)
         rest = [k - t for k, t in zip(rest, taken, strict=True)]
     return np.array(columns, dtype=np.int64).T

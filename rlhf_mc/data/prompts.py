@@ -1,5 +1,5 @@
-"""The tokenised prompts of files: each rank makes a part of them, and every rank has all. source.py reads the files,
-tokenise.py makes tokens of a row, order.py decides which prompts a step draws.
+"""The tokenised prompts of files: each rank makes a part of them, and every rank has all. source.py
+reads the files, tokenise.py makes tokens of a row, order.py decides which prompts a step draws.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, ColumnError, Rows, dige
 from rlhf_mc.data.tokenise import RowTokenizer, TooLongError
 from rlhf_mc.runtime.console import global_rank
 from rlhf_mc.runtime.work import counted
-from rlhf_mc.topology.consensus import all_ranks, gather_objects, my_share, on_every_rank, ranks_per_node
+from rlhf_mc.topology.consensus import (
+    all_ranks,
+    gather_objects,
+    my_share,
+    on_every_rank,
+    ranks_per_node,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +46,21 @@ def load_prompts(
     by_rule: bool = True,
     with_messages: bool = False,
 ) -> Prompts:
-    """Return the prompts of all files, in order: of the first `max_samples` rows, or of all rows if it is -1.
+    """Return the prompts of all files, in order: of the first `max_samples` rows, or of all rows if
+    it is -1.
 
-    Chat messages are rendered by the tokenizer's chat template, with the generation prompt added. A plain string is
-    one user message if the tokenizer has a chat template, else it is encoded as it is. Prompts of more than
-    cfg.max_prompt_length tokens are dropped with a warning (cfg.filter_overlong_prompts), truncated (cfg.truncation) or
-    refused. An unusable row is skipped with a warning, or a UserError that names `key` (the setting that lists the
-    files), file and row (cfg.on_bad_row). by_rule: require the columns that rules need (source.scored_by_rule).
+    Chat messages are rendered by the tokenizer's chat template, with the generation prompt added. A
+    plain string is
+    one user message if the tokenizer has a chat template, else it is encoded as it is. Prompts of
+    more than cfg.max_prompt_length tokens are dropped with a warning (cfg.filter_overlong_prompts),
+    truncated (cfg.truncation) or refused. An unusable row is skipped with a warning, or a UserError
+    that names `key` (the setting that lists the files), file and row (cfg.on_bad_row). by_rule:
+    require the columns that rules need (source.scored_by_rule).
 
-    Each rank renders and tokenises a consecutive part of each file's rows, and the tokens are gathered: every rank must
-    call it, and has the same prompts, or raises the same error, as a process alone. With cfg.cache_dir the tokens of a
-    file are read from the cache if all ranks have its entry. with_messages: Prompt.messages is kept.
+    Each rank renders and tokenises a consecutive part of each file's rows, and the tokens are
+    gathered: every rank must call it, and has the same prompts, or raises the same error, as a
+    process alone. With cfg.cache_dir the tokens of a file are read from the cache if all ranks have
+    its entry. with_messages: Prompt.messages is kept.
     """
     rows_to_tokens = RowTokenizer(tokenizer, cfg, by_rule)
     prompts: list[FilePrompts] = []
@@ -71,7 +81,9 @@ def load_prompts(
         total.num_rows += tokens.counts.num_rows
         total.num_bad += tokens.counts.num_bad
         messages_key = cfg.prompt_key if with_messages else None
-        source = rows.keep((cfg.reward_fn_key, REFERENCE, EXTRA, *([messages_key, AGENT] if messages_key else [])))
+        source = rows.keep(
+            (cfg.reward_fn_key, REFERENCE, EXTRA, *([messages_key, AGENT] if messages_key else []))
+        )
         arrays = (tokens.tokens, tokens.lens, tokens.rows)
         prompts.append(FilePrompts(*arrays, source, cfg.reward_fn_key, where, messages_key))
     _check_any(f"{key} {', '.join(files)}", sum(len(file.lens) for file in prompts), total, cfg)
@@ -112,8 +124,8 @@ def _warn(where: str, counts: Counts, cfg: DataConfig) -> None:
 
 
 def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> tuple[Rows, str]:
-    """Return the rows of a file, and its SHA-256. Raise the same UserError on every rank if one cannot read it, or has
-    another file. Every rank must call it."""
+    """Return the rows of a file, and its SHA-256. Raise the same UserError on every rank if one
+    cannot read it, or has another file. Every rank must call it."""
 
     def read() -> tuple[Rows, str]:
         with error_prefix(f"{where}:"):
@@ -150,15 +162,21 @@ class _Share:
     counts: Counts = field(default_factory=Counts)
     error: UserError | None = None
     order: tuple[int, int] = (0, 0)
-    """Of the errors of all ranks, the one of the lowest order is raised: a column's, then a row's."""
+    """Of the errors of all ranks, the one of the lowest order is raised: a column's, then a
+    row's."""
 
 
-def _tokenised_share(where: str, rows: Rows, rows_to_tokens: RowTokenizer, cfg: DataConfig) -> _Share:
+def _tokenised_share(
+    where: str, rows: Rows, rows_to_tokens: RowTokenizer, cfg: DataConfig
+) -> _Share:
     """Return this rank's share of a file's prompts."""
     share = _Share()
     numbers = my_share(len(rows))
     read = counted(
-        zip(numbers, rows.read(numbers), strict=True), len(numbers), "rows", f"tokenising {Path(where).name}"
+        zip(numbers, rows.read(numbers), strict=True),
+        len(numbers),
+        "rows",
+        f"tokenising {Path(where).name}",
     )
     try:
         for number, row in read:
@@ -183,7 +201,8 @@ def _add_row(
     rows_to_tokens: RowTokenizer,
     cfg: DataConfig,
 ) -> None:
-    """Add a row's prompt to the share, or count it. Raise UserError for one that is neither usable nor dropped."""
+    """Add a row's prompt to the share, or count it. Raise UserError for one that is neither usable
+    nor dropped."""
     try:
         if isinstance(row, UserError):
             raise UserError(f"{where}: {row}")

@@ -1,4 +1,5 @@
-"""The exchange of responses: each rollout engine has generated a share of them, and every rank needs all."""
+"""The exchange of responses: each rollout engine has generated a share of them, and every rank
+needs all."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ def exchange_responses(
 ) -> Responses:
     """Return responses 0 to num_responses - 1 on every rank. Every rank must call it.
 
-    own: the responses of this rank's engine, by number. engines: the ranks of each engine. All of them have the
-    engine's responses, and each sends an equal part.
+    own: the responses of this rank's engine, by number. engines: the ranks of each engine. All of
+    them have the engine's responses, and each sends an equal part.
 
-    Every rank receives 8 bytes a token, and the padding to the engine with most tokens. gloo's all-gather is a ring:
-    each rank passes every byte on once. Its broadcast is a tree: one from a rank of each engine would take log2(ranks)
-    times as long, 6 times at 64 ranks and 9 times at 512.
+    Every rank receives 8 bytes a token, and the padding to the engine with most tokens. gloo's
+    all-gather is a ring: each rank passes every byte on once. Its broadcast is a tree: one from a
+    rank of each engine would take log2(ranks) times as long, 6 times at 64 ranks and 9 times at
+    512.
 
     Raise UserError, on all ranks, if the ranks of one engine have different tokens."""
     rank = dist.get_rank()
@@ -33,7 +35,9 @@ def exchange_responses(
     numbers = np.array(sorted(own), dtype=np.int32)
     responses = Responses.of([own[number] for number in sorted(own)])
     message = _encode(numbers, responses)
-    heads = gather_vectors(torch.cat([torch.tensor([len(message), len(numbers)]), _digest(numbers, responses)]))
+    heads = gather_vectors(
+        torch.cat([torch.tensor([len(message), len(numbers)]), _digest(numbers, responses)])
+    )
     _check_same_tokens(engines, heads[:, 2:])
     sizes = [int(heads[ranks[0], 0]) for ranks in engines]
     part = max(-(-size // len(ranks)) for size, ranks in zip(sizes, engines, strict=True))
@@ -52,9 +56,15 @@ def exchange_responses(
 
 
 def _encode(numbers: np.ndarray, responses: Responses) -> torch.Tensor:
-    """Return one int32 vector: numbers, lengths, whether each response is finished, tokens, and the bits of the
-    log-probs, which are float32 numbers."""
-    parts = (numbers, responses.lens, responses.finished, responses.tokens, responses.log_probs.view(np.int32))
+    """Return one int32 vector: numbers, lengths, whether each response is finished, tokens, and the
+    bits of the log-probs, which are float32 numbers."""
+    parts = (
+        numbers,
+        responses.lens,
+        responses.finished,
+        responses.tokens,
+        responses.log_probs.view(np.int32),
+    )
     return torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="same_kind"))
 
 
@@ -62,23 +72,28 @@ def _decode(message: torch.Tensor, count: int) -> tuple[np.ndarray, Responses]:
     """Return the numbers and the `count` responses of a vector of _encode."""
     numbers, lens, finished, rest = np.split(message.numpy(), [count, 2 * count, 3 * count])
     tokens, log_probs = np.split(rest, 2)
-    return numbers, Responses(lens.astype(np.int64), tokens, log_probs.view(np.float32), finished.astype(np.bool_))
+    return numbers, Responses(
+        lens.astype(np.int64), tokens, log_probs.view(np.float32), finished.astype(np.bool_)
+    )
 
 
 def _digest(numbers: np.ndarray, responses: Responses) -> torch.Tensor:
     """Return a hash of all tokens and the numbers of their responses, [4] int64."""
-    digest = hashlib.sha256(numbers.tobytes() + responses.lens.tobytes() + responses.tokens.tobytes())
+    digest = hashlib.sha256(
+        numbers.tobytes() + responses.lens.tobytes() + responses.tokens.tobytes()
+    )
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
 
 
 def _check_same_tokens(engines: Sequence[Sequence[int]], digests: torch.Tensor) -> None:
-    """Raise UserError if ranks of one engine have different digests. All have the same `digests` [ranks, 4]: all
+    """Raise UserError if ranks of one engine have different digests. All have the same `digests`
+    [ranks, 4]: all
     raise."""
     for first, *others in engines:
         for rank in others:
             if not torch.equal(digests[first], digests[rank]):
                 raise UserError(
-                    f"rollout: ranks {first} and {rank} of one vLLM engine drew different tokens; they must run the "
-                    "same vLLM, the same weights and the same seeds (is one of them on other hardware or another "
-                    "version?)"
+                    f"rollout: ranks {first} and {rank} of one vLLM engine drew different tokens; "
+                    "they must run the same vLLM, the same weights and the same seeds (is one of "
+                    "them on other hardware or another version?)"
                 )

@@ -1,4 +1,5 @@
-"""Files of prompts in verl's schema, parquet or JSONL: their rows, and the columns that a run needs. No torch here."""
+"""Files of prompts in verl's schema, parquet or JSONL: their rows, and the columns that a run
+needs. No torch here."""
 
 from __future__ import annotations
 
@@ -26,14 +27,28 @@ _MEDIA_READ_TOGETHER = 16
 _NO_MEDIA = ": prompts and models are of text alone"
 UNREAD = {
     **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _NO_MEDIA),
-    "tools": ": the tools of all rows are those of rollout.environment or data.apply_chat_template_kwargs",
+    "tools": (
+        ": the tools of all rows are those of rollout.environment or "
+        "data.apply_chat_template_kwargs"
+    ),
 }
 """Columns that other trainers read and this one does not, and why."""
 
 
 def is_filled(value: Any) -> bool:
     """Return whether a column of UNREAD has a value in this row."""
-    return json_files.without_nulls(value) not in (None, False, "", [], {}, [None], [{}], "[]", "{}", "null")
+    return json_files.without_nulls(value) not in (
+        None,
+        False,
+        "",
+        [],
+        {},
+        [None],
+        [{}],
+        "[]",
+        "{}",
+        "null",
+    )
 
 
 class Rows(Protocol):
@@ -46,8 +61,8 @@ class Rows(Protocol):
         ...
 
     def read(self, numbers: range) -> Iterator[dict[str, Any] | UserError]:
-        """Yield these rows, or the error of a row that cannot be read. Raise ColumnError for a column that cannot be
-        read."""
+        """Yield these rows, or the error of a row that cannot be read. Raise ColumnError for a
+        column that cannot be read."""
         ...
 
     def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
@@ -59,7 +74,8 @@ class Rows(Protocol):
         ...
 
     def keep(self, columns: Sequence[str]) -> Rows:
-        """Return the rows with at least these columns, in less memory where the format allows it."""
+        """Return the rows with at least these columns, in less memory where the format allows
+        it."""
         ...
 
 
@@ -95,7 +111,8 @@ class ParquetRows:
             yield dict(zip(names, values, strict=True))
 
     def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        # Table.take would join all chunks of a large file first; one row at a time takes three times as long.
+        # Table.take would join all chunks of a large file first; one row at a time takes three
+        # times as long.
         slices = [self._table.slice(number, 1) for number in numbers]
         if not slices or self._table.num_columns == 0:
             return [{} for _ in slices]
@@ -106,25 +123,29 @@ class ParquetRows:
         return f"row {number}"
 
     def keep(self, columns: Sequence[str]) -> Rows:
-        return ParquetRows(self._table.select([name for name in self._table.column_names if name in columns]))
+        return ParquetRows(
+            self._table.select([name for name in self._table.column_names if name in columns])
+        )
 
 
 def _column_values(table: pa.Table, number: int) -> list[Any]:
-    """Return a column as Python values. Raise ColumnError if a value has no Python form, such as a text that is not
-    UTF-8 or a date out of Python's range."""
+    """Return a column as Python values. Raise ColumnError if a value has no Python form, such as a
+    text that is not UTF-8 or a date out of Python's range."""
     try:
         values: list[Any] = table.column(number).to_pylist()
     except (pa.ArrowException, ValueError, ArithmeticError, LookupError, TypeError) as error:
         column = table.schema.field(number)
         reason = " ".join(str(error).split())
-        raise ColumnError(f"column {column.name!r} of type {column.type} cannot be read ({reason})", number) from error
+        raise ColumnError(
+            f"column {column.name!r} of type {column.type} cannot be read ({reason})", number
+        ) from error
     return values
 
 
 @contextlib.contextmanager
 def _parquet_file(path: str, required: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    """Open a parquet file, of which the footer is read. Raise NodeError if it cannot be read, or a required column is
-    missing or not unique."""
+    """Open a parquet file, of which the footer is read. Raise NodeError if it cannot be read, or a
+    required column is missing or not unique."""
     if not os.path.isfile(path):
         raise NodeError("no such file")
     try:
@@ -132,7 +153,9 @@ def _parquet_file(path: str, required: Sequence[str]) -> Iterator[pq.ParquetFile
             names = file.schema_arrow.names
             for name in required:
                 if name not in names:
-                    raise NodeError(f"no column {name!r}; its columns are {', '.join(names)[:1000] or 'none'}")
+                    raise NodeError(
+                        f"no column {name!r}; its columns are {', '.join(names)[:1000] or 'none'}"
+                    )
                 if names.count(name) > 1:
                     raise NodeError(f"{names.count(name)} columns {name!r}; one is expected")
             yield file
@@ -144,13 +167,15 @@ def _parquet_file(path: str, required: Sequence[str]) -> Iterator[pq.ParquetFile
 def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) -> None:
     """Write rows to a parquet file. A missing directory is created.
 
-    Each row: prompt (list of {role, content}), usually data_source (str), ability (str), reward_model {style,
-    ground_truth} and extra_info {split, index, ...}, and any others; the same in all rows. Parquet has one type per
-    field, so ground_truth must be of one type in all rows.
+    Each row: prompt (list of {role, content}), usually data_source (str), ability (str),
+    reward_model {style, ground_truth} and extra_info {split, index, ...}, and any others; the same
+    in all rows. Parquet has one type per field, so ground_truth must be of one type in all rows.
     """
     assert rows, f"{path}: no rows to write"
     for i, row in enumerate(rows):
-        assert row.keys() == rows[0].keys(), f"row {i} has keys {sorted(row)}, row 0 has {sorted(rows[0])}"
+        assert row.keys() == rows[0].keys(), (
+            f"row {i} has keys {sorted(row)}, row 0 has {sorted(rows[0])}"
+        )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
 
@@ -204,8 +229,8 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _check_first_object(path: str, required: Sequence[str]) -> None:
-    """Raise NodeError unless the file can be read and the first object in it has the columns. Lines before it, which
-    are no objects, are bad rows."""
+    """Raise NodeError unless the file can be read and the first object in it has the columns. Lines
+    before it, which are no objects, are bad rows."""
     for number, line in _lines(path):
         try:
             row = _parsed(line)
@@ -213,13 +238,15 @@ def _check_first_object(path: str, required: Sequence[str]) -> None:
             continue
         for name in required:
             if name not in row:
-                raise NodeError(f"no column {name!r} in line {number}; it has {', '.join(row)[:1000] or 'none'}")
+                raise NodeError(
+                    f"no column {name!r} in line {number}; it has {', '.join(row)[:1000] or 'none'}"
+                )
         return
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the content of each line that is not blank. Raise NodeError if the file cannot be
-    read."""
+    """Yield the number, from 1, and the content of each line that is not blank. Raise NodeError if
+    the file cannot be read."""
     if not os.path.isfile(path):
         raise NodeError("no such file")
     try:
@@ -245,17 +272,17 @@ def needed_columns(cfg: DataConfig, by_rule: bool = True) -> tuple[str, ...]:
 
 
 def scored_by_rule(cfg: Config, key: str) -> bool:
-    """Return whether rules score the rows of the setting `key` (data.train_files, data.val_files): they need
-    data_source and reward_model. A function or an environment of the user's own, and in training a reward model, may do
-    without."""
+    """Return whether rules score the rows of the setting `key` (data.train_files, data.val_files):
+    they need data_source and reward_model. A function or an environment of the user's own, and in
+    training a reward model, may do without."""
     if cfg.custom_reward_function.path is not None or cfg.rollout.environment.path is not None:
         return False
     return key != "data.train_files" or not reward_models(cfg)
 
 
 def check_columns(path: str, required: Sequence[str]) -> None:
-    """Raise NodeError unless the file can be read and has the columns. Of a parquet file the footer is read, of a JSONL
-    file the first line."""
+    """Raise NodeError unless the file can be read and has the columns. Of a parquet file the footer
+    is read, of a JSONL file the first line."""
     if is_jsonl(path):
         _check_first_object(path, required)
         return
@@ -264,7 +291,8 @@ def check_columns(path: str, required: Sequence[str]) -> None:
 
 
 def open_rows(path: str, cfg: DataConfig, by_rule: bool) -> Rows:
-    """Return the rows of a file. Raise NodeError if it is missing, cannot be read, or lacks a required column."""
+    """Return the rows of a file. Raise NodeError if it is missing, cannot be read, or lacks a
+    required column."""
     required = needed_columns(cfg, by_rule)
     if is_jsonl(path):
         _check_first_object(path, required)
@@ -282,7 +310,9 @@ def open_rows(path: str, cfg: DataConfig, by_rule: bool) -> Rows:
             if name in file.schema_arrow.names and name not in table.column_names:
                 # Whether each row has some, since images may not fit into memory.
                 batches = file.iter_batches(_MEDIA_READ_TOGETHER, columns=[name])
-                filled = [is_filled(value) for batch in batches for value in batch.column(0).to_pylist()]
+                filled = [
+                    is_filled(value) for batch in batches for value in batch.column(0).to_pylist()
+                ]
                 table = table.append_column(name, pa.array(filled, pa.bool_()))
         return ParquetRows(table)
 

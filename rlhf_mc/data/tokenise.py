@@ -30,16 +30,21 @@ class RowTokenizer:
         self._most_characters = cfg.max_prompt_length * _most_characters_of_a_token(tokenizer)
 
     def tokens(self, row: dict[str, Any], where: str) -> tuple[list[int], bool]:
-        """Return the tokens of the row's prompt, and whether they were truncated. Raise TooLongError if it has too
-        many, and UserError if a column is not as expected. `where` begins the message: file and row."""
+        """Return the tokens of the row's prompt, and whether they were truncated. Raise
+        TooLongError if it has too many, and UserError if a column is not as expected. `where`
+        begins the message: file and row."""
         self._check_columns(row, where)
         chat, add_special_tokens = self._text(row, where)
         cfg = self._cfg
         limit = cfg.max_prompt_length
         cuts = cfg.truncation != "error"
-        hint = f"data.max_prompt_length {limit}; raise that, or set data.filter_overlong_prompts: true"
+        hint = (
+            f"data.max_prompt_length {limit}; raise that, or set data.filter_overlong_prompts: true"
+        )
         if len(chat.text) > self._most_characters and not cuts:
-            raise TooLongError(f"{where}: the prompt has {len(chat.text)} characters, too many for {hint}")
+            raise TooLongError(
+                f"{where}: the prompt has {len(chat.text)} characters, too many for {hint}"
+            )
         token_ids = self._encode(chat, add_special_tokens, where)
         if not token_ids:
             raise UserError(f"{where}: the prompt has no tokens")
@@ -53,7 +58,9 @@ class RowTokenizer:
         key = self._cfg.reward_fn_key
         for name in (self._cfg.prompt_key, *((key, REFERENCE) if self._by_rule else ())):
             if name not in row:  # of a JSONL file: a parquet file has all columns in all rows
-                raise UserError(f"{where}: no column {name!r}; its columns are {', '.join(row)[:300] or 'none'}")
+                raise UserError(
+                    f"{where}: no column {name!r}; its columns are {', '.join(row)[:300] or 'none'}"
+                )
         data_source = row.get(key, "")
         if not isinstance(data_source, str):
             raise UserError(f"{where}: column {key!r} is {_shown(data_source)}, expected a string")
@@ -63,29 +70,35 @@ class RowTokenizer:
         for name, hint in UNREAD.items():
             if is_filled(row.get(name)):
                 raise UserError(
-                    f"{where}: column {name!r} is not read{hint}; drop this column, or the rows that have it"
+                    f"{where}: column {name!r} is not read{hint}; drop this column, or the rows "
+                    "that have it"
                 )
         extra_info = row.get(EXTRA) or {}
         if not isinstance(extra_info, dict):
-            raise UserError(f"{where}: column {EXTRA!r} is not a struct but {type(extra_info).__name__}")
+            raise UserError(
+                f"{where}: column {EXTRA!r} is not a struct but {type(extra_info).__name__}"
+            )
 
     def _text(self, row: dict[str, Any], where: str) -> tuple[ChatText, bool]:
-        """Return the text, and whether the tokenizer has to add special tokens: the text of a template has them.
-        Control tokens in messages are text. A prompt without a template is the whole text, and may have them."""
+        """Return the text, and whether the tokenizer has to add special tokens: the text of a
+        template has them. Control tokens in messages are text. A prompt without a template is the
+        whole text, and may have them."""
         prompt = row.get(self._cfg.prompt_key)
         if isinstance(prompt, str) and prompt.strip() and self._tokenizer.chat_template is None:
             return ChatText(prompt), True
         messages = chat_messages(prompt, where, self._cfg.prompt_key)
         if self._tokenizer.chat_template is None:
             raise UserError(
-                f"{where}: the prompt is chat messages, but the tokenizer of {self._tokenizer.name_or_path} has no chat"
-                " template; give plain strings, a tokenizer with a template, or data.chat_template_path"
+                f"{where}: the prompt is chat messages, but the tokenizer of "
+                f"{self._tokenizer.name_or_path} has no chat template; give plain strings, a "
+                "tokenizer with a template, or data.chat_template_path"
             )
         arguments = dict(self._cfg.apply_chat_template_kwargs)
         if "tools" in arguments and row.get(AGENT) not in (None, TOOL_AGENT):
             if row[AGENT] != SINGLE_TURN_AGENT:
                 raise UserError(
-                    f"{where}: column {AGENT!r} is {_shown(row[AGENT])}; known: {TOOL_AGENT}, {SINGLE_TURN_AGENT}"
+                    f"{where}: column {AGENT!r} is {_shown(row[AGENT])}; known: {TOOL_AGENT}, "
+                    f"{SINGLE_TURN_AGENT}"
                 )
             del arguments["tools"]
         add_generation_prompt = arguments.pop("add_generation_prompt", True)
@@ -96,11 +109,14 @@ class RowTokenizer:
             return self._chats.tokens(chat, add_special_tokens)
         except Exception as error:  # as in load_tokenizer
             reason = " ".join(str(error).split())[:300]
-            raise UserError(f"{where}: the prompt cannot be tokenised ({type(error).__name__}: {reason})") from error
+            raise UserError(
+                f"{where}: the prompt cannot be tokenised ({type(error).__name__}: {reason})"
+            ) from error
 
 
 def truncated(token_ids: list[int], limit: int, side: str) -> list[int]:
-    """Return `limit` of the tokens. side: left drops the first, right the last, middle those between the first
+    """Return `limit` of the tokens. side: left drops the first, right the last, middle those
+    between the first
     limit // 2 and the last limit - limit // 2 (as verl's data.truncation)."""
     if side == "left":
         return token_ids[-limit:]
@@ -111,10 +127,12 @@ def truncated(token_ids: list[int], limit: int, side: str) -> list[int]:
 
 
 def _most_characters_of_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return an upper bound of a prompt's average characters per token: four times the longest vocabulary entry.
+    """Return an upper bound of a prompt's average characters per token: four times the longest
+    vocabulary entry.
 
-    Tokenizers of the supported families fall back to bytes, so a token has at most the characters of its entry. The
-    factor of four allows for normalisation that composes accents and for special tokens that absorb spaces."""
+    Tokenizers of the supported families fall back to bytes, so a token has at most the characters
+    of its entry. The factor of four allows for normalisation that composes accents and for special
+    tokens that absorb spaces."""
     return 4 * max(16, max(map(len, tokenizer.get_vocab())))
 
 
@@ -124,32 +142,42 @@ def _shown(value: Any) -> str:
 
 
 def chat_messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
-    """Return the chat messages of a prompt, without the fields that are null (parquet has each field in all messages),
-    and with texts as contents."""
+    """Return the chat messages of a prompt, without the fields that are null (parquet has each
+    field in all messages), and with texts as contents."""
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise UserError(f"{where}: column {column!r} is {_shown(prompt)}, expected chat messages or a non-empty string")
+        raise UserError(
+            f"{where}: column {column!r} is {_shown(prompt)}, expected chat messages or a "
+            "non-empty string"
+        )
     messages = []
     for message in json_files.without_nulls(prompt):
         fields = dict(message) if isinstance(message, dict) else {}
         content = _content(fields)
         if not isinstance(fields.get("role"), str) or content is None:
             raise UserError(
-                f"{where}: column {column!r} has the message {repr(message)[:60]}, expected a role and a text content"
+                f"{where}: column {column!r} has the message {repr(message)[:60]}, expected a role "
+                "and a text content"
             )
         messages.append({**fields, "content": content})
     if not any(message["content"].strip() for message in messages):
-        raise UserError(f"{where}: column {column!r} is {repr(prompt)[:60]}, whose messages are all empty")
+        raise UserError(
+            f"{where}: column {column!r} is {repr(prompt)[:60]}, whose messages are all empty"
+        )
     return messages
 
 
 def _content(message: dict[str, Any]) -> str | None:
-    """Return the content of a message as text: parts of text one after the other, no text beside tool calls. Return
-    None if it is no text."""
+    """Return the content of a message as text: parts of text one after the other, no text beside
+    tool calls. Return None if it is no text."""
     content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, list) and content:
         parts = [part if isinstance(part, dict) else {} for part in content]
-        texts = [part["text"] for part in parts if part.get("type") == "text" and isinstance(part.get("text"), str)]
+        texts = [
+            part["text"]
+            for part in parts
+            if part.get("type") == "text" and isinstance(part.get("text"), str)
+        ]
         return "".join(texts) if len(texts) == len(parts) else None
     return content if isinstance(content, str) else None

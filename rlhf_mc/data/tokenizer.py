@@ -1,4 +1,5 @@
-"""Loading of a tokenizer with its chat template, rendering of chats by the template, and their tokens."""
+"""Loading of a tokenizer with its chat template, rendering of chats by the template, and their
+tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ THINK_TAGS = ("<think>", "</think>")
 """Tags around the thoughts of a response. Some tokenizers have them as special tokens."""
 _TAG = re.compile(r"</?[\w-]+>")
 _MARKS = range(0x10FFFD, 0x3FFFF, -1)
-"""The last code points of Unicode, for private use or unassigned: no tokenizer merges them with others."""
+"""The last code points of Unicode, for private use or unassigned: no tokenizer merges them with
+others."""
 LIMIT_SECONDS = 10.0
-"""Limit of processor time for one prompt: a template is a program of the checkpoint. Templates take less than a
-thousandth of it."""
+"""Limit of processor time for one prompt: a template is a program of the checkpoint. Templates take
+less than a thousandth of it."""
 
 
 def load_tokenizer(
@@ -37,11 +39,13 @@ def load_tokenizer(
     chat_template_path: str | None = None,
     template_key: str = "data.chat_template_path",
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a Hugging Face directory. Only local files are read and no code of the checkpoint is run.
-    chat_template_path: file of the chat template, the setting `template_key`; None: the tokenizer's own.
+    """Return the tokenizer of a Hugging Face directory. Only local files are read and no code of
+    the checkpoint is run. chat_template_path: file of the chat template, the setting
+    `template_key`; None: the tokenizer's own.
 
-    Raise UserError, beginning with `key` (the setting that names the directory), if the directory is missing, contains
-    no tokenizer, or one without an end-of-sequence token; or if the template cannot be read.
+    Raise UserError, beginning with `key` (the setting that names the directory), if the directory
+    is missing, contains no tokenizer, or one without an end-of-sequence token; or if the template
+    cannot be read.
     """
     if not os.path.isdir(path):
         raise UserError(f"{key} {path}: no such directory")
@@ -50,10 +54,14 @@ def load_tokenizer(
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         _check_json(key, os.path.join(path, name))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the tokenizers library has no narrower type for a corrupt file
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{key} {path}: cannot be loaded ({type(error).__name__}: {reason})") from error
+        raise UserError(
+            f"{key} {path}: cannot be loaded ({type(error).__name__}: {reason})"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key} {path}: the tokenizer has no end-of-sequence token (eos_token)")
     if chat_template_path is not None:
@@ -90,7 +98,8 @@ def _check_json(key: str, path: str) -> None:
 
 
 class _Timeout(BaseException):
-    """Raised inside the template. Not an Exception, so that the libraries in between do not handle it."""
+    """Raised inside the template. Not an Exception, so that the libraries in between do not handle
+    it."""
 
 
 def render(
@@ -101,8 +110,9 @@ def render(
     add_generation_prompt: bool = True,
     template: str = "the tokenizer's chat template",
 ) -> str:
-    """Return the text of the messages, with the generation prompt added unless they end with a response. Raise
-    UserError, naming `where` (file and row) and `template`, if the template fails or does not end."""
+    """Return the text of the messages, with the generation prompt added unless they end with a
+    response. Raise UserError, naming `where` (file and row) and `template`, if the template fails
+    or does not end."""
     try:
         with _time_limit():
             text = tokenizer.apply_chat_template(
@@ -112,7 +122,9 @@ def render(
                 **arguments,
             )
     except _Timeout:
-        raise UserError(f"{where}: {template} has not ended after {LIMIT_SECONDS:g} s of processor time") from None
+        raise UserError(
+            f"{where}: {template} has not ended after {LIMIT_SECONDS:g} s of processor time"
+        ) from None
     except Exception as error:  # a template is arbitrary code
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{where}: {template} refuses the prompt ({reason})") from error
@@ -123,10 +135,12 @@ def render(
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise _Timeout inside after LIMIT_SECONDS of this process's processor time. In a thread there is no limit.
+    """Raise _Timeout inside after LIMIT_SECONDS of this process's processor time. In a thread there
+    is no limit.
 
-    A signal interrupts Python code in the main thread. Processor time excludes the time for which a process is
-    suspended. SIGVTALRM is neither blocked by preemption.py nor used by another library."""
+    A signal interrupts Python code in the main thread. Processor time excludes the time for which a
+    process is suspended. SIGVTALRM is neither blocked by preemption.py nor used by another
+    library."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -153,17 +167,18 @@ class ChatText:
 
     text: str
     mark: str = ""
-    """A character that is not in the messages. In `text` it follows the first character of each control token that a
-    message has written out. Empty: none has."""
+    """A character that is not in the messages. In `text` it follows the first character of each
+    control token that a message has written out. Empty: none has."""
 
 
 class ChatTokenizer:
-    """Makes tokens of chats. A control token that is written out in a message stays text: no content can end its
-    message and begin one of another role.
+    """Makes tokens of chats. A control token that is written out in a message stays text: no
+    content can end its message and begin one of another role.
 
-    Control tokens are the special tokens of the tokenizer, and others that it has as a whole and that the chat template
-    names (DeepSeek's <｜User｜>), except tags such as <tool_call>. A response may have THINK_TAGS, since templates look
-    for them there. Chats without a written control token have the tokens of the rendered text."""
+    Control tokens are the special tokens of the tokenizer, and others that it has as a whole and
+    that the chat template names (DeepSeek's <｜User｜>), except tags such as <tool_call>. A response
+    may have THINK_TAGS, since templates look for them there. Chats without a written control token
+    have the tokens of the rendered text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -191,8 +206,14 @@ class ChatTokenizer:
         mark = ""
         if any(self._has_control(message) for message in messages):
             mark = _unused_character(json.dumps(list(messages), ensure_ascii=False, default=str))
-            messages = [self._marked(message, mark, message.get("role") == "assistant") for message in messages]
-        return ChatText(render(self.tokenizer, messages, arguments, where, add_generation_prompt, template), mark)
+            messages = [
+                self._marked(message, mark, message.get("role") == "assistant")
+                for message in messages
+            ]
+        return ChatText(
+            render(self.tokenizer, messages, arguments, where, add_generation_prompt, template),
+            mark,
+        )
 
     def plain(self, text: str) -> ChatText:
         """Return a text whose control tokens stay text."""
@@ -200,17 +221,27 @@ class ChatTokenizer:
         return ChatText(self._marked(text, mark), mark)
 
     def tokens(self, chat: ChatText, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a chat. add_special_tokens: those that the tokenizer adds around a text."""
+        """Return the tokens of a chat. add_special_tokens: those that the tokenizer adds around a
+        text."""
         if not chat.mark:
-            return list(self.tokenizer(chat.text, add_special_tokens=add_special_tokens)["input_ids"])
+            return list(
+                self.tokenizer(chat.text, add_special_tokens=add_special_tokens)["input_ids"]
+            )
         if not self.tokenizer.is_fast:  # no offsets
             parts = chat.text.split(chat.mark)
-            return [token for part in parts for token in self.tokenizer(part, add_special_tokens=False)["input_ids"]]
+            return [
+                token
+                for part in parts
+                for token in self.tokenizer(part, add_special_tokens=False)["input_ids"]
+            ]
         encoded = self.tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True)
         return [
             token
-            for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-            if chat.text[start : max(start + 1, end)] != chat.mark  # a byte of a character may have an empty span
+            for token, (start, end) in zip(
+                encoded["input_ids"], encoded["offset_mapping"], strict=True
+            )
+            # a byte of a character may have an empty span
+            if chat.text[start : max(start + 1, end)] != chat.mark
         ]
 
     def _has_control(self, value: Any) -> bool:
@@ -218,29 +249,43 @@ class ChatTokenizer:
         if isinstance(value, str):
             return next(self._places(value), None) is not None
         if isinstance(value, Mapping):
-            return any(self._has_control(key) or self._has_control(one) for key, one in value.items())
+            return any(
+                self._has_control(key) or self._has_control(one) for key, one in value.items()
+            )
         return isinstance(value, list | tuple) and any(map(self._has_control, value))
 
     def _marked(self, value: Any, mark: str, is_response: bool = False) -> Any:
-        """Return the value with the mark after the first character of each control token in its texts."""
+        """Return the value with the mark after the first character of each control token in its
+        texts."""
         if isinstance(value, str):
             kept = THINK_TAGS if is_response else ()
             ends = [place + 1 for place in self._places(value) if not value.startswith(kept, place)]
-            return mark.join(value[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True))
+            return mark.join(
+                value[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)
+            )
         if isinstance(value, Mapping):
-            marked = [[self._marked(one, mark, is_response) for one in pair] for pair in value.items()]
+            marked = [
+                [self._marked(one, mark, is_response) for one in pair] for pair in value.items()
+            ]
             return dict(marked)
-        return [self._marked(one, mark, is_response) for one in value] if isinstance(value, list | tuple) else value
+        return (
+            [self._marked(one, mark, is_response) for one in value]
+            if isinstance(value, list | tuple)
+            else value
+        )
 
     def _places(self, text: str) -> Iterator[int]:
-        """Yield the places of control tokens, which may overlap, and of the beginning of one at the end of the text:
-        another message may follow without a mark between them."""
+        """Yield the places of control tokens, which may overlap, and of the beginning of one at the
+        end of the text: another message may follow without a mark between them."""
         end = len(text.rstrip())
         for match in self._first.finditer(text):
             place = match.start()
             rest = text[place:end]
             is_token = any(text[place : place + length] in self._control for length in self._lens)
-            if is_token or (len(rest) < self._lens[-1] and any(token.startswith(rest) for token in self._control)):
+            if is_token or (
+                len(rest) < self._lens[-1]
+                and any(token.startswith(rest) for token in self._control)
+            ):
                 yield place
 
 

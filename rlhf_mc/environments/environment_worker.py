@@ -1,5 +1,5 @@
-"""The program of a worker process in which the environments of many conversations run at a time. It imports neither
-torch nor numpy.
+"""The program of a worker process in which the environments of many conversations run at a time. It
+imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class EnvironmentsOfWorker:
         self._class: type
         self._kwargs = cfg.kwargs
         if cfg.has_tools:
-            from rlhf_mc.environments.tools import ToolEnvironment, load_tools  # pydantic and transformers
+            # pydantic and transformers
+            from rlhf_mc.environments.tools import ToolEnvironment, load_tools
 
             tools, self.tool_schemas = load_tools(cfg)
             self._class = ToolEnvironment
@@ -70,7 +71,8 @@ class EnvironmentsOfWorker:
             self._further = further_arguments(ToolEnvironment)
         else:
             self._class, self._further = load_environment(cfg)
-        self._limit = None if cfg.has_tools else cfg.timeout_seconds  # each call of a tool has the limit
+        # each call of a tool has the limit
+        self._limit = None if cfg.has_tools else cfg.timeout_seconds
         self.threads = ThreadPoolExecutor(MOST_THREADS)
         self._environments: dict[Key, Environment] = {}
 
@@ -78,7 +80,9 @@ class EnvironmentsOfWorker:
         """Return the environment's answer to a turn, or why there is none."""
         setting = "rollout.environment.timeout_seconds"
         try:
-            answer: StepResult = await awaited(self._answer(turn), self._limit, f"no answer after {{}} s ({setting})")
+            answer: StepResult = await awaited(
+                self._answer(turn), self._limit, f"no answer after {{}} s ({setting})"
+            )
             return answer
         except Failure as failure:
             return failure
@@ -87,7 +91,11 @@ class EnvironmentsOfWorker:
         """Close the environment of a conversation. An error is of no importance any more."""
         if key in self._environments:
             with contextlib.suppress(Failure):
-                await awaited(_close(self._environments.pop(key)), self.cfg.timeout_seconds, "not closed after {} s")
+                await awaited(
+                    _close(self._environments.pop(key)),
+                    self.cfg.timeout_seconds,
+                    "not closed after {} s",
+                )
 
     async def _answer(self, turn: Turn) -> StepResult:
         return checked_answer(await self._step(turn), self.cfg)
@@ -103,7 +111,10 @@ class EnvironmentsOfWorker:
             if self.cfg.first_observation:
                 return first, 0.0, False, {}
             if first is not None:
-                raise Failure("invalid", f"reset returned {type(first).__name__} without {SECTION}.first_observation")
+                raise Failure(
+                    "invalid",
+                    f"reset returned {type(first).__name__} without {SECTION}.first_observation",
+                )
         if turn.key not in self._environments:
             raise Failure("invalid", "its reset has failed")
         further = {name: getattr(turn, name) for name in self._further}
@@ -115,7 +126,9 @@ async def _close(environment: Any) -> None:
         await called(environment.close)
 
 
-async def _serve(connection: Connection, send: Callable[..., None], conversations: EnvironmentsOfWorker) -> None:
+async def _serve(
+    connection: Connection, send: Callable[..., None], conversations: EnvironmentsOfWorker
+) -> None:
     """Answer the turns that the rank sends, until it ends."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(conversations.threads)
@@ -152,8 +165,8 @@ async def _serve(connection: Connection, send: Callable[..., None], conversation
 
 
 def main(parent: int, descriptors: tuple[int, int]) -> None:
-    """Run the environments of the conversations that the rank sends, until it ends. This is the worker process's
-    program."""
+    """Run the environments of the conversations that the rank sends, until it ends. This is the
+    worker process's program."""
     connection, send = guarded_connection(parent, descriptors)
     (cfg,) = connection.recv()
     runner = asyncio.Runner()

@@ -1,5 +1,5 @@
-"""The worker processes in which the environments of a rank's conversations run, and the rank's handle of them. No call
-waits for an environment.
+"""The worker processes in which the environments of a rank's conversations run, and the rank's
+handle of them. No call waits for an environment.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ class _Worker:
 
     def __init__(self, cfg: EnvironmentConfig, messages: SimpleQueue[tuple[_Worker, Any]]) -> None:
         """messages: gets what the process sends, and last a Failure, once it has ended."""
-        self.process = WorkerProcess("rlhf_mc.environments.environment_worker", cfg.timeout_seconds, _Answer, cfg)
+        self.process = WorkerProcess(
+            "rlhf_mc.environments.environment_worker", cfg.timeout_seconds, _Answer, cfg
+        )
         self.sent: dict[Key, float] = {}
-        """When the turns that it has not answered were sent, by conversation, the earliest first."""
+        """When the turns that it has not answered were sent, by conversation, the earliest
+        first."""
         self.num_timeouts = 0
         """Calls that have exceeded their limit. One of a plain function keeps a thread."""
         self.loaded_at = math.inf
@@ -68,7 +71,9 @@ class _Worker:
     def _read(self) -> None:
         try:
             setting = "rollout.environment.timeout_seconds"
-            self.loaded.set_result(self.process.loaded(where(self._cfg), setting, list[dict[str, Any]]))
+            self.loaded.set_result(
+                self.process.loaded(where(self._cfg), setting, list[dict[str, Any]])
+            )
             self.loaded_at = time.monotonic()
             while True:
                 if self.process.wait_for_message(_MESSAGE_SECONDS):
@@ -118,8 +123,9 @@ class EnvironmentPool:
         home.turns.put(turn)
 
     def take(self, seconds: float) -> dict[Key, StepOutcome | None]:
-        """Return the answers that have come, by conversation. Without any, wait for one for at most `seconds`. None:
-        the environment has ended with its worker process, perhaps by another conversation's call."""
+        """Return the answers that have come, by conversation. Without any, wait for one for at most
+        `seconds`. None: the environment has ended with its worker process, perhaps by another
+        conversation's call."""
         answers: dict[Key, StepOutcome | None] = {}
         for worker, message in self._arrived(seconds):
             if worker not in self._workers:
@@ -138,7 +144,10 @@ class EnvironmentPool:
             # The environments block the process: none keeps its limit.
             place = one.process.blocking_call()
             self._end(one)
-            problem = f"no answer after {self._cfg.timeout_seconds:g} s, and its process is blocked{place}"
+            problem = (
+                f"no answer after {self._cfg.timeout_seconds:g} s, and its process is "
+                f"blocked{place}"
+            )
             failure = Failure("timeout", f"{problem} (an async method may wait by await alone)")
             answers |= {key: failure if sent <= latest else None for key, sent in one.sent.items()}
         return answers
@@ -188,18 +197,23 @@ class EnvironmentPool:
         worker.close()
 
     def _count_timeouts(self, worker: _Worker, answer: StepOutcome) -> None:
-        """Count the calls that may hang. New conversations get another process once half of the threads may be kept."""
+        """Count the calls that may hang. New conversations get another process once half of the
+        threads may be kept."""
         failures = answer.failures if isinstance(answer, StepResult) else [answer]
         worker.num_timeouts += sum(failure.kind == "timeout" for failure in failures)
         if worker.num_timeouts >= MOST_THREADS // 2 and worker in self._of_new:
             self._of_new[self._of_new.index(worker)] = None
 
     def _unanswered(self, worker: _Worker, failure: Failure) -> dict[Key, Failure | None]:
-        """Return what becomes of the calls that a process had when it ended by itself. Any of them may have ended it:
-        each half begins again in a process of its own, until a call is alone."""
+        """Return what becomes of the calls that a process had when it ended by itself. Any of them
+        may have ended it: each half begins again in a process of its own, until a call is alone."""
         calls = [*worker.sent]
         has_imported = worker.loaded.exception() is None
-        if len(calls) <= 1 or not has_imported or len(self._workers) >= self._num_workers + _MOST_FURTHER:
+        if (
+            len(calls) <= 1
+            or not has_imported
+            or len(self._workers) >= self._num_workers + _MOST_FURTHER
+        ):
             return dict.fromkeys(calls, failure)
         for half in (calls[::2], calls[1::2]):
             self._homes |= dict.fromkeys(half, self._start())

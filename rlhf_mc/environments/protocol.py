@@ -1,5 +1,5 @@
-"""The interface of an environment, and the call and check of a user's. Neither torch nor numpy is imported, so that a
-worker process (environment_worker.py) starts fast.
+"""The interface of an environment, and the call and check of a user's. Neither torch nor numpy is
+imported, so that a worker process (environment_worker.py) starts fast.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ class ToolCall(NamedTuple):
 
 
 class Environment(Protocol):
-    """The environment of one conversation. Methods may be async; one that is not runs in a thread."""
+    """The environment of one conversation. Methods may be async; one that is not runs in a
+    thread."""
 
     def reset(self, row: dict[str, Any]) -> Observation | None:
-        """Begin. row: `prompt` (chat messages), `data_source`, `ground_truth`, `extra_info` and `agent_name`. Return
-        the first observation with rollout.environment.first_observation, else None."""
+        """Begin. row: `prompt` (chat messages), `data_source`, `ground_truth`, `extra_info` and
+        `agent_name`. Return the first observation with rollout.environment.first_observation, else
+        None."""
 
     def step(self, response: str) -> tuple[Observation | None, float, bool, Mapping[str, float]]:
-        """Answer a turn of the model. Return the observation, the turn's reward, whether the conversation has ended,
-        and numbers for the metrics. With an argument `token_ids` it also gets the turn's tokens."""
+        """Answer a turn of the model. Return the observation, the turn's reward, whether the
+        conversation has ended, and numbers for the metrics. With an argument `token_ids` it also
+        gets the turn's tokens."""
 
     def close(self) -> None:
         """End. It may be left out."""
@@ -75,12 +78,16 @@ StepOutcome = StepResult | Failure
 def where(cfg: EnvironmentConfig) -> str:
     """Return the name of the user's class or tools, for messages."""
     if cfg.has_tools:
-        return f"{SECTION}, tools of {' and '.join(filter(None, (cfg.function_tool_path, cfg.tool_config_path)))}"
+        return (
+            f"{SECTION}, tools of "
+            f"{' and '.join(filter(None, (cfg.function_tool_path, cfg.tool_config_path)))}"
+        )
     return f"{SECTION} {cfg.name} of {cfg.path}"
 
 
 def most_answer_bytes(cfg: EnvironmentConfig) -> int:
-    """Return the largest size of an answer: observations of the largest length in UTF-8, and 256 KiB
+    """Return the largest size of an answer: observations of the largest length in UTF-8, and 256
+    KiB
     for numbers, further messages and their other texts."""
     num_observations = cfg.max_parallel_calls if cfg.has_tools else 1
     return min(4 * num_observations * cfg.max_observation_length + _MOST_OTHER_BYTES, MOST_BYTES)
@@ -94,7 +101,9 @@ def load_environment(cfg: EnvironmentConfig) -> tuple[type, Collection[str]]:
     try:
         one = environment(**cfg.kwargs)
     except BaseException as error:  # the user's code may raise anything, SystemExit included
-        raise UserError(f"{where(cfg)}: building an object raised {describe_error(error)}") from error
+        raise UserError(
+            f"{where(cfg)}: building an object raised {describe_error(error)}"
+        ) from error
     for method in ("reset", "step"):
         if not callable(getattr(one, method, None)):
             raise UserError(f"{where(cfg)}: has no method {method} (docs/environments.md)")
@@ -124,7 +133,8 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     result, error = await asyncio.get_running_loop().run_in_executor(None, call)
     if error is not None:
         raise Failure("raised", f"raised {describe_error(error)}") from error
-    return await result if inspect.isawaitable(result) else result  # of a decorated coroutine function
+    # of a decorated coroutine function
+    return await result if inspect.isawaitable(result) else result
 
 
 def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:
@@ -132,10 +142,15 @@ def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:
     if cfg.has_tools and isinstance(result, StepResult):
         return result
     if not isinstance(result, tuple) or len(result) != 4:
-        raise Failure("invalid", f"step returned {type(result).__name__}, not (observation, reward, done, info)")
+        raise Failure(
+            "invalid",
+            f"step returned {type(result).__name__}, not (observation, reward, done, info)",
+        )
     observation, reward, done, info = result
     if not isinstance(info, Mapping):
-        raise Failure("invalid", f"step returned an info of {type(info).__name__}, not a mapping of numbers")
+        raise Failure(
+            "invalid", f"step returned an info of {type(info).__name__}, not a mapping of numbers"
+        )
     if isinstance(done, str):
         raise Failure("invalid", f"step returned {done[:20]!r} as done, not a bool")
     numbers = checked({**info, "score": reward})
@@ -153,7 +168,9 @@ def _observation(value: Any, cfg: EnvironmentConfig) -> Observation:
         if all(type(token) is int and token >= 0 for token in tokens):
             return tokens
         return _messages(value, cfg)
-    raise Failure("invalid", f"returned an observation of {type(value).__name__}: {_NO_OBSERVATION}")
+    raise Failure(
+        "invalid", f"returned an observation of {type(value).__name__}: {_NO_OBSERVATION}"
+    )
 
 
 def _messages(value: Sequence[Any], cfg: EnvironmentConfig) -> list[dict[str, str]]:
@@ -163,9 +180,18 @@ def _messages(value: Sequence[Any], cfg: EnvironmentConfig) -> list[dict[str, st
     messages = []
     for one in value:
         if not isinstance(one, Mapping):
-            raise Failure("invalid", f"returned an observation with {type(one).__name__} in it: {_NO_OBSERVATION}")
-        items = [(unicode(key), text) for key, text in one.items() if isinstance(key, str) and isinstance(text, str)]
-        texts = {key: truncated(text, cfg) if key == "content" else unicode(text) for key, text in items}
+            raise Failure(
+                "invalid",
+                f"returned an observation with {type(one).__name__} in it: {_NO_OBSERVATION}",
+            )
+        items = [
+            (unicode(key), text)
+            for key, text in one.items()
+            if isinstance(key, str) and isinstance(text, str)
+        ]
+        texts = {
+            key: truncated(text, cfg) if key == "content" else unicode(text) for key, text in items
+        }
         if not {"role", "content"} <= texts.keys():
             raise Failure("invalid", "returned a message without a text as role and one as content")
         size += sum(map(len, itertools.chain(texts.keys(), texts.values())))
@@ -176,12 +202,16 @@ def _messages(value: Sequence[Any], cfg: EnvironmentConfig) -> list[dict[str, st
 
 
 def truncated(value: Sliceable, cfg: EnvironmentConfig) -> Sliceable:
-    """Return the value without what exceeds max_observation_length. A text has a mark there, and marks in place of what
-    is not Unicode."""
+    """Return the value without what exceeds max_observation_length. A text has a mark there, and
+    marks in place of what is not Unicode."""
     if isinstance(value, str):
         value = str.__str__(value)  # of a class of the user's own, without its methods
     excess = len(value) - cfg.max_observation_length
-    start = {"left": 0, "right": cfg.max_observation_length, "middle": cfg.max_observation_length // 2}[cfg.truncate]
+    start = {
+        "left": 0,
+        "right": cfg.max_observation_length,
+        "middle": cfg.max_observation_length // 2,
+    }[cfg.truncate]
     if excess > 0:
         mark: Any = _CUT if isinstance(value, str) else []
         value = value[:start] + mark + value[start + excess :]

@@ -1,5 +1,6 @@
-"""The tokens of an observation: text as it is, chat messages as the chat template adds them to a conversation. Control
-tokens that they have written out stay text. What the model has drawn is never rendered or tokenised again.
+"""The tokens of an observation: text as it is, chat messages as the chat template adds them to a
+conversation. Control tokens that they have written out stay text. What the model has drawn is never
+rendered or tokenised again.
 """
 
 from __future__ import annotations
@@ -43,55 +44,78 @@ class ObservationTokenizer:
             self._check_tools()
 
     def tokens(
-        self, observation: Observation, turn: Sequence[int], prompt: Sequence[Mapping[str, Any]] = ()
+        self,
+        observation: Observation,
+        turn: Sequence[int],
+        prompt: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the tokens that follow a turn's, with the generation prompt after messages. prompt: where there is no
-        turn yet, the messages that they follow. Raise Failure if the chat template refuses the messages, or if a
-        conversation without them is not the beginning of one with them."""
+        """Return the tokens that follow a turn's, with the generation prompt after messages.
+        prompt: where there is no turn yet, the messages that they follow. Raise Failure if the chat
+        template refuses the messages, or if a conversation without them is not the beginning of one
+        with them."""
         if isinstance(observation, str):
             splits = self._cfg.split_special_tokens
-            return self._chats.tokens(self._chats.plain(observation) if splits else ChatText(observation))
+            return self._chats.tokens(
+                self._chats.plain(observation) if splits else ChatText(observation)
+            )
         messages = [one for one in observation if isinstance(one, dict)]
         if len(messages) < len(observation) or not messages:
             tokens = [token for token in observation if isinstance(token, int)]
             largest = max(tokens, default=0)
             if largest >= len(self._tokenizer):
-                raise Failure("invalid", f"step returned the token {largest}; the tokenizer has {len(self._tokenizer)}")
+                raise Failure(
+                    "invalid",
+                    f"step returned the token {largest}; the tokenizer has {len(self._tokenizer)}",
+                )
             return tokens
         if not turn:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)
-        # The response ends with the first end token after the generation prompt, of which the template may render a
-        # part alone. What it adds after the end token (a line break) belongs to the observation. With another content
-        # the tokens up to the observation's are the same: an end token that comes later ends no response.
+        # The response ends with the first end token after the generation prompt, of which the
+        # template may render a part alone. What it adds after the end token (a line break) belongs
+        # to the observation. With another content the tokens up to the observation's are the same:
+        # an end token that comes later ends no response.
         begun = self._rendered([_QUESTION], True)
-        other = self._after([_QUESTION], ".", [{**one, "content": f".{one['content']}"} for one in messages])
+        other = self._after(
+            [_QUESTION], ".", [{**one, "content": f".{one['content']}"} for one in messages]
+        )
         start = _num_equal(begun, after)
-        end = next((i for i in range(start, _num_equal(other, after)) if after[i] in self._stop), None)
+        end = next(
+            (i for i in range(start, _num_equal(other, after)) if after[i] in self._stop), None
+        )
         if end is not None and turn[-1] == after[end]:
             return after[end + 1 :]
         response = [_QUESTION, {"role": "assistant", "content": "."}]
         before = self._rendered(response, False)
         has_end = not self._stop.isdisjoint(before[start:])
         if end is None and has_end and after[: len(before) - 1] == before[:-1]:
-            end = len(before) - 1  # the end token of the last message is another one than those of others (gpt-oss)
+            # the end token of the last message is another one than those of others (gpt-oss)
+            end = len(before) - 1
         if end is not None:
-            # Or the end token begins the next message (GLM): the turn may have that of another role.
+            # Or the end token begins the next message (GLM): the turn may have that of another
+            # role.
             return after[end + (has_end and turn[-1] in self._stop) :]
         return self._difference(response, after)
 
     def default_tokens(self, problem: str) -> list[int]:
-        """Return the tokens of rollout.environment.default_observation, with its control tokens. problem: replaces
-        {error}, and has none."""
+        """Return the tokens of rollout.environment.default_observation, with its control tokens.
+        problem: replaces {error}, and has none."""
         chat = self._chats.plain(problem)
-        text = truncated((self._cfg.default_observation or "").replace("{error}", chat.text), self._cfg)
+        text = truncated(
+            (self._cfg.default_observation or "").replace("{error}", chat.text), self._cfg
+        )
         return self._chats.tokens(replace(chat, text=text))
 
     def check(
-        self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Observation, tokens: Sequence[int]
+        self,
+        prompt: Sequence[Mapping[str, Any]],
+        turn: str,
+        observation: Observation,
+        tokens: Sequence[int],
     ) -> None:
-        """Warn, the first time, if the rendering of the whole conversation does not end with the observation's tokens,
-        or lacks a part of the turn. prompt: its messages. turn: the text of the first one."""
+        """Warn, the first time, if the rendering of the whole conversation does not end with the
+        observation's tokens, or lacks a part of the turn. prompt: its messages. turn: the text of
+        the first one."""
         messages = [one for one in observation if isinstance(one, dict)]
         if self._is_checked or not prompt or not messages:
             return
@@ -100,27 +124,31 @@ class ObservationTokenizer:
         if whole[-len(tokens) :] != list(tokens):
             texts = [self._tokenizer.decode(part) for part in (tokens, whole[-len(tokens) :])]
             print_line(
-                f"warning: rollout.environment: the chat template adds an observation as {texts[0]!r}, and a rendering"
-                f" of the whole conversation ends with {texts[1]!r}; the model is trained on the former"
+                "warning: rollout.environment: the chat template adds an observation as "
+                f"{texts[0]!r}, and a rendering of the whole conversation ends with {texts[1]!r}; "
+                "the model is trained on the former"
             )
         # Some templates render calls of tools in place of the text.
         if messages[0]["role"] != "tool" and turn.strip() not in self._tokenizer.decode(whole):
             print_line(
-                f"warning: rollout.environment: once an observation follows, the chat template renders the response"
-                f" {turn[:200]!r} otherwise, or without its thoughts; the model sees all that it has drawn"
+                "warning: rollout.environment: once an observation follows, the chat template "
+                f"renders the response {turn[:200]!r} otherwise, or without its thoughts; the "
+                "model sees all that it has drawn"
             )
 
     def _check_tools(self) -> None:
         """Warn if the template does not render tools, as that of DeepSeek-V3.1's checkpoint."""
         with contextlib.suppress(UserError):  # of a template that asks for another prompt
             texts = [
-                self._chats.render([_QUESTION], {**self._arguments, "tools": tools}, "a question").text
+                self._chats.render(
+                    [_QUESTION], {**self._arguments, "tools": tools}, "a question"
+                ).text
                 for tools in (self._arguments["tools"], None)
             ]
             if texts[0] == texts[1]:
                 print_line(
-                    "warning: rollout.environment: the chat template does not render tools, so no prompt has their"
-                    " schemas; data.chat_template_path may name another template",
+                    "warning: rollout.environment: the chat template does not render tools, so no "
+                    "prompt has their schemas; data.chat_template_path may name another template",
                     rank_0_only=True,
                 )
 
@@ -128,17 +156,26 @@ class ObservationTokenizer:
         """Return what a rendering adds to that of the messages."""
         before = self._rendered(messages, False)
         if after[: len(before)] != before:
-            raise Failure("invalid", "the chat template renders messages differently once an observation follows")
+            raise Failure(
+                "invalid",
+                "the chat template renders messages differently once an observation follows",
+            )
         return after[len(before) :]
 
     def _after(
-        self, prompt: Sequence[Mapping[str, Any]], turn: str, observation: Sequence[Mapping[str, str]]
+        self,
+        prompt: Sequence[Mapping[str, Any]],
+        turn: str,
+        observation: Sequence[Mapping[str, str]],
     ) -> list[int]:
-        """Return the tokens of a conversation that ends with an observation. Where that is answers of tools, the turn
-        has their calls; some templates take their arguments as a text alone, some as a mapping."""
+        """Return the tokens of a conversation that ends with an observation. Where that is answers
+        of tools, the turn has their calls; some templates take their arguments as a text alone,
+        some as a mapping."""
         calls = [one for one in observation if one["role"] == "tool"]
         if not calls:
-            return self._rendered([*prompt, {"role": "assistant", "content": turn}, *observation], True)
+            return self._rendered(
+                [*prompt, {"role": "assistant", "content": turn}, *observation], True
+            )
 
         def rendered(arguments: Any) -> list[int]:
             tool_calls = [
@@ -157,9 +194,13 @@ class ObservationTokenizer:
         except Failure:
             return rendered("{}")
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    ) -> list[int]:
         try:
-            chat = self._chats.render(messages, self._arguments, "an observation", add_generation_prompt)
+            chat = self._chats.render(
+                messages, self._arguments, "an observation", add_generation_prompt
+            )
         except UserError as error:
             raise Failure("invalid", str(error)) from error
         return self._chats.tokens(chat)
@@ -168,4 +209,6 @@ class ObservationTokenizer:
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of tokens with which both begin."""
     pairs = zip(first, second, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+    return next(
+        (i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second))
+    )

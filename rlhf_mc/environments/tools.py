@@ -1,4 +1,5 @@
-"""Tools as an environment: the calls of a turn are run, and their answers are the observation. A user's function and
+"""Tools as an environment: the calls of a turn are run, and their answers are the observation. A
+user's function and
 an object of verl's BaseTool have one interface here. Neither torch nor numpy is imported.
 """
 
@@ -80,21 +81,30 @@ class ToolEnvironment:
         self._is_single = row["agent_name"] == SINGLE_TURN_AGENT
         # A null of a parquet file must not replace the default of a tool's argument.
         self._kwargs = json_files.without_nulls(row["extra_info"].get("tools_kwargs") or {})
-        self._agent_data = SimpleNamespace(messages=row["prompt"], tools_kwargs=self._kwargs, extra_fields={})
+        self._agent_data = SimpleNamespace(
+            messages=row["prompt"], tools_kwargs=self._kwargs, extra_fields={}
+        )
 
     async def step(self, response: str, tool_calls: Sequence[ToolCall]) -> StepResult:
         """Run the calls of a turn, at the same time."""
         self._num_turns += 1
         failures: list[FailureReason] = []
         if self._is_single or not tool_calls or self._num_turns >= self._cfg.max_turns:
-            with_rewards = [name for name in self._instances if not isinstance(self._tools[name], _FunctionTool)]
+            with_rewards = [
+                name for name in self._instances if not isinstance(self._tools[name], _FunctionTool)
+            ]
             await asyncio.gather(*(self._calc_reward(name, failures) for name in with_rewards))
             return StepResult("", 0.0, True, self._info, tuple(failures))
         calls = tool_calls[: self._cfg.max_parallel_calls]
         rewards: list[float] = []
         answers = await asyncio.gather(*(self._answer(call, rewards, failures) for call in calls))
         messages = [
-            {"role": "tool", "name": unicode(call.name) or "unknown", "tool_call_id": call.number, "content": text}
+            {
+                "role": "tool",
+                "name": unicode(call.name) or "unknown",
+                "tool_call_id": call.number,
+                "content": text,
+            }
             for call, text in zip(calls, answers, strict=True)
         ]
         return StepResult(messages, sum(rewards), False, self._info, tuple(failures))
@@ -104,7 +114,9 @@ class ToolEnvironment:
         for name, instance in self._instances.items():
             await self._tools[name].release(instance, **self._row_arguments(name, "release_kwargs"))
 
-    async def _answer(self, call: ToolCall, rewards: list[float], failures: list[FailureReason]) -> str:
+    async def _answer(
+        self, call: ToolCall, rewards: list[float], failures: list[FailureReason]
+    ) -> str:
         """Run a call. Return its answer, or what was wrong."""
         self._info["tool_calls"] += 1
         try:
@@ -116,18 +128,27 @@ class ToolEnvironment:
             self._info["invalid_calls"] += 1
             text = f"Error: {error}"
         except Exception as error:  # of the user's own classes among them
-            failure = error if isinstance(error, Failure) else Failure("invalid", f"returned {describe_error(error)}")
-            failures.append(FailureReason(failure.kind, f"the tool {call.name!r} {failure.problem}"))
+            failure = (
+                error
+                if isinstance(error, Failure)
+                else Failure("invalid", f"returned {describe_error(error)}")
+            )
+            failures.append(
+                FailureReason(failure.kind, f"the tool {call.name!r} {failure.problem}")
+            )
             text = f"Error: {failure.problem}"
         return truncated(text, self._cfg)
 
     def _parameters(self, call: ToolCall) -> dict[str, Any]:
-        """Return the parameters of a call. Raise _InvalidCallError if it names no tool, or does not fit it."""
+        """Return the parameters of a call. Raise _InvalidCallError if it names no tool, or does not
+        fit it."""
         if not call.name:
             raise _InvalidCallError("the tool call cannot be read")
         tool = self._tools.get(call.name)
         if tool is None:
-            raise _InvalidCallError(f"there is no tool {call.name!r}; the tools are {', '.join(self._tools)}")
+            raise _InvalidCallError(
+                f"there is no tool {call.name!r}; the tools are {', '.join(self._tools)}"
+            )
         try:
             parameters = json_files.parse(call.arguments)
         except ValueError as error:
@@ -141,15 +162,20 @@ class ToolEnvironment:
                 raise _InvalidCallError(f"{call.name}: {error}") from error
         return parameters
 
-    async def _run(self, name: str, parameters: dict[str, Any]) -> tuple[str, float, dict[str, float]]:
+    async def _run(
+        self, name: str, parameters: dict[str, Any]
+    ) -> tuple[str, float, dict[str, float]]:
         tool = self._tools[name]
         async with self._lock:
             if name not in self._instances:
                 kwargs = self._row_arguments(name, "create_kwargs")
-                created = await tool.create(create_kwargs=kwargs, **kwargs)  # verl passes one or the other, by version
+                # verl passes one or the other, by version
+                created = await tool.create(create_kwargs=kwargs, **kwargs)
                 self._instances[name] = created[0] if isinstance(created, tuple) else created
         kwargs = self._row_arguments(name, "execute_kwargs")
-        answer = await tool.execute(self._instances[name], parameters, agent_data=self._agent_data, **kwargs)
+        answer = await tool.execute(
+            self._instances[name], parameters, agent_data=self._agent_data, **kwargs
+        )
         return _results(answer)
 
     async def _calc_reward(self, name: str, failures: list[FailureReason]) -> None:
@@ -158,7 +184,9 @@ class ToolEnvironment:
         try:
             self._info[f"calc_reward/{name}"] = await self._awaited(self._reward(name, kwargs))
         except Failure as failure:
-            failures.append(FailureReason(failure.kind, f"calc_reward of the tool {name!r} {failure.problem}"))
+            failures.append(
+                FailureReason(failure.kind, f"calc_reward of the tool {name!r} {failure.problem}")
+            )
 
     async def _reward(self, name: str, kwargs: dict[str, Any]) -> float:
         reward = await self._tools[name].calc_reward(self._instances[name], **kwargs)
@@ -173,7 +201,8 @@ class ToolEnvironment:
 
 
 def _results(result: Any) -> tuple[str, float, dict[str, float]]:
-    """Return the text, the reward and the numbers that a tool returned. Raise Failure for others than there may be."""
+    """Return the text, the reward and the numbers that a tool returned. Raise Failure for others
+    than there may be."""
     values = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(values) <= 3:
         raise Failure("invalid", f"returned {len(values)} values, not (text, reward, metrics)")
@@ -193,11 +222,15 @@ def _results(result: Any) -> tuple[str, float, dict[str, float]]:
 
 
 def load_tools(cfg: EnvironmentConfig) -> tuple[dict[str, Any], list[Schema]]:
-    """Return the tools of both files by name, and their schemas. Raise UserError if a file cannot be used."""
+    """Return the tools of both files by name, and their schemas. Raise UserError if a file cannot
+    be used."""
     verl_tools.install()
     tools: dict[str, Any] = {}
     schemas = []
-    for path, load in ((cfg.function_tool_path, _load_functions), (cfg.tool_config_path, _load_classes)):
+    for path, load in (
+        (cfg.function_tool_path, _load_functions),
+        (cfg.tool_config_path, _load_classes),
+    ):
         for tool, schema in load(path) if path is not None else ():
             name = schema["function"]["name"]
             if name in tools:
@@ -205,12 +238,15 @@ def load_tools(cfg: EnvironmentConfig) -> tuple[dict[str, Any], list[Schema]]:
             tools[name] = tool
             schemas.append(schema)
     if not tools:
-        raise UserError(f"{SECTION}: {cfg.function_tool_path or cfg.tool_config_path} defines no tool")
+        raise UserError(
+            f"{SECTION}: {cfg.function_tool_path or cfg.tool_config_path} defines no tool"
+        )
     return tools, schemas
 
 
 def _load_functions(path: str) -> list[tuple[Any, Schema]]:
-    """Return the functions that are decorated with verl's function_tool, else all public ones that the file defines."""
+    """Return the functions that are decorated with verl's function_tool, else all public ones that
+    the file defines."""
     from transformers.utils import get_json_schema  # two seconds
 
     setting = f"{SECTION}.function_tool_path"
@@ -219,7 +255,9 @@ def _load_functions(path: str) -> list[tuple[Any, Schema]]:
     functions = {name: (entry.fn, entry.tool_schema) for name, entry in registry.items()} or {
         name: (one, None)
         for name, one in vars(module).items()
-        if inspect.isfunction(one) and one.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.isfunction(one)
+        and one.__module__ == module.__name__
+        and not name.startswith("_")
     }
     tools = []
     for name, (function, schema) in functions.items():
@@ -227,8 +265,9 @@ def _load_functions(path: str) -> list[tuple[Any, Schema]]:
             given = get_json_schema(function) if schema is None else schema
         except Exception as error:  # transformers has a type for each part that is missing
             raise UserError(
-                f"{setting} {path}: {name} needs type hints, and a docstring with a line for each argument under Args:;"
-                f" if it is no tool its name must begin with _ ({' '.join(str(error).split())[:300]})"
+                f"{setting} {path}: {name} needs type hints, and a docstring with a line for each "
+                "argument under Args:; if it is no tool its name must begin with _ "
+                f"({' '.join(str(error).split())[:300]})"
             ) from error
         schema = _dumped(given, f"{setting} {path}: {name}")
         schema["function"]["name"] = name
@@ -245,14 +284,19 @@ def _load_classes(path: str) -> list[tuple[Any, Schema]]:
     try:
         given = yaml.safe_load(Path(path).read_text())
         entries = given.get("tools") if isinstance(given, dict) else None
-        if not isinstance(entries, list) or not all(isinstance(one, dict) and "class_name" in one for one in entries):
-            raise UserError(f"{where}: expected 'tools', a list of mappings that each have 'class_name'")
+        if not isinstance(entries, list) or not all(
+            isinstance(one, dict) and "class_name" in one for one in entries
+        ):
+            raise UserError(
+                f"{where}: expected 'tools', a list of mappings that each have 'class_name'"
+            )
         for entry in entries:
             module, _, name = entry["class_name"].rpartition(".")
             config = entry.get("config") or {}
             if config.get("type", "native") != "native":
                 raise UserError(
-                    f"{where}: {name} is of type {config['type']!r}; only native tools are supported (a tool of an MCP"
+                    f"{where}: {name} is of type {config['type']!r}; only native tools are "
+                    "supported (a tool of an MCP"
                     " server: examples/mcp_tool.py)"
                 )
             fields = entry.get("tool_schema")

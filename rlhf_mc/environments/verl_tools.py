@@ -1,5 +1,6 @@
-"""Stand-ins for the modules of verl that a user's tools and environments import, where verl is not installed: names and
-interfaces, with this project's rules in place of verl's scores, and no more of verl.
+"""Stand-ins for the modules of verl that a user's tools and environments import, where verl is not
+installed: names and interfaces, with this project's rules in place of verl's scores, and no more of
+verl.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from rlhf_mc.rewards import text_rules, verl_rules
 from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES, match_source
 
 FUNCTION_TOOL_REGISTRY: dict[str, Any] = {}
-"""The functions that are decorated with function_tool, by the tool's name: `fn` and `tool_schema`."""
+"""The functions that are decorated with function_tool, by the tool's name: `fn` and
+`tool_schema`."""
 _MODULES = (
     "",
     ".tools",
@@ -32,7 +34,8 @@ _SCHEMAS = ("Tool", "", "Parameters", "Property")
 
 
 class Fields(dict[str, Any]):
-    """A schema or an answer: a mapping whose entries are attributes too. One that is missing is None."""
+    """A schema or an answer: a mapping whose entries are attributes too. One that is missing is
+    None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -51,7 +54,8 @@ class Fields(dict[str, Any]):
 
 
 class BaseTool:
-    """The base of a user's tools: one object for all conversations of a process, with an instance for each."""
+    """The base of a user's tools: one object for all conversations of a process, with an instance
+    for each."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         self.config = config
@@ -81,7 +85,8 @@ class BaseTool:
 
 
 class BaseInteraction:
-    """The base of a user's interactions: one object for all conversations, with an instance for each."""
+    """The base of a user's interactions: one object for all conversations, with an instance for
+    each."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -112,7 +117,11 @@ def _gsm8k_solution(solution_str: str, method: str = "strict") -> str | None:
 
 
 def _gsm8k_score(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
 ) -> float:
     answer = _gsm8k_solution(solution_str, method)
     if answer is None:
@@ -133,7 +142,10 @@ _SCORES: dict[str, dict[str, Callable[..., Any]]] = {
     "gsm8k": {"compute_score": _gsm8k_score, "extract_solution": _gsm8k_solution},
     "math_reward": {"compute_score": _math_score},
     "math": {"compute_score": _math_score},
-    "math_dapo": {"compute_score": _dapo_score, "normalize_final_answer": verl_rules.dapo_normalised},
+    "math_dapo": {
+        "compute_score": _dapo_score,
+        "normalize_final_answer": verl_rules.dapo_normalised,
+    },
 }
 """Modules of verl.utils.reward_score, with the functions that this project has."""
 
@@ -157,8 +169,12 @@ def install() -> None:
     for name in _MODULES:
         module = _module(name)
         vars(module).update(names, rollout_trace_op=lambda function: function, BaseTool=BaseTool)
-        vars(module).update(function_tool=function_tool, FUNCTION_TOOL_REGISTRY=FUNCTION_TOOL_REGISTRY)
-        vars(module).update(BaseInteraction=BaseInteraction, default_compute_score=default_compute_score)
+        vars(module).update(
+            function_tool=function_tool, FUNCTION_TOOL_REGISTRY=FUNCTION_TOOL_REGISTRY
+        )
+        vars(module).update(
+            BaseInteraction=BaseInteraction, default_compute_score=default_compute_score
+        )
     for name, functions in _SCORES.items():
         vars(_module(f".utils.reward_score.{name}")).update(functions)
 

@@ -1,5 +1,5 @@
-"""The conditions of the health rules: functions of a step's metrics and of the steps before. health/rules.py has the
-rules with their texts. Pure Python.
+"""The conditions of the health rules: functions of a step's metrics and of the steps before.
+health/rules.py has the rules with their texts. Pure Python.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ TAIL = 10.0
 PPO_KL_RANGE = 3.0
 """Upper end of the target range of actor/ppo_kl, health.ppo_kl_max, divided by its lower end."""
 GRAD_NORM_RANGE = 4.0
-"""Upper end of the expected range of a gradient norm, health.grad_norm_max, divided by its lower end."""
+"""Upper end of the expected range of a gradient norm, health.grad_norm_max, divided by its lower
+end."""
 GRAD_NORM_GROWTH = 10.0
 """Growth of a gradient norm over its median that is taken for instability."""
 ENTROPY_LEFT = 0.5
 """Share of its median that the entropy should keep."""
 COLLAPSE = 10.0
-"""health.entropy_min divided by the entropy of a policy that gives one answer. A policy that had less than entropy_min
-in the first step has not collapsed."""
+"""health.entropy_min divided by the entropy of a policy that gives one answer. A policy that had
+less than entropy_min in the first step has not collapsed."""
 VF_CLIPFRAC_MAX = 0.05
 """Share of tokens whose value may be clipped."""
 EXPLAINED_VARIANCE_MIN = 0.0
@@ -49,7 +50,8 @@ EXPLAINED_VARIANCE_MIN = 0.0
 REWARD_WINDOWS = 5
 """Windows over which reward_flat looks for a trend of the mean score."""
 SATURATED_SHARE = 0.99
-"""Share of the way from the lowest to the highest score that the run has seen at which the mean is saturated."""
+"""Share of the way from the lowest to the highest score that the run has seen at which the mean is
+saturated."""
 EQUAL_GROUPS_MAX = 0.9
 """Share of prompts whose responses may all score the same."""
 THROUGHPUT_LEFT = 0.5
@@ -85,7 +87,8 @@ class RunTraits:
     compares_groups: bool = False
     """The advantage estimator compares the responses to one prompt."""
     logprob_bound: float | None = None
-    """Bound of the mean log-prob difference between rollout engine and trainer; None: they are not compared."""
+    """Bound of the mean log-prob difference between rollout engine and trainer; None: they are not
+    compared."""
 
 
 class Past:
@@ -131,20 +134,25 @@ class Observed:
         return value if value is not None and math.isfinite(value) else None
 
     def before(self, key: str) -> list[float] | None:
-        """Return the values of a remembered metric in the window before; None if there are too few."""
+        """Return the values of a remembered metric in the window before; None if there are too
+        few."""
         values = self.past.last(key, self.cfg.window)
         return values if len(values) >= min(_FEWEST, self.cfg.window) else None
 
     def above(self, bound: str | float, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is above its bound, a setting of health or a number."""
+        """Return the first of the metrics that is above its bound, a setting of health or a
+        number."""
         return self._outside("above", bound, keys)
 
     def below(self, bound: str | float, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is below its bound, a setting of health or a number."""
+        """Return the first of the metrics that is below its bound, a setting of health or a
+        number."""
         return self._outside("below", bound, keys)
 
     def _outside(self, side: Side, bound: str | float, keys: tuple[str, ...]) -> Violation | None:
-        number, setting = (getattr(self.cfg, bound), f"health.{bound}") if isinstance(bound, str) else (bound, "")
+        number, setting = (
+            (getattr(self.cfg, bound), f"health.{bound}") if isinstance(bound, str) else (bound, "")
+        )
         for key in keys:
             value = self.get(key)
             if value is not None and _is_beyond(side, value, number):
@@ -152,7 +160,8 @@ class Observed:
         return None
 
     def beyond_median(self, side: Side, factor: float, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is above, or below, `factor` times its median over the window before."""
+        """Return the first of the metrics that is above, or below, `factor` times its median over
+        the window before."""
         for key in keys:
             value = self.get(key)
             before = self.before(key)
@@ -187,13 +196,19 @@ def policy_collapsed(seen: Observed) -> Violation | None:
     if started[ENTROPY] < seen.cfg.entropy_min or score > started[SCORE]:
         return None
     kls = [kl for key in REF_KL if (kl := seen.get(key)) is not None]
-    if not kls:  # a run that begins with a trained policy has no entropy either: what counts is what it has lost
-        return violation if score <= (started[SCORE] + min(seen.past.lowest_score, score)) / 2 else None
+    # a run that begins with a trained policy has no entropy either: what counts is what it has lost
+    if not kls:
+        return (
+            violation
+            if score <= (started[SCORE] + min(seen.past.lowest_score, score)) / 2
+            else None
+        )
     return violation if max(kls) > _FAR else None
 
 
 def _is_saturated(seen: Observed) -> bool:
-    """Return whether the mean score is close to the highest score of any response, with lower ones before."""
+    """Return whether the mean score is close to the highest score of any response, with lower ones
+    before."""
     mean = seen.get(SCORE)
     high = seen.get(HIGHEST)
     low = seen.get(LOWEST)
@@ -213,7 +228,8 @@ def reward_constant(seen: Observed) -> Violation | None:
 
 
 def reward_flat(seen: Observed) -> Violation | None:
-    """Compare the later half of the window with the earlier one: a trend is two standard errors of the difference."""
+    """Compare the later half of the window with the earlier one: a trend is two standard errors of
+    the difference."""
     now = seen.get(SCORE)
     count = REWARD_WINDOWS * seen.cfg.window
     scores = [*seen.past.last(SCORE, count - 1), *([] if now is None else [now])]

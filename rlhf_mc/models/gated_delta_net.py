@@ -1,5 +1,5 @@
-"""Gated delta nets on packed sequences, for Megatron-Core's layer specification. All of it is torch's: one chunked rule
-for each run of equally long sequences, on CPUs and on GPUs.
+"""Gated delta nets on packed sequences, for Megatron-Core's layer specification. All of it is
+torch's: one chunked rule for each run of equally long sequences, on CPUs and on GPUs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,29 @@ from rlhf_mc.models.layers import PackedSequences, RMSNorm
 
 
 class PackedDeltaNet(GatedDeltaNet):
-    """Megatron-Core's gated delta net, with its parameters and its checkpoints, on packed sequences. The original
-    refuses them, and needs FLA's kernels. No pass stores what the rule computes from the projections: it is computed
-    again in the backward pass, since its matrices are larger than all else in a layer."""
+    """Megatron-Core's gated delta net, with its parameters and its checkpoints, on packed
+    sequences. The original refuses them, and needs FLA's kernels. No pass stores what the rule
+    computes from the projections: it is computed again in the backward pass, since its matrices are
+    larger than all else in a layer."""
 
-    def __init__(self, config: Any, submodules: Any, layer_number: int, *, pg_collection: Any, **_: Any) -> None:
+    def __init__(
+        self, config: Any, submodules: Any, layer_number: int, *, pg_collection: Any, **_: Any
+    ) -> None:
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection)
         for param in (self.conv1d.weight, self.dt_bias, self.A_log):
             param.partition_dim = 0  # beside tensor_model_parallel, which the original sets
             param.partition_stride = 1
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: None, *, packed_seq_params: PackedSequences, **_: Any
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output [T, 1, hidden] of the hidden states [T, 1, hidden], with sequence parallelism of a part of
-        the tokens, and no bias."""
+        """Return the output [T, 1, hidden] of the hidden states [T, 1, hidden], with sequence
+        parallelism of a part of the tokens, and no bias."""
         projected, _none = self.in_proj(hidden_states)
         heads = self.num_v_heads_local_tp
         sizes = (self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads)
@@ -45,38 +53,57 @@ class PackedDeltaNet(GatedDeltaNet):
         return self.out_proj(out.view(*projected.shape[:2], -1))
 
     def _attend(
-        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, runs: list[tuple[int, int]]
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        runs: list[tuple[int, int]],
     ) -> torch.Tensor:
-        """Return what the heads read from their states [T, heads, value_head_dim]. qkv: [T, channels] before the
-        convolution; decay, beta: [T, heads]."""
+        """Return what the heads read from their states [T, heads, value_head_dim]. qkv: [T,
+        channels] before the convolution; decay, beta: [T, heads]."""
         parts = [count * length for count, length in runs]
         outputs = []
-        for (count, length), *tensors in zip(runs, *(x.split(parts) for x in (qkv, decay, beta)), strict=True):
+        for (count, length), *tensors in zip(
+            runs, *(x.split(parts) for x in (qkv, decay, beta)), strict=True
+        ):
             x, g, b = (tensor.unflatten(0, (count, length)) for tensor in tensors)
-            x = conv1d(x.mT, self.conv1d.weight, padding=self.conv_kernel_dim - 1, groups=self.conv_dim_local_tp)
+            x = conv1d(
+                x.mT,
+                self.conv1d.weight,
+                padding=self.conv_kernel_dim - 1,
+                groups=self.conv_dim_local_tp,
+            )
             x = silu(x[..., :length]).mT
-            q, k, v = x.split((*2 * (self.qk_dim // self.tp_size,), self.v_dim // self.tp_size), dim=-1)
+            q, k, v = x.split(
+                (*2 * (self.qk_dim // self.tp_size,), self.v_dim // self.tp_size), dim=-1
+            )
             q, k = (y.unflatten(-1, (-1, self.key_head_dim)) for y in (q, k))
-            outputs.append(delta_rule(q, k, v.unflatten(-1, (-1, self.value_head_dim)), g, b).flatten(0, 1))
+            outputs.append(
+                delta_rule(q, k, v.unflatten(-1, (-1, self.value_head_dim)), g, b).flatten(0, 1)
+            )
         return torch.cat(outputs).to(qkv.dtype)
 
 
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """Return the outputs [S, n, heads, v_dim] of the gated delta rule (arXiv 2412.06464), of each of S sequences of n
-    tokens: with normalised q and k [S, n, key_heads, k_dim], v [S, n, heads, v_dim], decay and beta [S, n, heads] the
-    state [k_dim, v_dim] of a head follows
+    """Return the outputs [S, n, heads, v_dim] of the gated delta rule (arXiv 2412.06464), of each
+    of S sequences of n tokens: with normalised q and k [S, n, key_heads, k_dim], v [S, n, heads,
+    v_dim], decay and beta [S, n, heads] the state [k_dim, v_dim] of a head follows
 
         state_t = exp(decay_t) state_(t-1) + beta_t k_t (v_t - k_t^T exp(decay_t) state_(t-1))
         output_t = q_t^T state_t / sqrt(k_dim)
 
-    in float32. Within a chunk of tokens the corrections v - k^T state are the solution of a triangular system; between
-    chunks only the state is handed on."""
+    in float32. Within a chunk of tokens the corrections v - k^T state are the solution of a
+    triangular system; between chunks only the state is handed on."""
     length = q.shape[1]
     chunk = min(DELTA_CHUNK, length)
-    q, k = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q * q.shape[-1] ** -0.5, k))
+    q, k = (
+        x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)
+    )
+    q, k = (
+        x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q * q.shape[-1] ** -0.5, k)
+    )
 
     def in_chunks(x: torch.Tensor) -> torch.Tensor:
         x = pad(x.float(), (0, 0, 0, 0, 0, -length % chunk))
@@ -108,7 +135,9 @@ def delta_net_settings(shape: ModelShape) -> dict[str, Any]:
     return {
         "experimental_attention_variant": "gated_delta_net",
         # A list has names for each layer of its own in Megatron checkpoints.
-        "linear_attention_freq": [int(layer in shape.linear_layers) for layer in range(shape.num_layers)],
+        "linear_attention_freq": [
+            int(layer in shape.linear_layers) for layer in range(shape.num_layers)
+        ],
         "linear_conv_kernel_dim": shape.linear_kernel,
         "linear_key_head_dim": shape.linear_key_dim,
         "linear_value_head_dim": shape.linear_value_dim,

@@ -1,5 +1,6 @@
-"""Megatron-Core models built from a ModelShape: the transformer's settings, its layer specification, and the policy
-(vocabulary output layer) or the value model (value head). The caller loads the weights.
+"""Megatron-Core models built from a ModelShape: the transformer's settings, its layer
+specification, and the policy (vocabulary output layer) or the value model (value head). The caller
+loads the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
 from rlhf_mc.models.context_parallel import rotate_in_context
-from rlhf_mc.models.expert_parts import add_correction_biases, expert_settings, prepare_output_biases
+from rlhf_mc.models.expert_parts import (
+    add_correction_biases,
+    expert_settings,
+    prepare_output_biases,
+)
 from rlhf_mc.models.gated_delta_net import delta_net_settings, use_delta_net
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.latent_attention import LatentAttention, latent_settings, use_latents
@@ -40,7 +45,11 @@ from rlhf_mc.models.megatron_patches import (
     megatron_calls,
     multiply_as_matrices,
 )
-from rlhf_mc.models.transformer_engine import fp8_settings, has_packed_attention, uses_transformer_engine
+from rlhf_mc.models.transformer_engine import (
+    fp8_settings,
+    has_packed_attention,
+    uses_transformer_engine,
+)
 from rlhf_mc.reshard.model_checks import check_layout, cp_comm_type
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.groups import ProcessGroups
@@ -88,22 +97,27 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         cp_comm_type=cp_comm_type(shape, megatron),
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
-        # With virtual pipeline chunks, P2P messages are not batched: of two stages, the next and the previous are the
-        # same rank, which could receive activations of the forward pass as gradients of the backward pass.
+        # With virtual pipeline chunks, P2P messages are not batched: of two stages, the next and
+        # the previous are the same rank, which could receive activations of the forward pass as
+        # gradients of the backward pass.
         overlap_p2p_comm=megatron.virtual_pipeline_model_parallel_size is not None,
         batch_p2p_comm=megatron.virtual_pipeline_model_parallel_size is None,
         sequence_parallel=megatron.sequence_parallel,
-        # Set for the whole process (trainer.deterministic). The gradient of an embedding then has one order of sums.
+        # Set for the whole process (trainer.deterministic). The gradient of an embedding then has
+        # one order of sums.
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         **_recomputation(shape, megatron),
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
         pipeline_dtype=dtype,
-        # A device-wide synchronisation after P2P messages avoids a race that torch 1.13 fixed (pytorch PR 82450).
+        # A device-wide synchronisation after P2P messages avoids a race that torch 1.13 fixed
+        # (pytorch PR 82450).
         batch_p2p_sync=False,
-        # Micro-batches are ragged: PlannedShapes knows the shape of each tensor that a stage receives.
+        # Micro-batches are ragged: PlannedShapes knows the shape of each tensor that a stage
+        # receives.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses ragged lengths, even where there are no experts
+        # the default refuses ragged lengths, even where there are no experts
+        moe_token_dispatcher_type="alltoall",
         **(expert_settings(shape, megatron) if shape.has_experts else {}),
         # Weights are always read from a checkpoint.
         perform_initialization=False,
@@ -112,8 +126,8 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         **(_CLAMPED if shape.activation == "clamped_swiglu" else {}),
         **fp8_settings(megatron),
     )
-    # Checked when a config is built: Megatron-Core refuses experts that have biases and are split over tensor-parallel
-    # ranks. prepare_output_biases lets them be.
+    # Checked when a config is built: Megatron-Core refuses experts that have biases and are split
+    # over tensor-parallel ranks. prepare_output_biases lets them be.
     config.expert_tensor_parallel_size = megatron.tensor_model_parallel_size
     return config
 
@@ -121,7 +135,11 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
 def _recomputation(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
     if megatron.recompute_granularity == "full":
         # One layer per recomputed block: the activations of a single layer exist at a time.
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     return {
         "recompute_granularity": megatron.recompute_granularity,
         "recompute_modules": recompute_modules(shape, megatron),
@@ -129,26 +147,33 @@ def _recomputation(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any
 
 
 def recompute_modules(shape: ModelShape, megatron: MegatronConfig) -> list[str]:
-    """Return the modules that selective recomputation recomputes: those that store most for their computation. Local
-    attention stores its scores. Transformer Engine's stores nothing that its projections do not need anyway."""
+    """Return the modules that selective recomputation recomputes: those that store most for their
+    computation. Local attention stores its scores. Transformer Engine's stores nothing that its
+    projections do not need anyway."""
     if not uses_transformer_engine():
         return ["core_attn"]
     # Megatron-Core has no module for the activation of a dense layer alone.
     modules = ["mlp"] if len(shape.expert_layers) < shape.num_layers else []
     if shape.has_experts:
         # A dense layer's norms are part of its linear layers; the one before a router is a module.
-        modules += ["layernorm", "moe_act"] if expert_settings(shape, megatron)["moe_grouped_gemm"] else ["layernorm"]
+        modules += (
+            ["layernorm", "moe_act"]
+            if expert_settings(shape, megatron)["moe_grouped_gemm"]
+            else ["layernorm"]
+        )
     return modules
 
 
 class PackedGPT(GPTModel):
-    """GPTModel on packed sequences, up to the final norm: the last stage returns hidden states [T, 1, hidden], and
-    heads.py applies the output layer at the logit positions."""
+    """GPTModel on packed sequences, up to the final norm: the last stage returns hidden states [T,
+    1, hidden], and heads.py applies the output layer at the logit positions."""
 
     qkv_format = "packed"
     """The format that its attention takes (PackedSequences)."""
 
-    def forward(self, *args: Any, packed_seq_params: layers.PackedSequences, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self, *args: Any, packed_seq_params: layers.PackedSequences, **kwargs: Any
+    ) -> torch.Tensor:
         packed = packed_seq_params.for_format(self.qkv_format)
         out: torch.Tensor = super().forward(*args, packed_seq_params=packed, **kwargs)
         return out
@@ -157,10 +182,15 @@ class PackedGPT(GPTModel):
         return hidden_states
 
     def tie_embeddings_and_output_weights_state_dict(
-        self, sharded: dict[str, Any], output_name: str, embedding_key: str, metadata: dict[str, Any]
+        self,
+        sharded: dict[str, Any],
+        output_name: str,
+        embedding_key: str,
+        metadata: dict[str, Any],
     ) -> None:
-        """Declare the last stage's copy of the embedding a replica of the first stage's, in checkpoints. The original
-        takes the data-parallel rank from the global parallel_state, which is not initialised."""
+        """Declare the last stage's copy of the embedding a replica of the first stage's, in
+        checkpoints. The original takes the data-parallel rank from the global parallel_state, which
+        is not initialised."""
         if self.pre_process or not self.post_process:
             return
         replicas = metadata["dp_cp_group"]
@@ -174,8 +204,13 @@ class PackedGPT(GPTModel):
         )
 
     def output_weight(self) -> torch.Tensor | None:
-        """Return the embedding where it is also the output layer; None where the output layer has its own weight."""
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        """Return the embedding where it is also the output layer; None where the output layer has
+        its own weight."""
+        return (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None
+        )
 
 
 def _qkv_format(config: TransformerConfig, shape: ModelShape) -> str:
@@ -194,13 +229,18 @@ def _qkv_format(config: TransformerConfig, shape: ModelShape) -> str:
 def _block_spec(
     shape: ModelShape, config: TransformerConfig, layer_numbers: range, qkv_format: str
 ) -> TransformerBlockSubmodules:
-    """Return the specification of these layers, each of its kind, and of the norm after the last one."""
+    """Return the specification of these layers, each of its kind, and of the norm after the last
+    one."""
     specs = {kind: _layer_spec(kind, shape, config, qkv_format) for kind in set(shape.layer_kinds)}
     norm = LayerNormImpl if uses_transformer_engine() else _local_norm(shape)
-    return TransformerBlockSubmodules(layer_specs=[specs[shape.layer_kinds[i]] for i in layer_numbers], layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[shape.layer_kinds[i]] for i in layer_numbers], layer_norm=norm
+    )
 
 
-def _layer_spec(kind: LayerKind, shape: ModelShape, config: TransformerConfig, qkv_format: str) -> Any:
+def _layer_spec(
+    kind: LayerKind, shape: ModelShape, config: TransformerConfig, qkv_format: str
+) -> Any:
     """Return the specification of a layer of this kind."""
     has_experts = kind.endswith("moe")
     parts = {
@@ -227,8 +267,8 @@ def _layer_spec(kind: LayerKind, shape: ModelShape, config: TransformerConfig, q
     if fused:
         return spec
     if has_experts:
-        # In checkpoints this norm is named after the linear layer that Transformer Engine fuses it with. It fuses none
-        # before a router.
+        # In checkpoints this norm is named after the linear layer that Transformer Engine fuses it
+        # with. It fuses none before a router.
         spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     norm = _local_norm(shape)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
@@ -243,14 +283,16 @@ def _local_norm(shape: ModelShape) -> type[torch.nn.Module]:
 
 
 def scale_embeddings(model: Any, hidden_size: int) -> None:
-    """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in transformers."""
-    factor = torch.tensor(hidden_size**0.5)  # stays on the CPU: a kernel takes it by value, and no copy is waited for
+    """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in
+    transformers."""
+    # stays on the CPU: a kernel takes it by value, and no copy is waited for
+    factor = torch.tensor(hidden_size**0.5)
     model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
-    """Let a frozen embedding return a tensor that requires a gradient. A recomputed layer or MLP has gradients for its
-    parameters only where its input requires one."""
+    """Let a frozen embedding return a tensor that requires a gradient. A recomputed layer or MLP
+    has gradients for its parameters only where its input requires one."""
 
     def require(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         return out.requires_grad_() if torch.is_grad_enabled() else out
@@ -259,7 +301,8 @@ def enable_input_gradients(embedding: torch.nn.Module) -> None:
 
 
 def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
-    """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling rules."""
+    """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling
+    rules."""
     head_dim = shape.rope_head_dim or shape.head_dim
     rotary = layers.PackedRotaryEmbedding(
         head_dim,
@@ -289,11 +332,13 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         max_position_embeddings=shape.max_position_embeddings,
         standardize_rope_params=lambda: None,  # they are in the standard form
     )
-    with torch.device(rotary.inv_freq.device):  # not torch's default, on which the layout check builds a model
+    # not torch's default, on which the layout check builds a model
+    with torch.device(rotary.inv_freq.device):
         rotary.inv_freq, attention_scaling = rule(parameters, rotary.inv_freq.device)
     rotary.mscale = attention_scaling
     if attention_scaling != 1.0 and not shape.kv_lora_rank:
-        # Of sines and cosines. Megatron-Core's attention computes it from these settings, as 0.1 x mscale x
+        # Of sines and cosines. Megatron-Core's attention computes it from these settings, as 0.1 x
+        # mscale x
         # log(scaling factor) + 1; its fused kernel ignores it.
         model.config.yarn_rotary_scaling_factor = math.e
         model.config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
@@ -301,21 +346,26 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         model.config.apply_rope_fusion = False
 
 
-def build_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups, chunk: int = 0) -> PackedGPT:
-    """Return this rank's part of the model, or the virtual pipeline chunk `chunk` of it, on its device, with zero
-    weights. Every rank must call it."""
+def build_model(
+    shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups, chunk: int = 0
+) -> PackedGPT:
+    """Return this rank's part of the model, or the virtual pipeline chunk `chunk` of it, on its
+    device, with zero weights. Every rank must call it."""
     model = assemble_model(shape, megatron, groups, chunk)
     model.to(platform.device())
     with torch.no_grad():
         for param in model.parameters():
-            # Uninitialised memory may hold NaN, and 0 * NaN is NaN: the vocabulary's padding rows are never loaded.
+            # Uninitialised memory may hold NaN, and 0 * NaN is NaN: the vocabulary's padding rows
+            # are never loaded.
             param.zero_()
     return model
 
 
-def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups, chunk: int = 0) -> PackedGPT:
-    """Return the modules of build_model, in their types, with arbitrary weights, on torch's default device. On "meta"
-    they take no memory, and the process groups may be torch's "fake" ones."""
+def assemble_model(
+    shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups, chunk: int = 0
+) -> PackedGPT:
+    """Return the modules of build_model, in their types, with arbitrary weights, on torch's default
+    device. On "meta" they take no memory, and the process groups may be torch's "fake" ones."""
     check_layout(shape, megatron)
     first = groups.mesh.is_first_stage(groups.rank) and chunk == 0
     last = groups.is_last_stage and chunk == groups.mesh.vpp - 1
@@ -360,7 +410,8 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
 
 
 def named_parameters(chunks: Sequence[PackedGPT]) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a rank's virtual pipeline chunks, by the names of reshard's Megatron-Core layout."""
+    """Return the parameters of a rank's virtual pipeline chunks, by the names of reshard's
+    Megatron-Core layout."""
     return {
         chunk_prefix(number, len(chunks)) + name: param
         for number, chunk in enumerate(chunks)
@@ -375,10 +426,12 @@ def fusions(shape: ModelShape) -> dict[str, Any]:
         **(_fused_activation(shape) if platform.use_cuda() else {}),
         # Megatron-Core's fused rotary embedding is a kernel of Transformer Engine.
         "apply_rope_fusion": transformer_engine and not shape.kv_lora_rank,
-        # The matrix product that computes a weight's gradient adds it to main_grad. Local layers need Apex's kernel.
+        # The matrix product that computes a weight's gradient adds it to main_grad. Local layers
+        # need Apex's kernel.
         "gradient_accumulation_fusion": transformer_engine
         or (platform.use_cuda() and mcore_layers._grad_accum_fusion_available),
-        # Otherwise Transformer Engine overwrites main_grad in the first micro-batch of a step, instead of adding to
+        # Otherwise Transformer Engine overwrites main_grad in the first micro-batch of a step,
+        # instead of adding to
         # it, and keeps an fp8 copy of every weight, which no offload would free.
         "disable_parameter_transpose_cache": transformer_engine,
         # Without biases and dropout, the residual addition is one kernel as it is.
@@ -390,7 +443,8 @@ def fusions(shape: ModelShape) -> dict[str, Any]:
 
 
 def _fused_activation(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings that fuse the activation with its gate, the bias, and an expert's weight."""
+    """Return the settings that fuse the activation with its gate, the bias, and an expert's
+    weight."""
     if shape.activation in ("silu", "clamped_swiglu"):
         return {"bias_activation_fusion": True}
     if shape.has_experts:

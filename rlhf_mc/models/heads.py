@@ -1,7 +1,7 @@
 """From hidden states to log-probs and entropy (policy) or values (critic).
 
-The vocabulary is sharded over tensor-parallel ranks. The forward and the backward pass compute the logits of one chunk
-of tokens at a time, and keep none.
+The vocabulary is sharded over tensor-parallel ranks. The forward and the backward pass compute the
+logits of one chunk of tokens at a time, and keep none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _NO_TOKEN = -1e30
 
 
 class ValueHead(torch.nn.Module):
-    """Linear layer hidden -> value. Its weight is replicated over tensor-parallel ranks, like a norm's weight."""
+    """Linear layer hidden -> value. Its weight is replicated over tensor-parallel ranks, like a
+    norm's weight."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -35,8 +36,11 @@ class ValueHead(torch.nn.Module):
 class _Logits:
     """Logits of one chunk of tokens at a time, in one buffer for all chunks."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, num_tokens: int, temperature: float) -> None:
-        """hidden [R, hidden]; weight [columns, hidden], whose rows after the first num_tokens are padding."""
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, num_tokens: int, temperature: float
+    ) -> None:
+        """hidden [R, hidden]; weight [columns, hidden], whose rows after the first num_tokens are
+        padding."""
         self._hidden = hidden
         self._weight = weight
         self._temperature = temperature
@@ -49,8 +53,8 @@ class _Logits:
         self.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
 
     def scaled(self, part: slice) -> torch.Tensor:
-        """Return the logits [r, columns] float32 of a chunk, divided by the temperature. The caller may overwrite them;
-        the next call does."""
+        """Return the logits [r, columns] float32 of a chunk, divided by the temperature. The caller
+        may overwrite them; the next call does."""
         hidden = self._hidden[part]
         out = self._buffer[: len(hidden)]
         _add_product(out, hidden, self._weight.t(), beta=0.0, alpha=1.0 / self._temperature)
@@ -60,15 +64,20 @@ class _Logits:
         return x
 
 
-def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float = 1.0) -> None:
-    """Write beta * out + alpha * a b into `out`. It may be float32 where a and b are not, if platform says so."""
+def _add_product(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float = 1.0
+) -> None:
+    """Write beta * out + alpha * a b into `out`. It may be float32 where a and b are not, if
+    platform says so."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
 
 
-def row_statistics(x: torch.Tensor, targets: torch.Tensor, out: torch.Tensor, with_entropy: bool) -> None:
+def row_statistics(
+    x: torch.Tensor, targets: torch.Tensor, out: torch.Tensor, with_entropy: bool
+) -> None:
     """Write to out [4, r] the largest of each row of the logits x [r, columns] and, relative to it,
     the target's x and the sums of exp(x) and, with_entropy, exp(x) x. x is overwritten."""
     peak, target_x, total, weighted = out
@@ -105,8 +114,9 @@ def row_gradient(
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """log softmax(x)[target] and the entropy H of softmax(x), x = hidden weight^T / temperature, where the rows of
-    weight are sharded over a process group. The backward pass recomputes x, chunk by chunk.
+    """log softmax(x)[target] and the entropy H of softmax(x), x = hidden weight^T / temperature,
+    where the rows of weight are sharded over a process group. The backward pass recomputes x, chunk
+    by chunk.
 
     d log p_t / dx_j = [j = t] - p_j;  dH / dx_j = -p_j (log p_j + H)."""
 
@@ -131,13 +141,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             local = targets - first
             is_local = (local >= 0) & (local < columns)
             local = torch.where(is_local, local, 0)
-        # Of this rank's columns, relative to their largest x: the target's x, sum exp(x), sum exp(x) x.
+        # Of this rank's columns, relative to their largest x: the target's x, sum exp(x), sum
+        # exp(x) x.
         rows = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
         logits = _Logits(hidden, weight, num_tokens, temperature)
         for part in logits.parts:
             row_statistics(logits.scaled(part), local[part], rows[:, part], with_entropy)
         peak, target_x, total, weighted = rows
-        target_x = target_x + peak if is_local is None else torch.where(is_local, target_x + peak, 0.0)
+        target_x = (
+            target_x + peak if is_local is None else torch.where(is_local, target_x + peak, 0.0)
+        )
         if is_sharded:
             highest = peak.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -160,13 +173,17 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return target_x - log_z, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> Any:
+    def backward(
+        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> Any:
         hidden, weight, local, is_local, log_z, entropy = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden)
         # Chunks are summed in float32 for all weight types. A frozen weight has no gradient.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         logits = _Logits(hidden, weight, ctx.num_tokens, ctx.temperature)
         counted = torch.ones_like(log_z) if is_local is None else is_local.float()
         for part in logits.parts:
@@ -180,7 +197,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part, None],
                 weight.dtype,
             )
-            # Without grad_entropy a factor per row is applied outside the products with the weight and the states.
+            # Without grad_entropy a factor per row is applied outside the products with the weight
+            # and the states.
             of_row = -grad_log_probs if grad_entropy is None else torch.ones_like(log_z)
             factor = of_row[part, None] / ctx.temperature
             grad_hidden[part] = torch.mm(narrow, weight) * factor
@@ -194,7 +212,15 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if ctx.group.size() > 1:
             # Each rank has the contribution of its columns.
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def output_weight(model: Any) -> torch.Tensor:
@@ -209,9 +235,11 @@ def log_probs(
 ) -> torch.Tensor:
     """Return the log-prob of each target token: [R] float32, in nats, at the sampling temperature.
 
-    hidden: [R, 1, hidden], the final states at the logit positions. targets: [R] int64. Every tensor-parallel rank must
-    call it; all get the same result."""
-    return log_probs_and_entropy(model, hidden, targets, vocab_size, temperature, with_entropy=False)[0]
+    hidden: [R, 1, hidden], the final states at the logit positions. targets: [R] int64. Every
+    tensor-parallel rank must call it; all get the same result."""
+    return log_probs_and_entropy(
+        model, hidden, targets, vocab_size, temperature, with_entropy=False
+    )[0]
 
 
 def log_probs_and_entropy(
@@ -222,16 +250,24 @@ def log_probs_and_entropy(
     temperature: float,
     with_entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log_probs and the entropy of the distribution of each target: two [R] float32. The backward pass computes
-    no gradient of the entropy where none is needed. Without with_entropy the entropy is not computed."""
+    """Return log_probs and the entropy of the distribution of each target: two [R] float32. The
+    backward pass computes no gradient of the entropy where none is needed. Without with_entropy the
+    entropy is not computed."""
     out: tuple[torch.Tensor, torch.Tensor] = _VocabParallelLogProbs.apply(
-        hidden[:, 0], output_weight(model), targets, vocab_size, temperature, model.pg_collection.tp, with_entropy
+        hidden[:, 0],
+        output_weight(model),
+        targets,
+        vocab_size,
+        temperature,
+        model.pg_collection.tp,
+        with_entropy,
     )
     return out
 
 
 Head = Callable[[Any, torch.Tensor, MicroBatch], torch.Tensor]
-"""(model, states [r, 1, hidden], micro-batch) -> [R] float32 (MicroBatch): of all context-parallel ranks."""
+"""(model, states [r, 1, hidden], micro-batch) -> [R] float32 (MicroBatch): of all context-parallel
+ranks."""
 
 
 def log_prob_head(vocab_size: int, temperature: float) -> Head:

@@ -1,5 +1,6 @@
-"""Multi-head latent attention for Megatron-Core's layer specification: its own module, with projections to latent
-vectors that every tensor-parallel rank has whole, and the rotation of packed sequences in one operation.
+"""Multi-head latent attention for Megatron-Core's layer specification: its own module, with
+projections to latent vectors that every tensor-parallel rank has whole, and the rotation of packed
+sequences in one operation.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rlhf_mc.models.layers import PackedSequences, mark_sequence_parallel
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear layer that is the same on all tensor-parallel ranks, each of which has its part of the tokens:
-    Transformer Engine's TELinear with parallel_mode "duplicated", for local layers."""
+    """A linear layer that is the same on all tensor-parallel ranks, each of which has its part of
+    the tokens: Transformer Engine's TELinear with parallel_mode "duplicated", for local layers."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **_: Any) -> None:
         super().__init__()
@@ -33,11 +34,15 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron-Core's latent attention, but for its rotation: the original has one operation for each sequence, and
-    refuses a PackedSeqParams with local_cp_size, which Transformer Engine's attention reads."""
+    """Megatron-Core's latent attention, but for its rotation: the original has one operation for
+    each sequence, and refuses a PackedSeqParams with local_cp_size, which Transformer Engine's
+    attention reads."""
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
-        # The original gives this layer alone no group, and would take it from the global parallel_state.
+    def __init__(
+        self, config: Any, submodules: Any, *args: Any, pg_collection: Any, **kwargs: Any
+    ) -> None:
+        # The original gives this layer alone no group, and would take it from the global
+        # parallel_state.
         projection = ModuleSpec(submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
         submodules = replace(submodules, linear_q_proj=projection)
         super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
@@ -50,8 +55,8 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return this rank's q and k [T, 1, heads, head_dim] and v [T, 1, heads, v_head_dim], for "thd" without the
-        second dimension, and the latent vectors."""
+        """Return this rank's q and k [T, 1, heads, head_dim] and v [T, 1, heads, v_head_dim], for
+        "thd" without the second dimension, and the latent vectors."""
         config = self.config
         sizes = (config.qk_head_dim, config.qk_pos_emb_head_dim)
         latent_q = hidden_states
@@ -80,14 +85,18 @@ class LatentAttention(MLASelfAttention):
 
     def _rotate(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         rotated: torch.Tensor = attention.apply_rotary_pos_emb(
-            x, angles, config=self.config, mscale=self.rotary_pos_emb.mscale, cp_group=self.pg_collection.cp
+            x,
+            angles,
+            config=self.config,
+            mscale=self.rotary_pos_emb.mscale,
+            cp_group=self.pg_collection.cp,
         )
         return rotated
 
 
 def latent_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of MLATransformerConfig. Of its rotary settings Megatron-Core computes the scale of the
-    scores; the angles are transformers'."""
+    """Return the settings of MLATransformerConfig. Of its rotary settings Megatron-Core computes
+    the scale of the scores; the angles are transformers'."""
     scaling = shape.rope_scaling or {}
     return {
         "q_lora_rank": shape.q_lora_rank or None,
@@ -102,8 +111,8 @@ def latent_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def use_latents(spec: Any, norm: Any, is_local: bool) -> None:
-    """Complete Megatron-Core's specification of a layer with latent attention. norm: of latent vectors in local layers;
-    Transformer Engine's projections contain it."""
+    """Complete Megatron-Core's specification of a layer with latent attention. norm: of latent
+    vectors in local layers; Transformer Engine's projections contain it."""
     attention_spec = spec.submodules.self_attention
     attention_spec.module = LatentAttention
     if is_local:
@@ -113,5 +122,8 @@ def use_latents(spec: Any, norm: Any, is_local: bool) -> None:
         # In checkpoints norms have the names of Transformer Engine's layers.
         spec.submodules.sharded_state_dict_keys_map = {
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            **{f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")},
+            **{
+                f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
+                for x in ("q", "kv")
+            },
         }

@@ -1,7 +1,8 @@
-"""Layers for Megatron-Core's layer specification. Where Transformer Engine does not attend: attention and rotary
-positions over packed sequences, with one scaled_dot_product_attention per run of equally long sequences, so that no
-padded token is computed. For local layers: norms, since Megatron-Core's own norm for them supports neither sequence
-parallelism nor zero-centred weights. For all layers: attention with more tensor-parallel ranks than KV heads.
+"""Layers for Megatron-Core's layer specification. Where Transformer Engine does not attend:
+attention and rotary positions over packed sequences, with one scaled_dot_product_attention per run
+of equally long sequences, so that no padded token is computed. For local layers: norms, since
+Megatron-Core's own norm for them supports neither sequence parallelism nor zero-centred weights.
+For all layers: attention with more tensor-parallel ranks than KV heads.
 """
 
 from __future__ import annotations
@@ -32,19 +33,22 @@ from rlhf_mc.models.cpu_operations import rms_norm, rotary_table
 class PackedSequences(PackedSeqParams):
     """Megatron-Core's description of packed sequences, extended for PackedAttention.
 
-    Each model sets qkv_format as its attention needs it. With "thd" Transformer Engine attends within the sequences.
-    With "packed", which Megatron-Core does not know, it passes q, k and v through as [T, 1, heads, head_dim], and
-    applies the rotary angles of all tokens in one operation (its unfused "thd" rotary splits and joins the sequences in
-    every layer)."""
+    Each model sets qkv_format as its attention needs it. With "thd" Transformer Engine attends
+    within the sequences. With "packed", which Megatron-Core does not know, it passes q, k and v
+    through as [T, 1, heads, head_dim], and applies the rotary angles of all tokens in one operation
+    (its unfused "thd" rotary splits and joins the sequences in every layer)."""
 
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T] int64: position of each token in its sequence."""
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """(number of sequences, their length), in packing order: adjacent sequences of equal length are one batch."""
+    """(number of sequences, their length), in packing order: adjacent sequences of equal length are
+    one batch."""
     pad_between_seqs: bool = False
-    """For Transformer Engine: no sequence is shorter than its place. Padding within a sequence counts as tokens."""
+    """For Transformer Engine: no sequence is shorter than its place. Padding within a sequence
+    counts as tokens."""
     context: Context = ONE_RANK
-    """The ranks that share the sequences. `positions` are of this rank's tokens, all else is of whole sequences."""
+    """The ranks that share the sequences. `positions` are of this rank's tokens, all else is of
+    whole sequences."""
 
     def for_format(self, qkv_format: str) -> PackedSequences:
         """Return the same description, with the same tensors, for this format."""
@@ -54,8 +58,8 @@ class PackedSequences(PackedSeqParams):
 
 
 def pack(seq_lens: Sequence[int]) -> PackedSequences:
-    """Return the description of sequences of these lengths, packed one after another, with its tensors on the host.
-    Sorted lengths give the fewest runs."""
+    """Return the description of sequences of these lengths, packed one after another, with its
+    tensors on the host. Sorted lengths give the fewest runs."""
     lens = np.array(seq_lens, dtype=np.int64)
     ends = lens.cumsum()
     starts = np.repeat(ends - lens, lens)
@@ -77,23 +81,32 @@ class PackedAttention(torch.nn.Module):
     q [T, 1, heads, head_dim], k [T, 1, kv_heads, head_dim] and v [T, 1, kv_heads, v_head_dim]
     -> [T, 1, heads * v_head_dim].
 
-    On a GPU torch 2.13 has no kernel for grouped queries in float32 (sdp_utils.cpp, can_use_mem_efficient_attention)
-    and would store all scores, length x length of each head. So k and v are repeated there for each query head, which
-    its memory-efficient kernel takes. From the forward to the backward pass that is 8 * (heads - kv_heads) * head_dim
-    bytes more per token and layer.
+    On a GPU torch 2.13 has no kernel for grouped queries in float32 (sdp_utils.cpp,
+    can_use_mem_efficient_attention) and would store all scores, length x length of each head. So k
+    and v are repeated there for each query head, which its memory-efficient kernel takes. From the
+    forward to the backward pass that is 8 * (heads - kv_heads) * head_dim bytes more per token and
+    layer.
 
-    With sinks (softmax_type "learnable") its parameter has the name and the shards of Megatron-Core's attentions, and
-    some layers have a sliding window."""
+    With sinks (softmax_type "learnable") its parameter has the name and the shards of
+    Megatron-Core's attentions, and some layers have a sliding window."""
 
     def __init__(
-        self, config: Any, layer_number: int, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any
+        self,
+        config: Any,
+        layer_number: int,
+        *,
+        pg_collection: Any,
+        softmax_scale: float | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         assert config.attention_dropout == 0.0
         self.config = config
         self.scale = softmax_scale
         self.tp_group = pg_collection.tp
-        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        is_windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
         self._window = config.window_size[0] + 1 if is_windowed else None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
@@ -116,7 +129,9 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         if packed_seq_params.context.size > 1:
             assert self.softmax_offset is None and self._window is None
-            out: torch.Tensor = _AttentionOverContext.apply(query, key, value, packed_seq_params, self.scale)
+            out: torch.Tensor = _AttentionOverContext.apply(
+                query, key, value, packed_seq_params, self.scale
+            )
             return out
         parts = [count * length for count, length in packed_seq_params.runs]
         outputs = []
@@ -143,11 +158,13 @@ def _attend(
     mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return causal attention [S, n, heads, v_head_dim] of q [S, n, heads, head_dim], the last of m tokens of each of S
-    sequences, to k [S, m, kv_heads, head_dim] and v [S, m, kv_heads, v_head_dim]. mask [n, m]: the pairs that count, in
-    place of causal ones. scale: of the logits; None: 1 / sqrt(head_dim).
+    """Return causal attention [S, n, heads, v_head_dim] of q [S, n, heads, head_dim], the last of m
+    tokens of each of S sequences, to k [S, m, kv_heads, head_dim] and v [S, m, kv_heads,
+    v_head_dim]. mask [n, m]: the pairs that count, in place of causal ones. scale: of the logits;
+    None: 1 / sqrt(head_dim).
 
-    torch has flash kernels for v_head_dim = head_dim alone, and stores all scores otherwise: v is padded."""
+    torch has flash kernels for v_head_dim = head_dim alone, and stores all scores otherwise: v is
+    padded."""
     length = q.shape[1]
     end = k.shape[1]
     v_dim = v.shape[-1]
@@ -156,7 +173,11 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None and length != end:
         mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
-    if platform.use_cuda() and (q.dtype == torch.float32 or mask is not None) and q.shape[1] != k.shape[1]:
+    if (
+        platform.use_cuda()
+        and (q.dtype == torch.float32 or mask is not None)
+        and q.shape[1] != k.shape[1]
+    ):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     is_grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
@@ -172,15 +193,17 @@ _MORE_DIMS = 8
 def _attend_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Return causal attention as `_attend` does, of whole sequences, with a sink [heads] for each head, and to the last
-    `window` tokens alone; None: to all.
+    """Return causal attention as `_attend` does, of whole sequences, with a sink [heads] for each
+    head, and to the last `window` tokens alone; None: to all.
 
-    The sink is a key before all others, with value 0. It has 1 in a dimension where other keys have 0, and queries have
-    sink / scale."""
+    The sink is a key before all others, with value 0. It has 1 in a dimension where other keys have
+    0, and queries have sink / scale."""
     heads, head_dim = q.shape[2:]
     scale = head_dim**-0.5
     more = torch.stack((sinks / scale, torch.full_like(sinks, _FAR)), dim=-1)
-    q = torch.cat((q, pad(more, (0, _MORE_DIMS - 2)).expand(*q.shape[:2], heads, _MORE_DIMS)), dim=-1)
+    q = torch.cat(
+        (q, pad(more, (0, _MORE_DIMS - 2)).expand(*q.shape[:2], heads, _MORE_DIMS)), dim=-1
+    )
     k, v = (pad(x, (0, _MORE_DIMS)) for x in (k, v))
     sink = pad(k.new_ones(1), (head_dim, _MORE_DIMS - 1))
     if window is not None and q.shape[1] > window:
@@ -191,21 +214,23 @@ def _attend_with_sinks(
 
 
 _FAR = 100.0
-"""Queries have it in the dimension after the sink's, and places before a sequence have -_FAR / scale there: logits of
--1e4."""
+"""Queries have it in the dimension after the sink's, and places before a sequence have -_FAR /
+scale there: logits of -1e4."""
 
 
 def _attend_in_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor, window: int, scale: float
 ) -> torch.Tensor:
-    """Return attention to the last `window` tokens. The queries of a block of as many tokens attend to the sink
-    [head_dim], their block and the block before. The query heads of a KV head are queries of one head: no kernel has to
-    know grouped queries."""
+    """Return attention to the last `window` tokens. The queries of a block of as many tokens attend
+    to the sink [head_dim], their block and the block before. The query heads of a KV head are
+    queries of one head: no kernel has to know grouped queries."""
     count, length, heads, _ = q.shape
     kv_heads = k.shape[2]
     blocks = -(-length // window)
     rest = blocks * window - length
-    q = pad(q, (0, 0, 0, 0, 0, rest)).reshape(count * blocks, window, kv_heads, heads // kv_heads, -1)
+    q = pad(q, (0, 0, 0, 0, 0, rest)).reshape(
+        count * blocks, window, kv_heads, heads // kv_heads, -1
+    )
     q = q.movedim(3, 1).flatten(1, 2)
     k, v = (pad(x, (0, 0, 0, 0, window, rest)) for x in (k, v))
     k[:, :window, :, 1 - _MORE_DIMS] = -_FAR / scale
@@ -220,8 +245,9 @@ def _attend_in_blocks(
 
 
 class _AttentionOverContext(torch.autograd.Function):
-    """Attention of this rank's queries to the keys and values of all context-parallel ranks. Each pass gathers these
-    anew: a rank stores its own tokens' alone. The backward pass computes the scores again."""
+    """Attention of this rank's queries to the keys and values of all context-parallel ranks. Each
+    pass gathers these anew: a rank stores its own tokens' alone. The backward pass computes the
+    scores again."""
 
     @staticmethod
     def forward(
@@ -235,7 +261,9 @@ class _AttentionOverContext(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.packed = packed
         ctx.scale = scale
-        return _attend_to_all(query, packed.context.gather(key), packed.context.gather(value), packed, scale)
+        return _attend_to_all(
+            query, packed.context.gather(key), packed.context.gather(value), packed, scale
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -251,10 +279,14 @@ class _AttentionOverContext(torch.autograd.Function):
 
 
 def _attend_to_all(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, packed: PackedSequences, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
 ) -> torch.Tensor:
-    """Return the attention [T, 1, heads * v_head_dim] of this rank's queries [T, 1, heads, head_dim]. keys, values:
-    [ranks, T, 1, kv_heads, head_dim or v_head_dim], of all ranks."""
+    """Return the attention [T, 1, heads * v_head_dim] of this rank's queries [T, 1, heads,
+    head_dim]. keys, values: [ranks, T, 1, kv_heads, head_dim or v_head_dim], of all ranks."""
     size = packed.context.size
     rank = packed.context.rank
     parts = [count * length // size for count, length in packed.runs]
@@ -270,14 +302,17 @@ def _attend_to_all(
         k, v = (_whole_sequences(x.unflatten(1, (count, 2, chunk))) for x in (k, v))
         ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)
         halves = q.unflatten(0, (count, 2, chunk)).unbind(1)
-        out = [_attend(half, k[:, :end], v[:, :end], scale=scale) for half, end in zip(halves, ends, strict=True)]
+        out = [
+            _attend(half, k[:, :end], v[:, :end], scale=scale)
+            for half, end in zip(halves, ends, strict=True)
+        ]
         outputs.append(torch.stack(out, dim=1).reshape(2 * count * chunk, 1, -1))
     return torch.cat(outputs)
 
 
 def _whole_sequences(parts: torch.Tensor) -> torch.Tensor:
-    """Return [S, tokens, ...] of the two chunks of each of S sequences that each rank has: [ranks, S, 2, chunk, ...].
-    The ranks have the second chunks in descending order."""
+    """Return [S, tokens, ...] of the two chunks of each of S sequences that each rank has: [ranks,
+    S, 2, chunk, ...]. The ranks have the second chunks in descending order."""
     first, second = parts.unbind(2)
     return torch.cat((first, second.flip(0))).transpose(0, 1).flatten(1, 2)
 
@@ -285,9 +320,10 @@ def _whole_sequences(parts: torch.Tensor) -> torch.Tensor:
 class ReplicatedKVAttention(SelfAttention):
     """Megatron-Core's attention with more tensor-parallel ranks than KV heads.
 
-    The rows of the q, k and v weights are sharded evenly, so that each row is on one rank. All ranks gather the outputs
-    of all rows. Several ranks attend with the same keys and values; the backward pass of the gather sums their
-    gradients. The original does the same, but takes the group from the global parallel_state, which is not
+    The rows of the q, k and v weights are sharded evenly, so that each row is on one rank. All
+    ranks gather the outputs of all rows. Several ranks attend with the same keys and values; the
+    backward pass of the gather sums their gradients. The original does the same, but takes the
+    group from the global parallel_state, which is not
     initialised here."""
 
     def get_query_key_value_tensors(
@@ -297,16 +333,23 @@ class ReplicatedKVAttention(SelfAttention):
         output_gate: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return this rank's q [T, 1, heads / ranks, head_dim], and k and v [T, 1, 1, head_dim] of its KV head, with
-        output_gate also the gates of its heads, as q."""
+        """Return this rank's q [T, 1, heads / ranks, head_dim], and k and v [T, 1, 1, head_dim] of
+        its KV head, with output_gate also the gates of its heads, as q."""
         rows, _ = self.linear_qkv(hidden_states)
         # A collective of all tensor-parallel ranks, each with its part of all tokens.
         rows = all_gather_last_dim_from_tensor_parallel_region(rows, group=self.tp_group)
-        kv_head, part = divmod(self.tp_group.rank(), self.world_size // self.config.num_query_groups)
-        group = rows.unflatten(-1, (self.config.num_query_groups, -1, self.key_hidden_size))[:, :, kv_head]
+        kv_head, part = divmod(
+            self.tp_group.rank(), self.world_size // self.config.num_query_groups
+        )
+        group = rows.unflatten(-1, (self.config.num_query_groups, -1, self.key_hidden_size))[
+            :, :, kv_head
+        ]
         size = self.config.num_attention_heads // self.world_size
-        heads = (group.shape[2] - 2) // (1 + output_gate)  # of the group; its gates follow its queries
-        query, *gate = (group[:, :, at : at + size] for at in range(part * size, group.shape[2] - 2, heads))
+        # of the group; its gates follow its queries
+        heads = (group.shape[2] - 2) // (1 + output_gate)
+        query, *gate = (
+            group[:, :, at : at + size] for at in range(part * size, group.shape[2] - 2, heads)
+        )
         key = group[:, :, -2:-1]
         value = group[:, :, -1:]
         if self.q_layernorm is not None:
@@ -316,18 +359,24 @@ class ReplicatedKVAttention(SelfAttention):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles of the tokens of packed sequences: [T, 1, 1, head_dim]; for "thd" the angles of the longest
-    sequence. On a CPU the table of `cpu_operations.rotate` in place of the angles: one for all layers.
+    """Rotary angles of the tokens of packed sequences: [T, 1, 1, head_dim]; for "thd" the angles of
+    the longest sequence. On a CPU the table of `cpu_operations.rotate` in place of the angles: one
+    for all layers.
 
-    Megatron-Core calls get_rotary_seq_len, and then forward with its result. Here this result is the description of the
-    packed sequences, and not a length. The original's forward caches the angles of the last 32 lengths: of 32k tokens,
-    up to 0.5 GB on a GPU."""
+    Megatron-Core calls get_rotary_seq_len, and then forward with its result. Here this result is
+    the description of the packed sequences, and not a length. The original's forward caches the
+    angles of the last 32 lengths: of 32k tokens, up to 0.5 GB on a GPU."""
 
     mscale = 1.0
     """Factor of cosines and sines in latent attention."""
 
     def get_rotary_seq_len(
-        self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: PackedSequences
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Any,
+        config: Any,
+        packed: PackedSequences,
     ) -> PackedSequences:
         return packed
 
@@ -342,8 +391,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / rms(x) * weight. With sequence parallelism each rank normalises its part of the tokens; the weight is marked,
-    so that Megatron-Core sums its gradient over the tensor-parallel ranks."""
+    """x / rms(x) * weight. With sequence parallelism each rank normalises its part of the tokens;
+    the weight is marked, so that Megatron-Core sums its gradient over the tensor-parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -358,8 +407,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
-    """x / rms(x) * (1 + weight), in float32: gemma's norm. Megatron-Core has it only in Transformer Engine's layers:
-    its norm for local layers rejects layernorm_zero_centered_gamma."""
+    """x / rms(x) * (1 + weight), in float32: gemma's norm. Megatron-Core has it only in Transformer
+    Engine's layers: its norm for local layers rejects layernorm_zero_centered_gamma."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -375,5 +424,6 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
 
 def mark_sequence_parallel(weight: torch.Tensor, config: Any) -> None:
-    """Mark a weight whose gradient Megatron-Core sums over tensor-parallel ranks with sequence parallelism."""
+    """Mark a weight whose gradient Megatron-Core sums over tensor-parallel ranks with sequence
+    parallelism."""
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Every patch of Megatron-Core, tested with megatron-core 0.16.1: replaced attributes, corrections of the models that
-it has built, and its checkpoint writer without processes. Patches of torch for Megatron-Core's sake are in
-torch_patches.py.
+"""Every patch of Megatron-Core, tested with megatron-core 0.16.1: replaced attributes, corrections
+of the models that it has built, and its checkpoint writer without processes. Patches of torch for
+Megatron-Core's sake are in torch_patches.py.
 """
 
 from __future__ import annotations
@@ -50,18 +50,23 @@ TESTED_VERSION = "0.16.1"
 _gather = mappings._gather_along_first_dim
 
 
-def _gather_any_sizes(part: Any, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+def _gather_any_sizes(
+    part: Any, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> Any:
     """Gather along the first dimension; parts of different sizes by an all-to-all."""
     if sizes is None or len(set(sizes)) == 1:
         return _gather(part, group, sizes, use_global_buffer)
     out = part.new_empty(sum(sizes), *part.shape[1:])
     to_each = torch.cat([part] * group.size())
-    torch.distributed.all_to_all_single(out, to_each, sizes, [len(part)] * group.size(), group=group)
+    torch.distributed.all_to_all_single(
+        out, to_each, sizes, [len(part)] * group.size(), group=group
+    )
     return out
 
 
 def _splits_as_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Convert the split sizes of the token dispatcher to numpy, as the original does after copying them to the host."""
+    """Convert the split sizes of the token dispatcher to numpy, as the original does after copying
+    them to the host."""
     for name in ("input_splits", "output_splits", "output_splits_tp"):
         if isinstance(splits := getattr(dispatcher, name), torch.Tensor):
             setattr(dispatcher, name, splits.numpy())
@@ -74,15 +79,21 @@ _combine = MoEAlltoAllTokenDispatcher.combine_postprocess
 def _combine_and_forget(dispatcher: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Do as the original, and drop the tensors that say where the tokens went."""
     output: torch.Tensor = _combine(dispatcher, tokens)
-    dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+    dispatcher.probs = dispatcher.routing_map = (
+        dispatcher.reversed_local_input_permutation_mapping
+    ) = None
     return output
 
 
 def _norm_of_all(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[list[torch.Tensor]],
+    per_tensor: bool,
+    *_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the norm of all elements of all tensors, [1] float32, without a wait for the device: Megatron-Core's
-    l2_norm_impl, whose other arguments and result nothing uses."""
+    """Return the norm of all elements of all tensors, [1] float32, without a wait for the device:
+    Megatron-Core's l2_norm_impl, whose other arguments and result nothing uses."""
     norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
     return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None
 
@@ -98,13 +109,15 @@ EVERYWHERE = (
         MoEAlltoAllTokenDispatcher,
         "combine_postprocess",
         _combine_and_forget,
-        "each layer keeps the routing of its last micro-batch, 0.7 GB of 128 experts, 24 layers and 16k tokens",
+        "each layer keeps the routing of its last micro-batch, 0.7 GB of 128 experts, 24 layers "
+        "and 16k tokens",
     ),
     Patch(
         gated_delta_net,
         "HAVE_FLA",
         True,
-        "without FLA's kernels, which models/gated_delta_net.py does not use, the layer is not built",
+        "without FLA's kernels, which models/gated_delta_net.py does not use, the layer is not "
+        "built",
     ),
 )
 WITH_TRANSFORMER_ENGINE = (
@@ -112,8 +125,9 @@ WITH_TRANSFORMER_ENGINE = (
         layers,
         "_grad_accum_fusion_available",
         True,
-        "with gradient_accumulation_fusion the output layer asks for Apex's kernel, which only its forward pass uses; "
-        "heads.py takes the place of that, and all other linear layers are Transformer Engine's",
+        "with gradient_accumulation_fusion the output layer asks for Apex's kernel, which only its "
+        "forward pass uses; heads.py takes the place of that, and all other linear layers are "
+        "Transformer Engine's",
     ),
 )
 WITH_LOCAL_LAYERS = (
@@ -121,7 +135,8 @@ WITH_LOCAL_LAYERS = (
         multi_latent_attention,
         "TELinear",
         DuplicatedLinear,
-        "of any other class latent attention does not build a projection that each tensor-parallel rank has whole",
+        "of any other class latent attention does not build a projection that each tensor-parallel "
+        "rank has whole",
     ),
 )
 ON_CPU = (
@@ -153,13 +168,15 @@ ON_CPU = (
         mappings,
         "_gather_along_first_dim",
         _gather_any_sizes,
-        "gloo's all_gather refuses tensors of different sizes: tokens of experts, by tensor-parallel rank",
+        "gloo's all_gather refuses tensors of different sizes: tokens of experts, by "
+        "tensor-parallel rank",
     ),
     Patch(
         attention,
         "apply_rotary_pos_emb",
         rotate,
-        "it computes cosines and sines of the same angles for q and k of every layer, and copies its result once more",
+        "it computes cosines and sines of the same angles for q and k of every layer, and copies "
+        "its result once more",
     ),
 )
 LOCAL_NORM = (
@@ -167,7 +184,8 @@ LOCAL_NORM = (
         clip_grads,
         "l2_norm_impl",
         _norm_of_all,
-        "without Transformer Engine and Apex it is a call of torch for each tensor, and on a GPU a wait for each",
+        "without Transformer Engine and Apex it is a call of torch for each tensor, and on a GPU a "
+        "wait for each",
     ),
 )
 
@@ -190,22 +208,25 @@ def _patch() -> None:
 def megatron_calls() -> Iterator[None]:
     """Patch Megatron-Core, and on a CPU let it create CPU tensors while the body runs.
 
-    Every call into Megatron-Core is inside this context; no call of vLLM is, which must see the real devices."""
+    Every call into Megatron-Core is inside this context; no call of vLLM is, which must see the
+    real devices."""
     _patch()
     with contextlib.nullcontext() if platform.use_cuda() else CudaMeansCpu():
         yield
 
 
 def megatron_operations(config: TransformerConfig) -> AbstractContextManager[None]:
-    """Return the context of a forward pass within `megatron_calls`: without CudaMeansCpu, if the layers are dense.
+    """Return the context of a forward pass within `megatron_calls`: without CudaMeansCpu, if the
+    layers are dense.
 
-    The mode is a Python call for each operation and each attribute of a tensor, 4 to 8 % of the passes of a small
-    model, and dense layers name no device. The router of experts does."""
+    The mode is a Python call for each operation and each attribute of a tensor, 4 to 8 % of the
+    passes of a small model, and dense layers name no device. The router of experts does."""
     return own_operations() if config.num_moe_experts is None else contextlib.nullcontext()
 
 
 def own_operations() -> AbstractContextManager[None]:
-    """Return the context of operations within `megatron_calls` that name no device "cuda": without CudaMeansCpu."""
+    """Return the context of operations within `megatron_calls` that name no device "cuda": without
+    CudaMeansCpu."""
     if platform.use_cuda():
         return contextlib.nullcontext()
     context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
@@ -215,10 +236,12 @@ def own_operations() -> AbstractContextManager[None]:
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
     """Mark the parameters that are sharded over tensor-parallel ranks.
 
-    Reason: Megatron-Core marks them only while it initialises weights (perform_initialization). It counts an unmarked
-    parameter once in the gradient norm, as if every rank had the same."""
+    Reason: Megatron-Core marks them only while it initialises weights (perform_initialization). It
+    counts an unmarked parameter once in the gradient norm, as if every rank had the same."""
     for module in model.modules():
-        dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(type(module))
+        dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(
+            type(module)
+        )
         if dim is None:
             continue
         for name, param in module.named_parameters(recurse=False):
@@ -230,16 +253,19 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
 
 
 def multiply_as_matrices(model: torch.nn.Module) -> None:
-    """Let each linear layer of the model multiply matrices: its input [T, 1, hidden] as [T, hidden]. Where nothing is
-    to be communicated or added to main_grad, torch's own linear layer does, which adds the bias in the product.
+    """Let each linear layer of the model multiply matrices: its input [T, 1, hidden] as [T,
+    hidden]. Where nothing is to be communicated or added to main_grad, torch's own linear layer
+    does, which adds the bias in the product.
 
-    Reason: Megatron-Core calls torch.matmul with a 3-D input and a matrix. torch.matmul computes one product of
-    matrices only where the matrix requires a gradient, or where the strides of the input show that its leading
-    dimensions are contiguous. Otherwise it computes T products, for which a CPU copies the matrix T times in bfloat16.
-    A frozen layer after a tensor-parallel embedding is such a case: the embedding returns [T, 1, hidden] as a
-    transposed [1, T, hidden], whose dimension of size 1 has stride T * hidden.
+    Reason: Megatron-Core calls torch.matmul with a 3-D input and a matrix. torch.matmul computes
+    one product of matrices only where the matrix requires a gradient, or where the strides of the
+    input show that its leading dimensions are contiguous. Otherwise it computes T products, for
+    which a CPU copies the matrix T times in bfloat16. A frozen layer after a tensor-parallel
+    embedding is such a case: the embedding returns [T, 1, hidden] as a transposed [1, T, hidden],
+    whose dimension of size 1 has stride T * hidden.
 
-    Transformer Engine's layers are of other classes, flatten their input themselves, and are left alone."""
+    Transformer Engine's layers are of other classes, flatten their input themselves, and are left
+    alone."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module._forward_impl = _on_matrices(module._forward_impl)
@@ -254,20 +280,27 @@ def _on_matrices(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
             out = forward(matrix, weight, bias, **settings)
         else:
             out = torch.nn.functional.linear(matrix, weight, bias)
-        return out.unflatten(0, (-1, *input.shape[1:-1]))  # sequence parallelism gathers: more tokens than in the input
+        # sequence parallelism gathers: more tokens than in the input
+        return out.unflatten(0, (-1, *input.shape[1:-1]))
 
     return on_matrices
 
 
-_BEYOND_THE_PRODUCT = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "grad_output_buffer")
+_BEYOND_THE_PRODUCT = (
+    "gradient_accumulation_fusion",
+    "allreduce_dgrad",
+    "sequence_parallel",
+    "grad_output_buffer",
+)
 """Arguments of Megatron-Core's linear layers by which they do more than torch's."""
 
 
 def compute_on_cpu(model: Any) -> None:
     """Let the feed-forward parts of the model compute their gate as GatedSiluMLP does, on a CPU.
 
-    Reason: Megatron-Core's activation passes over memory four times more. It is left as it is with another activation,
-    for experts, whose MLP also weighs tokens, and where its fused function is set."""
+    Reason: Megatron-Core's activation passes over memory four times more. It is left as it is with
+    another activation, for experts, whose MLP also weighs tokens, and where its fused function is
+    set."""
     if platform.use_cuda() or model.config.bias_activation_fusion or model.config.num_moe_experts:
         return
     for module in model.modules():
@@ -278,10 +311,10 @@ def compute_on_cpu(model: Any) -> None:
 def add_random_states() -> None:
     """Add every random state that a layer may enter; all roles share them.
 
-    Reason: Megatron-Core expects its global initialisation to have added them. With sequence parallelism its embedding
-    enters one for dropout, with rate 0 too. Transformer Engine's linear layers enter one while they are built, once
-    there is any, or a model has been recomputed: one of their own for experts, and one for layers that are the same on
-    all tensor-parallel ranks.
+    Reason: Megatron-Core expects its global initialisation to have added them. With sequence
+    parallelism its embedding enters one for dropout, with rate 0 too. Transformer Engine's linear
+    layers enter one while they are built, once there is any, or a model has been recomputed: one of
+    their own for experts, and one for layers that are the same on all tensor-parallel ranks.
     Nothing is drawn from them, so their seeds do not matter."""
     tracker = mcore_random.get_cuda_rng_tracker()
     names = (
@@ -297,11 +330,13 @@ def add_random_states() -> None:
 def gather_parameters_once(optimizer: Any) -> None:
     """Let only the last of several distributed optimizers gather the parameters after a step.
 
-    Reason: experts that are sharded have an optimizer of their own. The step of each of the two gathers the parameters
-    of the whole model, so that all are gathered twice."""
+    Reason: experts that are sharded have an optimizer of their own. The step of each of the two
+    gathers the parameters of the whole model, so that all are gathered twice."""
     for part in optimizer.chained_optimizers[:-1]:
         if isinstance(part, DistributedOptimizer):
-            part.step_with_ready_grads = functools.partial(MixedPrecisionOptimizer.step_with_ready_grads, part)
+            part.step_with_ready_grads = functools.partial(
+                MixedPrecisionOptimizer.step_with_ready_grads, part
+            )
 
 
 def parameters_in_order(
@@ -326,9 +361,11 @@ def remove_hooks(nodes: list[Any]) -> None:
 
 
 def fuse_adam(optimizer: Any) -> None:
-    """Let torch's AdamW update all parameters in one call. Apex's and Transformer Engine's do so anyway.
+    """Let torch's AdamW update all parameters in one call. Apex's and Transformer Engine's do so
+    anyway.
 
-    Reason: Megatron-Core leaves it at torch's default, a call for each operation of each parameter."""
+    Reason: Megatron-Core leaves it at torch's default, a call for each operation of each
+    parameter."""
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -336,23 +373,27 @@ def fuse_adam(optimizer: Any) -> None:
 
 
 write_bucket = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
-"""FileSystemWriterAsync.write_preloaded_data without its decorator. Reason: the decorator turns the garbage collector
-off, for the whole process; it is meant for a process of its own, and the caller is a thread."""
+"""FileSystemWriterAsync.write_preloaded_data without its decorator. Reason: the decorator turns the
+garbage collector off, for the whole process; it is meant for a process of its own, and the caller
+is a thread."""
 
 
 def keep_results_in_process() -> None:
-    """Have the next save of Megatron-Core put the results of its writers in a queue of this process.
+    """Have the next save of Megatron-Core put the results of its writers in a queue of this
+    process.
 
-    Reason: the first save starts a manager process for that queue, which imports the program and torch. A save that is
-    not asynchronous reads the queue in the process that has filled it."""
+    Reason: the first save starts a manager process for that queue, which imports the program and
+    torch. A save that is not asynchronous reads the queue in the process that has filled it."""
     filesystem_async._results_queue = queue.SimpleQueue()
 
 
 class PlannedSave(TorchDistSaveShardedStrategy):
-    """dist_checkpointing's strategy up to the plan: `writer` and `plan` after async_save. One file per rank.
+    """dist_checkpointing's strategy up to the plan: `writer` and `plan` after async_save. One file
+    per rank.
 
-    Reason: Megatron-Core writes in processes. It forks them from a process with threads (vLLM's, gloo's), starts a
-    manager process for their results, and all of them outlive a rank that is killed."""
+    Reason: Megatron-Core writes in processes. It forks them from a process with threads (vLLM's,
+    gloo's), starts a manager process for their results, and all of them outlive a rank that is
+    killed."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)

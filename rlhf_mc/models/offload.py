@@ -1,9 +1,10 @@
-"""Offload of one model's tensors to host memory and back. The schedule is in trainer/offload_schedule.py.
+"""Offload of one model's tensors to host memory and back. The schedule is in
+trainer/offload_schedule.py.
 
-An offload resizes the storage of a group of tensors to 0 and keeps the views: parameters, Megatron-Core's flat buffers
-and the optimizer's shards are views of one another, and stay so. Host memory is one arena per purpose, of its exact
-size: torch's own page-locked memory comes in blocks of powers of two (CachingHostAllocator.h), one for each tensor, and
-is never given back.
+An offload resizes the storage of a group of tensors to 0 and keeps the views: parameters,
+Megatron-Core's flat buffers and the optimizer's shards are views of one another, and stay so. Host
+memory is one arena per purpose, of its exact size: torch's own page-locked memory comes in blocks
+of powers of two (CachingHostAllocator.h), one for each tensor, and is never given back.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class TensorGroup:
         never_change: bool = False,
         setting: str = "offload",
     ) -> None:
-        """tensors: called at each offload, since Adam's state is created by the first step. keep_values: without it the
-        tensors are uninitialised after an onload. never_change: the first copy to the host is used by all offloads.
-        setting: the key that asks for the offload."""
+        """tensors: called at each offload, since Adam's state is created by the first step.
+        keep_values: without it the tensors are uninitialised after an onload. never_change: the
+        first copy to the host is used by all offloads. setting: the key that asks for the
+        offload."""
         self._tensors = tensors
         self._keep_values = keep_values
         self._never_change = never_change
@@ -59,7 +61,8 @@ class TensorGroup:
         return sum(size for _, size in self._offloaded)
 
     def offload(self) -> None:
-        """Copy the values to the host and release the device memory. On a GPU the copies are asynchronous."""
+        """Copy the values to the host and release the device memory. On a GPU the copies are
+        asynchronous."""
         if self.is_offloaded:
             return
         self.is_offloaded = True
@@ -76,7 +79,8 @@ class TensorGroup:
             storage.resize_(0)
 
     def onload(self) -> None:
-        """Allocate the device memory again, possibly at another address, and copy the values back."""
+        """Allocate the device memory again, possibly at another address, and copy the values
+        back."""
         storages = [storage for storage, _ in self._offloaded]
         for storage, size in self._offloaded:
             storage.resize_(size)
@@ -109,14 +113,16 @@ class Offload:
         return frozenset(self._groups)
 
     def differs_from(self, on_device: Collection[str]) -> bool:
-        """Return True where a group must move so that the groups `on_device`, and no others, are on the device. The
-        result is the same on every rank."""
-        return any((name in on_device) == group.is_offloaded for name, group in self._groups.items())
+        """Return True where a group must move so that the groups `on_device`, and no others, are on
+        the device. The result is the same on every rank."""
+        return any(
+            (name in on_device) == group.is_offloaded for name, group in self._groups.items()
+        )
 
     @contextlib.contextmanager
     def optimizer_step(self) -> Iterator[None]:
-        """Have the optimizer state on the device for the body alone, or with optimizer_stays from the body on. The
-        passes that follow need not wait until it has left."""
+        """Have the optimizer state on the device for the body alone, or with optimizer_stays from
+        the body on. The passes that follow need not wait until it has left."""
         self.onload((OPTIMIZER,))
         yield
         if not self.optimizer_stays:
@@ -135,11 +141,13 @@ class Offload:
                 group.onload()
 
     def require(self, *names: str) -> None:
-        """Raise RuntimeError where one of these groups is offloaded: kernels would read released memory."""
+        """Raise RuntimeError where one of these groups is offloaded: kernels would read released
+        memory."""
         for name in names:
             if name in self._groups and self._groups[name].is_offloaded:
                 raise RuntimeError(
-                    f"the {name} of {self._name} are offloaded; they are used outside of the phases that have them on "
+                    f"the {name} of {self._name} are offloaded; they are used outside of the "
+                    "phases that have them on "
                     "the device (config/device_placement.py)"
                 )
 
@@ -151,7 +159,8 @@ def model_offload(
     ddp: Sequence[Any] = (),
     optimizer: Any = None,
 ) -> Offload:
-    """Return the groups of a model that `settings` offload. Without an optimizer the model is frozen."""
+    """Return the groups of a model that `settings` offload. Without an optimizer the model is
+    frozen."""
 
     def params() -> Iterable[torch.Tensor]:
         return named_parameters().values()
@@ -174,34 +183,48 @@ def model_offload(
 
 def gradient_buffers(ddp: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Return the buffers of the gradients of these chunks (DistributedDataParallel)."""
-    return (buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    return (
+        buffer.grad_data
+        for chunk in ddp
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    )
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the main parameters and Adam's moments of a Megatron-Core optimizer; its step counts are on the host."""
+    """Yield the main parameters and Adam's moments of a Megatron-Core optimizer; its step counts
+    are on the host."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:  # a rank that updates no parameter of this kind
             continue
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+            yield from (
+                value
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.dim() > 0
+            )
 
 
-def tensors_besides(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def tensors_besides(
+    tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+) -> Iterator[torch.Tensor]:
     """Return the tensors that share no storage with `others`."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     return (tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in taken)
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of the tensors, each once, in their order, without empty ones (also those that another group
-    has offloaded). Storage that torch has not allocated (mapped from a file, for example) cannot be resized."""
+    """Return the storages of the tensors, each once, in their order, without empty ones (also those
+    that another group has offloaded). Storage that torch has not allocated (mapped from a file, for
+    example) cannot be resized."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            assert storage.resizable(), f"a tensor of shape {tuple(tensor.shape)} lies in memory that is not its own"
+            assert storage.resizable(), (
+                f"a tensor of shape {tuple(tensor.shape)} lies in memory that is not its own"
+            )
             storages.setdefault(storage.data_ptr(), storage)
     return list(storages.values())
 
@@ -216,8 +239,8 @@ ALIGNMENT = 128
 
 
 class HostArena:
-    """Host memory for several tensors, which is kept and used again. With a GPU it is page-locked, so that copies are
-    asynchronous; page-locking is slow, and done once for each size."""
+    """Host memory for several tensors, which is kept and used again. With a GPU it is page-locked,
+    so that copies are asynchronous; page-locking is slow, and done once for each size."""
 
     def __init__(self, purpose: str) -> None:
         """purpose: the boolean setting that asks for the memory."""
@@ -231,11 +254,13 @@ class HostArena:
         return len(self._bytes)
 
     def views(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return for each size in bytes a vector [size] uint8 of the arena, one after another. The values are as
-        after the last call with the same sizes. Where the arena is too small it is replaced, and the values are lost.
+        """Return for each size in bytes a vector [size] uint8 of the arena, one after another. The
+        values are as
+        after the last call with the same sizes. Where the arena is too small it is replaced, and
+        the values are lost.
 
-        Raise UserError where there is not enough memory. The caller keeps the arena while copies to or from the views
-        run: without it they are no longer page-locked."""
+        Raise UserError where there is not enough memory. The caller keeps the arena while copies to
+        or from the views run: without it they are no longer page-locked."""
         steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         if sum(steps) > self.num_bytes:
             self._allocate(sum(steps))
@@ -265,7 +290,8 @@ class HostArena:
                 platform.lock_pages(memory)
         except (OSError, MemoryError) as error:
             raise UserError(
-                f"{self._purpose}: {num_bytes} bytes of host memory are needed by this rank, {available} are available"
+                f"{self._purpose}: {num_bytes} bytes of host memory are needed by this rank, "
+                f"{available} are available"
                 f" on this node ({error}); give the job more memory, or set it to false"
             ) from error
         # The memory is an argument, so that it outlives its registration.
@@ -276,8 +302,8 @@ class HostArena:
 
 @contextlib.contextmanager
 def _one_rank_at_a_time() -> Iterator[None]:
-    """Let the ranks of a node run the body one after another. What one of them has locked in memory is not available to
-    the next: side by side each would count all that the node has."""
+    """Let the ranks of a node run the body one after another. What one of them has locked in memory
+    is not available to the next: side by side each would count all that the node has."""
     # Another user may have put a file, or a link to one of this user's, at this path.
     path = Path(tempfile.gettempdir()) / f"rlhf_mc_host_memory_{os.getuid()}"
     try:
@@ -286,13 +312,16 @@ def _one_rank_at_a_time() -> Iterator[None]:
         raise UserError(f"{path}: {error_reason(error)}; remove it, or set TMPDIR") from error
     with open(descriptor) as file:
         if os.fstat(file.fileno()).st_uid != os.getuid():
-            raise UserError(f"{path}: belongs to another user; remove it, or set TMPDIR to another directory")
+            raise UserError(
+                f"{path}: belongs to another user; remove it, or set TMPDIR to another directory"
+            )
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _pages(num_bytes: int) -> torch.Tensor:
-    """Return whole pages of uninitialised memory as [num_bytes] uint8. Raise OSError if there are none."""
+    """Return whole pages of uninitialised memory as [num_bytes] uint8. Raise OSError if there are
+    none."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A child process would only copy page tables, and later pages.
     pages.madvise(mmap.MADV_DONTFORK)

@@ -1,5 +1,6 @@
-"""The optimizer's learning-rate schedule, which counts PPO steps, and this rank's part of its state: for each parameter
-its elements and the tensors of Adam's state, which the checkpoint writes and reads. Nothing here communicates.
+"""The optimizer's learning-rate schedule, which counts PPO steps, and this rank's part of its
+state: for each parameter its elements and the tensors of Adam's state, which the checkpoint writes
+and reads. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -29,20 +30,29 @@ class OptimizerPart:
     end: int
     """One past the last of the elements."""
     ranks: tuple[int, ...]
-    """The ranks over which the local parameter's elements are sharded; without the distributed optimizer, this one."""
+    """The ranks over which the local parameter's elements are sharded; without the distributed
+    optimizer, this one."""
     state: dict[str, torch.Tensor]
-    """By name: flat tensors of end - start elements. "main" is the float32 copy of a parameter of another type."""
+    """By name: flat tensors of end - start elements. "main" is the float32 copy of a parameter of
+    another type."""
 
 
-def optimizer_parts(optimizer: Any, params: Mapping[str, torch.nn.Parameter]) -> list[OptimizerPart]:
-    """Return this rank's parts. `params`: by their names on this rank. Before the first step there are no moments."""
+def optimizer_parts(
+    optimizer: Any, params: Mapping[str, torch.nn.Parameter]
+) -> list[OptimizerPart]:
+    """Return this rank's parts. `params`: by their names on this rank. Before the first step there
+    are no moments."""
     names = {id(param): name for name, param in params.items()}
     parts = []
     for one in _in_use(optimizer):
         for param, main, start, end in _main_params(one):
             if start == end:
                 continue
-            state = {key: one.optimizer.state[main][key].view(-1) for key in MOMENTS if main in one.optimizer.state}
+            state = {
+                key: one.optimizer.state[main][key].view(-1)
+                for key in MOMENTS
+                if main in one.optimizer.state
+            }
             if main.dtype != param.dtype:
                 state["main"] = main.detach().view(-1)
             parts.append(OptimizerPart(names[id(param)], start, end, _ranks(one), state))
@@ -50,8 +60,8 @@ def optimizer_parts(optimizer: Any, params: Mapping[str, torch.nn.Parameter]) ->
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Return the bytes of this rank's state from the first step on: Adam's moments in float32, and the float32 copies
-    of parameters of another type. It may be offloaded."""
+    """Return the bytes of this rank's state from the first step on: Adam's moments in float32, and
+    the float32 copies of parameters of another type. It may be offloaded."""
     num_bytes = 0
     for one in _in_use(optimizer):
         for param, main, start, end in _main_params(one):
@@ -61,7 +71,8 @@ def state_bytes(optimizer: Any) -> int:
 
 
 def adam_steps(optimizer: Any) -> int:
-    """Return the number of steps taken, which Adam's bias correction depends on; 0 on a rank that updates nothing."""
+    """Return the number of steps taken, which Adam's bias correction depends on; 0 on a rank that
+    updates nothing."""
     for one in _in_use(optimizer):
         for group in one.optimizer.param_groups:
             if "step" in group:  # Apex and Transformer Engine count by group, torch by parameter
@@ -72,7 +83,8 @@ def adam_steps(optimizer: Any) -> int:
 
 
 def set_adam_steps(optimizer: Any, count: int) -> None:
-    """Set the number of steps and allocate the moments; new ones are zero. With 0 steps the state is cleared."""
+    """Set the number of steps and allocate the moments; new ones are zero. With 0 steps the state
+    is cleared."""
     for one in _in_use(optimizer):
         if count == 0:
             one.optimizer.state.clear()
@@ -93,22 +105,35 @@ def set_adam_steps(optimizer: Any, count: int) -> None:
 
 def _in_use(optimizer: Any) -> list[Any]:
     """Return the optimizers that have a parameter to update on this rank."""
-    return [one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]
+    return [
+        one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)
+    ]
 
 
 def _main_params(one: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-    """Yield (model's parameter, tensor that the optimizer updates in its place, first element, one past the last)."""
+    """Yield (model's parameter, tensor that the optimizer updates in its place, first element, one
+    past the last)."""
     if isinstance(one, DistributedOptimizer):
         for param, (group, order) in one.model_param_group_index_map.items():
             elements = one._get_model_param_range_map(param)["param"]
-            yield param, one.optimizer.param_groups[group]["params"][order], elements.start, elements.end
+            yield (
+                param,
+                one.optimizer.param_groups[group]["params"][order],
+                elements.start,
+                elements.end,
+            )
         return
-    if not hasattr(one, "float16_groups"):  # all in float32: the optimizer updates the model's own parameters
-        pairs = ((param, param) for group in one.optimizer.param_groups for param in group["params"])
+    # all in float32: the optimizer updates the model's own parameters
+    if not hasattr(one, "float16_groups"):
+        pairs = (
+            (param, param) for group in one.optimizer.param_groups for param in group["params"]
+        )
     else:
         model = [*one.float16_groups, *one.fp32_from_fp32_groups]
         main = [*one.fp32_from_float16_groups, *one.fp32_from_fp32_groups]
-        pairs = ((p, m) for ps, ms in zip(model, main, strict=True) for p, m in zip(ps, ms, strict=True))
+        pairs = (
+            (p, m) for ps, ms in zip(model, main, strict=True) for p, m in zip(ps, ms, strict=True)
+        )
     for param, updated in pairs:
         yield param, updated, 0, param.numel()
 
@@ -119,14 +144,17 @@ def _ranks(one: Any) -> tuple[int, ...]:
     return (dist.get_rank(),)
 
 
-def learning_rate_schedule(optimizer: Any, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
+def learning_rate_schedule(
+    optimizer: Any, optim: OptimConfig, total_steps: int
+) -> OptimizerParamScheduler:
     """Return the schedule of `optim` for total_steps PPO steps, at the first step.
 
-    Without a warm-up the first step has learning rate lr. With one of W steps, step s of the first W has lr * s / W.
-    The decay goes from there to min_lr, which it reaches after the last step, as in Megatron-LM and transformers: with
-    min_lr 0 every step still moves the weights.
+    Without a warm-up the first step has learning rate lr. With one of W steps, step s of the first
+    W has lr * s / W. The decay goes from there to min_lr, which it reaches after the last step, as
+    in Megatron-LM and transformers: with min_lr 0 every step still moves the weights.
     """
-    # Megatron-Core's position 0 is learning rate 0 under a warm-up: a first PPO step that changes nothing.
+    # Megatron-Core's position 0 is learning rate 0 under a warm-up: a first PPO step that changes
+    # nothing.
     warmup = optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * total_steps)
     first = 1 if warmup > 0 else 0
     schedule = OptimizerParamScheduler(
@@ -146,8 +174,11 @@ def learning_rate_schedule(optimizer: Any, optim: OptimConfig, total_steps: int)
     return schedule
 
 
-def set_learning_rates(schedule: OptimizerParamScheduler, optim: OptimConfig, factor: float) -> None:
-    """Set the highest and lowest learning rates to `optim`'s times `factor`, at this position and later ones."""
+def set_learning_rates(
+    schedule: OptimizerParamScheduler, optim: OptimConfig, factor: float
+) -> None:
+    """Set the highest and lowest learning rates to `optim`'s times `factor`, at this position and
+    later ones."""
     schedule.max_lr = optim.lr * factor
     schedule.min_lr = optim.min_lr * factor
     for group in schedule.optimizer.param_groups:

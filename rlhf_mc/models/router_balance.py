@@ -1,6 +1,6 @@
-"""The load of experts in the updates of an actor: an auxiliary loss and a z-loss of each router, and the update of the
-correction biases. Megatron-Core's losses are of a packed micro-batch with its padding, and leave replayed choices out;
-these do not depend on the split into micro-batches.
+"""The load of experts in the updates of an actor: an auxiliary loss and a z-loss of each router,
+and the update of the correction biases. Megatron-Core's losses are of a packed micro-batch with its
+padding, and leave replayed choices out; these do not depend on the split into micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 
 from rlhf_mc import platform
@@ -28,41 +31,48 @@ from rlhf_mc.topology.groups import ProcessGroups
 class RouterBalance:
     """Adds the two losses to the gradient of each router of a model, and moves its correction bias.
 
-    Auxiliary loss of a sequence of T tokens, c_e of which choose expert e of E: E / (k T^2) sum_e c_e sum_t p_te, with
-    scores p that sum to 1 for each token; averaged over the sequences of the mini-batch. z-loss: logsumexp(logits)^2,
-    averaged over the tokens of the mini-batch. Both are summed over the layers. Padding is no token."""
+    Auxiliary loss of a sequence of T tokens, c_e of which choose expert e of E: E / (k T^2) sum_e
+    c_e sum_t p_te, with scores p that sum to 1 for each token; averaged over the sequences of the
+    mini-batch. z-loss: logsumexp(logits)^2, averaged over the tokens of the mini-batch. Both are
+    summed over the layers. Padding is no token."""
 
-    def __init__(self, settings: ActorConfig, shape: ModelShape, groups: ProcessGroups, chunks: Sequence[Any]) -> None:
+    def __init__(
+        self, settings: ActorConfig, shape: ModelShape, groups: ProcessGroups, chunks: Sequence[Any]
+    ) -> None:
         """chunks: of this rank, of a model with experts."""
         self._settings = settings
         self._shape = shape
         self._groups = groups
         self._shards = groups.mesh.tp if chunks[0].config.sequence_parallel else 1
-        self._routers = {c: [module for module in c.modules() if isinstance(module, TopKRouter)] for c in chunks}
+        self._routers = {
+            c: [module for module in c.modules() if isinstance(module, TopKRouter)] for c in chunks
+        }
         self._all = list(itertools.chain(*self._routers.values()))
         self._totals = torch.zeros(2, dtype=torch.float64, device=platform.device())
-        """Both losses of this rank's tokens in its layers, summed over the mini-batches since `losses`."""
+        """Both losses of this rank's tokens in its layers, summed over the mini-batches since
+        `losses`."""
         self._steps = 0
         for place, router in enumerate(self._all):
             router.routing = functools.partial(self._route, router, place)
 
     def begin(self, batch: RaggedBatch, scale: float) -> None:
-        """Begin the passes of a mini-batch, the sequences of all replicas. scale: the factor of a loss, by which
-        Megatron-Core's schedule and the reduction of the gradients divide."""
+        """Begin the passes of a mini-batch, the sequences of all replicas. scale: the factor of a
+        loss, by which Megatron-Core's schedule and the reduction of the gradients divide."""
         self._scale = scale
         self._num_sequences = batch.num_sequences
         self._num_tokens = int(batch.seq_lens.sum())
         self._sums = torch.zeros_like(self._totals)
         self._pending: dict[TopKRouter, deque[Any]] = {router: deque() for router in self._all}
-        """The micro-batches that a router has still to route with a gradient, in their order: PackedSequences, and for
-        each token of this rank its sequence in the micro-batch and its place in the batch, -1 of padding."""
+        """The micro-batches that a router has still to route with a gradient, in their order:
+        PackedSequences, and for each token of this rank its sequence in the micro-batch and its
+        place in the batch, -1 of padding."""
         shape = (len(self._all), self._shape.num_experts)
         self._loads = torch.zeros(shape, dtype=torch.int64, device=platform.device())
         """[routers, experts]: this rank's tokens of each expert."""
 
     def expect(self, model: Any, micro: MicroBatch) -> None:
-        """Announce a micro-batch to the routers of a chunk, before its forward pass. Where layers are recomputed, they
-        route it with a gradient in the backward pass."""
+        """Announce a micro-batch to the routers of a chunk, before its forward pass. Where layers
+        are recomputed, they route it with a gradient in the backward pass."""
         assert micro.sources is not None
         lens = micro.packed.cu_seqlens_q.diff() // micro.packed.context.size
         sequences = torch.repeat_interleave(lens, output_size=len(micro.sources))
@@ -94,13 +104,15 @@ class RouterBalance:
         aux_loss = (scores * weights).sum() / self._num_sequences
         z_loss = (logits.logsumexp(1, keepdim=True) ** 2 * is_token).sum() / self._num_tokens
         self._sums += torch.stack([aux_loss, z_loss]).detach()
-        loss = self._settings.moe_aux_loss_coeff * aux_loss + self._settings.moe_z_loss_coeff * z_loss
+        loss = (
+            self._settings.moe_aux_loss_coeff * aux_loss + self._settings.moe_z_loss_coeff * z_loss
+        )
         return MoEAuxLossAutoScaler.apply(probs, loss * self._scale), chosen
 
     @torch.no_grad()
     def step(self) -> None:
-        """Finish a mini-batch on which the optimizer has stepped: move the correction biases of routers that are
-        trained, by the loads over all ranks. Every rank must call it."""
+        """Finish a mini-batch on which the optimizer has stepped: move the correction biases of
+        routers that are trained, by the loads over all ranks. Every rank must call it."""
         self._totals += self._sums
         self._steps += 1
         rate = self._settings.moe_router_bias_update_rate
@@ -113,10 +125,15 @@ class RouterBalance:
                 router.expert_bias += rate * direction
 
     def losses(self) -> dict[str, float]:
-        """Return both losses without their coefficients, the means over layers and over the mini-batches since the last
-        call; nothing if all of them were skipped. Every rank must call it."""
+        """Return both losses without their coefficients, the means over layers and over the
+        mini-batches since the last call; nothing if all of them were skipped. Every rank must call
+        it."""
         sums = sum_over_ranks(self._totals).tolist()
         number = self._steps * len(self._shape.expert_layers)
         self._totals = torch.zeros_like(self._totals)
         self._steps = 0
-        return {name: sums[i] / number for i, name in enumerate(("router_aux_loss", "router_z_loss")) if number}
+        return {
+            name: sums[i] / number
+            for i, name in enumerate(("router_aux_loss", "router_z_loss"))
+            if number
+        }

@@ -1,6 +1,6 @@
-"""Router replay: the passes of the actor take the experts that the rollout engine chose for each token (R3), or those
-that the pass of the old log-probs chose (R2), with weights from the trainer's own logits. Megatron-Core's RouterReplay
-replaces the choice in each router.
+"""Router replay: the passes of the actor take the experts that the rollout engine chose for each
+token (R3), or those that the pass of the old log-probs chose (R2), with weights from the trainer's
+own logits. Megatron-Core's RouterReplay replaces the choice in each router.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from rlhf_mc.topology.groups import ProcessGroups
 
 
 class ReplayedRouter(RouterReplay):
-    """Megatron-Core's RouterReplay of one router. Its targets [tokens, k] are -1 for tokens without a choice, for which
-    the router chooses. It counts the choices that differ."""
+    """Megatron-Core's RouterReplay of one router. Its targets [tokens, k] are -1 for tokens without
+    a choice, for which the router chooses. It counts the choices that differ."""
 
     target_topk_idx: Any
 
     def __init__(self) -> None:
         super().__init__()
-        # Megatron-Core's list of all routers of the process, for calls that replay in all models at once.
+        # Megatron-Core's list of all routers of the process, for calls that replay in all models at
+        # once.
         self.clear_global_router_replay_instances()
         self.counts: torch.Tensor | None = None
-        """[2] int64: replayed choices that the router itself would not have made, and replayed choices."""
+        """[2] int64: replayed choices that the router itself would not have made, and replayed
+        choices."""
 
     def get_replay_topk(
         self,
@@ -48,19 +50,26 @@ class ReplayedRouter(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values and indices of the chosen experts, [tokens, k], by the action that is set."""
+        """Return values and indices of the chosen experts, [tokens, k], by the action that is
+        set."""
         own_choice = (topk, num_groups, group_topk)
         if self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
             given = self.target_topk_idx
-            self.target_topk_idx, own = self._completed(given, scores, default_compute_topk, own_choice)
+            self.target_topk_idx, own = self._completed(
+                given, scores, default_compute_topk, own_choice
+            )
             is_given = given >= 0
             differs = is_given & (given[:, :, None] != own[:, None, :]).all(2)
             counts = torch.stack([differs.sum(), is_given.sum()])
             self.counts = counts if self.counts is None else self.counts + counts
         elif self.router_replay_action == RouterReplayAction.REPLAY_BACKWARD:
             given = self.replay_backward_list[0]
-            self.replay_backward_list[0] = self._completed(given, scores, default_compute_topk, own_choice)[0]
-        result: tuple[torch.Tensor, torch.Tensor] = super().get_replay_topk(scores, *own_choice, default_compute_topk)
+            self.replay_backward_list[0] = self._completed(
+                given, scores, default_compute_topk, own_choice
+            )[0]
+        result: tuple[torch.Tensor, torch.Tensor] = super().get_replay_topk(
+            scores, *own_choice, default_compute_topk
+        )
         return result
 
     @staticmethod
@@ -75,17 +84,25 @@ class ReplayedRouter(RouterReplay):
 class ExpertReplay:
     """Records and replays the choices of experts in the passes of one model.
 
-    Choices are [tokens, layers, k] uint8, or uint16 for more than 256 experts, of all tokens of a sequence before the
-    last drawn one. The engine does not route that one, nor an observation that follows it, and no result depends on
-    their experts: the trainer's routers choose them. A rank holds the choices of the sequences that its engine has
-    generated, or with R2 those of its own passes, and sends them to the ranks that train the sequence."""
+    Choices are [tokens, layers, k] uint8, or uint16 for more than 256 experts, of all tokens of a
+    sequence before the last drawn one. The engine does not route that one, nor an observation that
+    follows it, and no result depends on their experts: the trainer's routers choose them. A rank
+    holds the choices of the sequences that its engine has generated, or with R2 those of its own
+    passes, and sends them to the ranks that train the sequence."""
 
-    def __init__(self, mode: RouterReplayMode, shape: ModelShape, groups: ProcessGroups, chunks: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        mode: RouterReplayMode,
+        shape: ModelShape,
+        groups: ProcessGroups,
+        chunks: Sequence[Any],
+    ) -> None:
         """Replace the choice of each router of the chunks. They must have experts."""
         self.mode = mode
         self.held: dict[int, np.ndarray] = {}
-        """The choices that this rank holds, by the number of the response in the run (RaggedBatch.numbers): in all
-        layers with experts, or with R2 in those of this rank's stage."""
+        """The choices that this rank holds, by the number of the response in the run
+        (RaggedBatch.numbers): in all layers with experts, or with R2 in those of this rank's
+        stage."""
         self._groups = groups
         self._k = shape.experts_per_token
         self._choice_bytes = shape.choice_bytes
@@ -93,9 +110,12 @@ class ExpertReplay:
         self._shard = groups.coordinate.tp % self._shards
         self._recomputes = chunks[0].config.recompute_granularity == "full"
         self._layers = shape.expert_layers
-        of_stage = [groups.mesh.chunk_layers(shape.num_layers, stage) for stage in range(groups.mesh.pp)]
+        of_stage = [
+            groups.mesh.chunk_layers(shape.num_layers, stage) for stage in range(groups.mesh.pp)
+        ]
         self._columns = [
-            [self._layers.index(i) for chunk in stage for i in chunk if i in self._layers] for stage in of_stage
+            [self._layers.index(i) for chunk in stage for i in chunk if i in self._layers]
+            for stage in of_stage
         ]
         """For each stage the places of its layers among all with experts."""
         own = 0
@@ -105,7 +125,9 @@ class ExpertReplay:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
             for router in routers:
                 router.router_replay = ReplayedRouter()
-            self._routers[chunk] = [(own + i, router.router_replay) for i, router in enumerate(routers)]
+            self._routers[chunk] = [
+                (own + i, router.router_replay) for i, router in enumerate(routers)
+            ]
             own += len(routers)
         assert own == len(self._columns[groups.coordinate.pp])
         self._records = False
@@ -114,9 +136,12 @@ class ExpertReplay:
         self._lens = self._sequences = np.zeros(0, np.int64)
 
     @contextlib.contextmanager
-    def passes(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], forward_only: bool) -> Iterator[None]:
-        """Receive the choices of the sequences of these micro-batches for their passes, which the body runs, or with R2
-        and forward_only record them. Every rank must call it. Raise UserError, on all ranks, if no rank has them."""
+    def passes(
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], forward_only: bool
+    ) -> Iterator[None]:
+        """Receive the choices of the sequences of these micro-batches for their passes, which the
+        body runs, or with R2 and forward_only record them. Every rank must call it. Raise
+        UserError, on all ranks, if no rank has them."""
         assert batch.numbers is not None
         self._records = forward_only and self.mode == "recompute"
         self._keeps = not forward_only and self._recomputes
@@ -128,7 +153,9 @@ class ExpertReplay:
         row_bytes = num_layers * self._choice_bytes
         if self._records:
             self._sequences = np.flatnonzero(wanted)
-            rows = torch.zeros((self._lens[self._sequences].sum() + 1) * row_bytes, dtype=torch.uint8)
+            rows = torch.zeros(
+                (self._lens[self._sequences].sum() + 1) * row_bytes, dtype=torch.uint8
+            )
             rows = rows.to(platform.device())
         else:
             rows = self._exchange(wanted, row_bytes)
@@ -140,7 +167,8 @@ class ExpertReplay:
         row_of = np.full(segments.sum() + 1, -1)
         row_of[ragged_indices(segments, 2 * self._sequences)] = np.arange(num_rows)
         (self._row_of,) = platform.to_device([torch.from_numpy(row_of)])
-        """[T + 1] int64: of each token of the batch, the row of _choices; -1 of those without, and as the last one."""
+        """[T + 1] int64: of each token of the batch, the row of _choices; -1 of those without, and
+        as the last one."""
         try:
             yield
             if self._records and self._groups.coordinate.tp == 0:
@@ -152,24 +180,33 @@ class ExpertReplay:
             self._clear()
 
     def _exchange(self, wanted: np.ndarray, row_bytes: int) -> torch.Tensor:
-        """Return the choices of the sequences `wanted` [S] in the layers of this rank's stage, and one row more, as
-        bytes on the device; _sequences gets their order."""
+        """Return the choices of the sequences `wanted` [S] in the layers of this rank's stage, and
+        one row more, as bytes on the device; _sequences gets their order."""
         mesh = self._groups.mesh
         rank = self._groups.rank
-        held_bytes = row_bytes if self.mode == "recompute" else sum(map(len, self._columns)) * self._choice_bytes
+        held_bytes = (
+            row_bytes
+            if self.mode == "recompute"
+            else sum(map(len, self._columns)) * self._choice_bytes
+        )
         lens = zip(self._numbers, self._lens.tolist(), strict=True)
         holds = np.array(
-            [n in self.held and self.held[n].nbytes == length * held_bytes for n, length in lens], np.bool_
+            [n in self.held and self.held[n].nbytes == length * held_bytes for n, length in lens],
+            np.bool_,
         )
-        bits = gather_vectors(torch.from_numpy(np.packbits([wanted, holds], axis=1).ravel())).numpy()
-        flags = np.unpackbits(bits.reshape(mesh.world, 2, -1), axis=2, count=len(holds)).astype(np.bool_)
+        bits = gather_vectors(
+            torch.from_numpy(np.packbits([wanted, holds], axis=1).ravel())
+        ).numpy()
+        flags = np.unpackbits(bits.reshape(mesh.world, 2, -1), axis=2, count=len(holds)).astype(
+            np.bool_
+        )
         wants = flags[:, 0]
         has = flags[:, 1]
         if missing := int((wants.any(0) & ~has.any(0)).sum()):
             raise UserError(
-                f"algorithm.router_replay is {self.mode}; for {missing} of {len(holds)} responses the rollout engine"
-                " has not returned the experts of all tokens before the last drawn one, in all layers with experts: set"
-                " it to recompute or off"
+                f"algorithm.router_replay is {self.mode}; for {missing} of {len(holds)} responses "
+                "the rollout engine has not returned the experts of all tokens before the last "
+                "drawn one, in all layers with experts: set it to recompute or off"
             )
         stages = np.array([mesh.coordinate(other).pp for other in range(mesh.world)])
         columns: list[Any] = [self._columns[stage] for stage in stages]
@@ -178,26 +215,36 @@ class ExpertReplay:
             wants = wants & is_same
             has = has & is_same
             columns = [slice(None)] * mesh.world
-        has &= has.cumsum(0) == 1  # context-parallel ranks have recorded the same: the first one sends it
+        # context-parallel ranks have recorded the same: the first one sends it
+        has &= has.cumsum(0) == 1
         outgoing = [
-            [self.held[self._numbers[i]][:, columns[other]] for i in np.flatnonzero(has[rank] & wants[other])]
+            [
+                self.held[self._numbers[i]][:, columns[other]]
+                for i in np.flatnonzero(has[rank] & wants[other])
+            ]
             for other in range(mesh.world)
         ]
         incoming = [np.flatnonzero(has[other] & wants[rank]) for other in range(mesh.world)]
         self._sequences = np.concatenate(incoming)
-        parts = [np.ascontiguousarray(each).view(np.uint8).ravel() for one in outgoing for each in one]
-        (sent,) = platform.to_device([torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *parts]))])
+        parts = [
+            np.ascontiguousarray(each).view(np.uint8).ravel() for one in outgoing for each in one
+        ]
+        (sent,) = platform.to_device(
+            [torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *parts]))]
+        )
         sizes = [int(self._lens[sequences].sum()) * row_bytes for sequences in incoming]
         total = sum(sizes)
         rows = torch.zeros(total + row_bytes, dtype=torch.uint8, device=platform.device())
-        dist.all_to_all_single(rows[:total], sent, sizes, [sum(each.nbytes for each in one) for one in outgoing])
+        dist.all_to_all_single(
+            rows[:total], sent, sizes, [sum(each.nbytes for each in one) for one in outgoing]
+        )
         count(expert_bytes=total)
         return rows
 
     @contextlib.contextmanager
     def routing(self, model: Any, micro: MicroBatch) -> Iterator[None]:
-        """Replay or record the choices of a micro-batch in the forward pass of a chunk, which the body is. Where whole
-        layers are recomputed, the backward pass then replays them too."""
+        """Replay or record the choices of a micro-batch in the forward pass of a chunk, which the
+        body is. Where whole layers are recomputed, the backward pass then replays them too."""
         assert micro.sources is not None
         routers = self._routers[getattr(model, "module", model)]
         if self._records:
@@ -219,14 +266,16 @@ class ExpertReplay:
                 router.clear_indices()
 
     def _record(self, routers: Sequence[tuple[int, ReplayedRouter]], micro: MicroBatch) -> None:
-        """Keep what the routers have recorded in a micro-batch. The ranks that share its tokens exchange it."""
+        """Keep what the routers have recorded in a micro-batch. The ranks that share its tokens
+        exchange it."""
         if not routers:
             return
         context = micro.packed.context
         sources = micro.sources
         assert sources is not None
         recorded = [router.get_recorded_indices() for _, router in routers]
-        parts = torch.stack(recorded, 1).to(self._choices.dtype).view(torch.uint8)  # gloo has no 16-bit integers
+        # gloo has no 16-bit integers
+        parts = torch.stack(recorded, 1).to(self._choices.dtype).view(torch.uint8)
         if self._shards > 1:
             of_shards = parts.new_empty(self._shards * len(parts), *parts.shape[1:])
             dist.all_gather_into_tensor(of_shards, parts, group=self._groups.collection.tp)
@@ -235,12 +284,14 @@ class ExpertReplay:
             parts = context.gather(parts).flatten(0, 1)
             sources = context.gather(sources).flatten()
         first = routers[0][0]
-        self._choices[self._row_of[sources], first : first + len(routers)] = parts.view(self._choices.dtype)
+        self._choices[self._row_of[sources], first : first + len(routers)] = parts.view(
+            self._choices.dtype
+        )
 
     def differing_shares(self) -> tuple[float, dict[int, float]]:
-        """Return the share of the choices replayed since the last call that the routers themselves would not have made,
-        over all layers and ranks, and that of each layer with experts, 0 the first of the model; 0 of none. Every rank
-        must call it."""
+        """Return the share of the choices replayed since the last call that the routers themselves
+        would not have made, over all layers and ranks, and that of each layer with experts, 0 the
+        first of the model; 0 of none. Every rank must call it."""
         sums = torch.zeros(len(self._layers), 2, dtype=torch.int64, device=platform.device())
         columns = self._columns[self._groups.coordinate.pp]
         for place, router in itertools.chain(*self._routers.values()):
@@ -248,7 +299,9 @@ class ExpertReplay:
             router.counts = None
         differing, replayed = sum_over_ranks(sums).double().T
         shares = (differing / replayed.clamp(min=1)).tolist()
-        return float(differing.sum() / replayed.sum().clamp(min=1)), dict(zip(self._layers, shares, strict=True))
+        return float(differing.sum() / replayed.sum().clamp(min=1)), dict(
+            zip(self._layers, shares, strict=True)
+        )
 
     def _clear(self) -> None:
         """Let the routers choose by themselves, and free the choices of the last pass."""
@@ -259,7 +312,14 @@ class ExpertReplay:
 
 
 def replayed(
-    replay: ExpertReplay | None, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], forward_only: bool
+    replay: ExpertReplay | None,
+    batch: RaggedBatch,
+    micro_batches: Sequence[Sequence[int]],
+    forward_only: bool,
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context of the passes of a model: ExpertReplay.passes, if it has one."""
-    return contextlib.nullcontext() if replay is None else replay.passes(batch, micro_batches, forward_only)
+    return (
+        contextlib.nullcontext()
+        if replay is None
+        else replay.passes(batch, micro_batches, forward_only)
+    )

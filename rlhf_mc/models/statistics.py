@@ -1,5 +1,5 @@
-"""Sums of a loss's statistics: over micro-batches, on the device, and over ranks, by one exchange for all mini-batches
-of an update.
+"""Sums of a loss's statistics: over micro-batches, on the device, and over ranks, by one exchange
+for all mini-batches of an update.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class OptimizerStep:
 
     @property
     def skipped(self) -> bool:
-        """True where loss, statistics or gradient were not finite on any rank: weights and optimizer state have not
-        changed."""
+        """True where loss, statistics or gradient were not finite on any rank: weights and
+        optimizer state have not changed."""
         return not math.isfinite(self.grad_norm)
 
 
@@ -63,30 +63,41 @@ class Exchange:
 
     def __init__(self) -> None:
         self._agreed: tuple[str, ...] = ()
-        """The names of the statistics, the same on every rank: ranks without the output layer see no loss."""
+        """The names of the statistics, the same on every rank: ranks without the output layer see
+        no loss."""
 
-    def over_ranks(self, mini_batches: Sequence[StatisticSums], contributes: bool) -> list[dict[str, float]]:
-        """Return for each mini-batch the sums over the ranks that contribute, added in the order of the ranks. Every
-        rank must call it, with the same number of mini-batches."""
+    def over_ranks(
+        self, mini_batches: Sequence[StatisticSums], contributes: bool
+    ) -> list[dict[str, float]]:
+        """Return for each mini-batch the sums over the ranks that contribute, added in the order of
+        the ranks. Every rank must call it, with the same number of mini-batches."""
         if not mini_batches:
             return []
         names = {sums.names for sums in mini_batches if sums.names and contributes}
         rows = gather_vectors(self._rows(mini_batches, names)).tolist()
         if not all(row[0] for row in rows):
-            # A rank has statistics whose names the others do not know: in the first update, and with another loss.
+            # A rank has statistics whose names the others do not know: in the first update, and
+            # with another loss.
             (self._agreed, *others) = set().union(*gather_objects(names))
-            assert not others, f"ranks or mini-batches have different statistics: {self._agreed}, {others}"
+            assert not others, (
+                f"ranks or mini-batches have different statistics: {self._agreed}, {others}"
+            )
             rows = gather_vectors(self._rows(mini_batches, names)).tolist()
         totals = iter([sum(column) for column in zip(*rows, strict=True)][1:])
         return [{name: next(totals) for name in self._agreed} for _ in mini_batches]
 
-    def _rows(self, mini_batches: Sequence[StatisticSums], names: set[tuple[str, ...]]) -> torch.Tensor:
-        """Return [1 + mini-batches x agreed names] float64: 1 where this rank's names are those agreed, and the sums,
-        which are 0 where this rank contributes none."""
+    def _rows(
+        self, mini_batches: Sequence[StatisticSums], names: set[tuple[str, ...]]
+    ) -> torch.Tensor:
+        """Return [1 + mini-batches x agreed names] float64: 1 where this rank's names are those
+        agreed, and the sums, which are 0 where this rank contributes none."""
         known = names <= {self._agreed}
         device = platform.device()
         # Filled by kernels: a tensor of Python numbers is a copy that the host waits for.
         head = torch.full((1,), float(known), dtype=torch.float64, device=device)
         none = torch.zeros(len(self._agreed), dtype=torch.float64, device=device)
-        rows = [sums.sums if known and names and sums.sums is not None else none for sums in mini_batches]
+        rows = [
+            sums.sums if known and names and sums.sums is not None else none
+            for sums in mini_batches
+        ]
         return torch.cat([head, *rows])

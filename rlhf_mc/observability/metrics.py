@@ -1,6 +1,7 @@
 """Metrics of one step by key: means over mini-batches, summaries of tensors, seconds by phase.
 
-Nothing here communicates: values that need a reduction over ranks are reduced before. docs/metrics.md lists the keys.
+Nothing here communicates: values that need a reduction over ranks are reduced before.
+docs/metrics.md lists the keys.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from rlhf_mc.runtime.rank_status import RankStatus
 
 
 def mean_by_key(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return each key's mean over the rows that have it, in the order in which the keys first occur."""
+    """Return each key's mean over the rows that have it, in the order in which the keys first
+    occur."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
@@ -25,8 +27,8 @@ def mean_by_key(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
-    """Return `{prefix/mean, prefix/max, prefix/min}` of a tensor of any shape and type, on the host. The mean is taken
-    in float64. All are NaN if the tensor is empty."""
+    """Return `{prefix/mean, prefix/max, prefix/min}` of a tensor of any shape and type, on the
+    host. The mean is taken in float64. All are NaN if the tensor is empty."""
     if values.numel() == 0:
         return {f"{prefix}/{name}": float("nan") for name in ("mean", "max", "min")}
     numbers = values.detach().double().numpy()  # on so few numbers torch takes three times as long
@@ -40,17 +42,23 @@ def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
 def summarize_lengths(
     prefix: str, lengths: torch.Tensor, limit: int, limited: torch.Tensor | None = None
 ) -> dict[str, float]:
-    """Return `summarize` of lengths in tokens, and `prefix/clip_ratio`: the share of them that reached `limit`.
-    limited: lengths with other tokens, of which it is the share; None: the lengths."""
-    clip_ratio = ((lengths if limited is None else limited) >= limit).double().mean().item()  # NaN if empty
+    """Return `summarize` of lengths in tokens, and `prefix/clip_ratio`: the share of them that
+    reached `limit`. limited: lengths with other tokens, of which it is the share; None: the
+    lengths."""
+    # NaN if empty
+    clip_ratio = ((lengths if limited is None else limited) >= limit).double().mean().item()
     return {**summarize(prefix, lengths), f"{prefix}/clip_ratio": clip_ratio}
 
 
 class PhaseTimer:
-    """Wall-clock seconds by phase of one step. The times of a phase that is entered twice add up; phases may nest."""
+    """Wall-clock seconds by phase of one step. The times of a phase that is entered twice add up;
+    phases may nest."""
 
-    def __init__(self, synchronize: Callable[[], None] | None = None, status: RankStatus | None = None) -> None:
-        """synchronize: waits for the device, so that a phase's time includes the kernels that it launched. status:
+    def __init__(
+        self, synchronize: Callable[[], None] | None = None, status: RankStatus | None = None
+    ) -> None:
+        """synchronize: waits for the device, so that a phase's time includes the kernels that it
+        launched. status:
         kept up to date with the current phase."""
         self._synchronize = synchronize or (lambda: None)
         self._status = status or RankStatus()
@@ -58,8 +66,8 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the body's time to `name`, also if it raises. The exception then has the note "in phase <name>", the
-        innermost phase first."""
+        """Add the body's time to `name`, also if it raises. The exception then has the note "in
+        phase <name>", the innermost phase first."""
         self._synchronize()
         start = time.perf_counter()
         self._status.enter(name)

@@ -1,11 +1,14 @@
-"""The phase that rank 0 is in, with rate and time left, while it lasts: the bottom line of a terminal, rewritten every
-second; in a file a line after every ten seconds without one, and none for phases of a few seconds.
+"""The phase that rank 0 is in, with rate and time left, while it lasts: the bottom line of a
+terminal, rewritten every second; in a file a line after every ten seconds without one, and none for
+phases of a few seconds.
 
-A thread reads the position (rank_status.py) and the counts (work.py) of this process, so that a phase which is stuck in
-one long call shows that it lasts, and a phase that counts its work does not wait for the console. It is no part of the
-heartbeat thread: that one needs a second rank, and the process group, which is what the start of a run waits for.
+A thread reads the position (rank_status.py) and the counts (work.py) of this process, so that a
+phase which is stuck in one long call shows that it lasts, and a phase that counts its work does not
+wait for the console. It is no part of the heartbeat thread: that one needs a second rank, and the
+process group, which is what the start of a run waits for.
 
-The line is drawn by tqdm rather than rich: tqdm is smaller, and the libraries that print bars of their own use it.
+The line is drawn by tqdm rather than rich: tqdm is smaller, and the libraries that print bars of
+their own use it.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ def phase_progress(status: RankStatus, wanted: bool = True) -> Iterator[None]:
 class PhaseProgress:
     """The line of one process."""
 
-    def __init__(self, status: RankStatus, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, status: RankStatus, stream: TextIO, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """clock: returns seconds, as time.monotonic does."""
         self._status = status
         self._stream = stream
@@ -81,13 +86,16 @@ class PhaseProgress:
                 self._bottom.close()
 
     def tick(self) -> None:
-        """Show the line if it is time to. Raise OSError or ValueError if the stream is full or closed."""
+        """Show the line if it is time to. Raise OSError or ValueError if the stream is full or
+        closed."""
         now = self._clock()
         if self._bottom is not None:
             columns = shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
             self._bottom.show(phase_line(self._status, work.current(), now, 0.0, columns - 1))
         elif now - console.last_line() >= SILENCE_SECONDS:
-            line = phase_line(self._status, work.current(), now, SHORT_SECONDS, FILE_COLUMNS - len(INDENT))
+            line = phase_line(
+                self._status, work.current(), now, SHORT_SECONDS, FILE_COLUMNS - len(INDENT)
+            )
             if line:
                 console.write(INDENT + line, self._stream)
 
@@ -111,7 +119,8 @@ class ProgressLine:
         with console.lock:
             if text:
                 self._line.set_description_str(text)
-                self._stream.write("\x1b[K\r")  # what others print overwrites the line instead of lengthening it
+                # what others print overwrites the line instead of lengthening it
+                self._stream.write("\x1b[K\r")
                 self._stream.flush()
             else:
                 self.clear()
@@ -138,26 +147,37 @@ _Line.set_lock(console.lock)
 
 
 def _has_columns(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that a line fits in. Some, as of containers, report a width of 0."""
+    """Return whether the stream is a terminal that a line fits in. Some, as of containers, report a
+    width of 0."""
     try:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):
         return False
 
 
-def phase_line(status: RankStatus, works: Sequence[Work], now: float, shortest: float, columns: int) -> str:
+def phase_line(
+    status: RankStatus, works: Sequence[Work], now: float, shortest: float, columns: int
+) -> str:
     """Return the line for the innermost phase that has lasted `shortest` seconds, such as
 
         step 12/300 gen 44% 115/256 responses, 3.10k tok/s, 0:20, 0:12 left
 
-    with at most `columns` characters; an empty text if there is no such phase. works: as work.current returns them."""
-    phases = list(zip(status.phases, status.entered, strict=False))  # another thread may be changing both
+    with at most `columns` characters; an empty text if there is no such phase. works: as
+    work.current returns them."""
+    # another thread may be changing both
+    phases = list(zip(status.phases, status.entered, strict=False))
     lasting = [i for i, (_, entered) in enumerate(phases) if now - entered >= shortest]
     if not lasting:
         return ""
     name, entered = phases[lasting[-1]]
-    inside = [piece for piece in works if piece.start >= entered] if lasting[-1] == len(phases) - 1 else []
-    head = phases[0][0] if status.total_steps is None else f"step {status.step}/{status.total_steps}"
+    inside = (
+        [piece for piece in works if piece.start >= entered]
+        if lasting[-1] == len(phases) - 1
+        else []
+    )
+    head = (
+        phases[0][0] if status.total_steps is None else f"step {status.step}/{status.total_steps}"
+    )
     head += "" if name in (phases[0][0], *AROUND_OTHERS) else f" {name}"
     last_seconds = status.last_seconds.get(name)
     named = [piece for piece in inside if piece.name]
@@ -168,21 +188,31 @@ def phase_line(status: RankStatus, works: Sequence[Work], now: float, shortest: 
     return _fitted(head, measures(inside, now, now - entered, last_seconds), columns)
 
 
-def measures(works: Sequence[Work], now: float, seconds: float, last_seconds: float | None) -> list[str]:
-    """Return what is counted, the rate, the time so far and the time left, as far as they are known.
+def measures(
+    works: Sequence[Work], now: float, seconds: float, last_seconds: float | None
+) -> list[str]:
+    """Return what is counted, the rate, the time so far and the time left, as far as they are
+    known.
 
-    seconds: time in the phase so far; last_seconds: of the phase when it last ran. The time left follows from the units
-    done, if any. Responses end late and together, so that for them the last time says more, until it is over."""
+    seconds: time in the phase so far; last_seconds: of the phase when it last ran. The time left
+    follows from the units done, if any. Responses end late and together, so that for them the last
+    time says more, until it is over."""
     texts = []
     share = share_done(works)
     counts = next((piece for piece in works if piece.total > 0), None)
     left: float | None = None
     if counts is not None and share is not None:
         seconds = now - counts.start
-        texts.append(f"{math.floor(100 * share)}% {counts.done:.0f}/{counts.total:.0f} {counts.unit}")
+        texts.append(
+            f"{math.floor(100 * share)}% {counts.done:.0f}/{counts.total:.0f} {counts.unit}"
+        )
         texts += _rate(counts, seconds)
         left = seconds * (1.0 / share - 1.0) if share >= MIN_SHARE else None
-    if last_seconds is not None and last_seconds > seconds and (left is None or (counts and counts.tokens)):
+    if (
+        last_seconds is not None
+        and last_seconds > seconds
+        and (left is None or (counts and counts.tokens))
+    ):
         left = last_seconds - seconds
     texts.append(format_seconds(seconds))
     if left is not None:
@@ -202,7 +232,8 @@ def _rate(counts: Work, seconds: float) -> list[str]:
 
 
 def _fitted(head: str, texts: Sequence[str], columns: int) -> str:
-    """Return head and measures in at most `columns`. The last measure, the time left, is the last to be left out."""
+    """Return head and measures in at most `columns`. The last measure, the time left, is the last
+    to be left out."""
     texts = list(texts)
     while len(texts) > 1 and len(", ".join(texts)) > columns - 24:
         texts.pop(-2)
@@ -217,4 +248,6 @@ def format_seconds(seconds: float) -> str:
     """Return m:ss, or h:mm:ss from one hour on."""
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{whole_seconds:02d}" if hours else f"{minutes}:{whole_seconds:02d}"
+    return (
+        f"{hours}:{minutes:02d}:{whole_seconds:02d}" if hours else f"{minutes}:{whole_seconds:02d}"
+    )

@@ -1,5 +1,6 @@
-"""The table of a profiled step: seconds of each phase by rank, and the slowest rank with its amounts of work beside the
-others'. Pure functions of the times of all ranks; profile.py measures and prints.
+"""The table of a profiled step: seconds of each phase by rank, and the slowest rank with its
+amounts of work beside the others'. Pure functions of the times of all ranks; profile.py measures
+and prints.
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ class RankTimes:
 
 
 def with_rest(rank: RankTimes, whole: str, span: float) -> RankTimes:
-    """Return the times with REST in place of the phase `whole`, which has taken `span` seconds and contains all
+    """Return the times with REST in place of the phase `whole`, which has taken `span` seconds and
+    contains all
     others."""
     inner = [name for name in rank.seconds if name != STEP]
     counted = rank.amounts.get(whole, {})
-    kinds = {kind: total - sum(rank.amount(name, kind) for name in inner) for kind, total in counted.items()}
+    kinds = {
+        kind: total - sum(rank.amount(name, kind) for name in inner)
+        for kind, total in counted.items()
+    }
     rest_waiting = rank.waiting[whole] - sum(rank.waiting.get(name, 0.0) for name in inner)
     rest = max(0.0, span - sum(rank.seconds[name] for name in inner))
     return replace(
@@ -64,7 +69,8 @@ def with_rest(rank: RankTimes, whole: str, span: float) -> RankTimes:
 
 
 def phase_names(ranks: Sequence[RankTimes]) -> list[str]:
-    """Return the phases of the step in the order in which the first rank has ended them; the whole step
+    """Return the phases of the step in the order in which the first rank has ended them; the whole
+    step
     last."""
     names = dict.fromkeys(name for rank in ranks for name in rank.seconds)
     return sorted(names, key=lambda name: name == STEP)
@@ -81,12 +87,16 @@ def slowest_rank(ranks: Sequence[RankTimes], phase: str) -> int | None:
 
 
 def slowest_line(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
-    """Return which rank of a phase took longer, on which host, and its amounts of work beside the others' median."""
+    """Return which rank of a phase took longer, on which host, and its amounts of work beside the
+    others' median."""
     kinds = dict.fromkeys(kind for rank in ranks for kind in rank.amounts.get(phase, {}))
     amounts = {kind: [rank.amount(phase, kind) for rank in ranks] for kind in kinds}
     decimals = {kind: 2 if kind.endswith("_seconds") else 0 for kind in kinds}
     compared = [
-        f"{kind} {counts[slowest]:.{decimals[kind]}f} against {_median_of_others(counts, slowest):.{decimals[kind]}f}"
+        (
+            f"{kind} {counts[slowest]:.{decimals[kind]}f} against "
+            f"{_median_of_others(counts, slowest):.{decimals[kind]}f}"
+        )
         for kind, counts in amounts.items()
     ]
     others = "the other" if len(ranks) == 2 else "the others"
@@ -124,8 +134,8 @@ def as_json(step: int, ranks: Sequence[RankTimes]) -> dict[str, Any]:
 
 
 def as_text(step: int, ranks: Sequence[RankTimes]) -> list[str]:
-    """Return the table in lines of at most WIDTH columns: own work, waiting, and for each phase that is not balanced
-    the slowest rank."""
+    """Return the table in lines of at most WIDTH columns: own work, waiting, and for each phase
+    that is not balanced the slowest rank."""
     lines = [f"profile of step {step}: seconds of each rank's own work and of its waiting"]
     lines += _columns(ranks) if len(ranks) <= MOST_COLUMNS else _summaries(ranks)
     for phase in phase_names(ranks):
@@ -138,7 +148,11 @@ def as_text(step: int, ranks: Sequence[RankTimes]) -> list[str]:
 
 def _columns(ranks: Sequence[RankTimes]) -> list[str]:
     heads = "".join(f"{f'rank {r}' + '*' * rank.is_traced:>8}" for r, rank in enumerate(ranks))
-    lines = [f"{'phase':16}{heads}{'   * traced' if any(rank.is_traced for rank in ranks) else ''}"[:WIDTH].rstrip()]
+    lines = [
+        f"{'phase':16}{heads}{'   * traced' if any(rank.is_traced for rank in ranks) else ''}"[
+            :WIDTH
+        ].rstrip()
+    ]
     for phase in phase_names(ranks):
         lines.append(f"{phase[:16]:16}" + "".join(_cell(rank.work(phase)) for rank in ranks))
         waiting = [rank.waiting.get(phase, 0.0) for rank in ranks]

@@ -1,4 +1,5 @@
-"""The waiting of this rank for others, and the amounts of its work, in each phase of a profiled step.
+"""The waiting of this rank for others, and the amounts of its work, in each phase of a profiled
+step.
 
 profile.py decides which steps are profiled. In other steps nothing is recorded here.
 """
@@ -25,8 +26,9 @@ class PhaseWork:
 
     def __init__(self) -> None:
         self.waiting: dict[str, float] = defaultdict(float)
-        """Seconds inside collectives and messages, in which a rank waits for others, and the transfers themselves. On a
-        GPU: seconds for which they hold up the stream of the computation."""
+        """Seconds inside collectives and messages, in which a rank waits for others, and the
+        transfers themselves. On a GPU: seconds for which they hold up the stream of the
+        computation."""
         self.amounts: dict[str, dict[str, float]] = defaultdict(dict)
         """Amounts of work by phase, as runtime/work.py counts them."""
         self._waits: list[tuple[Any, Any]] = []
@@ -40,7 +42,9 @@ class PhaseWork:
             yield
         for kind, total in totals.items():
             if total != before.get(kind):
-                self.amounts[name][kind] = self.amounts[name].get(kind, 0.0) + total - before.get(kind, 0.0)
+                self.amounts[name][kind] = (
+                    self.amounts[name].get(kind, 0.0) + total - before.get(kind, 0.0)
+                )
         self.waiting[name] += sum(platform.seconds_between(*wait) for wait in self._waits[first:])
 
     @contextlib.contextmanager

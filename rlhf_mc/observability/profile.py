@@ -1,5 +1,5 @@
-"""Profiles of single steps (the section profile of the config): Chrome traces of some ranks by torch.profiler, and the
-table of all ranks' times, which is in phase_table.py.
+"""Profiles of single steps (the section profile of the config): Chrome traces of some ranks by
+torch.profiler, and the table of all ranks' times, which is in phase_table.py.
 """
 
 from __future__ import annotations
@@ -37,20 +37,24 @@ _HEARTBEAT_SECONDS = 0.1
 
 
 def warn_of_unreached(cfg: Config, done: int, last: int) -> None:
-    """Print a warning on rank 0 if profile.steps has steps that this start does not reach and no earlier one has
-    profiled. done: steps that were done before this start. last: the last step of the run."""
+    """Print a warning on rank 0 if profile.steps has steps that this start does not reach and no
+    earlier one has profiled. done: steps that were done before this start. last: the last step of
+    the run."""
     root = Path(cfg.trainer.default_local_dir, PROFILE)
     unreached = [step for step in cfg.profile.steps if not done < step <= last]
     unreached = [step for step in unreached if not (root / f"step_{step}" / PHASES_FILE).exists()]
     if unreached:
         does = f"runs steps {done + 1} to {last}" if last > done else "runs no step"
-        print_line(f"warning: profile.steps has {', '.join(map(str, unreached))}; this start {does}", rank_0_only=True)
+        print_line(
+            f"warning: profile.steps has {', '.join(map(str, unreached))}; this start {does}",
+            rank_0_only=True,
+        )
 
 
 @contextlib.contextmanager
 def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: ProcessGroups) -> Iterator[None]:
-    """Profile the step of the body, whose phases `timer` times, if profile.steps has it. Every rank must call it: a
-    profiled step ends with an exchange of the ranks' times. groups: the actor's.
+    """Profile the step of the body, whose phases `timer` times, if profile.steps has it. Every rank
+    must call it: a profiled step ends with an exchange of the ranks' times. groups: the actor's.
 
     Nothing is written of a step that raises."""
     if step not in cfg.profile.steps:
@@ -63,7 +67,8 @@ def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: ProcessGroups) -
         yield
         span = time.perf_counter() - start
     with timer.phase(WRITE_PROFILE):
-        # No rank may fall silent before all ranks are in this phase, and have told one another by heartbeats.
+        # No rank may fall silent before all ranks are in this phase, and have told one another by
+        # heartbeats.
         barrier()
         time.sleep(_HEARTBEAT_SECONDS)
         path = Path(PROFILE, f"step_{step}")
@@ -72,10 +77,14 @@ def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: ProcessGroups) -
             name = path / f"rank_{groups.rank}.json.gz"
             best_effort(str(name), lambda: trace.write(root / name))
         seconds = {key.removeprefix("timing_s/"): value for key, value in timer.result().items()}
-        times = phase_table.RankTimes(socket.gethostname(), is_traced, seconds, dict(work.waiting), dict(work.amounts))
+        times = phase_table.RankTimes(
+            socket.gethostname(), is_traced, seconds, dict(work.waiting), dict(work.amounts)
+        )
         ranks = gather_objects(phase_table.with_rest(times, phase_work.WHOLE, span))
         if groups.rank == 0:
-            best_effort(str(path / PHASES_FILE), lambda: _write_json(root / path / PHASES_FILE, step, ranks))
+            best_effort(
+                str(path / PHASES_FILE), lambda: _write_json(root / path / PHASES_FILE, step, ranks)
+            )
             if "console" in cfg.trainer.logger:
                 print_line("\n".join(phase_table.as_text(step, ranks)), sys.stdout)
 
@@ -119,15 +128,16 @@ class Trace:
         self._profiler.start()
 
     def stop(self) -> None:
-        """End the recording. For a large trace this takes minutes, in which no other Python thread runs."""
+        """End the recording. For a large trace this takes minutes, in which no other Python thread
+        runs."""
         platform.synchronize()
         self._profiler.stop()
         if self._with_memory:
             platform.stop_allocations()
 
     def write(self, path: Path) -> None:
-        """Stop, and write the trace to <path> (.json.gz), and the allocator's history, if any, beside it. Raise OSError
-        if there is no room."""
+        """Stop, and write the trace to <path> (.json.gz), and the allocator's history, if any,
+        beside it. Raise OSError if there is no room."""
         stem = path.name.removesuffix(".json.gz")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +156,8 @@ class Trace:
 
 
 def _check_complete(path: Path) -> None:
-    """Raise OSError if the trace is absent or truncated: torch does not raise where a disk is full."""
+    """Raise OSError if the trace is absent or truncated: torch does not raise where a disk is
+    full."""
     size = path.stat().st_size if path.exists() else 0
     if size:
         with path.open("rb") as file:

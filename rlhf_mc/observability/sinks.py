@@ -1,8 +1,9 @@
-"""The sinks of a step's metrics: metrics.jsonl, TensorBoard events, experiment trackers, the table of steps on the
-console.
+"""The sinks of a step's metrics: metrics.jsonl, TensorBoard events, experiment trackers, the table
+of steps on the console.
 
-metrics.jsonl is the run's record: the run ends if it cannot be written. All else is best effort: the run continues
-without a sink that cannot be written. Rank 0 writes; the other ranks have a NullSink.
+metrics.jsonl is the run's record: the run ends if it cannot be written. All else is best effort:
+the run continues without a sink that cannot be written. Rank 0 writes; the other ranks have a
+NullSink.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Sink(Protocol):
     """A destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write all metrics of one step. Call it once per step (step 0: validation before the first step). Raise
-        UserError if the record cannot be written."""
+        """Write all metrics of one step. Call it once per step (step 0: validation before the first
+        step). Raise UserError if the record cannot be written."""
 
     def close(self) -> None:
         """Flush and close."""
@@ -52,7 +53,9 @@ class NullSink:
         pass
 
 
-def build_sinks(rank: int, config: Config, total_steps: int, after_step: int | None, run_id: str) -> Sink:
+def build_sinks(
+    rank: int, config: Config, total_steps: int, after_step: int | None, run_id: str
+) -> Sink:
     """Return the Sinks of rank 0, or the NullSink of another rank; arguments as of Sinks."""
     if rank != 0:
         return NullSink()
@@ -60,8 +63,8 @@ def build_sinks(rank: int, config: Config, total_steps: int, after_step: int | N
 
 
 class Sinks:
-    """All sinks of trainer.logger. Files are in trainer.default_local_dir. A run that resumes after a step keeps the
-    rows up to that step and drops the rows of later steps."""
+    """All sinks of trainer.logger. Files are in trainer.default_local_dir. A run that resumes after
+    a step keeps the rows up to that step and drops the rows of later steps."""
 
     def __init__(
         self,
@@ -74,21 +77,25 @@ class Sinks:
     ) -> None:
         """Open the sinks. Raise UserError if metrics.jsonl cannot be written.
 
-        after_step: the step that the run resumes after, None for a new run. stream: of the table of steps, by default
-        standard output. run_id: the run that every row of metrics.jsonl names. settings: the resolved config, which
-        trackers show."""
+        after_step: the step that the run resumes after, None for a new run. stream: of the table of
+        steps, by default standard output. run_id: the run that every row of metrics.jsonl names.
+        settings: the resolved config, which trackers show."""
         directory = Path(config.default_local_dir)
         self._record: Sink = NullSink()
         if "jsonl" in config.logger:
             self._record = JsonlSink(directory / METRICS_FILE, after_step, run_id)
         self._others: dict[str, Sink] = {}
         if "tensorboard" in config.logger:
-            self._add("TensorBoard", lambda: TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
+            self._add(
+                "TensorBoard", lambda: TensorBoardSink(directory / TENSORBOARD_DIR, after_step)
+            )
         name = config.experiment_name or directory.resolve().name
         tracked = TrackedRun(directory, run_id or name, config.project_name, name, settings or {})
         for tracker in TRACKERS:
             if tracker in config.logger:
-                self._add(tracker, lambda tracker=tracker: TrackerSink(tracker, tracked, after_step))  # type: ignore[misc]
+                self._add(
+                    tracker, lambda tracker=tracker: TrackerSink(tracker, tracked, after_step)
+                )  # type: ignore[misc]
         if "console" in config.logger:
             self._add("table of steps", lambda: StepTable(total_steps, stream))
 
@@ -96,7 +103,8 @@ class Sinks:
         best_effort(name, lambda: self._others.update({name: build()}))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write all metrics of one step, see Sink. A best-effort sink that cannot be written is dropped."""
+        """Write all metrics of one step, see Sink. A best-effort sink that cannot be written is
+        dropped."""
         self._record.log(step, metrics)
         for name, sink in list(self._others.items()):
             if not best_effort(name, lambda sink=sink: sink.log(step, metrics)):  # type: ignore[misc]
@@ -111,14 +119,16 @@ class Sinks:
 
 
 def best_effort(name: str, write: Callable[[], object]) -> bool:
-    """Write an output that a run can do without: a plot, samples, TensorBoard's events, the table of steps. Return True
-    if it was written. Any error becomes a warning. name: the output's name in the warning."""
+    """Write an output that a run can do without: a plot, samples, TensorBoard's events, the table
+    of steps. Return True if it was written. Any error becomes a warning. name: the output's name in
+    the warning."""
     start = time.perf_counter()
     try:
         write()
         count(file_seconds=time.perf_counter() - start)
         return True
-    except Exception as error:  # what only looks at a run does not end it, whatever a library raises
+    except Exception as error:
+        # what only looks at a run does not end it, whatever a library raises
         text = error_reason(error) if isinstance(error, OSError) else str(error)
         reason = next(iter(text.splitlines()), type(error).__name__)
         print_line(f"warning: {name} cannot be written ({reason}); the run continues without")
@@ -126,10 +136,12 @@ def best_effort(name: str, write: Callable[[], object]) -> bool:
 
 
 class JsonlSink:
-    """One JSON object per line and step, `{"step": n, "run_id": id, key: value, ...}`. `log` returns once the line is
-    on disk, since the step's checkpoint relies on it."""
+    """One JSON object per line and step, `{"step": n, "run_id": id, key: value, ...}`. `log`
+    returns once the line is on disk, since the step's checkpoint relies on it."""
 
-    def __init__(self, path: Path, after_step: int | None = None, run_id: str | None = None) -> None:
+    def __init__(
+        self, path: Path, after_step: int | None = None, run_id: str | None = None
+    ) -> None:
         self._path = path
         self._head: dict[str, str] = {} if run_id is None else {"run_id": run_id}
         with _disk_errors(path):
@@ -140,7 +152,11 @@ class JsonlSink:
             durable.sync(path.parent)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = {"step": step, **self._head, **{key: _json_number(value) for key, value in metrics.items()}}
+        row = {
+            "step": step,
+            **self._head,
+            **{key: _json_number(value) for key, value in metrics.items()},
+        }
         with _disk_errors(self._path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
@@ -156,14 +172,18 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path, after_step: int | None = None) -> None:
         self._directory = directory
-        # purge_step: TensorBoard hides earlier events of this and later steps, which the run repeats.
-        self._writer = SummaryWriter(str(directory), purge_step=0 if after_step is None else after_step + 1)
+        # purge_step: TensorBoard hides earlier events of this and later steps, which the run
+        # repeats.
+        self._writer = SummaryWriter(
+            str(directory), purge_step=0 if after_step is None else after_step + 1
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
-        for file in sorted(self._directory.glob("events.*"))[-1:]:  # names begin with the time of creation
+        # names begin with the time of creation
+        for file in sorted(self._directory.glob("events.*"))[-1:]:
             durable.sync(file)
 
     def close(self) -> None:
@@ -171,9 +191,11 @@ class TensorBoardSink:
 
 
 def check_metrics(path: Path, run_id: str, logged: Sequence[Sequence[int]]) -> None:
-    """Raise UserError unless metrics.jsonl has exactly the rows that a checkpoint recorded as logged, all of one run.
+    """Raise UserError unless metrics.jsonl has exactly the rows that a checkpoint recorded as
+    logged, all of one run.
 
-    logged: the first and last step of each consecutive range, ascending. Rows before the first range are not
+    logged: the first and last step of each consecutive range, ascending. Rows before the first
+    range are not
     compared."""
     wanted = [step for first, last in logged for step in range(first, last + 1)]
     if not wanted:
@@ -185,13 +207,19 @@ def check_metrics(path: Path, run_id: str, logged: Sequence[Sequence[int]]) -> N
         problem = f"holds rows of another run, {other}, beside rows of {run_id}"
     elif steps != wanted:
         missing = sorted(set(wanted) - set(steps))
-        problem = f"lacks the row of step {missing[0]}" if missing else "holds a step twice, in excess or out of order"
+        problem = (
+            f"lacks the row of step {missing[0]}"
+            if missing
+            else "holds a step twice, in excess or out of order"
+        )
         problem += f" ({len(missing)} of {len(wanted)} rows are missing)" if missing else ""
     else:
         return
     raise UserError(
-        f"{path}: {problem}; the checkpoint of step {wanted[-1]} needs rows {wanted[0]} to {wanted[-1]}. Restore the "
-        "file, or begin at that checkpoint in another trainer.default_local_dir: trainer.resume_mode=resume_path"
+        f"{path}: {problem}; the checkpoint of step {wanted[-1]} needs rows {wanted[0]} to "
+        f"{wanted[-1]}. Restore the "
+        "file, or begin at that checkpoint in another trainer.default_local_dir: "
+        "trainer.resume_mode=resume_path"
     )
 
 
@@ -209,4 +237,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"trainer.default_local_dir: cannot write {path}: {error_reason(error)}") from error
+        raise UserError(
+            f"trainer.default_local_dir: cannot write {path}: {error_reason(error)}"
+        ) from error

@@ -1,5 +1,5 @@
-"""The table of steps on the console: one row a step, with the few metrics that show whether the run learns. All metrics
-go to the files of sinks.py; phase_progress.py shows what happens during a step.
+"""The table of steps on the console: one row a step, with the few metrics that show whether the run
+learns. All metrics go to the files of sinks.py; phase_progress.py shows what happens during a step.
 """
 
 from __future__ import annotations
@@ -56,14 +56,18 @@ COLUMNS = (
     Column("tok/s", ("perf/throughput",), 7, 0),
     Column("GiB", ("perf/peak_memory_gb",), 6, 1),
 )
-"""From left to right, and from those that are never left out to those that only a wide terminal shows."""
+"""From left to right, and from those that are never left out to those that only a wide terminal
+shows."""
 
 
 class StepTable:
     """The table, a sink. A file and a terminal get the same lines; a terminal may be wider."""
 
     def __init__(
-        self, total_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """clock: returns seconds; the time of the first step counts from this call."""
         self._total_steps = total_steps
@@ -77,8 +81,8 @@ class StepTable:
         self._num_rows = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the row of `step` (0: the validation before the first step), after the header where it has changed or
-        is out of view."""
+        """Print the row of `step` (0: the validation before the first step), after the header where
+        it has changed or is out of view."""
         now = self._clock()
         if step > 0:
             self._step_seconds.append(now - self._last)
@@ -99,7 +103,9 @@ class StepTable:
     def lines(self, step: int, metrics: Mapping[str, float]) -> tuple[str, str]:
         """Return the header and the row of `step`, of the same width."""
         values = {column.title: _first(metrics, column.keys) for column in COLUMNS}
-        accuracies = [value for value in validation_accuracies(metrics).values() if math.isfinite(value)]
+        accuracies = [
+            value for value in validation_accuracies(metrics).values() if math.isfinite(value)
+        ]
         values["val"] = statistics.fmean(accuracies) if accuracies else None
         values["left"] = self.seconds_left(step)
         self._titles |= {title for title, value in values.items() if value is not None}
@@ -107,21 +113,27 @@ class StepTable:
         width = max(2 * len(str(self._total_steps)) + 1, len(first), 5)
         columns = self._fitting(width)
         return (
-            " ".join(["step".rjust(width), *(column.title.rjust(column.width) for column in columns)]),
-            " ".join([first.rjust(width), *(_cell(column, values[column.title]) for column in columns)]),
+            " ".join(
+                ["step".rjust(width), *(column.title.rjust(column.width) for column in columns)]
+            ),
+            " ".join(
+                [first.rjust(width), *(_cell(column, values[column.title]) for column in columns)]
+            ),
         )
 
     def seconds_left(self, step: int) -> float | None:
-        """Return the median of the recent step times, times the steps left, or None before the first step is done.
+        """Return the median of the recent step times, times the steps left, or None before the
+        first step is done.
 
-        The median ignores the longer times of the first step and of steps with a validation or a checkpoint."""
+        The median ignores the longer times of the first step and of steps with a validation or a
+        checkpoint."""
         if not self._step_seconds:
             return None
         return statistics.median(self._step_seconds) * max(self._total_steps - step, 0)
 
     def _fitting(self, width: int) -> list[Column]:
-        """Return the columns that fit beside a first one of `width`: reward and KL always, the others in their order
-        until one does not fit."""
+        """Return the columns that fit beside a first one of `width`: reward and KL always, the
+        others in their order until one does not fit."""
         columns = FILE_COLUMNS
         if self._stream.isatty():
             columns = shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
@@ -151,8 +163,9 @@ def _cell(column: Column, value: float | None) -> str:
 
 
 def number(value: float, width: int, decimals: int) -> str:
-    """Return the value with at most `decimals` decimals in at most `width` characters. A value that would read as zero
-    and is not, or that is too large, is written with an exponent; "*" where no number fits."""
+    """Return the value with at most `decimals` decimals in at most `width` characters. A value that
+    would read as zero and is not, or that is too large, is written with an exponent; "*" where no
+    number fits."""
     if not math.isfinite(value):
         return str(value) if len(str(value)) <= width else "*" * width
     for digits in range(decimals, -1, -1):
@@ -178,8 +191,8 @@ def short_time(seconds: float) -> str:
 
 
 def validation_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the accuracy by data source, from the keys val-core/<data_source>/acc/mean@N. A data source may contain
-    slashes."""
+    """Return the accuracy by data source, from the keys val-core/<data_source>/acc/mean@N. A data
+    source may contain slashes."""
     accuracies = {}
     for key, value in metrics.items():
         source, separator, _ = key.removeprefix("val-core/").rpartition("/acc/mean@")

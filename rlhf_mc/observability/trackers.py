@@ -1,9 +1,11 @@
-"""The experiment trackers of trainer.logger: Weights & Biases, MLflow and SwanLab. Each library is imported when its
-tracker is built and not before. What a tracker writes to disk is in trainer.default_local_dir.
+"""The experiment trackers of trainer.logger: Weights & Biases, MLflow and SwanLab. Each library is
+imported when its tracker is built and not before. What a tracker writes to disk is in
+trainer.default_local_dir.
 
-A resumed run continues the tracker's own run. Steps that a tracker has, and that are repeated after a resume, keep
-their first values there (metrics.jsonl has the last ones). All ranks wait for rank 0, so that the start and the end of
-a tracker have a time limit: a library may wait for a server for minutes.
+A resumed run continues the tracker's own run. Steps that a tracker has, and that are repeated after
+a resume, keep their first values there (metrics.jsonl has the last ones). All ranks wait for rank
+0, so that the start and the end of a tracker have a time limit: a library may wait for a server for
+minutes.
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.run_files import flattened
 
 TRACKERS_FILE = "trackers.json"
-"""In the run's directory: {"run_id": id, tracker: {"id": the tracker's own id of the run, "last_step": the last
+"""In the run's directory: {"run_id": id, tracker: {"id": the tracker's own id of the run,
+"last_step": the last
 that was handed to its library}}."""
 WANDB_DIR = "wandb"
 MLFLOW_DIR = "mlruns"
 SWANLAB_DIR = "swanlog"
 START_SECONDS = 30.0
-"""Longest start of a tracker, without the import of its library. W&B's own limits, which say more, are shorter."""
+"""Longest start of a tracker, without the import of its library. W&B's own limits, which say more,
+are shorter."""
 CLOSE_SECONDS = 60.0
-"""Longest end of a tracker. W&B's own limit, which also holds at the exit of the process, is shorter."""
+"""Longest end of a tracker. W&B's own limit, which also holds at the exit of the process, is
+shorter."""
 _ENVIRONMENT = {
     # A server that does not answer holds the step up, by default for many minutes.
     "mlflow": {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"},
@@ -73,7 +78,8 @@ class Tracker(Protocol):
     id: str
     """The tracker's own id of the run."""
     written_at_once: bool
-    """True if the tracker has a step once `log` returns. Otherwise a library sends it later, which a kill prevents."""
+    """True if the tracker has a step once `log` returns. Otherwise a library sends it later, which
+    a kill prevents."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log finite numbers."""
@@ -83,13 +89,15 @@ class Tracker(Protocol):
 
 
 class TrackerSink:
-    """A sink that logs the steps to a tracker. Values that are not finite are left out: what trackers make of them
-    differs, down to an error."""
+    """A sink that logs the steps to a tracker. Values that are not finite are left out: what
+    trackers make of them differs, down to an error."""
 
     def __init__(self, name: str, run: TrackedRun, after_step: int | None) -> None:
-        """Start the tracker. Raise TimeoutError if it takes longer than START_SECONDS, or the library's own error.
+        """Start the tracker. Raise TimeoutError if it takes longer than START_SECONDS, or the
+        library's own error.
 
-        name: a key of TRACKERS. after_step: the step that the run resumes after, None for a new run."""
+        name: a key of TRACKERS. after_step: the step that the run resumes after, None for a new
+        run."""
         self._name = name
         self._run = run
         earlier = self._progress().get(name, {})
@@ -97,15 +105,20 @@ class TrackerSink:
             os.environ.setdefault(variable, value)
         importlib.import_module(name)
         self._tracker = within(START_SECONDS, lambda: TRACKERS[name](run, earlier.get("id")))
-        # A tracker that may lack the steps after the checkpoint gets them again; its library drops those that it has.
+        # A tracker that may lack the steps after the checkpoint gets them again; its library drops
+        # those that it has.
         again = -1 if after_step is None else after_step
-        self._last_step: int = earlier.get("last_step", -1) if self._tracker.written_at_once else again
+        self._last_step: int = (
+            earlier.get("last_step", -1) if self._tracker.written_at_once else again
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step <= self._last_step:
             return
         numbers = {key: float(value) for key, value in metrics.items()}
-        self._tracker.log(step, {key: value for key, value in numbers.items() if math.isfinite(value)})
+        self._tracker.log(
+            step, {key: value for key, value in numbers.items() if math.isfinite(value)}
+        )
         self._last_step = step
         progress = {
             **self._progress(),
@@ -119,16 +132,22 @@ class TrackerSink:
         within(CLOSE_SECONDS, self._tracker.close)
 
     def _progress(self) -> dict[str, Any]:
-        """Return the content of TRACKERS_FILE; empty if it is missing, unreadable or of another run."""
+        """Return the content of TRACKERS_FILE; empty if it is missing, unreadable or of another
+        run."""
         try:
             content = json_files.read(self._run.directory / TRACKERS_FILE)
         except (FileNotFoundError, ValueError):
             return {}
-        return content if isinstance(content, dict) and content.get("run_id") == self._run.run_id else {}
+        return (
+            content
+            if isinstance(content, dict) and content.get("run_id") == self._run.run_id
+            else {}
+        )
 
 
 class WandbTracker:
-    """Weights & Biases, with the run's id as its id. WANDB_* variables count, such as WANDB_MODE=offline."""
+    """Weights & Biases, with the run's id as its id. WANDB_* variables count, such as
+    WANDB_MODE=offline."""
 
     written_at_once = False
 
@@ -138,7 +157,8 @@ class WandbTracker:
         self.id = earlier_id or run.run_id
         self._teardown: Callable[[], None] = wandb.teardown
         settings: dict[str, Any] = {
-            "login_timeout": START_SECONDS - 5,  # for the user's answer where W&B asks for a key on a terminal
+            # for the user's answer where W&B asks for a key on a terminal
+            "login_timeout": START_SECONDS - 5,
             "init_timeout": START_SECONDS - 5,
             "finish_timeout": CLOSE_SECONDS - 10,
         }
@@ -155,7 +175,8 @@ class WandbTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step, commit=True)  # otherwise the row waits for the next step
+        # otherwise the row waits for the next step
+        self._run.log(dict(metrics), step=step, commit=True)
 
     def close(self) -> None:
         self._run.finish()
@@ -179,10 +200,19 @@ class MlflowTracker:
         self._client = MlflowClient(tracking_uri=uri)
         if earlier_id is None:
             experiment = self._client.get_experiment_by_name(run.project)
-            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+            experiment_id = (
+                experiment.experiment_id
+                if experiment
+                else self._client.create_experiment(run.project)
+            )
             tags = {"rlhf_mc.run_id": run.run_id}
-            self.id: str = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
-            params = [Param(mlflow_name(key), str(value)[:_MLFLOW_TEXT]) for key, value in flattened(run.settings)]
+            self.id: str = self._client.create_run(
+                experiment_id, run_name=run.name, tags=tags
+            ).info.run_id
+            params = [
+                Param(mlflow_name(key), str(value)[:_MLFLOW_TEXT])
+                for key, value in flattened(run.settings)
+            ]
             for first in range(0, len(params), _MLFLOW_PARAMS):
                 self._client.log_batch(self.id, params=params[first : first + _MLFLOW_PARAMS])
         else:
@@ -200,7 +230,8 @@ class MlflowTracker:
 
 
 class SwanlabTracker:
-    """SwanLab, with the run's id as its id. SWANLAB_* variables count, such as SWANLAB_MODE=offline."""
+    """SwanLab, with the run's id as its id. SWANLAB_* variables count, such as
+    SWANLAB_MODE=offline."""
 
     written_at_once = False
 
@@ -229,8 +260,8 @@ TRACKERS: dict[str, Callable[[TrackedRun, str | None], Tracker]] = {
     "mlflow": MlflowTracker,
     "swanlab": SwanlabTracker,
 }
-"""By the names of trainer.logger, which are the libraries' names. The second argument is the tracker's id of the run
-where an earlier start has logged to it."""
+"""By the names of trainer.logger, which are the libraries' names. The second argument is the
+tracker's id of the run where an earlier start has logged to it."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -238,12 +269,15 @@ def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if name in TRACKERS and importlib.util.find_spec(name) is None:
             package = "mlflow-skinny" if name == "mlflow" else name
-            raise UserError(f"trainer.logger: {name} is not installed: pip install {package}, or leave {name} out")
+            raise UserError(
+                f"trainer.logger: {name} is not installed: pip install {package}, or leave {name} "
+                "out"
+            )
 
 
 def within(seconds: float, call: Callable[[], _Result]) -> _Result:
-    """Return what `call` returns, or raise what it raises. Raise TimeoutError after the given time; the call then goes
-    on in its thread, which does not keep the process from ending."""
+    """Return what `call` returns, or raise what it raises. Raise TimeoutError after the given time;
+    the call then goes on in its thread, which does not keep the process from ending."""
     future: Future[_Result] = Future()
 
     def work() -> None:
@@ -262,9 +296,10 @@ def within(seconds: float, call: Callable[[], _Result]) -> _Result:
 
 
 def mlflow_name(key: str) -> str:
-    """Return the name of a metric or parameter in MLflow, at most 250 characters: "@" is written as _at_, as verl does,
-    and another character that MLflow does not allow as _, as are an empty part of the path and dots that begin one. If
-    anything but "@" was changed, 8 digits of the key's hash follow, so that different keys stay different."""
+    """Return the name of a metric or parameter in MLflow, at most 250 characters: "@" is written as
+    _at_, as verl does, and another character that MLflow does not allow as _, as are an empty part
+    of the path and dots that begin one. If anything but "@" was changed, 8 digits of the key's hash
+    follow, so that different keys stay different."""
     wanted = key.replace("@", "_at_")
     allowed = re.sub(r"[^\w\-./ :]", "_", wanted, flags=re.ASCII)
     name = "/".join(re.sub(r"^\.+", "_", part) or "_" for part in allowed.split("/"))

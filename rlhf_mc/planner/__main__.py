@@ -1,6 +1,8 @@
-"""Print the memory, the times and the traffic of a run before it is queued, and end with code 2 if it does not fit.
+"""Print the memory, the times and the traffic of a run before it is queued, and end with code 2 if
+it does not fit.
 
-python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] [--model MODEL] --nodes N [--gpus-per-node 8]
+python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] [--model MODEL] --nodes N
+[--gpus-per-node 8]
     [--gpu h100] [--json]
 python -m rlhf_mc.planner CONFIG.yaml ... --search [--top N] [--write PATH.yaml]
 """
@@ -13,7 +15,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from rlhf_mc.runtime.tool import GPUS_PER_NODE, NODES, Parser, end_on_interrupt, number, whole_number
+from rlhf_mc.runtime.tool import (
+    GPUS_PER_NODE,
+    NODES,
+    Parser,
+    end_on_interrupt,
+    number,
+    whole_number,
+)
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -39,7 +48,14 @@ from rlhf_mc.planner.report import (
     write_config,
 )
 from rlhf_mc.planner.search import search
-from rlhf_mc.planner.start import Capacity, approximations, check_fit, fit_error, plan_run, planned_shapes
+from rlhf_mc.planner.start import (
+    Capacity,
+    approximations,
+    check_fit,
+    fit_error,
+    plan_run,
+    planned_shapes,
+)
 from rlhf_mc.planner.storage import STORAGE_BANDWIDTH, plan_storage
 from rlhf_mc.planner.times import plan_times
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, plan_traffic
@@ -49,19 +65,27 @@ from rlhf_mc.runtime.exit_codes import exit_code
 def main(argv: Sequence[str]) -> int:
     """Return the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
-    return exit_code("rlhf_mc", lambda: _search(arguments, argv) if arguments.search else _plan(arguments))
+    return exit_code(
+        "rlhf_mc", lambda: _search(arguments, argv) if arguments.search else _plan(arguments)
+    )
 
 
 def _capacity(arguments: argparse.Namespace) -> Capacity:
     world = arguments.nodes * arguments.gpus_per_node
-    return Capacity(world, parse_gpu(arguments.gpu).memory, True, arguments.gpus_per_node, arguments.host_memory)
+    return Capacity(
+        world, parse_gpu(arguments.gpu).memory, True, arguments.gpus_per_node, arguments.host_memory
+    )
 
 
 def _machine(arguments: argparse.Namespace) -> Machine | None:
     """Return the machine, None if its rates are not known."""
     rates = parse_gpu(arguments.gpu).rates
     world = arguments.nodes * arguments.gpus_per_node
-    return None if rates is None else Machine(world, arguments.gpus_per_node, rates, arguments.network_bandwidth)
+    return (
+        None
+        if rates is None
+        else Machine(world, arguments.gpus_per_node, rates, arguments.network_bandwidth)
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -70,7 +94,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise UserError("--write is for the config that --search finds; add --search")
     capacity = _capacity(arguments)
     gpus_per_node = arguments.gpus_per_node
-    cfg = load_config(arguments.config, with_model(arguments.config, arguments.overrides, arguments.model))
+    cfg = load_config(
+        arguments.config, with_model(arguments.config, arguments.overrides, arguments.model)
+    )
     shapes = planned_shapes(cfg)
     plan = plan_run(cfg, shapes, capacity)
     fit = check_fit(cfg, shapes, plan, capacity)
@@ -86,7 +112,11 @@ def _plan(arguments: argparse.Namespace) -> None:
         expected = expect_times(cfg, shapes, plan, weights, machine, lengths)
     if arguments.json:
         files = {"host_memory": vars(host), "storage": {**vars(storage), "space": storage.space}}
-        text = {**as_json(plan, fit, transfers), **files, "times": times and times_json(times, lengths, expected)}
+        text = {
+            **as_json(plan, fit, transfers),
+            **files,
+            "times": times and times_json(times, lengths, expected),
+        }
         print(json.dumps(text))
     else:
         memory = table(cfg, plan, capacity.device_bytes)
@@ -95,7 +125,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     if fit.problem is not None:
         raise UserError(fit_error(cfg, shapes, capacity, fit))
     if not arguments.json:
-        left = f"fits: the fullest phase is {fit.phase}, and leaves {fit.spare / 1e9:.1f} GB of each device"
+        left = (
+            f"fits: the fullest phase is {fit.phase}, and leaves {fit.spare / 1e9:.1f} GB of each "
+            "device"
+        )
         print(left + approximations(cfg, capacity))
 
 
@@ -103,17 +136,32 @@ def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
     """Print the best plans, and write the best as a config. Raise UserError if none fits."""
     machine = _machine(arguments)
     if machine is None:
-        raise UserError(f"--search ranks by times, and --gpu {arguments.gpu} has none; name one of {', '.join(GPUS)}")
+        raise UserError(
+            f"--search ranks by times, and --gpu {arguments.gpu} has none; name one of "
+            f"{', '.join(GPUS)}"
+        )
     if arguments.write is not None:
         check_new_file(arguments.write)
     overrides = with_model(arguments.config, arguments.overrides, arguments.model)
     cfg = load_config(arguments.config, overrides)
     lengths = expected_lengths(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
-    choices = search(read_settings(arguments.config, overrides), machine, _capacity(arguments), lengths, arguments.top)
-    print(json.dumps(search_json(choices, lengths)) if arguments.json else search_table(choices, lengths))
+    choices = search(
+        read_settings(arguments.config, overrides),
+        machine,
+        _capacity(arguments),
+        lengths,
+        arguments.top,
+    )
+    print(
+        json.dumps(search_json(choices, lengths))
+        if arguments.json
+        else search_table(choices, lengths)
+    )
     if arguments.write is not None:
         settings = read_settings(arguments.config, arguments.overrides)
-        write_config(arguments.write, f"python -m rlhf_mc.planner {shlex.join(argv)}", settings, choices[0])
+        write_config(
+            arguments.write, f"python -m rlhf_mc.planner {shlex.join(argv)}", settings, choices[0]
+        )
         if not arguments.json:
             print(f"wrote the first of these to {arguments.write}")
 
@@ -125,20 +173,30 @@ _bytes = number(1e9, "bytes of at least 1e9, such as 2e12")
 def _parser() -> Parser:
     parser = Parser("The memory and the times of a run on GPUs.", "python -m rlhf_mc.planner")
     parser.add_argument("config", help="the config of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
     add_model_option(parser)
     parser.add_argument("--nodes", type=NODES, default=1, help="number of nodes")
     parser.add_argument("--gpus-per-node", type=GPUS_PER_NODE, default=8)
-    parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, or the bytes of its memory")
+    parser.add_argument(
+        "--gpu", default="h100", help=f"{', '.join(GPUS)}, or the bytes of its memory"
+    )
     parser.add_argument(
         "--network-bandwidth",
         type=_bandwidth,
         default=NETWORK_BANDWIDTH,
         metavar="BYTES",
-        help="bytes per second that each GPU sends to other nodes (default 50e9: a 400 Gb/s adapter for each)",
+        help=(
+            "bytes per second that each GPU sends to other nodes (default 50e9: a 400 Gb/s adapter "
+            "for each)"
+        ),
     )
     parser.add_argument(
-        "--host-memory", type=_bytes, metavar="BYTES", help="host memory that a node has, to be compared (2e12)"
+        "--host-memory",
+        type=_bytes,
+        metavar="BYTES",
+        help="host memory that a node has, to be compared (2e12)",
     )
     parser.add_argument(
         "--storage-bandwidth",
@@ -149,12 +207,22 @@ def _parser() -> Parser:
     )
     for name in ("prompt", "response"):
         text = f"tokens of a typical {name}, for the times (default: data.max_{name}_length)"
-        parser.add_argument(f"--mean-{name}-length", type=whole_number(1, 1 << 30), metavar="N", help=text)
-    parser.add_argument("--search", action="store_true", help="list the settings with the shortest step that fit")
+        parser.add_argument(
+            f"--mean-{name}-length", type=whole_number(1, 1 << 30), metavar="N", help=text
+        )
     parser.add_argument(
-        "--top", type=whole_number(1, 1000), default=10, metavar="N", help="number of plans to list (default 10)"
+        "--search", action="store_true", help="list the settings with the shortest step that fit"
     )
-    parser.add_argument("--write", metavar="PATH.yaml", help="write the config with the settings of the best plan")
+    parser.add_argument(
+        "--top",
+        type=whole_number(1, 1000),
+        default=10,
+        metavar="N",
+        help="number of plans to list (default 10)",
+    )
+    parser.add_argument(
+        "--write", metavar="PATH.yaml", help="write the config with the settings of the best plan"
+    )
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     return parser
 

@@ -1,8 +1,10 @@
-"""Collectives of a pass over a model, as Megatron-Core 0.16.1 and models/heads.py call them: name, group, bytes.
+"""Collectives of a pass over a model, as Megatron-Core 0.16.1 and models/heads.py call them: name,
+group, bytes.
 
-Counted from the sources: tensor_parallel/layers.py (and Transformer Engine's linear layers, which communicate the
-same), transformer/moe/token_dispatcher.py, pipeline_parallel/schedules.py, distributed/. Collectives whose size does
-not grow with the tokens or the model are left out: the norm of the gradient, statistics, numbers of tokens.
+Counted from the sources: tensor_parallel/layers.py (and Transformer Engine's linear layers, which
+communicate the same), transformer/moe/token_dispatcher.py, pipeline_parallel/schedules.py,
+distributed/. Collectives whose size does not grow with the tokens or the model are left out: the
+norm of the gradient, statistics, numbers of tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Collective:
     group: tuple[int, ...]
     """Global ranks, ascending. For "receive": this rank and the sender."""
     num_bytes: float
-    """Of all calls: of the complete vector; for an all-to-all those that the rank passes in; for "receive" those that
-    it receives."""
+    """Of all calls: of the complete vector; for an all-to-all those that the rank passes in; for
+    "receive" those that it receives."""
     calls: float
 
     def times(self, factor: float) -> Collective:
@@ -47,13 +49,17 @@ class Collective:
     def received(self, rank: int, gpus_per_node: int) -> tuple[float, float]:
         """Return the bytes that the rank receives (from its own node, from other nodes).
 
-        Rings (Patarasuk and Yuan 2009): of n ranks each receives 2 (n - 1) / n of the bytes in an all-reduce, and
-        (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so each enters a node once. NCCL makes
-        as many rings as a node has members, each with another member at its entrance: of k members on its node a rank
-        receives 1 / k of its bytes from another node. An all-to-all brings 1 / n from each rank."""
+        Rings (Patarasuk and Yuan 2009): of n ranks each receives 2 (n - 1) / n of the bytes in an
+        all-reduce, and
+        (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so each enters a
+        node once. NCCL makes as many rings as a node has members, each with another member at its
+        entrance: of k members on its node a rank receives 1 / k of its bytes from another node. An
+        all-to-all brings 1 / n from each rank."""
         first = rank // gpus_per_node * gpus_per_node
         n = len(self.group)
-        k = bisect.bisect_left(self.group, first + gpus_per_node) - bisect.bisect_left(self.group, first)
+        k = bisect.bisect_left(self.group, first + gpus_per_node) - bisect.bisect_left(
+            self.group, first
+        )
         if self.kind == "receive":
             return (self.num_bytes, 0.0) if k == n else (0.0, self.num_bytes)
         if self.kind == "all_to_all":
@@ -79,8 +85,11 @@ class PassTokens:
 class Passes:
     """The collectives of the passes over one model on one rank."""
 
-    def __init__(self, shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, rank: int, cuda: bool) -> None:
-        """cuda: on a GPU, with Transformer Engine, which recomputes other modules than local layers."""
+    def __init__(
+        self, shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, rank: int, cuda: bool
+    ) -> None:
+        """cuda: on a GPU, with Transformer Engine, which recomputes other modules than local
+        layers."""
         self._shape = shape
         self._megatron = megatron
         self._mesh = mesh
@@ -92,35 +101,51 @@ class Passes:
         self._cp = mesh.group_along(rank, "cp")
         self._ep = mesh.group_along(rank, "ep")
         self._pp = mesh.group_along(rank, "pp")
-        self._parts = shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, self._stage)))
+        self._parts = shape.by_kind(
+            itertools.chain(*mesh.chunk_layers(shape.num_layers, self._stage))
+        )
         self._is_first = self._stage == 0
         self._is_last = self._stage == mesh.pp - 1
 
     def forward(self, work: PassTokens) -> list[Collective]:
         """Return the collectives of a pass without gradients. All ranks get its results."""
-        results = Collective("results", "all_reduce", tuple(range(self._mesh.world)), work.all_results * _FLOAT32, 1)
+        results = Collective(
+            "results", "all_reduce", tuple(range(self._mesh.world)), work.all_results * _FLOAT32, 1
+        )
         own = self._joined(work, 1)
         return _merged([*self._forward(work), *own, *self._stages(work, backward=False), results])
 
-    def update(self, work: PassTokens, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
-        """Return the collectives of one optimizer step. layout: the rank's; all parameters are trained."""
-        return _merged([*self.forward_and_backward(work), *self.gradients(layout, overlaps_reduction)])
+    def update(
+        self, work: PassTokens, layout: Layout, overlaps_reduction: bool
+    ) -> list[Collective]:
+        """Return the collectives of one optimizer step. layout: the rank's; all parameters are
+        trained."""
+        return _merged(
+            [*self.forward_and_backward(work), *self.gradients(layout, overlaps_reduction)]
+        )
 
     def forward_and_backward(self, work: PassTokens) -> list[Collective]:
-        """Return the collectives of one optimizer step that grow with the tokens: all but `gradients`."""
+        """Return the collectives of one optimizer step that grow with the tokens: all but
+        `gradients`."""
         collectives = [*self._forward(work), *self._backward(work), *self._recomputation(work)]
-        collectives += self._joined(work, 1 if self._shape.value_head else 2)  # log-probs and entropy
-        return _merged([*collectives, *self._stages(work, backward=False), *self._stages(work, backward=True)])
+        # log-probs and entropy
+        collectives += self._joined(work, 1 if self._shape.value_head else 2)
+        return _merged(
+            [*collectives, *self._stages(work, backward=False), *self._stages(work, backward=True)]
+        )
 
     def gradients(self, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
-        """Return the collectives of gradients and new parameters in one optimizer step, as `update`."""
+        """Return the collectives of gradients and new parameters in one optimizer step, as
+        `update`."""
         return _merged(list(self._gradients(layout, overlaps_reduction)))
 
     def _forward(self, work: PassTokens) -> Iterator[Collective]:
         yield from self._repeat(self._layer, work)
         states = self._states(work)
         if self._is_first:
-            yield self._tensor_parallel("reduce_scatter" if self._is_sequence_parallel else "all_reduce", states, work)
+            yield self._tensor_parallel(
+                "reduce_scatter" if self._is_sequence_parallel else "all_reduce", states, work
+            )
         if self._is_last:
             if self._is_sequence_parallel:
                 yield self._tensor_parallel("all_gather", states, work)
@@ -135,18 +160,22 @@ class Passes:
             yield self._tensor_parallel("all_gather", self._states(work), work)
         if self._is_last and not self._shape.value_head:
             results = work.results / self._mesh.cp
-            yield self._tensor_parallel("all_reduce", results * self._shape.hidden_size * self._itemsize, work)
+            yield self._tensor_parallel(
+                "all_reduce", results * self._shape.hidden_size * self._itemsize, work
+            )
 
     def _recomputation(self, work: PassTokens) -> Iterator[Collective]:
-        """Yield the collectives of forward passes that are repeated: of whole layers, of attention on a CPU, or of
-        dense MLPs on a GPU."""
+        """Yield the collectives of forward passes that are repeated: of whole layers, of attention
+        on a CPU, or of dense MLPs on a GPU."""
         granularity = self._megatron.recompute_granularity
         if granularity == "full":
             yield from self._repeat(self._layer, work)
         elif granularity == "selective" and not self._cuda:
             yield from self._repeat(lambda part, work: self._attention(work), work)
         elif granularity == "selective":
-            yield from self._repeat(lambda part, work: self._sharded_layers(work, 0 if part.has_experts else 1), work)
+            yield from self._repeat(
+                lambda part, work: self._sharded_layers(work, 0 if part.has_experts else 1), work
+            )
 
     def _layer(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
         """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
@@ -166,7 +195,8 @@ class Passes:
         yield from self._sharded_layers(work, pairs)
         yield from self._latents(work, "reduce_scatter", "all_gather")
         if self._is_sequence_parallel:
-            # The inputs of column-parallel layers are gathered again, for the gradients of their weights.
+            # The inputs of column-parallel layers are gathered again, for the gradients of their
+            # weights.
             yield self._tensor_parallel("all_gather", pairs * self._states(work), work, pairs)
             if part.kv_lora_rank:
                 yield self._tensor_parallel("all_gather", sum(self._latent_bytes(work)), work, 2)
@@ -174,9 +204,10 @@ class Passes:
             yield from self._experts(work, "reduce_scatter", "all_gather")
 
     def _attention(self, work: PassTokens) -> Iterator[Collective]:
-        """Yield the collectives of a layer's attention over context-parallel ranks. On a GPU Transformer Engine's
-        (context_parallel.py): keys and values travel around the ring, or queries, keys, values and the output are
-        exchanged by all-to-alls. On a CPU all keys and values are gathered."""
+        """Yield the collectives of a layer's attention over context-parallel ranks. On a GPU
+        Transformer Engine's (context_parallel.py): keys and values travel around the ring, or
+        queries, keys, values and the output are exchanged by all-to-alls. On a CPU all keys and
+        values are gathered."""
         queries, keys_values = self._heads(work)
         cp = self._mesh.cp
         if not self._cuda:
@@ -187,8 +218,8 @@ class Passes:
             yield self._ring(keys_values, cp - 1, work)
 
     def _attention_backward(self, work: PassTokens) -> Iterator[Collective]:
-        """Yield those of its backward pass. Keys and values travel again, and their gradients with them, back to their
-        owner."""
+        """Yield those of its backward pass. Keys and values travel again, and their gradients with
+        them, back to their owner."""
         _, keys_values = self._heads(work)
         cp = self._mesh.cp
         if not self._cuda:
@@ -207,9 +238,10 @@ class Passes:
         return queries, tokens * kv_heads * (shape.head_dim + shape.value_dim)
 
     def _latents(self, work: PassTokens, gather: Kind, scatter: Kind) -> Iterator[Collective]:
-        """Yield the collectives of a layer's latent attention with sequence parallelism: the inputs of the projections
-        to queries and to keys and values, and the part of the keys that all heads share, are gathered, and the output
-        is scattered. gather, scatter: the collectives, which the backward pass exchanges."""
+        """Yield the collectives of a layer's latent attention with sequence parallelism: the inputs
+        of the projections to queries and to keys and values, and the part of the keys that all
+        heads share, are gathered, and the output is scattered. gather, scatter: the collectives,
+        which the backward pass exchanges."""
         if not self._shape.kv_lora_rank or not self._is_sequence_parallel:
             return
         shared = work.tokens / self._mesh.cp * self._shape.rope_head_dim * self._itemsize
@@ -223,21 +255,30 @@ class Passes:
         return tokens * queries, tokens * self._shape.kv_lora_rank
 
     def _context(self, kind: Kind, num_bytes: float, work: PassTokens, calls: int) -> Collective:
-        return Collective("context parallel", kind, self._cp, num_bytes, calls * work.num_micro_batches)
+        return Collective(
+            "context parallel", kind, self._cp, num_bytes, calls * work.num_micro_batches
+        )
 
     def _ring(self, num_bytes: float, times: int, work: PassTokens) -> Collective:
         """Return `times` messages of num_bytes in each micro-batch from the previous rank."""
         peers = tuple(sorted({self._rank, self._cp[self._cp.index(self._rank) - 1]}))
-        return Collective("context parallel", "receive", peers, times * num_bytes, times * work.num_micro_batches)
+        return Collective(
+            "context parallel", "receive", peers, times * num_bytes, times * work.num_micro_batches
+        )
 
     def _joined(self, work: PassTokens, count: int) -> list[Collective]:
-        """Return the collectives by which context-parallel ranks get one another's results. count: of results at each
-        position."""
-        return [self._context("all_reduce", count * work.results * _FLOAT32, work, count)] if self._is_last else []
+        """Return the collectives by which context-parallel ranks get one another's results. count:
+        of results at each position."""
+        return (
+            [self._context("all_reduce", count * work.results * _FLOAT32, work, count)]
+            if self._is_last
+            else []
+        )
 
     def _sharded_layers(self, work: PassTokens, pairs: int) -> Iterator[Collective]:
-        """Yield the collectives of pairs of a column-parallel and a row-parallel layer, which are the same forward and
-        backward: the tokens are gathered before and scattered after, or summed once."""
+        """Yield the collectives of pairs of a column-parallel and a row-parallel layer, which are
+        the same forward and backward: the tokens are gathered before and scattered after, or summed
+        once."""
         states = pairs * self._states(work)
         if self._is_sequence_parallel:
             yield self._tensor_parallel("all_gather", states, work, pairs)
@@ -246,32 +287,39 @@ class Passes:
             yield self._tensor_parallel("all_reduce", states, work, pairs)
 
     def _experts(self, work: PassTokens, dispatch: Kind, combine: Kind) -> Iterator[Collective]:
-        """Yield the collectives of the "alltoall" dispatcher, for evenly routed tokens: states and float32
-        probabilities go to the experts' ranks and to all tensor-parallel ranks, and the outputs back. The outputs' sum
-        over tensor-parallel ranks has the type of the probabilities. dispatch, combine: the collectives over
-        tensor-parallel ranks, which the backward pass exchanges."""
+        """Yield the collectives of the "alltoall" dispatcher, for evenly routed tokens: states and
+        float32 probabilities go to the experts' ranks and to all tensor-parallel ranks, and the
+        outputs back. The outputs' sum over tensor-parallel ranks has the type of the probabilities.
+        dispatch, combine: the collectives over tensor-parallel ranks, which the backward pass
+        exchanges."""
         rows = work.tokens / self._mesh.cp * self._shape.experts_per_token / self._mesh.tp
         hidden = self._shape.hidden_size
         calls = work.num_micro_batches
         for row_bytes, times in ((hidden * self._itemsize, 2), (_FLOAT32, 1)):
-            yield Collective("experts", "all_to_all", self._ep, times * rows * row_bytes, times * calls)
+            yield Collective(
+                "experts", "all_to_all", self._ep, times * rows * row_bytes, times * calls
+            )
         gathered = rows * self._mesh.tp
         for row_bytes in (hidden * self._itemsize, _FLOAT32):
             yield Collective("experts", dispatch, self._tp, gathered * row_bytes, calls)
         yield Collective("experts", combine, self._tp, gathered * hidden * _FLOAT32, calls)
 
     def _stages(self, work: PassTokens, backward: bool) -> Iterator[Collective]:
-        """Yield the messages that this stage receives: from the previous stage, or gradients from the next. Every
-        virtual pipeline chunk receives them, except the one that begins the model, or ends it."""
+        """Yield the messages that this stage receives: from the previous stage, or gradients from
+        the next. Every virtual pipeline chunk receives them, except the one that begins the model,
+        or ends it."""
         chunks = self._mesh.vpp - (self._is_last if backward else self._is_first)
         peer = self._pp[(self._stage + (1 if backward else -1)) % self._mesh.pp]
         size = self._states(work) / (self._mesh.tp if self._is_sequence_parallel else 1)
         group = tuple(sorted({self._rank, peer}))
-        yield Collective("pipeline", "receive", group, chunks * size, chunks * work.num_micro_batches)
+        yield Collective(
+            "pipeline", "receive", group, chunks * size, chunks * work.num_micro_batches
+        )
 
     def _gradients(self, layout: Layout, overlaps_reduction: bool) -> Iterator[Collective]:
-        """Yield the sums of gradients, in float32: over replicas, of norms over tensor-parallel ranks, of a tied
-        embedding over both ends of the pipeline. With the distributed optimizer new parameters are gathered."""
+        """Yield the sums of gradients, in float32: over replicas, of norms over tensor-parallel
+        ranks, of a tied embedding over both ends of the pipeline. With the distributed optimizer
+        new parameters are gathered."""
         shares = self._shape.shares_embeddings
         frozen = frozen_parameters(correction_biases(self._shape), layout)
         for buffer in model_buffers(
@@ -284,49 +332,77 @@ class Passes:
                 yield Collective("gradients", "all_reduce", group, buffer.numel * _FLOAT32, calls)
                 continue
             yield Collective("gradients", "reduce_scatter", group, buffer.numel * _FLOAT32, calls)
-            yield Collective("parameters", "all_gather", group, buffer.numel * self._itemsize, calls)
+            yield Collective(
+                "parameters", "all_gather", group, buffer.numel * self._itemsize, calls
+            )
         summed = [name for name in layout.shapes if name not in frozen and self._is_summed(name)]
         norms = sum(math.prod(layout.shapes[name]) for name in summed)
         if norms:
             yield Collective("gradients", "all_reduce", self._tp, norms * _FLOAT32, 1)
         if shares and self._mesh.pp > 1 and (self._is_first or self._is_last):
-            table = next(size for name, size in layout.shapes.items() if "embedding" in name or "output_layer" in name)
+            table = next(
+                size
+                for name, size in layout.shapes.items()
+                if "embedding" in name or "output_layer" in name
+            )
             ends = tuple(sorted({self._pp[0], self._pp[-1]}))
             yield Collective("gradients", "all_reduce", ends, table[0] * table[1] * _FLOAT32, 1)
 
     def _is_summed(self, name: str) -> bool:
-        """Return True for a parameter of which each tensor-parallel rank has the gradient of a part of the tokens."""
+        """Return True for a parameter of which each tensor-parallel rank has the gradient of a part
+        of the tokens."""
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
-        parts = ("layernorm", "_norm", "router", "gate_weight", "down_proj", "linear_proj.bias", "linear_fc2.bias")
+        parts = (
+            "layernorm",
+            "_norm",
+            "router",
+            "gate_weight",
+            "down_proj",
+            "linear_proj.bias",
+            "linear_fc2.bias",
+        )
         return self._is_sequence_parallel and any(part in name for part in parts)
 
     def _states(self, work: PassTokens) -> float:
-        """Return the bytes of the hidden states of a rank's tokens, before sequence parallelism shards them."""
+        """Return the bytes of the hidden states of a rank's tokens, before sequence parallelism
+        shards them."""
         return work.tokens / self._mesh.cp * self._shape.hidden_size * self._itemsize
 
     def _qkv(self, work: PassTokens) -> float:
-        """Return the bytes of queries, keys and values, which all ranks need where they are more than KV heads."""
-        heads = (1 + self._shape.attention_gate) * self._shape.num_heads + 2 * self._shape.num_kv_heads
+        """Return the bytes of queries, keys and values, which all ranks need where they are more
+        than KV heads."""
+        heads = (
+            1 + self._shape.attention_gate
+        ) * self._shape.num_heads + 2 * self._shape.num_kv_heads
         return work.tokens / self._mesh.cp * heads * self._shape.head_dim * self._itemsize
 
     @property
     def _is_sequence_parallel(self) -> bool:
         return self._megatron.sequence_parallel
 
-    def _tensor_parallel(self, kind: Kind, num_bytes: float, work: PassTokens, times: int = 1) -> Collective:
-        return Collective("tensor parallel", kind, self._tp, num_bytes, times * work.num_micro_batches)
+    def _tensor_parallel(
+        self, kind: Kind, num_bytes: float, work: PassTokens, times: int = 1
+    ) -> Collective:
+        return Collective(
+            "tensor parallel", kind, self._tp, num_bytes, times * work.num_micro_batches
+        )
 
     def _repeat(
         self, layer: Callable[[ModelShape, PassTokens], Iterator[Collective]], work: PassTokens
     ) -> Iterator[Collective]:
-        """Yield the collectives of all layers of the stage. layer: of one, for a shape of its kind."""
-        return (collective.times(part.num_layers) for part in self._parts for collective in layer(part, work))
+        """Yield the collectives of all layers of the stage. layer: of one, for a shape of its
+        kind."""
+        return (
+            collective.times(part.num_layers)
+            for part in self._parts
+            for collective in layer(part, work)
+        )
 
 
 def _sharded_pairs(part: ModelShape) -> int:
-    """Return the pairs of a column-parallel and a row-parallel layer in a layer: attention but latent attention, and a
-    dense MLP or the shared expert."""
+    """Return the pairs of a column-parallel and a row-parallel layer in a layer: attention but
+    latent attention, and a dense MLP or the shared expert."""
     return (not part.kv_lora_rank) + (not part.has_experts or part.shared_ffn_hidden_size > 0)
 
 
@@ -338,5 +414,7 @@ def _merged(collectives: Sequence[Collective]) -> list[Collective]:
         if len(one.group) == 1 or not one.calls:
             continue
         before = merged.get(key, Collective(*key, 0.0, 0.0))
-        merged[key] = replace(one, num_bytes=before.num_bytes + one.num_bytes, calls=before.calls + one.calls)
+        merged[key] = replace(
+            one, num_bytes=before.num_bytes + one.num_bytes, calls=before.calls + one.calls
+        )
     return list(merged.values())

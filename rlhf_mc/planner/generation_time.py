@@ -17,21 +17,25 @@ _FLOAT32 = 4
 
 
 def sequences_at_a_time(cfg: Config, world: int, lengths: Lengths, kv_tokens: float) -> int:
-    """Return the number of sequences that an engine decodes at a time: as many as its KV cache has room for, if each is
-    half generated, at most rollout.max_num_seqs, and at most the engine's."""
+    """Return the number of sequences that an engine decodes at a time: as many as its KV cache has
+    room for, if each is half generated, at most rollout.max_num_seqs, and at most the engine's."""
     engines = world // cfg.rollout.tensor_model_parallel_size
     of_engine = math.ceil(prompts_per_batch(cfg.data) * responses_per_prompt(cfg) / engines)
     half_generated = lengths.prompt + lengths.response / 2
     return max(1, min(cfg.rollout.max_num_seqs, of_engine, int(kv_tokens / half_generated)))
 
 
-def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Lengths, decoded: int) -> dict[str, float]:
-    """Return the parts of the generation of a step's responses. decoded: sequences that an engine decodes at a time.
+def generation(
+    cfg: Config, shape: ModelShape, machine: Machine, lengths: Lengths, decoded: int
+) -> dict[str, float]:
+    """Return the parts of the generation of a step's responses. decoded: sequences that an engine
+    decodes at a time.
 
-    Prefill is bound by its FLOPs; an engine computes each prompt once, by its prefix cache. Decoding computes one token
-    of each sequence in an engine step, which reads the weights and the keys and values of all sequences: the longer of
-    memory and FLOPs, at the mean length. A layer has two all-reduces; each sampled token has its float32 logits
-    gathered. "host" is what the device waits for."""
+    Prefill is bound by its FLOPs; an engine computes each prompt once, by its prefix cache.
+    Decoding computes one token of each sequence in an engine step, which reads the weights and the
+    keys and values of all sequences: the longer of memory and FLOPs, at the mean length. A layer
+    has two all-reduces; each sampled token has its float32 logits gathered. "host" is what the
+    device waits for."""
     tp = cfg.rollout.tensor_model_parallel_size
     engines = machine.world // tp
     prompts = prompts_per_batch(cfg.data)
@@ -50,13 +54,23 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     # Latent attention decodes on the latent vectors, which are longer than keys and values.
     scores = (shape.cached_per_token(1) + shape.kv_lora_rank) / (shape.head_dim + shape.value_dim)
     states = sum(part.num_layers * 6.0 * part.state_size for part in shape.by_kind())
-    attention = 2 * (flops.attention - context * states) / (context + 1) * (scores if shape.kv_lora_rank else 1.0)
+    attention = (
+        2
+        * (flops.attention - context * states)
+        / (context + 1)
+        * (scores if shape.kv_lora_rank else 1.0)
+    )
     attention += states
-    one = ForwardFlops(flops.projections / context, flops.feed_forward / context, attention, flops.output)
+    one = ForwardFlops(
+        flops.projections / context, flops.feed_forward / context, attention, flops.output
+    )
     itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
     kv_bytes = context * shape.num_attending * shape.cached_per_token(tp) * itemsize
     kv_bytes += 2 * shape.cached_per_sequence(tp, itemsize)  # read and written
-    read = decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, decoded) + decoded * kv_bytes
+    read = (
+        decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, decoded)
+        + decoded * kv_bytes
+    )
     memory = read / rates.memory
     products = decoded * rate.seconds(one) / tp
     device = max(memory, products) + shape.num_layers * machine.overheads.layer_seconds
@@ -70,10 +84,12 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     return {**seconds, "host": host} if host > 0 else seconds
 
 
-def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsize: int, tokens: int) -> float:
-    """Return the bytes of weights that an engine step of `tokens` tokens reads on a rank: all layers and the output
-    layer. Of E experts, of which a token has k, it reads those that any token has: E (1 - (1 - k / E)^tokens) of evenly
-    routed tokens."""
+def decode_weight_bytes(
+    shape: ModelShape, tp: int, itemsize: int, linear_itemsize: int, tokens: int
+) -> float:
+    """Return the bytes of weights that an engine step of `tokens` tokens reads on a rank: all
+    layers and the output layer. Of E experts, of which a token has k, it reads those that any token
+    has: E (1 - (1 - k / E)^tokens) of evenly routed tokens."""
     weights = 0.0
     for part in shape.by_kind():
         used = 1.0
@@ -88,6 +104,7 @@ def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsi
 
 
 def ring_seconds(num_bytes: float, ranks: int, machine: Machine) -> float:
-    """Return the seconds of an all-gather or reduce-scatter of this many bytes in all over consecutive ranks."""
+    """Return the seconds of an all-gather or reduce-scatter of this many bytes in all over
+    consecutive ranks."""
     ring = Collective("", "all_gather", tuple(range(ranks)), num_bytes, 1)
     return machine.seconds(*ring.received(0, machine.gpus_per_node))

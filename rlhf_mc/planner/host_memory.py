@@ -1,7 +1,8 @@
-"""Host memory of a node: what offloads, asynchronous saves, the batch, an export and the processes themselves take.
+"""Host memory of a node: what offloads, asynchronous saves, the batch, an export and the processes
+themselves take.
 
-Weight updates take none on GPUs, where NCCL carries them. The rollout engine copies no weights to the host when it
-sleeps. Prompts are not counted: they are known only when the data is read."""
+Weight updates take none on GPUs, where NCCL carries them. The rollout engine copies no weights to
+the host when it sleeps. Prompts are not counted: they are known only when the data is read."""
 
 from __future__ import annotations
 
@@ -18,16 +19,19 @@ from rlhf_mc.planner.storage import TRAINED, weight_bytes
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
 PROCESS = 6 << 30
-"""Bytes of a rank's process besides all else: libraries, CUDA's context and NCCL's buffers on the host. An assumption:
-a rank on a CPU has 1.8 GB after its start, of which 0.5 GB are its own and the rest libraries."""
+"""Bytes of a rank's process besides all else: libraries, CUDA's context and NCCL's buffers on the
+host. An assumption: a rank on a CPU has 1.8 GB after its start, of which 0.5 GB are its own and the
+rest libraries."""
 WORKER = 100 << 20
-"""Bytes of a process that computes rewards. One with a short function has 24 MB; computer algebra is a process more."""
+"""Bytes of a process that computes rewards. One with a short function has 24 MB; computer algebra
+is a process more."""
 EXPORT_FILE = 5_000_000_000
 """Bytes of a file of an export, which one rank gathers (checkpoint/hf_export.py)."""
 _PER_TOKEN = 8
 """Bytes of a token in the batch (data/batch.py)."""
 _PER_RESPONSE_TOKEN = 100
-"""Bytes of a response token in the batch, besides: 8 vectors of float32, and token and log-prob as Python's numbers."""
+"""Bytes of a response token in the batch, besides: 8 vectors of float32, and token and log-prob as
+Python's numbers."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class NodeMemory:
 def plan_host_memory(
     cfg: Config, shapes: Mapping[str, ModelShape], plan: Sequence[RankMemory], gpus_per_node: int
 ) -> NodeMemory:
-    """Return the fullest node in a run whose device memory is planned. shapes: of the run's models, by role."""
+    """Return the fullest node in a run whose device memory is planned. shapes: of the run's models,
+    by role."""
     world = sum(len(ranks.ranks) for ranks in plan)
     nodes: dict[int, dict[str, float]] = {}
     for ranks in plan:
@@ -64,7 +69,9 @@ def plan_host_memory(
     return max(planned, key=lambda node: node.total)
 
 
-def _rank_bytes(cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory, world: int) -> dict[str, float]:
+def _rank_bytes(
+    cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory, world: int
+) -> dict[str, float]:
     """Return the bytes of one of these ranks. Gradients are offloaded without a copy."""
     parts = {"processes": float(PROCESS + cfg.reward.num_workers * WORKER)}
     copies = 0.0
@@ -81,11 +88,14 @@ def _rank_bytes(cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory
         parts["asynchronous save"] = copies
     responses = cfg.data.train_batch_size * responses_per_prompt(cfg)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    parts["batch"] = responses * (longest * _PER_TOKEN + cfg.data.max_response_length * _PER_RESPONSE_TOKEN)
+    parts["batch"] = responses * (
+        longest * _PER_TOKEN + cfg.data.max_response_length * _PER_RESPONSE_TOKEN
+    )
     return parts
 
 
 def saved_bytes(state: ModelState, mesh: Mesh) -> float:
-    """Return the bytes of a trained model that a rank copies for an asynchronous save: its optimizer state, and an
-    equal part of the weights that replicas hold. With experts, most weights are theirs, and have fewer replicas."""
+    """Return the bytes of a trained model that a rank copies for an asynchronous save: its
+    optimizer state, and an equal part of the weights that replicas hold. With experts, most weights
+    are theirs, and have fewer replicas."""
     return state.params * mesh.ep / mesh.replicas + state.optimizer

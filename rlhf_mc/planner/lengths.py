@@ -23,12 +23,15 @@ class Lengths:
 
 
 def expected_lengths(cfg: Config, prompt: float | None, response: float | None) -> Lengths:
-    """Return the lengths to plan with: the given ones, and otherwise the configured maxima. Raise UserError if a given
-    one is above the maximum."""
+    """Return the lengths to plan with: the given ones, and otherwise the configured maxima. Raise
+    UserError if a given one is above the maximum."""
     for name, given in (("prompt", prompt), ("response", response)):
         most = getattr(cfg.data, f"max_{name}_length")
         if given is not None and given > most:
-            raise UserError(f"--mean-{name}-length is {given}; it must be at most data.max_{name}_length, {most}")
+            raise UserError(
+                f"--mean-{name}-length is {given}; it must be at most data.max_{name}_length, "
+                f"{most}"
+            )
     return Lengths(prompt or cfg.data.max_prompt_length, response or cfg.data.max_response_length)
 
 

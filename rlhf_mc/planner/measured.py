@@ -1,4 +1,5 @@
-"""The times to expect of a step, by a table of measurements: what one model on one GPU has reached of the peak rates.
+"""The times to expect of a step, by a table of measurements: what one model on one GPU has reached
+of the peak rates.
 
 For other models and machines the same factors are an extrapolation, and each time says so.
 """
@@ -61,11 +62,13 @@ H200_HALF_BILLION = Measurement(
     products=0.76,  # 749 TFLOP/s, 8192 x 8192
     memory=0.87,  # 2.09 TB/s copied
     host=0.86,  # 55 GB/s, page-locked
-    # Not measured here: NCCL reaches 370 of NVLink's 450 GB/s on 8 H100 (NVIDIA/nccl-tests issue 212).
+    # Not measured here: NCCL reaches 370 of NVLink's 450 GB/s on 8 H100 (NVIDIA/nccl-tests issue
+    # 212).
     links=0.82,
     overheads=Overheads(
-        # Not measured here: on an H100 cuDNN reaches 0.62 of the peak, forward and without a mask (arXiv 2407.08608);
-        # masks and backward passes are slower. At 1036 tokens attention has 6 % of the products.
+        # Not measured here: on an H100 cuDNN reaches 0.62 of the peak, forward and without a mask
+        # (arXiv 2407.08608); masks and backward passes are slower. At 1036 tokens attention has 6 %
+        # of the products.
         attention=0.5,
         forward_traffic=3.5,  # values: 518,000 tokens/s
         training_traffic=9.6,  # critic's update: 179,000 tokens/s
@@ -103,33 +106,50 @@ def expect_times(
     machine: Machine,
     lengths: Lengths,
 ) -> Expected:
-    """Return the times to expect by the nearest measurement. The arguments are plan_times's, machine
-    at its peaks. A phase is MEASURED that was, of the same model on the same GPU, with half to twice
+    """Return the times to expect by the nearest measurement. The arguments are plan_times's,
+    machine
+    at its peaks. A phase is MEASURED that was, of the same model on the same GPU, with half to
+    twice
     as many tokens of a sequence and, in generation, sequences at a time."""
     reached, measurement = expected_machine(machine, shapes["actor"])
     times = plan_times(cfg, shapes, plan, weights, reached, lengths)
-    roles = {work.phase: work.role for work in phase_work(cfg, shapes, machine.world, lengths)} | {GEN: "actor"}
+    roles = {work.phase: work.role for work in phase_work(cfg, shapes, machine.world, lengths)} | {
+        GEN: "actor"
+    }
     same_gpu = machine.world == 1 and machine.rates == GPUS[measurement.gpu].rates
     tokens = lengths.total / measurement.tokens
     sequences = times.sequences_at_a_time / measurement.sequences
 
     def kind(phase: str) -> str:
         ratios = (tokens, sequences) if phase == GEN else (tokens,)
-        if not same_gpu or phase not in measurement.phases or not all(0.5 <= r <= 2 for r in ratios):
+        if (
+            not same_gpu
+            or phase not in measurement.phases
+            or not all(0.5 <= r <= 2 for r in ratios)
+        ):
             return EXTRAPOLATED
         shape = shapes[roles[phase]]
         megatron = layouts(cfg)[roles[phase]]
-        same_model = (shape.hidden_size, shape.num_layers) == (measurement.hidden_size, measurement.num_layers)
-        plain = (megatron.dtype, megatron.fp8, megatron.recompute_granularity) == ("bfloat16", None, None)
+        same_model = (shape.hidden_size, shape.num_layers) == (
+            measurement.hidden_size,
+            measurement.num_layers,
+        )
+        plain = (megatron.dtype, megatron.fp8, megatron.recompute_granularity) == (
+            "bfloat16",
+            None,
+            None,
+        )
         plain &= phase != GEN or cfg.rollout.quantization is None
         return MEASURED if same_model and plain else EXTRAPOLATED
 
-    return Expected(times, {phase.name: kind(phase.name) for phase in times.phases}, measurement.source)
+    return Expected(
+        times, {phase.name: kind(phase.name) for phase in times.phases}, measurement.source
+    )
 
 
 def expected_machine(machine: Machine, shape: ModelShape) -> tuple[Machine, Measurement]:
-    """Return the machine at the rates and with the overheads of the nearest measurement, by hidden size. shape: the
-    actor's."""
+    """Return the machine at the rates and with the overheads of the nearest measurement, by hidden
+    size. shape: the actor's."""
 
     def distance(hidden_size: int) -> float:
         return abs(math.log(hidden_size / shape.hidden_size))
@@ -147,4 +167,6 @@ def expected_machine(machine: Machine, shape: ModelShape) -> tuple[Machine, Meas
         host=peak.host * nearest.host,
     )
     overheads = replace(nearest.overheads, forward_logits=forward, training_logits=training)
-    return replace(machine, rates=rates, network=machine.network * nearest.links, overheads=overheads), nearest
+    return replace(
+        machine, rates=rates, network=machine.network * nearest.links, overheads=overheads
+    ), nearest

@@ -1,6 +1,8 @@
-"""Device memory of each rank in each phase of a step, from the settings and the shapes of the models.
+"""Device memory of each rank in each phase of a step, from the settings and the shapes of the
+models.
 
-What is resident follows from config/device_placement.py and the offload settings, as the offload schedule moves it.
+What is resident follows from config/device_placement.py and the offload settings, as the offload
+schedule moves it.
 The rollout engine takes the share of the device that rollout.gpu_memory_utilization gives it.
 """
 
@@ -13,7 +15,12 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
-from rlhf_mc.config.roles import has_contiguous_experts, router_replay, token_budgets, tokens_on_rank
+from rlhf_mc.config.roles import (
+    has_contiguous_experts,
+    router_replay,
+    token_budgets,
+    tokens_on_rank,
+)
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
@@ -29,7 +36,8 @@ from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
 RESERVED_ON_CPU = 3 << 28
-"""Bytes of a process with its libraries. The peak of a rank of the quickstart without its KV cache is 0.73 GiB."""
+"""Bytes of a process with its libraries. The peak of a rank of the quickstart without its KV cache
+is 0.73 GiB."""
 
 _ROLES_OF_PASSES = {
     "old_log_prob": "actor",
@@ -39,7 +47,8 @@ _ROLES_OF_PASSES = {
 }
 """The model of each pass; the others are named after it."""
 ROOM = 0.05
-"""Share of the device that is left where the optimizer state stays there between the steps of an update."""
+"""Share of the device that is left where the optimizer state stays there between the steps of an
+update."""
 _QUANTIZED = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 """Weights that rollout.quantization quantizes: of linear layers, without embeddings and router."""
 
@@ -96,8 +105,9 @@ class RankMemory:
     states: Mapping[str, ModelState]
     """Of each model, by role, wherever it is."""
     staying: frozenset[str]
-    """Roles whose optimizer state stays on the device between the steps of an update, the same on all ranks: there is
-    room for it beside the passes, or nothing to gain. Where trainer.planner is "off", none."""
+    """Roles whose optimizer state stays on the device between the steps of an update, the same on
+    all ranks: there is room for it beside the passes, or nothing to gain. Where trainer.planner is
+    "off", none."""
 
     @property
     def fullest(self) -> Phase:
@@ -114,23 +124,29 @@ def plan_memory(
     gpus_per_node: int = 8,
     one_of_each_stage: bool = False,
 ) -> list[RankMemory]:
-    """Return the memory of each class of ranks of a run. one_of_each_stage: of one rank of each class of pipeline
-    stages, which is nearly the memory of its tensor-parallel group.
+    """Return the memory of each class of ranks of a run. one_of_each_stage: of one rank of each
+    class of pipeline stages, which is nearly the memory of its tensor-parallel group.
 
-    shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs, where device_bytes
-    are a rank's share of the memory of its node."""
+    shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs,
+    where device_bytes are a rank's share of the memory of its node."""
     meshes = {role: training_mesh(layouts(cfg)[role], world) for role in shapes}
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     layout = engine_factory(cfg.rollout).layout
     tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], rollout_tp, layout, gpus_per_node)
     alike: dict[tuple[object, ...], list[int]] = {}
     for rank in _one_of_each_stage(list(meshes.values())) if one_of_each_stage else range(world):
-        alike.setdefault((*(model_coordinate(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []).append(rank)
+        alike.setdefault(
+            (*(model_coordinate(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []
+        ).append(rank)
     # By all that the phases of a rank follow from, in which tensor-parallel ranks mostly agree.
     classes: dict[tuple[object, ...], tuple[dict[str, _Model], Rollout, list[int]]] = {}
     for ranks in alike.values():
-        rollout = _rollout(cfg, shapes["actor"], meshes["actor"], ranks[0], tp_rank[ranks[0]], device_bytes, cuda)
-        models = {role: _Model(cfg, role, shapes[role], meshes[role], ranks[0], cuda) for role in shapes}
+        rollout = _rollout(
+            cfg, shapes["actor"], meshes["actor"], ranks[0], tp_rank[ranks[0]], device_bytes, cuda
+        )
+        models = {
+            role: _Model(cfg, role, shapes[role], meshes[role], ranks[0], cuda) for role in shapes
+        }
         key = (rollout, *((model.state, model.stage) for model in models.values()))
         classes.setdefault(key, (models, rollout, []))[2].extend(ranks)
 
@@ -138,7 +154,11 @@ def plan_memory(
         of_class = [(models, rollout) for models, rollout, _ in classes.values()]
         return [tuple(_phases(cfg, *parts, cuda, gpus_per_node, staying)) for parts in of_class]
 
-    updates = {phase: role for phase, role in _ROLES_OF_PASSES.items() if "update" in phase and role in shapes}
+    updates = {
+        phase: role
+        for phase, role in _ROLES_OF_PASSES.items()
+        if "update" in phase and role in shapes
+    }
     planned = phases(updates.values())
     room = 0.0 if cfg.trainer.planner == "off" else (1 - ROOM) * device_bytes
     full = {phase.name for of_rank in planned for phase in of_rank if cuda and phase.total > room}
@@ -146,21 +166,27 @@ def plan_memory(
     if len(staying) < len(updates):
         planned = phases(staying)
     return [
-        RankMemory(tuple(sorted(ranks)), of_rank, rollout, {r: m.state for r, m in models.items()}, staying)
+        RankMemory(
+            tuple(sorted(ranks)), of_rank, rollout, {r: m.state for r, m in models.items()}, staying
+        )
         for (models, rollout, ranks), of_rank in zip(classes.values(), planned, strict=True)
     ]
 
 
 def _one_of_each_stage(meshes: Sequence[Mesh]) -> list[int]:
-    """Return a rank for each combination of stages that ranks have in these meshes: the last rank of each stage of
-    each."""
-    return sorted({(stage + 1) * (mesh.world // mesh.pp) - 1 for mesh in meshes for stage in range(mesh.pp)})
+    """Return a rank for each combination of stages that ranks have in these meshes: the last rank
+    of each stage of each."""
+    return sorted(
+        {(stage + 1) * (mesh.world // mesh.pp) - 1 for mesh in meshes for stage in range(mesh.pp)}
+    )
 
 
 class _Model:
     """One role's model on one rank."""
 
-    def __init__(self, cfg: Config, role: str, shape: ModelShape, mesh: Mesh, rank: int, cuda: bool) -> None:
+    def __init__(
+        self, cfg: Config, role: str, shape: ModelShape, mesh: Mesh, rank: int, cuda: bool
+    ) -> None:
         self.role = role
         self._shape = shape
         self.mesh = mesh
@@ -182,18 +208,28 @@ class _Model:
             "optimizer": settings.optimizer_offload and self._cuda,
         }
         sizes = vars(self.state)
-        return {f"{self.role} {part}": sizes[part] for part in offloads if part in needed or not offloads[part]}
+        return {
+            f"{self.role} {part}": sizes[part]
+            for part in offloads
+            if part in needed or not offloads[part]
+        }
 
-    def updated(self, needed: Collection[str], passes: Mapping[str, float], stays: bool) -> dict[str, float]:
-        """Return the bytes of the parts that are on the device while the model is updated, where they take most.
-        passes: of forward and backward passes. stays: the optimizer state is there meanwhile, too."""
+    def updated(
+        self, needed: Collection[str], passes: Mapping[str, float], stays: bool
+    ) -> dict[str, float]:
+        """Return the bytes of the parts that are on the device while the model is updated, where
+        they take most. passes: of forward and backward passes. stays: the optimizer state is there
+        meanwhile, too."""
         in_steps = self.resident({*needed, "optimizer"})
         if stays:
             return {**in_steps, **passes}
-        return max({**self.resident(needed), **passes}, in_steps, key=lambda parts: sum(parts.values()))
+        return max(
+            {**self.resident(needed), **passes}, in_steps, key=lambda parts: sum(parts.values())
+        )
 
     def replayed_experts(self, cfg: Config, sequences: int) -> float:
-        """Return the bytes of the experts that are replayed in a pass over as many sequences, all of maximum length."""
+        """Return the bytes of the experts that are replayed in a pass over as many sequences, all
+        of maximum length."""
         if (
             self.role != "actor"
             or router_replay(cfg, self._shape.has_experts, bool(self._shape.linear_layers)) == "off"
@@ -208,7 +244,9 @@ class _Model:
 
     def update(self, work: Pass, entropy: bool) -> float:
         """Return the bytes of activations of an update."""
-        return update_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda, entropy)
+        return update_peak(
+            self._shape, self._megatron, self.mesh, self.stage, work, self._cuda, entropy
+        )
 
 
 def _phases(
@@ -226,7 +264,8 @@ def _phases(
     buckets = 2.0 * min(cfg.reshard.bucket_megabytes << 20, rollout.weights + rollout.staged)
     work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
     passes = [phase for phase in work if phase != "update_weights"]
-    # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint does.
+    # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint
+    # does.
     for name in ("update_weights", "gen", *passes, "save_checkpoint", "export"):
         row = parts_on_device(name)
         assert row is not None
@@ -234,13 +273,19 @@ def _phases(
         for role, model in models.items():
             needed = row.get(role, frozenset())
             is_updated = name == f"update_{role}"
-            parts |= model.updated(needed, work.pop(name), role in staying) if is_updated else model.resident(needed)
+            parts |= (
+                model.updated(needed, work.pop(name), role in staying)
+                if is_updated
+                else model.resident(needed)
+            )
         is_awake = not cfg.rollout.free_cache_engine or "kv_cache" in row["rollout"]
         if is_awake:
             parts["vLLM"] = rollout.budget
         elif "weights" in row["rollout"]:
             parts["vLLM weights"] = float(rollout.weights)
-        reserved = reserved_bytes(meshes, gpus_per_node, rollout_tp, is_awake) if cuda else RESERVED_ON_CPU
+        reserved = (
+            reserved_bytes(meshes, gpus_per_node, rollout_tp, is_awake) if cuda else RESERVED_ON_CPU
+        )
         parts = {**parts, **work.get(name, {}), "reserved": reserved}
         yield Phase(name, {key: size for key, size in parts.items() if size})
 
@@ -257,17 +302,22 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
         if phase in ("update_actor", "update_critic"):
             prompts = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
-            size = model.update(_pass(cfg, budget, model.mesh, prompts), role == "actor" and entropy)
+            size = model.update(
+                _pass(cfg, budget, model.mesh, prompts), role == "actor" and entropy
+            )
         else:
             size = model.forward(_pass(cfg, budget, model.mesh, prompts))
         sequences = math.ceil(prompts * cfg.rollout.n / model.mesh.replicas)
-        peaks[phase] = {"activations": size, "replayed experts": model.replayed_experts(cfg, sequences)}
+        peaks[phase] = {
+            "activations": size,
+            "replayed experts": model.replayed_experts(cfg, sequences),
+        }
     return peaks
 
 
 def _pass(cfg: Config, budget: int, mesh: Mesh, prompts: int) -> Pass:
-    """Return a rank's part of the largest micro-batch of a pass over the responses to these prompts, all of whose
-    tokens may be responses, and the largest number of micro-batches."""
+    """Return a rank's part of the largest micro-batch of a pass over the responses to these
+    prompts, all of whose tokens may be responses, and the largest number of micro-batches."""
     # Of few sequences dynamic context parallelism may give one to a single rank.
     cp = 1 if mesh.dynamic_cp else mesh.cp
     longest = tokens_on_rank(cfg.data.max_prompt_length + cfg.data.max_response_length, cp)
@@ -276,7 +326,13 @@ def _pass(cfg: Config, budget: int, mesh: Mesh, prompts: int) -> Pass:
 
 
 def _rollout(
-    cfg: Config, shape: ModelShape, mesh: Mesh, rank: int, tp_rank: int, device_bytes: int, cuda: bool
+    cfg: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    rank: int,
+    tp_rank: int,
+    device_bytes: int,
+    cuda: bool,
 ) -> Rollout:
     settings = cfg.rollout
     dtype = cfg.actor.megatron.dtype
@@ -286,7 +342,9 @@ def _rollout(
     layout = engine_factory(settings).layout
     shares = cfg.reshard.share_weights
     contiguous = has_contiguous_experts(cfg)
-    own = own_rollout_weights(shape, mesh, place, tp_rank, tp, layout, dtype, shares, cuda, contiguous)
+    own = own_rollout_weights(
+        shape, mesh, place, tp_rank, tp, layout, dtype, shares, cuda, contiguous
+    )
     weights = sum(own.values())
     staged = 0
     if settings.quantization is not None:
@@ -294,15 +352,17 @@ def _rollout(
         weights -= staged - staged // itemsize
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     tokens = max(settings.max_num_batched_tokens, longest)
-    # Of one engine step: states and their residual, gate, up and product; logits and their float32 copy of each
-    # sequence. The states of delta nets are of all sequences.
+    # Of one engine step: states and their residual, gate, up and product; logits and their float32
+    # copy of each sequence. The states of delta nets are of all sequences.
     widest = max(part.active_ffn_size for part in shape.by_kind())
     states = tokens * (3 * shape.hidden_size + 3 * widest / tp) * itemsize
     logits = settings.max_num_seqs * shape.vocab_size * (itemsize + 4)
     activations = states + logits + settings.max_num_seqs * shape.cached_per_sequence(tp, itemsize)
     kv_cache = settings.cpu_kvcache_space_gb << 30
     return Rollout(
-        budget=settings.gpu_memory_utilization * device_bytes if cuda else weights + activations + kv_cache,
+        budget=settings.gpu_memory_utilization * device_bytes
+        if cuda
+        else weights + activations + kv_cache,
         weights=weights,
         staged=staged,
         activations=activations,

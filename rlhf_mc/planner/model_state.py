@@ -1,8 +1,9 @@
-"""Bytes of parameters, gradients and optimizer state of one model on one rank, as Megatron-Core 0.16.1 allocates them.
+"""Bytes of parameters, gradients and optimizer state of one model on one rank, as Megatron-Core
+0.16.1 allocates them.
 
 Gradients, and with the distributed optimizer parameters too, lie in flat buffers
-(distributed/param_and_grad_buffer.py). With the distributed optimizer a buffer has buckets, and each data-parallel rank
-updates an equal part of each bucket.
+(distributed/param_and_grad_buffer.py). With the distributed optimizer a buffer has buckets, and
+each data-parallel rank updates an equal part of each bucket.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4
 _MOMENTS = 2
 _PARAM_ALIGNMENT = 64
-"""Elements. With the distributed optimizer each parameter starts at a multiple of it in its buffer."""
+"""Elements. With the distributed optimizer each parameter starts at a multiple of it in its
+buffer."""
 _BUCKET_ALIGNMENT = 128
-"""Elements. With the distributed optimizer a bucket ends at a multiple of it and of the data-parallel size."""
+"""Elements. With the distributed optimizer a bucket ends at a multiple of it and of the
+data-parallel size."""
 _BUCKET_NUMEL = 40_000_000
-"""Elements of a bucket where the reduction of gradients overlaps the backward pass, or 1,000,000 per data-parallel rank
-if that is more (distributed/distributed_data_parallel.py)."""
+"""Elements of a bucket where the reduction of gradients overlaps the backward pass, or 1,000,000
+per data-parallel rank if that is more (distributed/distributed_data_parallel.py)."""
 _ORDER = {
     name: place
     for names in (
@@ -42,7 +45,8 @@ _ORDER = {
     )
     for place, name in enumerate(names)
 }
-"""Places of Megatron-Core's modules and parameters among their siblings, in the order of named_parameters."""
+"""Places of Megatron-Core's modules and parameters among their siblings, in the order of
+named_parameters."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class ModelState:
 
 @dataclass
 class Buffer:
-    """A flat buffer of parameters, given in the order of named_parameters, that have the same data-parallel group."""
+    """A flat buffer of parameters, given in the order of named_parameters, that have the same
+    data-parallel group."""
 
     is_of_experts: bool
     """Its group consists of the replicas of an expert."""
@@ -136,13 +141,16 @@ def trained_state(
     overlaps_reduction: bool,
     tied_embedding: bool,
 ) -> ModelState:
-    """Return the bytes of a trained model on that data-parallel rank of this stage which updates most elements.
+    """Return the bytes of a trained model on that data-parallel rank of this stage which updates
+    most elements.
 
-    layout: the rank's. frozen: names of its parameters that are not trained. overlaps_reduction, tied_embedding: see
-    `model_buffers`."""
+    layout: the rank's. frozen: names of its parameters that are not trained. overlaps_reduction,
+    tied_embedding: see `model_buffers`."""
     itemsize = ITEMSIZES[megatron.dtype]
     copies = _MOMENTS + (megatron.dtype != "float32")
-    buffers = list(model_buffers(layout, megatron, mesh, stage, frozen, overlaps_reduction, tied_embedding))
+    buffers = list(
+        model_buffers(layout, megatron, mesh, stage, frozen, overlaps_reduction, tied_embedding)
+    )
     not_trained = {name: size for name, size in layout.shapes.items() if name in frozen}
     numel = sum(buffer.numel for buffer in buffers)
     shares = sum(buffer.largest_share() for buffer in buffers)
@@ -159,12 +167,14 @@ def model_buffers(
     overlaps_reduction: bool,
     tied_embedding: bool,
 ) -> Iterator[Buffer]:
-    """Yield the buffers of a trained model on a rank of this stage: for each virtual pipeline chunk one of experts, if
-    they are sharded, and one of all else.
+    """Yield the buffers of a trained model on a rank of this stage: for each virtual pipeline chunk
+    one of experts, if they are sharded, and one of all else.
 
-    overlaps_reduction: gradients are reduced during the backward pass. tied_embedding: the output layer is the
-    embedding."""
-    own_bucket = {name for name in layout.shapes if "word_embeddings" in name or "output_layer" in name}
+    overlaps_reduction: gradients are reduced during the backward pass. tied_embedding: the output
+    layer is the embedding."""
+    own_bucket = {
+        name for name in layout.shapes if "word_embeddings" in name or "output_layer" in name
+    }
     own_bucket = own_bucket if tied_embedding and mesh.pp > 1 else set()
     for sizes in _chunks(layout).values():
         trained = [(name, numel) for name, numel in sizes if name not in frozen]
@@ -172,7 +182,11 @@ def model_buffers(
         for ranks, expert in ((mesh.replicas, False), (mesh.replicas // mesh.ep, True)):
             members = [size for size, e in zip(trained, is_expert, strict=True) if e == expert]
             # Stages after the first reduce all gradients at once.
-            bucket = max(_BUCKET_NUMEL, 1_000_000 * mesh.replicas) if overlaps_reduction and stage == 0 else None
+            bucket = (
+                max(_BUCKET_NUMEL, 1_000_000 * mesh.replicas)
+                if overlaps_reduction and stage == 0
+                else None
+            )
             buffer = Buffer(expert, ranks, megatron.use_distributed_optimizer, bucket, own_bucket)
             buffer.fill(members)
             if members:
@@ -180,18 +194,22 @@ def model_buffers(
 
 
 def _chunks(layout: Layout) -> dict[str, list[tuple[str, int]]]:
-    """Return (name, elements) of the parameters of each virtual pipeline chunk, in the order of named_parameters."""
+    """Return (name, elements) of the parameters of each virtual pipeline chunk, in the order of
+    named_parameters."""
     chunks: dict[str, list[tuple[str, int]]] = {}
     for name, size in layout.shapes.items():
         chunk = re.match(r"(?:chunk\d+\.)?", name)
         assert chunk is not None
         chunks.setdefault(chunk.group(), []).append((name, math.prod(size)))
-    return {chunk: sorted(sizes, key=lambda size: _place(size[0])) for chunk, sizes in chunks.items()}
+    return {
+        chunk: sorted(sizes, key=lambda size: _place(size[0])) for chunk, sizes in chunks.items()
+    }
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _place(name: str) -> tuple[int, ...]:
-    """Return the sort key of a parameter: the places of its modules, and the numbers in its name."""
+    """Return the sort key of a parameter: the places of its modules, and the numbers in its
+    name."""
     key: list[int] = []
     # Experts of local layers are in the buffer as those of Transformer Engine are: by linear layer.
     name = re.sub(r"local_experts\.(\d+)\.(.*)", r"\2\1", name)

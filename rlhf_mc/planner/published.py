@@ -1,5 +1,6 @@
-"""--model of the planner and of tools/check_layouts.py: a model in place of the config's, of which there may be no file
-yet. models/ has the config.json of published models, with the keys that matter here.
+"""--model of the planner and of tools/check_layouts.py: a model in place of the config's, of which
+there may be no file yet. models/ has the config.json of published models, with the keys that matter
+here.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ _NAMES = f"a directory with {_CONFIG}, that file, or one of {', '.join(PUBLISHED
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
     """Add --model to a command line."""
-    parser.add_argument("--model", metavar="MODEL", help=f"the model to plan in place of model.path: {_NAMES}")
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"the model to plan in place of model.path: {_NAMES}"
+    )
 
 
 def with_model(source: str, overrides: Sequence[str], model: str | None) -> list[str]:
-    """Return the overrides, and those that set the model that --model gives: for the actor, and for each other role
-    whose path is the actor's. Raise UserError if a model that it does not replace has no config.json."""
+    """Return the overrides, and those that set the model that --model gives: for the actor, and for
+    each other role whose path is the actor's. Raise UserError if a model that it does not replace
+    has no config.json."""
     cfg = load_config(source, overrides, key_hint)
     critic = ["critic.model_path"] if uses_critic(cfg) and cfg.critic.model_path is not None else []
     keys = ["model.path", *critic, *(f"{role}.model_path" for role in reward_models(cfg))]
@@ -39,7 +43,10 @@ def with_model(source: str, overrides: Sequence[str], model: str | None) -> list
         if key not in replaced and not (path := paths[key] / _CONFIG).exists():
             advice = f"to plan without it, give --model: {_NAMES}"
             if key != "model.path":
-                advice = f"--model replaces model.path alone: give {key}=DIRECTORY, such as {MODELS}/{PUBLISHED[0]}"
+                advice = (
+                    f"--model replaces model.path alone: give {key}=DIRECTORY, such as "
+                    f"{MODELS}/{PUBLISHED[0]}"
+                )
             raise UserError(f"{key}: {path} cannot be read; {advice}")
     if model is None:
         return list(overrides)

@@ -1,5 +1,5 @@
-"""Layouts of a run's ranks, and the bytes that follow from them alone. They are kept from plan to plan: a search plans
-the same layouts with many settings.
+"""Layouts of a run's ranks, and the bytes that follow from them alone. They are kept from plan to
+plan: a search plans the same layouts with many settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rlhf_mc.reshard.placement import training_layout, with_contiguous_experts
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 SomeSettings = tuple[tuple[str, Any], ...]
-"""Name and value of some settings of a MegatronConfig: a key of a cache, which other settings do not change."""
+"""Name and value of some settings of a MegatronConfig: a key of a cache, which other settings do
+not change."""
 
 
 def some_settings(megatron: MegatronConfig, *names: str) -> SomeSettings:
@@ -43,13 +44,16 @@ def choice_bytes_of_stage(shape: ModelShape, mesh: Mesh, stage: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def layout_at(shape: ModelShape, mesh: Mesh, place: Coordinate, cuda: bool) -> Layout:
-    """Return the layout of a Megatron-Core model on the ranks of a place. cuda: with Transformer Engine."""
+    """Return the layout of a Megatron-Core model on the ranks of a place. cuda: with Transformer
+    Engine."""
     return training_layout(shape, mesh, place, transformer_engine=cuda)
 
 
 def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
     """Return each rank's layout; replicas share one object, for which make_plan plans once."""
-    return [layout_at(shape, mesh, model_coordinate(mesh, rank), cuda) for rank in range(mesh.world)]
+    return [
+        layout_at(shape, mesh, model_coordinate(mesh, rank), cuda) for rank in range(mesh.world)
+    ]
 
 
 @functools.lru_cache(maxsize=64)
@@ -70,8 +74,8 @@ def rank_state(
     freeze: Sequence[str] | None,
     cuda: bool,
 ) -> ModelState:
-    """Return the state of a role's model on the ranks of this place. freeze: patterns of tensors that are not trained;
-    None: the model is never trained."""
+    """Return the state of a role's model on the ranks of this place. freeze: patterns of tensors
+    that are not trained; None: the model is never trained."""
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda)
     patterns = None if freeze is None else tuple(freeze)
     settings = some_settings(megatron, "dtype", "use_distributed_optimizer")
@@ -96,7 +100,9 @@ def _cached_state(
     if freeze is None:
         return frozen_state(layout, megatron)
     frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout)
-    return trained_state(layout, megatron, mesh, place.pp, frozen, overlaps, shape.shares_embeddings)
+    return trained_state(
+        layout, megatron, mesh, place.pp, frozen, overlaps, shape.shares_embeddings
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,9 +118,10 @@ def own_rollout_weights(
     cuda: bool,
     contiguous_experts: bool = False,
 ) -> Mapping[str, int]:
-    """Return the bytes of the rollout engine's parameters by name, without those that alias the actor's, on the
-    ranks of a place in the training mesh and of this tensor-parallel rank of an engine. layout: the engine's; shares:
-    reshard.share_weights; contiguous_experts: has_contiguous_experts."""
+    """Return the bytes of the rollout engine's parameters by name, without those that alias the
+    actor's, on the
+    ranks of a place in the training mesh and of this tensor-parallel rank of an engine. layout: the
+    engine's; shares: reshard.share_weights; contiguous_experts: has_contiguous_experts."""
     target = layout(shape, tp_rank, tp)
     itemsize = ITEMSIZES[dtype]
     source = layout_at(shape, mesh, place, cuda)

@@ -1,4 +1,5 @@
-"""The texts of a plan: tables, plain data for JSON, and the best choice of a search as a config file."""
+"""The texts of a plan: tables, plain data for JSON, and the best choice of a search as a config
+file."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ _COLUMNS = (
 
 
 def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
-    """Return the text of a plan: for each class of ranks its phases, each with the bytes of its parts."""
+    """Return the text of a plan: for each class of ranks its phases, each with the bytes of its
+    parts."""
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     lines = []
     for ranks in plan:
@@ -55,7 +57,8 @@ def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
         cache = max(rollout.kv_cache, 0.0)
         count = cache / rollout.kv_bytes_per_token / longest
         lines.append(
-            f"  vLLM: weights {rollout.weights / GB:.1f}, an engine step {rollout.activations / GB:.1f}, keys and"
+            f"  vLLM: weights {rollout.weights / GB:.1f}, an engine step "
+            f"{rollout.activations / GB:.1f}, keys and"
             f" values {cache / GB:.1f}: {count:.0f} sequences of {longest} tokens"
         )
     return "\n".join(lines)
@@ -66,7 +69,10 @@ def traffic_table(transfers: Sequence[Traffic]) -> str:
     if not transfers:
         return "traffic: none, there is one rank"
     lines = [
-        "traffic of a step, max over ranks of the GB received in the node, from other nodes; by purpose: in | from"
+        (
+            "traffic of a step, max over ranks of the GB received in the node, from other nodes; "
+            "by purpose: in | from"
+        )
     ]
     for phase in dict.fromkeys(transfer.phase for transfer in transfers):
         of_phase = [transfer for transfer in transfers if transfer.phase == phase]
@@ -83,11 +89,14 @@ def traffic_table(transfers: Sequence[Traffic]) -> str:
 def host_table(host: NodeMemory, storage: Storage) -> str:
     """Return the text of host memory and files: a line for each."""
     is_offload = {name: name.endswith((" params", " optimizer")) for name in host.parts}
-    sizes = sum_by_name(("offloads" if is_offload[name] else name, size) for name, size in host.parts.items())
+    sizes = sum_by_name(
+        ("offloads" if is_offload[name] else name, size) for name, size in host.parts.items()
+    )
     lines = [f"host memory of node {host.node}, GB: {host.total / GB:.1f}: {_gigabytes(sizes)}"]
     if storage.checkpoints == 0:
         lines.append(
-            f"no training checkpoints (trainer.save_freq, save_minutes); an export has {storage.export / GB:.1f} GB"
+            "no training checkpoints (trainer.save_freq, save_minutes); an export has "
+            f"{storage.export / GB:.1f} GB"
         )
         return "\n".join(lines)
     space = "every save adds one"
@@ -99,16 +108,19 @@ def host_table(host: NodeMemory, storage: Storage) -> str:
 
 
 def times_table(times: StepTimes, expected: Expected, lengths: Lengths) -> str:
-    """Return the text: each phase with its lower bound, its share of the bounds, what is expected with its kind, the
-    parts of the bound, and what is expected beside them."""
+    """Return the text: each phase with its lower bound, its share of the bounds, what is expected
+    with its kind, the parts of the bound, and what is expected beside them."""
     lines = [
-        f"times of a step, for prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens"
-        f" ({times.sequences_at_a_time} sequences at a time in each engine), and the parts of the lower bounds:",
+        f"times of a step, for prompts of {lengths.prompt:g} and responses of {lengths.response:g} "
+        f"tokens ({times.sequences_at_a_time} sequences at a time in each engine), and the parts "
+        "of the lower bounds:",
         f"{'':17}{'lower bound':>12} {'':>5} {'expected':>10}",
     ]
     for phase, to_expect in zip(times.phases, expected.times.phases, strict=True):
         parts = _durations(phase.parts)
-        new = {name: seconds for name, seconds in to_expect.parts.items() if name not in phase.parts}
+        new = {
+            name: seconds for name, seconds in to_expect.parts.items() if name not in phase.parts
+        }
         more = f"; expected: {_durations(new)}" if any(new.values()) else ""
         lines.append(
             f"  {phase.name:<16} {_duration(phase.total):>9}  {phase.total / times.seconds:5.0%}"
@@ -117,16 +129,19 @@ def times_table(times: StepTimes, expected: Expected, lengths: Lengths) -> str:
     least = times.tokens_per_gpu
     reached = expected.times.tokens_per_gpu
     lines.append(
-        f"  step             {_duration(times.seconds):>9}        {_duration(expected.times.seconds):>10}"
-        f" {expected.kind:<13} tokens/s on each GPU: {least:.0f} (bound), {reached:.0f} ({expected.kind});"
-        f" pipeline bubble {times.bubble_share:.1%} of the bound"
+        f"  step             {_duration(times.seconds):>9}        "
+        f"{_duration(expected.times.seconds):>10} {expected.kind:<13} tokens/s on each GPU: "
+        f"{least:.0f} (bound), {reached:.0f} ({expected.kind}); pipeline bubble "
+        f"{times.bubble_share:.1%} of the bound"
     )
     lines.append(f"expected: the factors of {expected.source}")
     return "\n".join(lines)
 
 
 def _durations(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds > 0)
+    return ", ".join(
+        f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds > 0
+    )
 
 
 def _gigabytes(sizes: Mapping[str, float]) -> str:
@@ -134,10 +149,18 @@ def _gigabytes(sizes: Mapping[str, float]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return (
+        f"{seconds:.1f} s"
+        if seconds >= 10
+        else f"{seconds * 1000:.0f} ms"
+        if seconds < 1
+        else f"{seconds:.2f} s"
+    )
 
 
-def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traffic]) -> dict[str, Any]:
+def as_json(
+    plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traffic]
+) -> dict[str, Any]:
     """Return the plan as plain data, in bytes."""
     return {
         "fits": fit.problem is None,
@@ -152,12 +175,16 @@ def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traf
             }
             for ranks in plan
         ],
-        "traffic": [{key: x for key, x in vars(transfer).items() if key != "buckets"} for transfer in transfers],
+        "traffic": [
+            {key: x for key, x in vars(transfer).items() if key != "buckets"}
+            for transfer in transfers
+        ],
     }
 
 
 def times_json(times: StepTimes, lengths: Lengths, expected: Expected | None) -> dict[str, Any]:
-    """Return the lower bounds as plain data, in seconds, and below "expected" the times to expect with their kinds."""
+    """Return the lower bounds as plain data, in seconds, and below "expected" the times to expect
+    with their kinds."""
     text = {
         "prompt_length": lengths.prompt,
         "response_length": lengths.response,
@@ -182,20 +209,33 @@ def search_table(choices: Sequence[Choice], lengths: Lengths) -> str:
     """Return the table, the best choice first."""
     rows = [_COLUMNS, *(_row(number, choice) for number, choice in enumerate(choices, 1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     title = (
-        f"plans that fit, by the lower bound of a step with prompts of {lengths.prompt:g} and responses of"
-        f" {lengths.response:g} tokens (those within {EQUAL:.0%}: by less offload and recomputation):"
+        f"plans that fit, by the lower bound of a step with prompts of {lengths.prompt:g} and "
+        f"responses of {lengths.response:g} tokens (those within {EQUAL:.0%}: by less offload and "
+        "recomputation):"
     )
-    sources = {f"expected: {one.kind}, the factors of {one.source}" for one in (c.expected for c in choices) if one}
+    sources = {
+        f"expected: {one.kind}, the factors of {one.source}"
+        for one in (c.expected for c in choices)
+        if one
+    }
     return "\n".join([title, *lines, *sorted(sources)])
 
 
 def _row(number: int, choice: Choice) -> tuple[str, ...]:
     cfg = choice.cfg
     actor = cfg.actor.megatron
-    budgets = (str(cfg.actor.ppo_max_token_len_per_gpu), str(cfg.rollout.log_prob_max_token_len_per_gpu))
-    offloads = [name for name in ("grad", "optimizer", "param") if getattr(actor, f"{name}_offload")]
+    budgets = (
+        str(cfg.actor.ppo_max_token_len_per_gpu),
+        str(cfg.rollout.log_prob_max_token_len_per_gpu),
+    )
+    offloads = [
+        name for name in ("grad", "optimizer", "param") if getattr(actor, f"{name}_offload")
+    ]
     return (
         str(number),
         f"{choice.times.seconds:.1f}",
@@ -230,7 +270,8 @@ def search_json(choices: Sequence[Choice], lengths: Lengths) -> list[dict[str, A
 
 
 def check_new_file(path: str) -> None:
-    """Raise UserError if a config cannot be written to this path: it exists, or its directory does not."""
+    """Raise UserError if a config cannot be written to this path: it exists, or its directory does
+    not."""
     if os.path.lexists(path):
         raise UserError(f"--write: {path} exists; name a new file, or remove it")
     if not Path(path).parent.is_dir():
@@ -238,9 +279,12 @@ def check_new_file(path: str) -> None:
 
 
 def write_config(path: str, command: str, settings: Mapping[str, Any], choice: Choice) -> None:
-    """Write the user's settings with the chosen ones as a new config file. command: the one that was run. Raise
-    UserError if it cannot be written."""
-    head = f"# Written by: {command}\n# Settings of the planner's search replace those of its config.\n"
+    """Write the user's settings with the chosen ones as a new config file. command: the one that
+    was run. Raise UserError if it cannot be written."""
+    head = (
+        f"# Written by: {command}\n# Settings of the planner's search replace those of its "
+        "config.\n"
+    )
     text = f"{head}\n{yaml_document(nest_settings({**settings, **choice.settings}))}"
     try:
         with Path(path).open("x") as file:

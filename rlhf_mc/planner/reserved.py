@@ -1,5 +1,6 @@
-"""Bytes of a GPU that the settings of a run do not show: driver, CUDA context, NCCL's communicators, workspaces. Each
-constant names its source, a measurement of another program: no run on a GPU has been measured yet.
+"""Bytes of a GPU that the settings of a run do not show: driver, CUDA context, NCCL's
+communicators, workspaces. Each constant names its source, a measurement of another program: no run
+on a GPU has been measured yet.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from rlhf_mc.topology.mesh import Axis, Mesh
 DRIVER = 900 << 20
 """The driver's: of 80 GiB vLLM reports 79.1 to 79.3 (its line "total_gpu_memory")."""
 CONTEXT = 1 << 30
-"""CUDA's context, with the kernels that are loaded at their first launch: 1.06 GB in a process of torch on an H100
-before messages between GPUs (NVIDIA/nccl issue 1685)."""
+"""CUDA's context, with the kernels that are loaded at their first launch: 1.06 GB in a process of
+torch on an H100 before messages between GPUs (NVIDIA/nccl issue 1685)."""
 COMMUNICATOR = 384 << 20
-"""A communicator in which ranks have reduced or gathered: 16 channels, each with two connections, of a ring and of a
-tree, that take 10 MiB for the buffers of three protocols and 2 MiB (NCCL_DEBUG_SUBSYS=ALLOC in the same issue)."""
+"""A communicator in which ranks have reduced or gathered: 16 channels, each with two connections,
+of a ring and of a tree, that take 10 MiB for the buffers of three protocols and 2 MiB
+(NCCL_DEBUG_SUBSYS=ALLOC in the same issue)."""
 PEER = 470_000_000
-"""A GPU of the same node with which a rank exchanges all-to-all messages: 32 channels. 3.28 GB for seven GPUs in the
-same issue."""
+"""A GPU of the same node with which a rank exchanges all-to-all messages: 32 channels. 3.28 GB for
+seven GPUs in the same issue."""
 TRAINING = 350_000_000
-"""Tensors that stay after a training pass: Transformer Engine's dummy weight gradients (0.21 GB), Megatron-Core's
-buffer of gathered tokens (0.13) and cuBLAS's workspace (0.03), of the 70B model on fake devices."""
+"""Tensors that stay after a training pass: Transformer Engine's dummy weight gradients (0.21 GB),
+Megatron-Core's buffer of gathered tokens (0.13) and cuBLAS's workspace (0.03), of the 70B model on
+fake devices."""
 ENGINE = 394 << 20
-"""FlashInfer's workspace in vLLM, which stays while vLLM sleeps (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE)."""
+"""FlashInfer's workspace in vLLM, which stays while vLLM sleeps
+(VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE)."""
 _COLLECTIVES: tuple[tuple[Axis, ...], ...] = (
     ("tp",),
     ("pp",),
@@ -33,23 +37,27 @@ _COLLECTIVES: tuple[tuple[Axis, ...], ...] = (
     ("cp", "dp"),
     ("tp", "cp", "dp", "pp"),
 )
-"""Axes of a mesh that the groups of a model's collectives span: activations, stages, experts, gradients, the world.
-Keys and values have the groups of Mesh.context_blocks."""
+"""Axes of a mesh that the groups of a model's collectives span: activations, stages, experts,
+gradients, the world. Keys and values have the groups of Mesh.context_blocks."""
 
 
-def reserved_bytes(meshes: Iterable[Mesh], gpus_per_node: int, rollout_tp: int, engine_is_awake: bool) -> float:
-    """Return the bytes of a rank besides the parts of a phase. meshes: of all models. An engine that is awake has its
-    communicator and workspace in its own share of the device."""
+def reserved_bytes(
+    meshes: Iterable[Mesh], gpus_per_node: int, rollout_tp: int, engine_is_awake: bool
+) -> float:
+    """Return the bytes of a rank besides the parts of a phase. meshes: of all models. An engine
+    that is awake has its communicator and workspace in its own share of the device."""
     asleep = 0 if engine_is_awake else ENGINE + COMMUNICATOR * (rollout_tp > 1)
     return DRIVER + TRAINING + besides_tensors(frozenset(meshes), gpus_per_node) + asleep
 
 
 @functools.lru_cache(maxsize=1024)
 def besides_tensors(meshes: frozenset[Mesh], gpus_per_node: int) -> int:
-    """Return the bytes of a training process that torch does not allocate. Messages of the weight update between GPUs
-    of a node are not counted: up to PEER for each of them."""
+    """Return the bytes of a training process that torch does not allocate. Messages of the weight
+    update between GPUs of a node are not counted: up to PEER for each of them."""
     groups = {mesh.group_along(0, *axes) for mesh in meshes for axes in _COLLECTIVES}
-    groups |= {tuple(mesh.context_blocks(size)[0]) for mesh in meshes for size in mesh.context_sizes}
+    groups |= {
+        tuple(mesh.context_blocks(size)[0]) for mesh in meshes for size in mesh.context_sizes
+    }
     communicators = sum(len(group) > 1 for group in groups)
     peers = max(min(mesh.ep, max(1, gpus_per_node // mesh.tp)) - 1 for mesh in meshes)
     return CONTEXT + communicators * COMMUNICATOR + peers * PEER

@@ -1,8 +1,9 @@
-"""Search for the settings with the shortest step that fit: layouts of training and rollout, token budgets,
-recomputation, offload, the rollout engine's share. All other settings are the user's. Megatron sections other than the
-actor's inherit what they leave out.
+"""Search for the settings with the shortest step that fit: layouts of training and rollout, token
+budgets, recomputation, offload, the rollout engine's share. All other settings are the user's.
+Megatron sections other than the actor's inherit what they leave out.
 
-Candidates are visited by a lower bound of their step time (unlimited KV cache, no offload) until none can be better.
+Candidates are visited by a lower bound of their step time (unlimited KV cache, no offload) until
+none can be better.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.mesh import training_mesh
 
 MARGIN = 0.05
-"""Share of the device memory that a plan leaves: activations are planned within 10 %, fragmentation is not."""
+"""Share of the device memory that a plan leaves: activations are planned within 10 %, fragmentation
+is not."""
 EQUAL = 0.03
-"""Share of a time by which two bounds do not differ: they leave more out than that. The simpler settings then come
-first."""
+"""Share of a time by which two bounds do not differ: they leave more out than that. The simpler
+settings then come first."""
 BUDGET = 4000
 """Layouts, candidates and plans after which a search returns the best so far, on any machine."""
 MOST_RANKS = 4096
-"""Ranks beyond which a search leaves out the weight update, whose plan for all of them takes minutes."""
+"""Ranks beyond which a search leaves out the weight update, whose plan for all of them takes
+minutes."""
 _PRINT_SECONDS = 5.0
 _SHARES = [twentieth / 20 for twentieth in range(2, 20)]
 _MOST_CHUNKS = 8
@@ -105,27 +108,34 @@ class _Candidate:
     rollout_tp: int
 
 
-def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths, top: int) -> list[Choice]:
-    """Return the best choices, the best first, at most `top`, each with another layout or recomputation. settings: the
-    user's. Raise UserError if none fits, or if the settings are wrong whatever the layout."""
+def search(
+    settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths, top: int
+) -> list[Choice]:
+    """Return the best choices, the best first, at most `top`, each with another layout or
+    recomputation. settings: the user's. Raise UserError if none fits, or if the settings are wrong
+    whatever the layout."""
     run = _Search(settings, machine, capacity, lengths)
     choices = run.best(top, beyond_node=False) or run.best(top, beyond_node=True)
     if run.budget.is_spent:
-        print_line(f"the search ended after {BUDGET} settings; with fewer GPUs it would compare all")
+        print_line(
+            f"the search ended after {BUDGET} settings; with fewer GPUs it would compare all"
+        )
     if machine.world > MOST_RANKS:
         hint = "the times leave out the weight update; plan the choice without --search"
         print_line(f"of more than {MOST_RANKS} GPUs {hint}")
     if not choices:
         host = "" if capacity.host_bytes is None else " and the host memory of their nodes"
         raise UserError(
-            f"no settings fit {machine.world} GPUs of {capacity.device_bytes / 1e9:.1f} GB{host}, if {MARGIN:.0%} stay"
-            " free; use more GPUs, or shorter data.max_prompt_length and data.max_response_length"
+            f"no settings fit {machine.world} GPUs of {capacity.device_bytes / 1e9:.1f} GB{host}, "
+            f"if {MARGIN:.0%} stay free; use more GPUs, or shorter data.max_prompt_length and "
+            "data.max_response_length"
         )
     return choices
 
 
 class _Budget:
-    """The number of settings that a search looks at. The clock decides only when a line is printed."""
+    """The number of settings that a search looks at. The clock decides only when a line is
+    printed."""
 
     def __init__(self) -> None:
         self._looked_at = 0
@@ -145,7 +155,9 @@ class _Budget:
 
 
 class _Search:
-    def __init__(self, settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths) -> None:
+    def __init__(
+        self, settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths
+    ) -> None:
         self._settings = settings
         self._machine = machine
         self._capacity = capacity
@@ -155,7 +167,9 @@ class _Search:
         self._base = self._config({})
         self._longest = self._base.data.max_prompt_length + self._base.data.max_response_length
         self._shapes = planned_shapes(self._base)
-        sizes = {name: math.prod(size) for name, size in logical_shapes(self._shapes["actor"]).items()}
+        sizes = {
+            name: math.prod(size) for name, size in logical_shapes(self._shapes["actor"]).items()
+        }
         self._experts = sum(size for name, size in sizes.items() if ".experts." in name)
         """Parameters of the actor's experts."""
         self._dense = sum(sizes.values()) - self._experts
@@ -164,11 +178,14 @@ class _Search:
         """Layouts, budgets and offload with which training alone does not fit."""
 
     def best(self, top: int, beyond_node: bool) -> list[Choice]:
-        """Return the best choices. beyond_node: with tensor-parallel groups that span nodes, and only those."""
+        """Return the best choices. beyond_node: with tensor-parallel groups that span nodes, and
+        only those."""
         best: dict[tuple[object, ...], Choice] = {}
         candidates = sorted(self._candidates(beyond_node), key=lambda candidate: candidate.bound)
         for number, candidate in enumerate(candidates):
-            if not self.budget.take(0.8, f"{number} of {len(candidates)} settings tried, {len(best)} layouts fit"):
+            if not self.budget.take(
+                0.8, f"{number} of {len(candidates)} settings tried, {len(best)} layouts fit"
+            ):
                 break
             enough = sorted(choice.times.seconds for choice in best.values())[top - 1 : top]
             if enough and candidate.bound > enough[0] * (1 + EQUAL):
@@ -178,7 +195,9 @@ class _Search:
                 best[key] = _ranked([choice, best.get(key, choice)])[0]
         complete: list[Choice] = []
         for choice in _ranked(list(best.values())):
-            if len(complete) == top or (complete and not self.budget.take(1.0, f"{len(complete)} of {top} plans")):
+            if len(complete) == top or (
+                complete and not self.budget.take(1.0, f"{len(complete)} of {top} plans")
+            ):
                 break
             complete += filter(None, [self._complete(choice)])
         return _ranked(complete)
@@ -222,8 +241,8 @@ class _Search:
             raise error
 
     def _layout_candidates(self, layout: Settings, rollout_tp: int) -> Iterator[_Candidate]:
-        """Yield the candidates of a training layout, with the bound of all but generation. rollout_tp: the size with
-        least memory."""
+        """Yield the candidates of a training layout, with the bound of all but generation.
+        rollout_tp: the size with least memory."""
         states = self._smallest({**layout, _ROLLOUT_TP: rollout_tp})
         if states is None:
             return
@@ -234,12 +253,18 @@ class _Search:
             for budget in self._budget_sizes(layout):
                 cfg = self._config({**chosen, **self._budgets(budget, budget)})
                 phases = passes(cfg, self._shapes, states, self._machine, self._lengths)
-                update[budget] = sum(phase.total for phase in phases if phase.name.startswith("update_"))
+                update[budget] = sum(
+                    phase.total for phase in phases if phase.name.startswith("update_")
+                )
                 forward[budget] = sum(phase.total for phase in phases) - update[budget]
             quickest = min(forward.values())
-            largest = max(budget for budget, seconds in forward.items() if seconds <= quickest * (1 + EQUAL))
+            largest = max(
+                budget for budget, seconds in forward.items() if seconds <= quickest * (1 + EQUAL)
+            )
             for budget, seconds in update.items():
-                yield _Candidate(seconds + forward[largest], layout, recompute, budget, largest, rollout_tp)
+                yield _Candidate(
+                    seconds + forward[largest], layout, recompute, budget, largest, rollout_tp
+                )
 
     def _layouts(self, beyond_node: bool) -> Iterator[dict[str, Any]]:
         """Yield the layouts of training that divide the ranks."""
@@ -248,9 +273,19 @@ class _Search:
         for tp in self._group_sizes(beyond_node):
             for pp in _divisors(world // tp):
                 replicas = world // tp // pp
-                chunks = [n for n in _divisors(shape.num_layers // pp) if 1 < n <= _MOST_CHUNKS] if pp > 1 else []
-                experts = [n for n in _divisors(replicas) if shape.num_experts % n == 0] if shape.has_experts else [1]
-                contexts = [n for n in _divisors(replicas) if n == 1 or self._longest >= n * _LEAST_SHARE]
+                chunks = (
+                    [n for n in _divisors(shape.num_layers // pp) if 1 < n <= _MOST_CHUNKS]
+                    if pp > 1
+                    else []
+                )
+                experts = (
+                    [n for n in _divisors(replicas) if shape.num_experts % n == 0]
+                    if shape.has_experts
+                    else [1]
+                )
+                contexts = [
+                    n for n in _divisors(replicas) if n == 1 or self._longest >= n * _LEAST_SHARE
+                ]
                 for vpp, ep, cp in itertools.product([None, *chunks], experts, contexts):
                     yield {
                         _TP: tp,
@@ -271,27 +306,35 @@ class _Search:
         return [n for n in sizes if node % n == 0 or (beyond_node and n % node == 0)]
 
     def _budget_sizes(self, layout: Settings) -> list[int]:
-        """Return the token budgets to try, ascending: one sequence, powers of two, and the user's."""
+        """Return the token budgets to try, ascending: one sequence, powers of two, and the
+        user's."""
         models = layouts(self._config(layout))
-        longest = max(tokens_on_rank(self._longest, models[role].context_parallel_size) for role in self._shapes)
+        longest = max(
+            tokens_on_rank(self._longest, models[role].context_parallel_size)
+            for role in self._shapes
+        )
         sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu, *_BUDGETS}
         return sorted(size for size in sizes if longest <= size <= max(_LARGEST_BUDGET, longest))
 
     def _budgets(self, update: int, forward: int) -> dict[str, Any]:
         """Return the settings of the token budgets of the models that the run has."""
         scorers = [f"{role}.forward_max_token_len_per_gpu" for role in reward_models(self._base)]
-        budgets = dict.fromkeys(_UPDATE_BUDGETS, update) | dict.fromkeys((*_FORWARD_BUDGETS, *scorers), forward)
+        budgets = dict.fromkeys(_UPDATE_BUDGETS, update) | dict.fromkeys(
+            (*_FORWARD_BUDGETS, *scorers), forward
+        )
         absent = tuple(f"{role}." for role in ("critic", "ref") if role not in self._shapes)
         return {key: value for key, value in budgets.items() if not key.startswith(absent)}
 
     def _levels(self) -> list[dict[str, Any]]:
-        """Return the settings that offload: first the ones that free least, last the ones that free most and take most
-        time."""
+        """Return the settings that offload: first the ones that free least, last the ones that free
+        most and take most time."""
         shares = self._base.rollout.quantization is None
         offloads = ("grad_offload", "optimizer_offload", "param_offload")
         levels = []
         for count in range(len(offloads) + 1):
-            level: dict[str, Any] = {f"{_MEGATRON}.{name}": offloads.index(name) < count for name in offloads}
+            level: dict[str, Any] = {
+                f"{_MEGATRON}.{name}": offloads.index(name) < count for name in offloads
+            }
             level["reshard.share_weights"] = shares and not level[f"{_MEGATRON}.param_offload"]
             levels.append({**level, "rollout.free_cache_engine": True})
         if not self._base.rollout.free_cache_engine:
@@ -299,12 +342,19 @@ class _Search:
         return levels
 
     def _smallest(self, layout: Settings) -> dict[str, ModelState] | None:
-        """Return the states of the models in a layout; None where it does not fit with all that saves memory."""
+        """Return the states of the models in a layout; None where it does not fit with all that
+        saves memory."""
         stages = layout[_TP] * layout[_PP]
         dp = self._machine.world // stages
         # Weights of two bytes, gradients of four, Adam's moments over all replicas.
-        shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[_EP] / dp) / layout[_EP]
-        if not self._base.actor.freeze and not self._base.critic.freeze and shared / stages > self._device_bytes:
+        shared = (
+            self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[_EP] / dp) / layout[_EP]
+        )
+        if (
+            not self._base.actor.freeze
+            and not self._base.critic.freeze
+            and shared / stages > self._device_bytes
+        ):
             return None
         budget = self._budget_sizes(layout)[0]
         chosen = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
@@ -317,7 +367,13 @@ class _Search:
         fitting = []
         for level, settings in enumerate(self._levels()):
             for forward in dict.fromkeys((candidate.forward, candidate.budget)):
-                key = (*candidate.layout.values(), candidate.recompute, candidate.budget, forward, level)
+                key = (
+                    *candidate.layout.values(),
+                    candidate.recompute,
+                    candidate.budget,
+                    forward,
+                    level,
+                )
                 if key in self._too_large:
                     continue
                 chosen = {
@@ -339,9 +395,9 @@ class _Search:
         return _ranked(fitting)[0] if fitting else None
 
     def _with_engine(self, chosen: Settings, level: int, key: tuple[object, ...]) -> Choice | None:
-        """Return the choice with the smallest share of the rollout engine that holds all of an engine's sequences, or
-        else the largest that fits; None: it does not fit. key: of training, which is recorded where training does not
-        fit."""
+        """Return the choice with the smallest share of the rollout engine that holds all of an
+        engine's sequences, or else the largest that fits; None: it does not fit. key: of training,
+        which is recorded where training does not fit."""
         bucket = self._base.reshard.bucket_megabytes
         for megabytes in (bucket, *(size for size in _BUCKETS if size < bucket)):
             trial = {**chosen, _BUCKET: megabytes}
@@ -351,7 +407,12 @@ class _Search:
             if room is not None:
                 return self._with_share({**trial, _SHARE: self._share(cfg, plan, room)}, level)
             limit = self._device_bytes * (1 - MARGIN)
-            full = {phase.name for ranks in plan for phase in ranks.phases if _without_engine(phase.parts) > limit}
+            full = {
+                phase.name
+                for ranks in plan
+                for phase in ranks.phases
+                if _without_engine(phase.parts) > limit
+            }
             if full != {"update_weights"}:
                 self._too_large.add(key)
                 return None
@@ -364,7 +425,13 @@ class _Search:
         fit = self._checked_fit(cfg, plan)
         if fit is None:
             return None
-        return Choice(chosen, cfg, plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths), fit, level)
+        return Choice(
+            chosen,
+            cfg,
+            plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths),
+            fit,
+            level,
+        )
 
     def _checked_fit(self, cfg: Config, plan: Sequence[RankMemory]) -> MemoryFit | None:
         """Return the fit of a plan; None: it does not fit, or leaves less than MARGIN."""
@@ -372,14 +439,15 @@ class _Search:
         return None if fit.problem is not None or fit.spare < MARGIN * self._device_bytes else fit
 
     def _room_of_engine(self, plan: Sequence[RankMemory]) -> float | None:
-        """Return the share of the device that the rollout engine may take; None: even without its KV cache a phase does
-        not fit."""
+        """Return the share of the device that the rollout engine may take; None: even without its
+        KV cache a phase does not fit."""
         limit = self._device_bytes * (1 - MARGIN)
         phases = [phase for ranks in plan for phase in ranks.phases]
         if any(_without_engine(phase.parts) > limit for phase in phases):
             return None
         return (
-            min(limit - _without_engine(phase.parts) for phase in phases if "vLLM" in phase.parts) / self._device_bytes
+            min(limit - _without_engine(phase.parts) for phase in phases if "vLLM" in phase.parts)
+            / self._device_bytes
         )
 
     def _share(self, cfg: Config, plan: Sequence[RankMemory], room: float) -> float:
@@ -387,7 +455,9 @@ class _Search:
         decoded = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
         rollouts = [ranks.rollout for ranks in plan]
         needed = max(
-            rollout.weights + rollout.activations + decoded * self._longest * rollout.kv_bytes_per_token
+            rollout.weights
+            + rollout.activations
+            + decoded * self._longest * rollout.kv_bytes_per_token
             for rollout in rollouts
         )
         fitting = [share for share in _SHARES if share <= room]
@@ -395,8 +465,8 @@ class _Search:
         return enough[0] if enough else fitting[-1] if fitting else _SHARES[0]
 
     def _complete(self, choice: Choice) -> Choice | None:
-        """Return the choice with its weight update, checked as a run is and planned on all ranks; None: it is refused
-        or does not fit."""
+        """Return the choice with its weight update, checked as a run is and planned on all ranks;
+        None: it is refused or does not fit."""
         try:
             plan = plan_run(choice.cfg, self._shapes, self._capacity)
         except UserError:
@@ -408,7 +478,9 @@ class _Search:
         weights: list[Traffic] = []
         if machine.world <= MOST_RANKS:
             shape = self._shapes["actor"]
-            layouts = planned_layouts(shape, training_mesh(choice.cfg.actor.megatron, machine.world), cuda=True)
+            layouts = planned_layouts(
+                shape, training_mesh(choice.cfg.actor.megatron, machine.world), cuda=True
+            )
             weights = weight_update(choice.cfg, shape, layouts, machine.gpus_per_node)
         times = plan_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
         expected = expect_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
@@ -416,7 +488,9 @@ class _Search:
 
     def _plan(self, cfg: Config, one_of_each_stage: bool = True) -> list[RankMemory]:
         world = self._machine.world
-        return plan_memory(cfg, self._shapes, world, self._device_bytes, one_of_each_stage=one_of_each_stage)
+        return plan_memory(
+            cfg, self._shapes, world, self._device_bytes, one_of_each_stage=one_of_each_stage
+        )
 
     def _config(self, chosen: Settings) -> Config:
         return load_config(nest_settings({**self._settings, **chosen}))
@@ -427,9 +501,9 @@ def _without_engine(parts: Mapping[str, float]) -> float:
 
 
 def _ranked(choices: Sequence[Choice]) -> list[Choice]:
-    """Return the choices by step time, in steps of EQUAL of the best; among equals by less offload and recomputation,
-    by larger micro-batches, whose products run nearer to the peak rates, and by fewer pipeline chunks, which wait for
-    messages."""
+    """Return the choices by step time, in steps of EQUAL of the best; among equals by less offload
+    and recomputation, by larger micro-batches, whose products run nearer to the peak rates, and by
+    fewer pipeline chunks, which wait for messages."""
     if not choices:
         return []
     best = min(choice.times.seconds for choice in choices)
@@ -438,9 +512,18 @@ def _ranked(choices: Sequence[Choice]) -> list[Choice]:
         actor = choice.cfg.actor
         megatron = actor.megatron
         recompute = _RECOMPUTE.index(megatron.recompute_granularity)
-        chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+        chunks = megatron.pipeline_model_parallel_size * (
+            megatron.virtual_pipeline_model_parallel_size or 1
+        )
         behind = math.floor((choice.times.seconds / best - 1) / EQUAL)
-        return behind, choice.offload, recompute, -actor.ppo_max_token_len_per_gpu, chunks, choice.times.seconds
+        return (
+            behind,
+            choice.offload,
+            recompute,
+            -actor.ppo_max_token_len_per_gpu,
+            chunks,
+            choice.times.seconds,
+        )
 
     return sorted(choices, key=key)
 

@@ -1,4 +1,5 @@
-"""The comparison of a planned run with the memory there is, settings with which it fits, and the check at a start."""
+"""The comparison of a planned run with the memory there is, settings with which it fits, and the
+check at a start."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Capacity:
 
     num_ranks: int
     device_bytes: int
-    """Memory of each GPU, or an equal share of the memory of a GPU or of a node for each of its ranks."""
+    """Memory of each GPU, or an equal share of the memory of a GPU or of a node for each of its
+    ranks."""
     cuda: bool = True
     ranks_per_node: int = 8
     host_bytes: float | None = None
@@ -51,17 +53,28 @@ class MemoryFit:
 
 
 def planned_shapes(cfg: Config) -> dict[str, ModelShape]:
-    """Return the shapes of the run's models, by role. Raise UserError if a config.json is not supported."""
+    """Return the shapes of the run's models, by role. Raise UserError if a config.json is not
+    supported."""
     return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
 
 
 def plan_run(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> list[RankMemory]:
-    """Return the memory of each class of ranks. Raise UserError if the settings, or the shapes of its models, do
+    """Return the memory of each class of ranks. Raise UserError if the settings, or the shapes of
+    its models, do
     not allow a run on this number of ranks."""
     check_config(cfg, capacity.num_ranks)
     check_layouts(cfg, shapes)
-    engine_factory(cfg.rollout).check_layout(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
-    return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
+    engine_factory(cfg.rollout).check_layout(
+        shapes["actor"], cfg.rollout.tensor_model_parallel_size
+    )
+    return plan_memory(
+        cfg,
+        shapes,
+        capacity.num_ranks,
+        capacity.device_bytes,
+        capacity.cuda,
+        capacity.ranks_per_node,
+    )
 
 
 def check_fit(
@@ -76,29 +89,36 @@ def check_fit(
         return fit
     largest = max(host.parts, key=lambda part: host.parts[part])
     problem = (
-        f"node {host.node} needs {host.total / GB:.0f} GB of host memory of {capacity.host_bytes / GB:.0f}; the largest"
+        f"node {host.node} needs {host.total / GB:.0f} GB of host memory of "
+        f"{capacity.host_bytes / GB:.0f}; the largest"
         f" part is {largest}, {host.parts[largest] / GB:.0f} GB"
     )
     return MemoryFit(problem, HOST_MEMORY, fit.spare)
 
 
 def approximations(cfg: Config, capacity: Capacity) -> str:
-    """Return what a plan takes for something else, as the end of a line; empty where it takes nothing so."""
+    """Return what a plan takes for something else, as the end of a line; empty where it takes
+    nothing so."""
     texts = []
     if cfg.rollout.name == "custom":
         texts.append("the memory of the engine in rollout.custom_engine is taken as vLLM's")
     if capacity.cuda and not capacity.transformer_engine:
-        texts.append("activations are taken as those of Transformer Engine's layers, which are not installed here")
+        texts.append(
+            "activations are taken as those of Transformer Engine's layers, which are not "
+            "installed here"
+        )
     return "".join(f"; {text}" for text in texts)
 
 
 def _device_fit(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> MemoryFit:
-    """Compare the device memory of a plan with the capacity. On CPUs the ranks of a node share the memory of all of
-    them."""
+    """Compare the device memory of a plan with the capacity. On CPUs the ranks of a node share the
+    memory of all of them."""
     ranks: Sequence[int]
     device_bytes = capacity.device_bytes
     if capacity.cuda:
-        ranks, phase = max(((alike.ranks, alike.fullest) for alike in plan), key=lambda entry: entry[1].total)
+        ranks, phase = max(
+            ((alike.ranks, alike.fullest) for alike in plan), key=lambda entry: entry[1].total
+        )
     else:
         ranks, phase = _fullest_node(plan, capacity.ranks_per_node)
         device_bytes *= len(ranks)
@@ -106,8 +126,9 @@ def _device_fit(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> 
     if spare < 0:
         largest = max(phase.parts, key=lambda part: phase.parts[part])
         problem = (
-            f"phase {phase.name} on {rank_text(ranks)} takes {phase.total / GB:.1f} GB of {device_bytes / GB:.1f},"
-            f" {-spare / GB:.1f} too much; the largest part is {largest}, {phase.parts[largest] / GB:.1f} GB"
+            f"phase {phase.name} on {rank_text(ranks)} takes {phase.total / GB:.1f} GB of "
+            f"{device_bytes / GB:.1f}, {-spare / GB:.1f} too much; the largest part is {largest}, "
+            f"{phase.parts[largest] / GB:.1f} GB"
         )
         return MemoryFit(problem, phase.name, spare)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
@@ -118,8 +139,10 @@ def _device_fit(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> 
             key = "gpu_memory_utilization" if capacity.cuda else "cpu_kvcache_space_gb"
             problem = (
                 f"rollout.{key} {getattr(cfg.rollout, key)} gives vLLM"
-                f" {rollout.budget / GB:.1f} GB on {rank_text(alike.ranks)}: {rollout.weights / GB:.1f} of weights and"
-                f" {rollout.activations / GB:.1f} of activations leave {max(rollout.kv_cache, 0) / GB:.2f} for keys"
+                f" {rollout.budget / GB:.1f} GB on {rank_text(alike.ranks)}: "
+                f"{rollout.weights / GB:.1f} of weights and"
+                f" {rollout.activations / GB:.1f} of activations leave "
+                f"{max(rollout.kv_cache, 0) / GB:.2f} for keys"
                 f" and values, and one sequence of {longest} tokens needs {needed / GB:.2f}"
             )
             return MemoryFit(problem, KV_CACHE, spare)
@@ -127,7 +150,8 @@ def _device_fit(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> 
 
 
 def _fullest_node(plan: Sequence[RankMemory], ranks_per_node: int) -> tuple[Sequence[int], Phase]:
-    """Return the ranks of the node whose fullest phase takes most, and the phase with the bytes of all of them."""
+    """Return the ranks of the node whose fullest phase takes most, and the phase with the bytes of
+    all of them."""
     phases_by_rank = {rank: ranks.phases for ranks in plan for rank in ranks.ranks}
     nodes: list[tuple[Sequence[int], Phase]] = []
     for first in range(0, len(phases_by_rank), ranks_per_node):
@@ -138,10 +162,15 @@ def _fullest_node(plan: Sequence[RankMemory], ranks_per_node: int) -> tuple[Sequ
     return max(nodes, key=lambda node: node[1].total)
 
 
-def fit_error(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, fit: MemoryFit) -> str:
-    """Return one line on a run that does not fit: the memory that is too small, and settings with which the run
+def fit_error(
+    cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, fit: MemoryFit
+) -> str:
+    """Return one line on a run that does not fit: the memory that is too small, and settings with
+    which the run
     fits."""
-    settings = fitting_settings(cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, shapes, capacity, changes))
+    settings = fitting_settings(
+        cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, shapes, capacity, changes)
+    )
     advice = "use more GPUs, or larger tensor- or pipeline-parallel sizes"
     if not capacity.cuda:
         advice = "use fewer ranks on a node, or one with more memory"
@@ -150,23 +179,34 @@ def fit_error(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity,
     return f"does not fit: {fit.problem}; {advice}{approximations(cfg, capacity)}"
 
 
-def _fits(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, settings: Sequence[str]) -> bool:
+def _fits(
+    cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, settings: Sequence[str]
+) -> bool:
     try:
         changed = load_config(to_dict(cfg), settings)
-        return check_fit(changed, shapes, plan_run(changed, shapes, capacity), capacity).problem is None
+        return (
+            check_fit(changed, shapes, plan_run(changed, shapes, capacity), capacity).problem
+            is None
+        )
     except UserError:
         return False
 
 
-def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> tuple[str, frozenset[str]]:
-    """Return in one line whether the run fits, and RankMemory.staying. Raise UserError if the run does not fit and
-    trainer.planner is "refuse"."""
+def check_start(
+    cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity
+) -> tuple[str, frozenset[str]]:
+    """Return in one line whether the run fits, and RankMemory.staying. Raise UserError if the run
+    does not fit and trainer.planner is "refuse"."""
     plan = plan_run(cfg, shapes, capacity)
     fit = check_fit(cfg, shapes, plan, capacity)
     if fit.problem is None:
         ranks = 1 if capacity.cuda else min(capacity.ranks_per_node, capacity.num_ranks)
         size = capacity.device_bytes * ranks
-        share = "of each GPU" if capacity.ranks_per_gpu == 1 else f"of 1/{capacity.ranks_per_gpu} of each GPU"
+        share = (
+            "of each GPU"
+            if capacity.ranks_per_gpu == 1
+            else f"of 1/{capacity.ranks_per_gpu} of each GPU"
+        )
         where = share if capacity.cuda else "of a node"
         taken = size - fit.spare
         most = f"{fit.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
@@ -180,12 +220,17 @@ def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacit
 # ---------------------------------------------------------------- settings that make a run fit
 
 
-def fitting_settings(cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """Return settings that make the run fit: one change that is enough alone, else changes of which each is needed;
-    None: no changes of the list are enough. cuda: on GPUs. fits: whether the config fits with these overrides."""
+def fitting_settings(
+    cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequence[str]], bool]
+) -> list[str] | None:
+    """Return settings that make the run fit: one change that is enough alone, else changes of which
+    each is needed; None: no changes of the list are enough. cuda: on GPUs. fits: whether the config
+    fits with these overrides."""
     roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
     of_engine = list(_engine_changes(cfg, phase) if cuda else _engine_changes_on_cpu(cfg, phase))
-    of_updates = list(_update_changes(cfg, roles)) if phase in ("update_actor", "update_critic") else []
+    of_updates = (
+        list(_update_changes(cfg, roles)) if phase in ("update_actor", "update_critic") else []
+    )
     known = (list(_offload_changes(cfg, roles)) if cuda else []) + of_updates + of_engine
     if phase == HOST_MEMORY:
         known = list(_host_changes(cfg, roles))
@@ -228,7 +273,10 @@ def _host_changes(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _update_changes(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
-    if cfg.actor.megatron.tensor_model_parallel_size > 1 and not cfg.actor.megatron.sequence_parallel:
+    if (
+        cfg.actor.megatron.tensor_model_parallel_size > 1
+        and not cfg.actor.megatron.sequence_parallel
+    ):
         yield _unset(cfg, roles, "sequence_parallel", True)
     if cfg.actor.megatron.recompute_granularity is None:
         yield _unset(cfg, roles, "recompute_granularity", "selective")
@@ -262,7 +310,11 @@ def _engine_changes_on_cpu(cfg: Config, phase: str) -> Iterator[list[str]]:
 def _unset(cfg: Config, roles: Sequence[str], name: str, value: str | bool) -> list[str]:
     """Return the overrides that give megatron.<name> this value for the roles that have another."""
     text = str(value).lower()
-    return [f"{role}.megatron.{name}={text}" for role in roles if getattr(getattr(cfg, role).megatron, name) != value]
+    return [
+        f"{role}.megatron.{name}={text}"
+        for role in roles
+        if getattr(getattr(cfg, role).megatron, name) != value
+    ]
 
 
 def rank_text(ranks: Sequence[int]) -> str:

@@ -1,4 +1,5 @@
-"""Bytes of a run's files: training checkpoints and exports of the actor, with the space and the time that they take."""
+"""Bytes of a run's files: training checkpoints and exports of the actor, with the space and the
+time that they take."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from rlhf_mc.reshard.layout import logical_shapes
 TRAINED = ("actor", "critic")
 """Roles of models that are trained, and saved in checkpoints."""
 STORAGE_BANDWIDTH = 5e9
-"""Bytes per second and direction between a node and the storage that all nodes share: an assumption. Sites publish
-theirs; `dd` or `fio` on one node measures it."""
+"""Bytes per second and direction between a node and the storage that all nodes share: an
+assumption. Sites publish theirs; `dd` or `fio` on one node measures it."""
 _FLOAT32 = 4
 
 
@@ -28,23 +29,26 @@ class Storage:
     """Files of a run, in bytes, and lower bounds of their times, in seconds."""
 
     checkpoint: int
-    """Tensors of a training checkpoint, and the kept responses at their longest. Its metadata is some hundred bytes a
-    block."""
+    """Tensors of a training checkpoint, and the kept responses at their longest. Its metadata is
+    some hundred bytes a block."""
     export: int
     """Tensors of an export of the actor."""
     checkpoints: int | None
-    """Checkpoints that exist at the same time: those that are kept, and the one that is written. None: the run keeps
-    all; 0: it saves none."""
+    """Checkpoints that exist at the same time: those that are kept, and the one that is written.
+    None: the run keeps all; 0: it saves none."""
     save: float
     """Time in which the ranks write a checkpoint, each its part, at the storage's bandwidth."""
     load: float
-    """Time in which the node that reads most reads a checkpoint. All of its files are read once before, to verify
+    """Time in which the node that reads most reads a checkpoint. All of its files are read once
+    before, to verify
     their digests."""
 
     @property
     def space(self) -> int | None:
         """Bytes for the checkpoints and the last export; None: they grow with each save."""
-        return None if self.checkpoints is None else self.checkpoints * self.checkpoint + self.export
+        return (
+            None if self.checkpoints is None else self.checkpoints * self.checkpoint + self.export
+        )
 
 
 def plan_storage(
@@ -54,21 +58,27 @@ def plan_storage(
     gpus_per_node: int,
     bandwidth: float = STORAGE_BANDWIDTH,
 ) -> Storage:
-    """Return the files of a run whose memory is planned. shapes: of the run's models, by role. bandwidth: bytes per
-    second and direction, of a node."""
+    """Return the files of a run whose memory is planned. shapes: of the run's models, by role.
+    bandwidth: bytes per second and direction, of a node."""
     trainer = cfg.trainer
-    settings = {role: (layouts(cfg)[role], getattr(cfg, role).freeze) for role in TRAINED if role in shapes}
+    settings = {
+        role: (layouts(cfg)[role], getattr(cfg, role).freeze) for role in TRAINED if role in shapes
+    }
     tensors = sum(checkpoint_bytes(shapes[role], *setting) for role, setting in settings.items())
     pool = pool_bytes(cfg)
     nodes = max(1, sum(len(ranks.ranks) for ranks in plan) // gpus_per_node)
     read: dict[int, int] = {}
     for ranks in plan:
-        rank_bytes = sum(ranks.states[role].params + ranks.states[role].optimizer for role in settings)
+        rank_bytes = sum(
+            ranks.states[role].params + ranks.states[role].optimizer for role in settings
+        )
         for rank in ranks.ranks:
             read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + rank_bytes
     kept = trainer.max_ckpt_to_keep
     kinds = (trainer.save_freq > 0) + (trainer.save_minutes is not None)
-    checkpoints = 0 if kinds == 0 else None if kept is None else kinds * kept + trainer.keep_best + 1
+    checkpoints = (
+        0 if kinds == 0 else None if kept is None else kinds * kept + trainer.keep_best + 1
+    )
     return Storage(
         tensors + pool,
         weight_bytes(shapes["actor"], cfg.actor.megatron),
@@ -84,19 +94,21 @@ def weight_bytes(shape: ModelShape, megatron: MegatronConfig) -> int:
 
 
 def pool_bytes(cfg: Config) -> int:
-    """Return the most bytes of the responses that rollout.partial_rollout keeps for later steps, a token and a log-prob
-    each. One rank writes them, and every node reads them."""
+    """Return the most bytes of the responses that rollout.partial_rollout keeps for later steps, a
+    token and a log-prob each. One rank writes them, and every node reads them."""
     if not cfg.rollout.partial_rollout:
         return 0
-    # A step takes data.train_batch_size groups; with algorithm.filter_groups the last call may take one alone.
+    # A step takes data.train_batch_size groups; with algorithm.filter_groups the last call may take
+    # one alone.
     num_taken = 1 if cfg.algorithm.filter_groups.enable else cfg.data.train_batch_size
     num_kept = (prompts_in_flight(cfg) - num_taken) * cfg.rollout.n
     return num_kept * cfg.data.max_response_length * 2 * _FLOAT32
 
 
 def checkpoint_bytes(shape: ModelShape, megatron: MegatronConfig, freeze: Sequence[str]) -> int:
-    """Return the bytes of a trained model in a training checkpoint: its weights, and for those that are trained Adam's
-    moments and, unless the weights are float32, their float32 copy. freeze: the patterns of its frozen tensors."""
+    """Return the bytes of a trained model in a training checkpoint: its weights, and for those that
+    are trained Adam's moments and, unless the weights are float32, their float32 copy. freeze: the
+    patterns of its frozen tensors."""
     sizes = {name: math.prod(size) for name, size in logical_shapes(shape).items()}
     frozen = frozen_tensors("freeze", freeze, shape)
     copies = 2 + (megatron.dtype != "float32")

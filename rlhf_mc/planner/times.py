@@ -1,8 +1,10 @@
-"""Lower bounds of the time of each phase of a step, from FLOPs, bytes, and the peak rates of the GPU.
+"""Lower bounds of the time of each phase of a step, from FLOPs, bytes, and the peak rates of the
+GPU.
 
-A real step takes longer: kernels reach a part of the peak rates, and launches, latencies, the host's work and waiting
-for the longest response are not counted. All prompts have one length, and all responses have one. Sources: roofline
-model (Williams et al. 2009), pipeline bubble of interleaved 1F1B (arXiv 2104.04473, section 2.2).
+A real step takes longer: kernels reach a part of the peak rates, and launches, latencies, the
+host's work and waiting for the longest response are not counted. All prompts have one length, and
+all responses have one. Sources: roofline model (Williams et al. 2009), pipeline bubble of
+interleaved 1F1B (arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class StepTimes:
     phases: tuple[Phase, ...]
     """Seconds by what takes them, one after the other."""
     tokens: float
-    """Prompts and responses of the batch that the step trains on, as perf/total_num_tokens counts them."""
+    """Prompts and responses of the batch that the step trains on, as perf/total_num_tokens counts
+    them."""
     world: int
     sequences_at_a_time: int
     """Sequences that an engine decodes at a time."""
@@ -69,14 +72,18 @@ def plan_times(
     machine: Machine,
     lengths: Lengths,
 ) -> StepTimes:
-    """Return the times of a step whose memory is planned. shapes: of the run's models, by role. weights: transfers of
-    the weight update."""
+    """Return the times of a step whose memory is planned. shapes: of the run's models, by role.
+    weights: transfers of the weight update."""
     states = largest_states(plan)
-    kv_tokens = max(0.0, min(ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token for ranks in plan))
+    kv_tokens = max(
+        0.0, min(ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token for ranks in plan)
+    )
     decoded = sequences_at_a_time(cfg, machine.world, lengths, kv_tokens)
     phases = [Phase("gen", generation(cfg, shapes["actor"], machine, lengths, decoded))]
     phases += passes(cfg, shapes, states, machine, lengths)
-    steps = {w.role: w.passes for w in phase_work(cfg, shapes, machine.world, lengths) if w.is_update}
+    steps = {
+        w.role: w.passes for w in phase_work(cfg, shapes, machine.world, lengths) if w.is_update
+    }
     steps |= dict.fromkeys(plan[0].staying & steps.keys(), 1)
     onload = onload_bytes(cfg, states, [phase.name for phase in phases], steps) / machine.rates.host
     received = sum(machine.seconds(*bucket) for transfer in weights for bucket in transfer.buckets)
@@ -89,7 +96,10 @@ def plan_times(
 def largest_states(plan: Sequence[RankMemory]) -> dict[str, ModelState]:
     """Return the state of each model, by role, on the rank that holds most of it."""
     states = [ranks.states for ranks in plan]
-    return {role: max((of[role] for of in states), key=lambda one: one.params + one.optimizer) for role in states[0]}
+    return {
+        role: max((of[role] for of in states), key=lambda one: one.params + one.optimizer)
+        for role in states[0]
+    }
 
 
 def passes(
@@ -99,13 +109,15 @@ def passes(
     machine: Machine,
     lengths: Lengths,
 ) -> list[Phase]:
-    """Return the times of the phases in which a model computes. states: of each model, by role, on the rank that holds
-    most. The other arguments are plan_times's."""
+    """Return the times of the phases in which a model computes. states: of each model, by role, on
+    the rank that holds most. The other arguments are plan_times's."""
     times = []
     for work in phase_work(cfg, shapes, machine.world, lengths):
         model = _Model(shapes[work.role], layouts(cfg)[work.role], work.mesh, machine, lengths)
         parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
-        times.append(Phase(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
+        times.append(
+            Phase(work.phase, {part: work.passes * seconds for part, seconds in parts.items()})
+        )
     return times
 
 
@@ -113,7 +125,12 @@ class _Model:
     """One model's passes."""
 
     def __init__(
-        self, shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, machine: Machine, lengths: Lengths
+        self,
+        shape: ModelShape,
+        megatron: MegatronConfig,
+        mesh: Mesh,
+        machine: Machine,
+        lengths: Lengths,
     ) -> None:
         self._shape = shape
         self._megatron = megatron
@@ -127,27 +144,35 @@ class _Model:
         return self._pipelined(work, backward=False)
 
     def update(self, work: PhasePasses, state: ModelState) -> dict[str, float]:
-        """Return the parts of an optimizer step: forward and backward passes, sums of gradients, and the optimizer.
-        state: on the rank that holds most.
+        """Return the parts of an optimizer step: forward and backward passes, sums of gradients,
+        and the optimizer. state: on the rank that holds most.
 
-        Where gradients are reduced during the backward pass of the last micro-batch, the part that takes longer than
-        that pass is counted. New parameters are gathered after the optimizer step (docs/decisions/0012)."""
+        Where gradients are reduced during the backward pass of the last micro-batch, the part that
+        takes longer than that pass is counted. New parameters are gathered after the optimizer step
+        (docs/decisions/0012)."""
         seconds = self._pipelined(work, backward=True)
         sums = self._sums_of_gradients()
         if overlaps_reduction(self._megatron, self._mesh.replicas, True):
             last = seconds["products"] * BACKWARD / (1 + BACKWARD) / work.micro_batches
             sums["gradients"] = max(0.0, sums["gradients"] - last)
-        return {**seconds, **sums, "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory}
+        return {
+            **seconds,
+            **sums,
+            "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory,
+        }
 
     def _pipelined(self, work: PhasePasses, backward: bool) -> dict[str, float]:
         """Return the parts of a pass over all micro-batches through the pipeline.
 
-        The slowest stage works on one micro-batch after the other. Before its first and after its last it waits for
-        the first chunks of the other stages: (p - 1) / (v m) of the time of m micro-batches, with p equal stages of v
-        chunks (arXiv 2104.04473, section 2.2)."""
+        The slowest stage works on one micro-batch after the other. Before its first and after its
+        last it waits for
+        the first chunks of the other stages: (p - 1) / (v m) of the time of m micro-batches, with p
+        equal stages of v chunks (arXiv 2104.04473, section 2.2)."""
         stages = range(self._mesh.pp)
         sequences = work.sequences / work.micro_batches
-        one_micro_batch = [self._stage(stage, sequences, work.results, backward) for stage in stages]
+        one_micro_batch = [
+            self._stage(stage, sequences, work.results, backward) for stage in stages
+        ]
         seconds = [sum(parts.values()) for parts in one_micro_batch]
         slowest = max(stages, key=seconds.__getitem__)
         parts = {part: work.micro_batches * time for part, time in one_micro_batch[slowest].items()}
@@ -155,8 +180,11 @@ class _Model:
             parts["bubble"] = (sum(seconds) - seconds[slowest]) / self._mesh.vpp
         return parts
 
-    def _stage(self, stage: int, sequences: float, results: float, backward: bool) -> dict[str, float]:
-        """Return the parts of a micro-batch on a stage: products, and communication that they wait for."""
+    def _stage(
+        self, stage: int, sequences: float, results: float, backward: bool
+    ) -> dict[str, float]:
+        """Return the parts of a micro-batch on a stage: products, and communication that they wait
+        for."""
         products = self._products(stage, sequences, results, backward)
         settings = some_settings(
             self._megatron,
@@ -168,48 +196,76 @@ class _Model:
             "cp_comm_type",
         )
         tokens = PassTokens(self._lengths.total, results, 0.0, 1)
-        of_sequence = _communication(self._shape, settings, self._mesh, stage, tokens, self._machine, backward)
+        of_sequence = _communication(
+            self._shape, settings, self._mesh, stage, tokens, self._machine, backward
+        )
         communication = {name: sequences * seconds for name, seconds in of_sequence.items()}
         if self._mesh.vpp > 1:
-            # Messages overlap with the products of other virtual pipeline chunks (models/gpt_model.py).
+            # Messages overlap with the products of other virtual pipeline chunks
+            # (models/gpt_model.py).
             communication["pipeline"] = max(0.0, communication["pipeline"] - products)
         if self._mesh.cp > 1 and cp_comm_type(self._shape, self._megatron) == "p2p":
             # Keys and values are received while attention to the ones before is computed.
             attention = self._attention(stage, sequences) * (1 + BACKWARD * backward)
-            communication["context parallel"] = max(0.0, communication["context parallel"] - attention)
-        return {"products": products, **self._traffic(stage, sequences, results, backward), **communication}
+            communication["context parallel"] = max(
+                0.0, communication["context parallel"] - attention
+            )
+        return {
+            "products": products,
+            **self._traffic(stage, sequences, results, backward),
+            **communication,
+        }
 
-    def _traffic(self, stage: int, sequences: float, results: float, backward: bool) -> dict[str, float]:
-        """Return the seconds in which a micro-batch's activations and logits are read and written outside of products,
-        by the machine's overheads; none in a lower bound."""
+    def _traffic(
+        self, stage: int, sequences: float, results: float, backward: bool
+    ) -> dict[str, float]:
+        """Return the seconds in which a micro-batch's activations and logits are read and written
+        outside of products, by the machine's overheads; none in a lower bound."""
         extra = self._machine.overheads
         if not extra.forward_traffic:
             return {}
         mesh = self._mesh
         whole = replace(self._megatron, recompute_granularity=None)
         moved = 0.0
-        for part in self._shape.by_kind(itertools.chain(*mesh.chunk_layers(self._shape.num_layers, stage))):
+        for part in self._shape.by_kind(
+            itertools.chain(*mesh.chunk_layers(self._shape.num_layers, stage))
+        ):
             stored = layer_bytes(part, whole, True).stored
             recomputed = layer_bytes(part, self._megatron, True).recomputed
             training = stored * extra.training_traffic + recomputed * extra.forward_traffic
             moved += part.num_layers * (training if backward else stored * extra.forward_traffic)
-        seconds = {"activations": sequences / mesh.cp * self._lengths.total * moved / self._machine.rates.memory}
+        seconds = {
+            "activations": sequences
+            / mesh.cp
+            * self._lengths.total
+            * moved
+            / self._machine.rates.memory
+        }
         if stage == mesh.pp - 1 and not self._shape.value_head:
             passes = extra.training_logits if backward else extra.forward_logits
-            logits = sequences / mesh.cp * results * padded_vocab_size(self._shape.vocab_size, mesh.tp) / mesh.tp
+            logits = (
+                sequences
+                / mesh.cp
+                * results
+                * padded_vocab_size(self._shape.vocab_size, mesh.tp)
+                / mesh.tp
+            )
             seconds["logits"] = passes * logits * _FLOAT32 / self._machine.rates.memory
         return seconds
 
     def _attention(self, stage: int, sequences: float) -> float:
         """Return the seconds of attention of a micro-batch's forward pass on a stage."""
-        parts = self._shape.by_kind(itertools.chain(*self._mesh.chunk_layers(self._shape.num_layers, stage)))
+        parts = self._shape.by_kind(
+            itertools.chain(*self._mesh.chunk_layers(self._shape.num_layers, stage))
+        )
         flops = sum(forward_flops(part, [self._lengths.total], 0.0).attention for part in parts)
         ranks = self._mesh.tp * self._mesh.cp
         return sequences / ranks * self._rate.seconds(ForwardFlops(0.0, 0.0, flops, 0.0))
 
     def _products(self, stage: int, sequences: float, results: float, backward: bool) -> float:
-        """Return the seconds of a micro-batch's products on a stage, or of its weights' memory if that is longer. A
-        backward pass reads the weights again, and reads and writes their float32 gradients."""
+        """Return the seconds of a micro-batch's products on a stage, or of its weights' memory if
+        that is longer. A backward pass reads the weights again, and reads and writes their float32
+        gradients."""
         mesh = self._mesh
         shape = self._shape
         sequences /= mesh.cp
@@ -222,7 +278,9 @@ class _Model:
             sequences * sum(part.attention for part in flops),
             0.0,
         )
-        dense = sequences * sum(f.feed_forward for part, f in zip(parts, flops, strict=True) if not part.has_experts)
+        dense = sequences * sum(
+            f.feed_forward for part, f in zip(parts, flops, strict=True) if not part.has_experts
+        )
         seconds = self._rate.seconds(inner)
         end = self._rate.seconds(ForwardFlops(0.0, 0.0, 0.0, output))
         if backward:
@@ -230,14 +288,19 @@ class _Model:
             end *= 1 + BACKWARD + (not shape.value_head)
             seconds = seconds * (1 + BACKWARD) + self._recomputed_seconds(inner, dense)
         head = 0 if stage < mesh.pp - 1 else output_flops(shape) / 2
-        weights = (sum(part.num_layers * self._layer_weights(part) for part in parts) + head) / mesh.tp
+        weights = (
+            sum(part.num_layers * self._layer_weights(part) for part in parts) + head
+        ) / mesh.tp
         itemsize = ITEMSIZES[self._megatron.dtype]
         read = weights * (2 * itemsize + 2 * _FLOAT32 if backward else itemsize)
         return max((seconds + end) / mesh.tp, read / self._machine.rates.memory)
 
     def _sums_of_gradients(self) -> dict[str, float]:
-        """Return the seconds of gradients and of new parameters, on the stage that takes longest."""
-        settings = some_settings(self._megatron, "dtype", "sequence_parallel", "use_distributed_optimizer")
+        """Return the seconds of gradients and of new parameters, on the stage that takes
+        longest."""
+        settings = some_settings(
+            self._megatron, "dtype", "sequence_parallel", "use_distributed_optimizer"
+        )
         overlaps = overlaps_reduction(self._megatron, self._mesh.replicas, True)
         stages = [
             _sums_of_gradients(self._shape, settings, self._mesh, stage, overlaps, self._machine)
@@ -247,8 +310,9 @@ class _Model:
         return dict(stages[slowest])
 
     def _recomputed_seconds(self, layers: ForwardFlops, dense_mlps: float) -> float:
-        """Return the seconds of the recomputation of layers (models/gpt_model.py: recompute_modules): full, all of it;
-        selective, the dense MLPs (their FLOPs), and of experts nothing with products."""
+        """Return the seconds of the recomputation of layers (models/gpt_model.py:
+        recompute_modules): full, all of it; selective, the dense MLPs (their FLOPs), and of experts
+        nothing with products."""
         if self._megatron.recompute_granularity is None:
             return 0.0
         if self._megatron.recompute_granularity == "full":
@@ -256,15 +320,19 @@ class _Model:
         return self._rate.seconds(ForwardFlops(0.0, dense_mlps, 0.0, 0.0))
 
     def _layer_weights(self, shape: ModelShape) -> float:
-        """Return the weights of a layer of this kind on all tensor-parallel ranks, with the experts of one
-        expert-parallel rank."""
-        experts = shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep + shape.shared_ffn_hidden_size
+        """Return the weights of a layer of this kind on all tensor-parallel ranks, with the experts
+        of one expert-parallel rank."""
+        experts = (
+            shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep
+            + shape.shared_ffn_hidden_size
+        )
         ffn = experts if shape.has_experts else shape.ffn_hidden_size
         return shape.attention_weights() + shape.hidden_size * 3 * ffn
 
     def _optimizer_bytes(self, state: ModelState) -> float:
-        """Return the bytes that Adam reads and writes on a rank for its shard: gradient, main parameter and two moments
-        in float32, of which it writes all but the gradient, and the parameter in its own type."""
+        """Return the bytes that Adam reads and writes on a rank for its shard: gradient, main
+        parameter and two moments in float32, of which it writes all but the gradient, and the
+        parameter in its own type."""
         narrow = self._megatron.dtype != "float32"
         numel = state.optimizer / (_FLOAT32 * (2 + narrow))
         return numel * (7 * _FLOAT32 + (ITEMSIZES[self._megatron.dtype] if narrow else 0))
@@ -280,11 +348,12 @@ def _communication(
     machine: Machine,
     backward: bool,
 ) -> Mapping[str, float]:
-    """Return the seconds, by purpose, of the collectives that a stage's products wait for, and of messages.
+    """Return the seconds, by purpose, of the collectives that a stage's products wait for, and of
+    messages.
 
     Of the tensor-parallel collectives of a backward pass as many as a forward pass has overlap with
-    the products of column-parallel layers: the sum of the input's gradient, and the second gather of the input
-    (tensor_parallel/layers.py; Transformer Engine's layers do the same)."""
+    the products of column-parallel layers: the sum of the input's gradient, and the second gather
+    of the input (tensor_parallel/layers.py; Transformer Engine's layers do the same)."""
     rank = stage * mesh.tp * mesh.replicas
     of_rank = Passes(shape, MegatronConfig(**dict(settings)), mesh, rank, cuda=True)
     forward = _seconds_by_purpose(of_rank.forward(tokens), rank, machine)
@@ -299,32 +368,48 @@ def _communication(
 
 @functools.lru_cache(maxsize=4096)
 def _sums_of_gradients(
-    shape: ModelShape, settings: SomeSettings, mesh: Mesh, stage: int, overlaps: bool, machine: Machine
+    shape: ModelShape,
+    settings: SomeSettings,
+    mesh: Mesh,
+    stage: int,
+    overlaps: bool,
+    machine: Machine,
 ) -> Mapping[str, float]:
     rank = stage * mesh.tp * mesh.replicas
     of_rank = Passes(shape, MegatronConfig(**dict(settings)), mesh, rank, cuda=True)
     layout = layout_at(shape, mesh, model_coordinate(mesh, rank), True)
-    return {"gradients": 0.0, **_seconds_by_purpose(of_rank.gradients(layout, overlaps), rank, machine)}
+    return {
+        "gradients": 0.0,
+        **_seconds_by_purpose(of_rank.gradients(layout, overlaps), rank, machine),
+    }
 
 
-def _seconds_by_purpose(collectives: Iterable[Collective], rank: int, machine: Machine) -> dict[str, float]:
+def _seconds_by_purpose(
+    collectives: Iterable[Collective], rank: int, machine: Machine
+) -> dict[str, float]:
     """Return the seconds of the collectives on this rank, by purpose, one after the other."""
-    return sum_by_name((one.name, machine.seconds(*one.received(rank, machine.gpus_per_node))) for one in collectives)
+    return sum_by_name(
+        (one.name, machine.seconds(*one.received(rank, machine.gpus_per_node)))
+        for one in collectives
+    )
 
 
 def onload_bytes(
     cfg: Config, states: Mapping[str, ModelState], phases: Sequence[str], steps: Mapping[str, int]
 ) -> float:
-    """Return the bytes that offload settings bring to the device in a step of these phases, in their order, after the
-    weight update. steps: how often the optimizer state comes, by role. Gradients are freed without a copy; copies to
-    the host overlap with the computation (models/offload.py): neither is counted."""
+    """Return the bytes that offload settings bring to the device in a step of these phases, in
+    their order, after the weight update. steps: how often the optimizer state comes, by role.
+    Gradients are freed without a copy; copies to the host overlap with the computation
+    (models/offload.py): neither is counted."""
     rows = [row for row in map(parts_on_device, ("update_weights", *phases)) if row is not None]
     total = 0
     for role, state in states.items():
         settings = layouts(cfg)[role]
         needed = ["params" in row.get(role, ()) for row in rows]
         # The step after this one begins with the same phase as this one.
-        arrivals = sum(now and not before for before, now in zip([needed[-1], *needed], needed, strict=False))
+        arrivals = sum(
+            now and not before for before, now in zip([needed[-1], *needed], needed, strict=False)
+        )
         total += arrivals * state.params * settings.param_offload
         total += steps.get(role, 0) * state.optimizer * settings.optimizer_offload
     return total

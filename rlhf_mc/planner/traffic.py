@@ -1,8 +1,9 @@
 """Bytes that move between ranks in one step, by phase and purpose, inside nodes and across them.
 
-Counted are the bytes that a rank receives, for each phase on the rank that receives most from other nodes, and among
-equals most in all. collectives.py has the collectives of Megatron-Core, reshard/plan.py the weight update. All
-sequences have the same length. Validation and exports are not counted.
+Counted are the bytes that a rank receives, for each phase on the rank that receives most from other
+nodes, and among equals most in all. collectives.py has the collectives of Megatron-Core,
+reshard/plan.py the weight update. All sequences have the same length. Validation and exports are
+not counted.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ UPDATE_WEIGHTS = "update_weights"
 GEN = "gen"
 _FLOAT32 = 4
 _TOKEN_BYTES = 8
-"""Bytes of a response token in the exchange of responses: token and log-prob (data/responses.py)."""
+"""Bytes of a response token in the exchange of responses: token and log-prob
+(data/responses.py)."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective for one purpose: bytes that a rank receives in one step. The rank is the one that receives
-    most in the phase."""
+    """One kind of collective for one purpose: bytes that a rank receives in one step. The rank is
+    the one that receives most in the phase."""
 
     phase: str
     name: str
-    """The purpose: "tensor parallel", "pipeline", "gradients", "parameters", "experts", "router replay", "results",
-    "weights", "logits", "responses"."""
+    """The purpose: "tensor parallel", "pipeline", "gradients", "parameters", "experts", "router
+    replay", "results", "weights", "logits", "responses"."""
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, or receive: point-to-point messages."""
     intra_node: float
@@ -58,8 +60,8 @@ class Traffic:
     count: float
     """Calls of the collective, or messages."""
     buckets: tuple[tuple[int, int], ...] = ()
-    """Of the weight update: for each bucket the bytes that some rank sends or receives at most in its node, and to or
-    from other nodes. Ranks exchange one bucket after another."""
+    """Of the weight update: for each bucket the bytes that some rank sends or receives at most in
+    its node, and to or from other nodes. Ranks exchange one bucket after another."""
 
 
 def plan_traffic(
@@ -71,14 +73,20 @@ def plan_traffic(
 ) -> list[Traffic]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
     by_role = {
-        role: planned_layouts(shapes[role], training_mesh(layouts(cfg)[role], world), cuda=True) for role in shapes
+        role: planned_layouts(shapes[role], training_mesh(layouts(cfg)[role], world), cuda=True)
+        for role in shapes
     }
     traffic = [weight_update(cfg, shapes["actor"], by_role["actor"], gpus_per_node)]
     steps = [(GEN, _rollout_collectives(cfg, shapes["actor"], world, gpus_per_node, lengths))]
     for work in phase_work(cfg, shapes, world, lengths):
-        steps.append((work.phase, _pass_collectives(cfg, work, shapes[work.role], by_role[work.role])))
+        steps.append(
+            (work.phase, _pass_collectives(cfg, work, shapes[work.role], by_role[work.role]))
+        )
     for phase, by_rank in steps:
-        received = [_received(phase, collectives, rank, gpus_per_node) for rank, collectives in enumerate(by_rank)]
+        received = [
+            _received(phase, collectives, rank, gpus_per_node)
+            for rank, collectives in enumerate(by_rank)
+        ]
         traffic.append(max(received, key=_load))
     return [transfer for transfers in traffic for transfer in transfers]
 
@@ -90,7 +98,8 @@ class PhasePasses:
     phase: str
     role: str
     mesh: Mesh
-    """Of the model. With dynamic context parallelism each sequence is shared by as few ranks as it needs."""
+    """Of the model. With dynamic context parallelism each sequence is shared by as few ranks as it
+    needs."""
     is_update: bool
     sequences: int
     """Of one data-parallel rank in one pass, as the number of micro-batches."""
@@ -102,7 +111,9 @@ class PhasePasses:
     passes: int
 
 
-def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, lengths: Lengths) -> Iterator[PhasePasses]:
+def phase_work(
+    cfg: Config, shapes: Mapping[str, ModelShape], world: int, lengths: Lengths
+) -> Iterator[PhasePasses]:
     """Yield the phases in which a model computes, in the order of a step."""
     actor = cfg.actor
     budgets = token_budgets(cfg)
@@ -111,11 +122,15 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
         mesh = training_mesh(layouts(cfg)[role], world)
         if mesh.dynamic_cp:
             fits = (
-                size for size in mesh.context_sizes if tokens_on_rank(math.ceil(lengths.total), size) <= budgets[phase]
+                size
+                for size in mesh.context_sizes
+                if tokens_on_rank(math.ceil(lengths.total), size) <= budgets[phase]
             )
             mesh = replace(mesh, cp=next(fits, mesh.cp), dynamic_cp=False)
         sequences = math.ceil(count / mesh.dp)
-        micro_batches = math.ceil(sequences / max(1, int(budgets[phase] * mesh.cp // lengths.total)))
+        micro_batches = math.ceil(
+            sequences / max(1, int(budgets[phase] * mesh.cp // lengths.total))
+        )
         # Virtual pipeline chunks need a multiple of the stages.
         dummies = -micro_batches % mesh.pp if mesh.vpp > 1 else 0
         # A reward model has one result for each sequence.
@@ -123,7 +138,15 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
         own = sequences * lengths.total + dummies * DUMMY_TOKENS
         tokens = PassTokens(own, sequences * results, count * results, micro_batches + dummies)
         return PhasePasses(
-            phase, role, mesh, updates is not None, sequences, micro_batches, results, tokens, updates or 1
+            phase,
+            role,
+            mesh,
+            updates is not None,
+            sequences,
+            micro_batches,
+            results,
+            tokens,
+            updates or 1,
         )
 
     sampled = cfg.data.train_batch_size * cfg.rollout.n
@@ -149,33 +172,46 @@ def _pass_collectives(
     """Yield by rank the collectives of a phase of passes over one model."""
     megatron = layouts(cfg)[work.role]
     mesh = work.mesh
-    replay = router_replay(cfg, shape.has_experts, bool(shape.linear_layers)) if work.role == "actor" else "off"
+    replay = (
+        router_replay(cfg, shape.has_experts, bool(shape.linear_layers))
+        if work.role == "actor"
+        else "off"
+    )
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda=True)
     for rank, layout in enumerate(rank_layouts):
         passes = Passes(shape, megatron, mesh, rank, cuda=True)
-        once = passes.update(work.tokens, layout, overlaps) if work.is_update else passes.forward(work.tokens)
+        once = (
+            passes.update(work.tokens, layout, overlaps)
+            if work.is_update
+            else passes.forward(work.tokens)
+        )
         if replay == "rollout" or (replay == "recompute" and work.is_update):
             choices = choice_bytes_of_stage(shape, mesh, mesh.coordinate(rank).pp)
             everyone = tuple(range(mesh.world))
-            once.append(Collective("router replay", "all_to_all", everyone, work.tokens.tokens * choices, 1))
+            once.append(
+                Collective("router replay", "all_to_all", everyone, work.tokens.tokens * choices, 1)
+            )
         yield [one.times(work.passes) for one in once]
 
 
 def _rollout_collectives(
     cfg: Config, shape: ModelShape, world: int, gpus_per_node: int, lengths: Lengths
 ) -> Iterator[list[Collective]]:
-    """Yield by rank the collectives of the rollout engines, which are tensor parallel, and of the exchange of
-    responses: sums after the embedding and each layer's attention and MLP, and for each sampled token its float32
-    logits."""
+    """Yield by rank the collectives of the rollout engines, which are tensor parallel, and of the
+    exchange of responses: sums after the embedding and each layer's attention and MLP, and for each
+    sampled token its float32 logits."""
     mesh = training_mesh(cfg.actor.megatron, world)
     tp = cfg.rollout.tensor_model_parallel_size
-    groups = choose_rollout_groups(shape, mesh, tp, engine_factory(cfg.rollout).layout, gpus_per_node)
+    groups = choose_rollout_groups(
+        shape, mesh, tp, engine_factory(cfg.rollout).layout, gpus_per_node
+    )
     group_of_rank = {rank: tuple(sorted(group)) for group in groups for rank in group}
     prompts = prompts_per_batch(cfg.data)
     responses = prompts * responses_per_prompt(cfg)
     of_engine = responses / len(groups)
     sampled = of_engine * lengths.response
-    # The responses of a prompt are generated by different engines, each of which computes the prompt once.
+    # The responses of a prompt are generated by different engines, each of which computes the
+    # prompt once.
     prefilled = prompts * min(responses_per_prompt(cfg), len(groups)) / len(groups) * lengths.prompt
     decoding = lengths.response * math.ceil(of_engine / cfg.rollout.max_num_seqs)
     steps = prefilled / cfg.rollout.max_num_batched_tokens + decoding
@@ -194,14 +230,23 @@ def _rollout_collectives(
         yield [one for one in collectives if len(one.group) > 1]
 
 
-def _received(phase: str, collectives: Sequence[Collective], rank: int, gpus_per_node: int) -> list[Traffic]:
+def _received(
+    phase: str, collectives: Sequence[Collective], rank: int, gpus_per_node: int
+) -> list[Traffic]:
     """Return the traffic that this rank receives, one for each purpose and kind."""
     received: dict[tuple[str, str], Traffic] = {}
     for one in collectives:
         intra, inter = one.received(rank, gpus_per_node)
-        before = received.get((one.name, one.kind), Traffic(phase, one.name, one.kind, 0.0, 0.0, 0.0))
+        before = received.get(
+            (one.name, one.kind), Traffic(phase, one.name, one.kind, 0.0, 0.0, 0.0)
+        )
         received[one.name, one.kind] = Traffic(
-            phase, one.name, one.kind, before.intra_node + intra, before.inter_node + inter, before.count + one.calls
+            phase,
+            one.name,
+            one.kind,
+            before.intra_node + intra,
+            before.inter_node + inter,
+            before.count + one.calls,
         )
     return list(received.values())
 
@@ -214,13 +259,18 @@ def _load(transfers: Sequence[Traffic]) -> tuple[float, float]:
 def weight_update_plans(
     cfg: Config, shape: ModelShape, rank_layouts: Sequence[Layout], gpus_per_node: int
 ) -> list[Plan]:
-    """Return the plans of the weight update, as a run makes them. shape, rank_layouts: the actor's shape and
+    """Return the plans of the weight update, as a run makes them. shape, rank_layouts: the actor's
+    shape and
     the layouts of all ranks."""
     mesh = training_mesh(cfg.actor.megatron, len(rank_layouts))
     layout = engine_factory(cfg.rollout).layout
-    groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, layout, gpus_per_node)
+    groups = choose_rollout_groups(
+        shape, mesh, cfg.rollout.tensor_model_parallel_size, layout, gpus_per_node
+    )
     plans = make_plans(
-        with_contiguous_experts(rank_layouts, mesh) if has_contiguous_experts(cfg) else rank_layouts,
+        with_contiguous_experts(rank_layouts, mesh)
+        if has_contiguous_experts(cfg)
+        else rank_layouts,
         rollout_layouts(shape, groups, layout),
         correction_biases(shape),
         ITEMSIZES[cfg.actor.megatron.dtype],
@@ -231,13 +281,23 @@ def weight_update_plans(
     return [plan for plan in plans if plan is not None]
 
 
-def weight_update(cfg: Config, shape: ModelShape, rank_layouts: Sequence[Layout], gpus_per_node: int) -> list[Traffic]:
+def weight_update(
+    cfg: Config, shape: ModelShape, rank_layouts: Sequence[Layout], gpus_per_node: int
+) -> list[Traffic]:
     """Return what the rank that receives most receives in the weight update."""
     plans = weight_update_plans(cfg, shape, rank_layouts, gpus_per_node)
 
     def by_rank(name: str) -> list[int]:
-        return [sum(of_rank) for of_rank in zip(*(getattr(plan, name) for plan in plans), strict=True)]
+        return [
+            sum(of_rank) for of_rank in zip(*(getattr(plan, name) for plan in plans), strict=True)
+        ]
 
-    inter, total = max(zip(by_rank("received_from_other_nodes"), by_rank("received_bytes"), strict=True))
+    inter, total = max(
+        zip(by_rank("received_from_other_nodes"), by_rank("received_bytes"), strict=True)
+    )
     buckets = tuple(maxima for plan in plans for maxima in plan.bucket_maxima())
-    return [Traffic(UPDATE_WEIGHTS, "weights", "receive", total - inter, inter, len(buckets), buckets)] if total else []
+    return (
+        [Traffic(UPDATE_WEIGHTS, "weights", "receive", total - inter, inter, len(buckets), buckets)]
+        if total
+        else []
+    )

@@ -1,4 +1,5 @@
-"""The drawings of the report as data: curves, phase times, histograms of lengths, marks. Long runs are thinned out,
+"""The drawings of the report as data: curves, phase times, histograms of lengths, marks. Long runs
+are thinned out,
 so that the page stays small. No torch here.
 """
 
@@ -14,7 +15,8 @@ from rlhf_mc.report.run_reader import RunRecord, number
 from rlhf_mc.run_files import NONFINITE_FILE, Row
 
 MAX_POINTS = 1000
-"""Points of a curve; a longer one shows the smallest and the largest value of each group of steps."""
+"""Points of a curve; a longer one shows the smallest and the largest value of each group of
+steps."""
 MAX_BARS = 120
 """Bars of phase times, and columns of histograms; of more steps each is the mean of a group."""
 FEW_POINTS = 20
@@ -38,7 +40,11 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kl-ref", "KL to the reference", ("actor/reward_kl_penalty", "actor/kl_loss")),
     ("kl-old", "KL to the old policy", ("actor/ppo_kl",)),
     ("entropy", "Entropy", ("actor/entropy",)),
-    ("clip", "Clip fractions", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac")),
+    (
+        "clip",
+        "Clip fractions",
+        ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"),
+    ),
     ("grad-norm", "Gradient norms", ("actor/grad_norm", "critic/grad_norm")),
     ("explained", "Explained variance", ("critic/vf_explained_var",)),
     ("length", "Response length", ("response_length/mean", "response_length/max")),
@@ -46,23 +52,31 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("throughput", "Throughput", ("perf/throughput",)),
     ("mfu", "Model FLOPs utilisation", ("perf/mfu/*",)),
 )
-"""Identifier, title and keys of the charts that are shown at first; * stands for any text. A chart without any logged
-key is left out."""
+"""Identifier, title and keys of the charts that are shown at first; * stands for any text. A chart
+without any logged key is left out."""
 
 
 def axis_limits(runs: Sequence[Sequence[Row]]) -> tuple[int, int]:
-    """Return the most points of a curve, and the most bars, that each run draws, so that the page of many runs stays
-    small. runs: the rows of metrics.jsonl of each."""
+    """Return the most points of a curve, and the most bars, that each run draws, so that the page
+    of many runs stays small. runs: the rows of metrics.jsonl of each."""
     num_curves = sum(len({key for row in rows for key in row}) for rows in runs)
     points = max(FEW_POINTS, min(MAX_POINTS, MAX_NUMBERS // max(num_curves, 1)))
     return points, max(FEW_POINTS, min(MAX_BARS, MAX_TOTAL_BARS // max(len(runs), 1)))
 
 
 def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
-    """Return {"steps": [P], "metrics": {key: [P] numbers, null where there is none}, "group": steps in a group}. With
-    more than `most` rows, each group of consecutive rows has two points: the smallest and the largest value, in
+    """Return {"steps": [P], "metrics": {key: [P] numbers, null where there is none}, "group": steps
+    in a group}. With more than `most` rows, each group of consecutive rows has two points: the
+    smallest and the largest value, in
     the order in which they come."""
-    keys = sorted({key for row in rows for key, value in row.items() if key != "step" and number(value) is not None})
+    keys = sorted(
+        {
+            key
+            for row in rows
+            for key, value in row.items()
+            if key != "step" and number(value) is not None
+        }
+    )
     if len(rows) <= most:
         columns = {key: [short(number(row.get(key))) for row in rows] for key in keys}
         return {"steps": [row["step"] for row in rows], "metrics": columns, "group": 1}
@@ -98,31 +112,42 @@ def charts(keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
-    """Return the seconds of each phase as stacked bars: {"steps": [[first, last] of each bar], "phases": {name: [B]
-    seconds}}. The phase "other" is the part of a step in no phase. Of more than `most` steps each bar is the mean of a
-    group."""
+    """Return the seconds of each phase as stacked bars: {"steps": [[first, last] of each bar],
+    "phases": {name: [B] seconds}}. The phase "other" is the part of a step in no phase. Of more
+    than `most` steps each bar is the mean of a group."""
     timed = [row for row in rows if number(row.get(TIMING + _WHOLE)) is not None]
     names = [key.removeprefix(TIMING) for row in timed for key in row if key.startswith(TIMING)]
     phases = [name for name in dict.fromkeys(names) if name not in (_WHOLE, *OVERLAPPING)]
     bars = bar_groups(timed, most)
-    seconds = {name: [sum(_seconds(row, name) for row in group) / len(group) for group in bars] for name in phases}
+    seconds = {
+        name: [sum(_seconds(row, name) for row in group) / len(group) for group in bars]
+        for name in phases
+    }
     usual = _usual_shared(timed)
     other = [sum(_other(row, phases, usual) for row in group) / len(group) for group in bars]
-    series = {name: [short(value) for value in values] for name, values in seconds.items() if any(values)}
+    series = {
+        name: [short(value) for value in values] for name, values in seconds.items() if any(values)
+    }
     if any(value > 0.001 for value in other):
         series["other"] = [short(value) for value in other]
     return {"steps": [[group[0]["step"], group[-1]["step"]] for group in bars], "phases": series}
 
 
 def _usual_shared(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the medians of the SHARED phases over the steps without a phase after them; empty without such steps."""
+    """Return the medians of the SHARED phases over the steps without a phase after them; empty
+    without such steps."""
     alone = [row for row in rows if not _has_after(row)]
-    return {name: statistics.median(_seconds(row, name) for row in alone) for name in SHARED} if alone else {}
+    return (
+        {name: statistics.median(_seconds(row, name) for row in alone) for name in SHARED}
+        if alone
+        else {}
+    )
 
 
 def _other(row: Row, phases: Sequence[str], usual: Mapping[str, float]) -> float:
-    """Return the seconds of a step in no phase. Of a step with a phase after it, the SHARED phases count as within for
-    their usual time; if that is not known, entirely, and the result may be too small."""
+    """Return the seconds of a step in no phase. Of a step with a phase after it, the SHARED phases
+    count as within for their usual time; if that is not known, entirely, and the result may be too
+    small."""
     total = _seconds(row, _WHOLE)
     for name in phases:
         if name not in AFTER_STEP:
@@ -141,8 +166,9 @@ def _seconds(row: Row, name: str) -> float:
 
 
 def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
-    """Return {"steps": [[first, last] of each column], "edges": [E], "shares": [columns][E - 1]} of histograms.jsonl,
-    in at most `most` columns and MAX_BINS bins. Rows whose bins differ from the last row's are left out."""
+    """Return {"steps": [[first, last] of each column], "edges": [E], "shares": [columns][E - 1]} of
+    histograms.jsonl, in at most `most` columns and MAX_BINS bins. Rows whose bins differ from the
+    last row's are left out."""
     valid = [row for row in rows if _is_histogram(row.get("response_length"))]
     if not valid:
         return {"steps": [], "edges": [], "shares": []}
@@ -152,11 +178,18 @@ def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, An
     columns = bar_groups(valid, most)
     shares = []
     for group in columns:
-        counts = [sum(column) for column in zip(*(row["response_length"]["counts"] for row in group), strict=True)]
+        counts = [
+            sum(column)
+            for column in zip(*(row["response_length"]["counts"] for row in group), strict=True)
+        ]
         bins = [sum(counts[i : i + merged]) for i in range(0, len(counts), merged)]
         shares.append([short(count / max(sum(bins), 1)) for count in bins])
     kept = [*edges[:-1:merged], edges[-1]]
-    return {"steps": [[group[0]["step"], group[-1]["step"]] for group in columns], "edges": kept, "shares": shares}
+    return {
+        "steps": [[group[0]["step"], group[-1]["step"]] for group in columns],
+        "edges": kept,
+        "shares": shares,
+    }
 
 
 def _is_histogram(value: Any) -> bool:
@@ -164,14 +197,18 @@ def _is_histogram(value: Any) -> bool:
         return False
     edges = value.get("edges")
     counts = value.get("counts")
-    if not (isinstance(edges, list) and isinstance(counts, list)) or len(edges) != len(counts) + 1 or not counts:
+    if (
+        not (isinstance(edges, list) and isinstance(counts, list))
+        or len(edges) != len(counts) + 1
+        or not counts
+    ):
         return False
     return all(number(item) is not None for item in (*edges, *counts))
 
 
 def marks(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, failures (a start
-    that ended by an error or has no recorded end) and adjustments."""
+    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes,
+    failures (a start that ended by an error or has no recorded end) and adjustments."""
     marks = []
     for earlier, start in zip(run.starts, run.starts[1:], strict=False):
         after = start.get("after_step")
@@ -181,7 +218,10 @@ def marks(run: RunRecord) -> list[dict[str, Any]]:
         if not isinstance(end, dict):
             text = f"the start before has no recorded end (killed?); resumed after step {step}"
         elif end.get("how") == "failed":
-            text = f"the start before failed after step {end.get('step')}: {end.get('text')}; resumed after step {step}"
+            text = (
+                f"the start before failed after step {end.get('step')}: {end.get('text')}; "
+                f"resumed after step {step}"
+            )
         else:
             kind = "resume"
             text = f"resumed after step {step}; the start before: {end.get('text')}"
@@ -190,17 +230,25 @@ def marks(run: RunRecord) -> list[dict[str, Any]]:
         marks.append({"step": run.last_step, "kind": "failure", "text": run.state_text})
     for step in run.nonfinite_steps:
         marks.append(
-            {"step": step, "kind": "failure", "text": f"loss or gradient not finite: {NONFINITE_FILE.format(step)}"}
+            {
+                "step": step,
+                "kind": "failure",
+                "text": f"loss or gradient not finite: {NONFINITE_FILE.format(step)}",
+            }
         )
     for row in run.adjustments:
         if isinstance(row.get("after_step"), int):
-            text = f"{row.get('setting')} set to {row.get('value')} after step {row['after_step']}: {row.get('reason')}"
+            text = (
+                f"{row.get('setting')} set to {row.get('value')} after step "
+                f"{row['after_step']}: {row.get('reason')}"
+            )
             marks.append({"step": row["after_step"], "kind": "adjustment", "text": text})
     return sorted(marks, key=lambda mark: mark["step"])
 
 
 def bar_groups(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:
-    """Return the rows in at most `most` groups of consecutive ones, of equal size but for the last."""
+    """Return the rows in at most `most` groups of consecutive ones, of equal size but for the
+    last."""
     size = max(1, math.ceil(len(rows) / most))
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 

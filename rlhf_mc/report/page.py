@@ -1,5 +1,6 @@
-"""The report of one run or several as one HTML page that needs nothing else: styles, scripts and data are in it. The
-page draws the curves itself (assets/), so that any metric can be chosen. No torch here.
+"""The report of one run or several as one HTML page that needs nothing else: styles, scripts and
+data are in it. The page draws the curves itself (assets/), so that any metric can be chosen. No
+torch here.
 """
 
 from __future__ import annotations
@@ -17,8 +18,23 @@ from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.observability import catalog
 from rlhf_mc.report import tokens
-from rlhf_mc.report.charts import axis_limits, charts, curves, length_histograms, marks, phase_times, short
-from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, RunRecord, Sample, evenly_spaced, number, read_run
+from rlhf_mc.report.charts import (
+    axis_limits,
+    charts,
+    curves,
+    length_histograms,
+    marks,
+    phase_times,
+    short,
+)
+from rlhf_mc.report.run_reader import (
+    MAX_SAMPLE_STEPS,
+    RunRecord,
+    Sample,
+    evenly_spaced,
+    number,
+    read_run,
+)
 from rlhf_mc.run_files import differences
 
 MAX_SAMPLES = 16
@@ -39,8 +55,8 @@ MIN_WAITING = 0.005
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """Read the directories of runs for one report: of many runs, the generations of fewer steps each. Raise UserError
-    if a directory is no run's."""
+    """Read the directories of runs for one report: of many runs, the generations of fewer steps
+    each. Raise UserError if a directory is no run's."""
     steps = max(1, min(MAX_SAMPLE_STEPS, MAX_TOTAL_STEPS // len(directories)))
     return [read_run(root, steps) for root in directories]
 
@@ -91,7 +107,8 @@ def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]
             "lengths": length_histograms(run.histograms, bars),
             "marks": marks(run),
             "health": [
-                {"step": row["step"]} | {key: str(row.get(key)) for key in ("rule", "metric", "event", "text")}
+                {"step": row["step"]}
+                | {key: str(row.get(key)) for key in ("rule", "metric", "event", "text")}
                 for row in run.health[-MAX_EVENTS:]
             ],
             "samples": {
@@ -101,16 +118,28 @@ def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]
         }
         for run, name in zip(runs, names, strict=True)
     ]
-    shown = [one["tokens"] for run in drawn for kept in run["samples"]["training"].values() for one in kept]
+    shown = [
+        one["tokens"]
+        for run in drawn
+        for kept in run["samples"]["training"].values()
+        for one in kept
+    ]
     keys = sorted({key for run in drawn for key in run["curves"]["metrics"]})
     meanings = {key: _meaning(key) for key in keys}
-    return {"runs": drawn, "charts": charts(keys), "metrics": meanings, "tokens": tokens.scales(shown)}
+    return {
+        "runs": drawn,
+        "charts": charts(keys),
+        "metrics": meanings,
+        "tokens": tokens.scales(shown),
+    }
 
 
 def run_names(roots: Sequence[Path]) -> list[str]:
     """Return a name for each directory: its own, or where two are alike its whole path."""
     own = [root.resolve().name for root in roots]
-    return [name if own.count(name) == 1 else str(root) for name, root in zip(own, roots, strict=True)]
+    return [
+        name if own.count(name) == 1 else str(root) for name, root in zip(own, roots, strict=True)
+    ]
 
 
 def _meaning(key: str) -> dict[str, str]:
@@ -118,7 +147,12 @@ def _meaning(key: str) -> dict[str, str]:
     metric = catalog.find(key)
     if metric is None:
         return {}
-    entry = {"meaning": metric.meaning, "unit": metric.unit, "reduction": metric.reduction, "watch": metric.watch_for}
+    entry = {
+        "meaning": metric.meaning,
+        "unit": metric.unit,
+        "reduction": metric.reduction,
+        "watch": metric.watch_for,
+    }
     return {name: _plain(text) for name, text in entry.items() if text and text != "–"}
 
 
@@ -141,9 +175,13 @@ def _header(run: RunRecord, name: str, index: int) -> dict[str, Any]:
         "starts": f"{len(run.starts)}" if run.starts else "",
         "first start": _time(first.get("time")),
         "end": _time(end.get("time")) if end else "",
-        "hosts": ", ".join(f"{host} ({count} ranks)" for host, count in last.get("hosts", {}).items()),
+        "hosts": ", ".join(
+            f"{host} ({count} ranks)" for host, count in last.get("hosts", {}).items()
+        ),
         "git commit": commit,
-        "versions": ", ".join(f"{package} {version}" for package, version in last.get("versions", {}).items()),
+        "versions": ", ".join(
+            f"{package} {version}" for package, version in last.get("versions", {}).items()
+        ),
         "command": " ".join(map(str, last.get("command", []))),
     }
     rows = [(term, text) for term, text in properties.items() if text]
@@ -156,9 +194,16 @@ def _time(text: Any) -> str:
 
 
 def _events(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the health events of all runs, run by run and as they came; of each run the last MAX_EVENTS."""
+    """Return the health events of all runs, run by run and as they came; of each run the last
+    MAX_EVENTS."""
     return [
-        {**{key: row.get(key, "") for key in ("rule", "metric", "count", "action", "event", "text")}, "run": name}
+        {
+            **{
+                key: row.get(key, "")
+                for key in ("rule", "metric", "count", "action", "event", "text")
+            },
+            "run": name,
+        }
         | {"step": row["step"], "value": short(number(row.get("value")))}
         for run, name in zip(runs, names, strict=True)
         for row in run.health[-MAX_EVENTS:]
@@ -183,7 +228,13 @@ def _value(config: Any, key: str) -> Any:
 def _changes(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the settings that changed between two starts of one run."""
     return [
-        {"run": name, "step": start.get("after_step"), "key": key, "before": _shown(pair[0]), "after": _shown(pair[1])}
+        {
+            "run": name,
+            "step": start.get("after_step"),
+            "key": key,
+            "before": _shown(pair[0]),
+            "after": _shown(pair[1]),
+        }
         for run, name in zip(runs, names, strict=True)
         for start in run.starts
         for key, pair in start.get("changed", {}).items()
@@ -194,11 +245,17 @@ def _shown(value: Any) -> str:
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _kept(steps: Mapping[int, Sequence[Sample]], most: int, most_tokens: int = 0) -> dict[int, list[dict[str, Any]]]:
-    """Return the first `most` samples of each step, cut to MAX_CHARACTERS, and in some steps the tokens of each."""
+def _kept(
+    steps: Mapping[int, Sequence[Sample]], most: int, most_tokens: int = 0
+) -> dict[int, list[dict[str, Any]]]:
+    """Return the first `most` samples of each step, cut to MAX_CHARACTERS, and in some steps the
+    tokens of each."""
     with_tokens = [step for step, samples in steps.items() if any(one.tokens for one in samples)]
     limits = dict.fromkeys(evenly_spaced(with_tokens, tokens.MAX_STEPS), most_tokens)
-    return {step: [_sample(one, limits.get(step, 0)) for one in samples[:most]] for step, samples in steps.items()}
+    return {
+        step: [_sample(one, limits.get(step, 0)) for one in samples[:most]]
+        for step, samples in steps.items()
+    }
 
 
 def _sample(sample: Sample, most_tokens: int) -> dict[str, Any]:
@@ -217,12 +274,16 @@ def _cut(text: str, most: int = MAX_CHARACTERS) -> str:
 
 
 def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a table for each profiled step, with a row for each phase and a column for each of at most MAX_RANKS
-    ranks."""
+    """Return a table for each profiled step, with a row for each phase and a column for each of at
+    most MAX_RANKS ranks."""
     tables = []
     for run, name in zip(runs, names, strict=True):
         for step, content in run.phases.items():
-            rows = [_profile_row(phase, times) for phase, times in content["phases"].items() if isinstance(times, dict)]
+            rows = [
+                _profile_row(phase, times)
+                for phase, times in content["phases"].items()
+                if isinstance(times, dict)
+            ]
             rows = [row for row in rows if row]
             ranks = max((len(row["cells"]) for row in rows), default=0)
             if rows:
@@ -232,8 +293,10 @@ def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str,
 
 
 def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a phase: its slowest rank, the most seconds of a rank's own work, their mean over the
-    ranks, the longest wait, and of each rank its own work and, after a plus, its waiting. Empty without times."""
+    """Return the row of a phase: its slowest rank, the most seconds of a rank's own work, their
+    mean over the
+    ranks, the longest wait, and of each rank its own work and, after a plus, its waiting. Empty
+    without times."""
     seconds = [number(value) or 0.0 for value in times.get("seconds") or []]
     waiting = [number(value) or 0.0 for value in times.get("waiting") or []]
     waiting += [0.0] * (len(seconds) - len(waiting))

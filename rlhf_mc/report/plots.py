@@ -1,5 +1,5 @@
-"""A plot of a run from the rows of its metrics.jsonl: reward, accuracy, KL and throughput over steps. Apart from the
-smoothing of the curves all numbers are the file's.
+"""A plot of a run from the rows of its metrics.jsonl: reward, accuracy, KL and throughput over
+steps. Apart from the smoothing of the curves all numbers are the file's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ SMOOTH_FROM_STEPS = 15
 
 
 def plot_run(rows: Sequence[Row], output: Path, title: str = "") -> None:
-    """Write a PNG of 2 x 2 panels to `output`; a panel without logged metrics says so. Raise UserError if it cannot be
-    written. rows: of metrics.jsonl, one for each step, ascending."""
+    """Write a PNG of 2 x 2 panels to `output`; a panel without logged metrics says so. Raise
+    UserError if it cannot be written. rows: of metrics.jsonl, one for each step, ascending."""
     figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # needs no display and no global state
     (reward, accuracy), (kl, throughput) = figure.subplots(2, 2)
 
-    _panel(reward, rows, "Training reward", "mean score of the step's responses", {"critic/score/mean": ""})
+    _panel(
+        reward,
+        rows,
+        "Training reward",
+        "mean score of the step's responses",
+        {"critic/score/mean": ""},
+    )
     _accuracy_panel(accuracy, rows)
     kl_curves = {
         "actor/reward_kl_penalty": "to the reference (in the reward)",
@@ -41,7 +47,8 @@ def plot_run(rows: Sequence[Row], output: Path, title: str = "") -> None:
     throughput.set_ylim(bottom=0, top=throughput.get_ylim()[1] * 1.1)
     last_step = max([row["step"] for row in rows], default=0)
     for axes in (reward, accuracy, kl, throughput):
-        axes.set_xlim(-0.02 * max(last_step, 1), 1.02 * max(last_step, 1))  # the same axis in all panels
+        # the same axis in all panels
+        axes.set_xlim(-0.02 * max(last_step, 1), 1.02 * max(last_step, 1))
     figure.align_ylabels()
 
     if title:
@@ -53,8 +60,11 @@ def plot_run(rows: Sequence[Row], output: Path, title: str = "") -> None:
         raise UserError(f"cannot write the plot {output}: {error_reason(error)}") from error
 
 
-def _panel(axes: Axes, rows: Sequence[Row], title: str, ylabel: str, labels: dict[str, str]) -> None:
-    """Draw a panel with a curve for each key of `labels` that was logged; steps without the key are left out."""
+def _panel(
+    axes: Axes, rows: Sequence[Row], title: str, ylabel: str, labels: dict[str, str]
+) -> None:
+    """Draw a panel with a curve for each key of `labels` that was logged; steps without the key are
+    left out."""
     colors = iter(COLORS)
     for key, label in labels.items():
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
@@ -68,14 +78,26 @@ def _accuracy_panel(axes: Axes, rows: Sequence[Row]) -> None:
     by_row = [(row["step"], validation_accuracies(row)) for row in rows]
     sources = sorted({source for _, accuracies in by_row for source in accuracies})
     for source in sources:
-        points = [(step, accuracies[source]) for step, accuracies in by_row if accuracies.get(source) is not None]
+        points = [
+            (step, accuracies[source])
+            for step, accuracies in by_row
+            if accuracies.get(source) is not None
+        ]
         if points:
             steps, values = zip(*points, strict=True)
             color = COLORS[len(axes.lines) % len(COLORS)]
             axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=4.5, label=source)
             last = (steps[-1], values[-1])
-            side: Literal["left", "right"] = "right" if steps[-1] > 0 else "left"  # inside the panel
-            axes.annotate(f"{values[-1]:.0%}", last, (0, -14), textcoords="offset points", ha=side, color=color)
+            # inside the panel
+            side: Literal["left", "right"] = "right" if steps[-1] > 0 else "left"
+            axes.annotate(
+                f"{values[-1]:.0%}",
+                last,
+                (0, -14),
+                textcoords="offset points",
+                ha=side,
+                color=color,
+            )
     axes.set_ylim(-0.02, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     _finish(axes, "Validation accuracy", "share answered correctly", legend="lower right")
@@ -88,7 +110,13 @@ def _curve(axes: Axes, points: list[tuple[int, float]], color: str, label: str) 
         axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=3.5, label=label)
         return
     axes.plot(steps, values, color=color, linewidth=1.0, alpha=0.3)
-    axes.plot(steps, _running_mean(values, window=max(5, len(values) // 20)), color=color, linewidth=1.8, label=label)
+    axes.plot(
+        steps,
+        _running_mean(values, window=max(5, len(values) // 20)),
+        color=color,
+        linewidth=1.8,
+        label=label,
+    )
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -109,7 +137,13 @@ def _finish(axes: Axes, title: str, ylabel: str, legend: str = "best") -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if not axes.lines:
         axes.text(
-            0.5, 0.5, "not logged in this run", transform=axes.transAxes, ha="center", va="center", color="#9ca3af"
+            0.5,
+            0.5,
+            "not logged in this run",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color="#9ca3af",
         )
         axes.set_xticks([])
         axes.set_yticks([])

@@ -1,4 +1,5 @@
-"""A run as its directory records it: finished, running, or dead, and of any version. Nothing is written there, and
+"""A run as its directory records it: finished, running, or dead, and of any version. Nothing is
+written there, and
 what is missing or cut is left out and named. No torch here.
 """
 
@@ -29,7 +30,9 @@ _TIMES = ("seconds", "waiting")
 """Of each rank, in a phase of phases.json."""
 _MARKS = ("[prompt] ", "\n[response] ", "\n[ground truth] ", "\n[score] ", "\n")
 _TURN = re.compile(r"\n\[(response|observation)\] ")
-_START_TYPES = {"command": list, "config": dict} | dict.fromkeys(("git", "hosts", "versions", "changed", "end"), dict)
+_START_TYPES = {"command": list, "config": dict} | dict.fromkeys(
+    ("git", "hosts", "versions", "changed", "end"), dict
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Sample:
 
     prompt: str
     turns: Sequence[tuple[str, str]]
-    """Kind ("response", or "observation" of an environment) and text. A response of one turn has one."""
+    """Kind ("response", or "observation" of an environment) and text. A response of one turn has
+    one."""
     ground_truth: str
     score: float | None
     length: float | None = None
@@ -59,7 +63,8 @@ class RunRecord:
     rows: Sequence[Row]
     """Of metrics.jsonl, one for each step, ascending."""
     starts: Sequence[Row]
-    """Of starts.jsonl; none in a run of an earlier version. Parts are of the types in which a run writes them."""
+    """Of starts.jsonl; none in a run of an earlier version. Parts are of the types in which a run
+    writes them."""
     health: Sequence[Row]
     histograms: Sequence[Row]
     adjustments: Sequence[Row]
@@ -87,12 +92,14 @@ class RunRecord:
 
 
 def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
-    """Read the directory of a run. Raise UserError if the directory is no run's, or cannot be read. sample_steps: steps
-    of a kind whose generations are read."""
+    """Read the directory of a run. Raise UserError if the directory is no run's, or cannot be read.
+    sample_steps: steps of a kind whose generations are read."""
     try:
         names = sorted(path.name for path in root.iterdir())
     except OSError as error:
-        raise UserError(f"{root} cannot be read as the directory of a run: {error_reason(error)}") from error
+        raise UserError(
+            f"{root} cannot be read as the directory of a run: {error_reason(error)}"
+        ) from error
     if not names:
         raise UserError(f"{root} is empty: no run has written there")
     expected = (run_files.METRICS_FILE, run_files.STARTS_FILE, run_files.RUN_FILE)
@@ -106,7 +113,10 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
         problems.append(f"{run_files.METRICS_FILE} has no rows yet: no step is logged")
     starts = _valid_starts(_rows(root / run_files.STARTS_FILE, problems), problems)
     if not starts:
-        problems.append(f"{run_files.STARTS_FILE} has no start: settings, versions, hosts and resumes are not known")
+        problems.append(
+            f"{run_files.STARTS_FILE} has no start: settings, versions, hosts and resumes are not "
+            "known"
+        )
     run_id = next((str(row["run_id"]) for row in (*rows, *starts) if row.get("run_id")), "")
     state, text = run_state(root, starts, rows[-1]["step"] if rows else 0)
     return RunRecord(
@@ -119,7 +129,9 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
         health=_rows(root / run_files.HEALTH_FILE, problems, with_step=True),
         histograms=_by_step(_rows(root / run_files.HISTOGRAMS_FILE, problems, with_step=True)),
         adjustments=_rows(root / run_files.ADJUSTMENTS_FILE, problems),
-        nonfinite_steps=sorted(_number_in(path.name) for path in root.glob(run_files.NONFINITE_FILE.format("*"))),
+        nonfinite_steps=sorted(
+            _number_in(path.name) for path in root.glob(run_files.NONFINITE_FILE.format("*"))
+        ),
         validation=_samples(root / run_files.GENERATIONS, "step_*.txt", sample_steps, problems),
         training=_samples(root / run_files.TRAIN_GENERATIONS, "*.jsonl", sample_steps, problems),
         phases=_phases(root / run_files.PROFILE, problems),
@@ -130,27 +142,41 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
 def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State, str]:
     """Return the state of a run, and a sentence about it. last_step: the last that is logged.
 
-    A live process makes the run a running one, although the start before has ended: it is loading, and has not recorded
-    its own start yet. Only the end that this very process has recorded counts, and a roll-back is no end."""
+    A live process makes the run a running one, although the start before has ended: it is loading,
+    and has not recorded its own start yet. Only the end that this very process has recorded counts,
+    and a roll-back is no end."""
     last = starts[-1] if starts else {}
     end = last.get("end", {})
     how = end.get("how") if isinstance(end.get("how"), str) else None
     owner = live_owner(root / run_files.LOCK_FILE)
-    if owner is not None and (how in (None, "rolled back") or last.get("process") != owner.get("pid")):
+    if owner is not None and (
+        how in (None, "rolled back") or last.get("process") != owner.get("pid")
+    ):
         return "running", f"running; the last logged step is {last_step}"
     if how == "rolled back":
-        return "died", f"killed after a roll-back: {end.get('text')}; the last logged step is {last_step}"
+        return (
+            "died",
+            f"killed after a roll-back: {end.get('text')}; the last logged step is {last_step}",
+        )
     if how is not None:
-        state: State = "finished" if how == "finished" else "failed" if how == "failed" else "stopped"
+        state: State = (
+            "finished" if how == "finished" else "failed" if how == "failed" else "stopped"
+        )
         return state, f"{state} after step {end.get('step')}: {end.get('text')}"
     if (root / run_files.SUCCESS_FILE).exists():
         return "finished", f"finished after step {last_step}"
-    return "died", f"killed, or of an earlier version: no end is recorded; the last logged step is {last_step}"
+    return (
+        "died",
+        (
+            "killed, or of an earlier version: no end is recorded; the last logged step is "
+            f"{last_step}"
+        ),
+    )
 
 
 def live_owner(path: Path) -> Row | None:
-    """Return the content of run.lock if a live process holds it. Of a process on another machine the file's age
-    decides."""
+    """Return the content of run.lock if a live process holds it. Of a process on another machine
+    the file's age decides."""
     try:
         touched = path.stat().st_mtime
         owner = json_files.read(path)
@@ -158,7 +184,10 @@ def live_owner(path: Path) -> Row | None:
         return None
     if not isinstance(owner, dict):
         return None
-    if (owner.get("host"), owner.get("pid_namespace")) == (socket.gethostname(), namespace_id("pid")):
+    if (owner.get("host"), owner.get("pid_namespace")) == (
+        socket.gethostname(),
+        namespace_id("pid"),
+    ):
         is_alive = os.path.exists(f"/proc/{owner.get('pid')}")
     else:
         is_alive = time.time() - touched <= run_files.STALE_SECONDS
@@ -177,7 +206,8 @@ def number(value: Any) -> float | None:
 
 
 def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = "") -> list[Row]:
-    """Return the objects of a file of JSON lines, and add a sentence to `problems` for other lines. name: of the
+    """Return the objects of a file of JSON lines, and add a sentence to `problems` for other lines.
+    name: of the
     file in the sentence."""
     name = name or path.name
     try:
@@ -187,9 +217,13 @@ def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = 
         return []
     complete = [row for row in rows if _is_step(row.get("step"))] if with_step else rows
     if bad or len(complete) < len(rows):
-        lines = f": line {', '.join(map(str, bad[:5]))}{', ...' if len(bad) > 5 else ''}" if bad else ""
+        lines = (
+            f": line {', '.join(map(str, bad[:5]))}{', ...' if len(bad) > 5 else ''}" if bad else ""
+        )
         num = len(bad) + len(rows) - len(complete)
-        problems.append(f"{name}: {num} of {len(rows) + len(bad)} lines cannot be read and are left out{lines}")
+        problems.append(
+            f"{name}: {num} of {len(rows) + len(bad)} lines cannot be read and are left out{lines}"
+        )
     return complete
 
 
@@ -198,21 +232,32 @@ def _is_step(value: Any) -> bool:
 
 
 def _valid_starts(starts: Sequence[Row], problems: list[str]) -> list[Row]:
-    """Return the starts without the parts that are of another type than _START_TYPES, and without changed settings
+    """Return the starts without the parts that are of another type than _START_TYPES, and without
+    changed settings
     that are no pairs. Add a sentence to `problems` for each kind."""
     valid: list[Row] = []
     odd: dict[str, int] = {}
     for start in starts:
-        row = {key: value for key, value in start.items() if value is not None}  # such as git outside of a repository
-        for key in [key for key, kind in _START_TYPES.items() if not isinstance(row.get(key, kind()), kind)]:
-            odd[f"{key}, which is no {'list' if _START_TYPES[key] is list else 'object'}"] = len(valid) + 1
+        # such as git outside of a repository
+        row = {key: value for key, value in start.items() if value is not None}
+        for key in [
+            key for key, kind in _START_TYPES.items() if not isinstance(row.get(key, kind()), kind)
+        ]:
+            odd[f"{key}, which is no {'list' if _START_TYPES[key] is list else 'object'}"] = (
+                len(valid) + 1
+            )
             del row[key]
         changed = row.get("changed", {})
-        pairs = {key: pair for key, pair in changed.items() if isinstance(pair, list) and len(pair) == 2}
+        pairs = {
+            key: pair for key, pair in changed.items() if isinstance(pair, list) and len(pair) == 2
+        }
         if len(pairs) < len(changed):
             odd["changed, where a value is no pair"] = len(valid) + 1
         valid.append({**row, "changed": pairs})
-    problems += [f"{run_files.STARTS_FILE}: start {start} has {what}; it is left out" for what, start in odd.items()]
+    problems += [
+        f"{run_files.STARTS_FILE}: start {start} has {what}; it is left out"
+        for what, start in odd.items()
+    ]
     return valid
 
 
@@ -227,14 +272,19 @@ def _samples(folder: Path, pattern: str, most: int, problems: list[str]) -> dict
     paths = sorted(folder.glob(pattern), key=lambda path: _number_in(path.name))
     for path in evenly_spaced(paths, most):
         name = f"{folder.name}/{path.name}"
-        samples = _text_samples(path, name, problems) if path.suffix == ".txt" else _json_samples(path, name, problems)
+        samples = (
+            _text_samples(path, name, problems)
+            if path.suffix == ".txt"
+            else _json_samples(path, name, problems)
+        )
         if samples:
             samples_by_step[_number_in(path.name)] = samples
     return samples_by_step
 
 
 def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` of the items, evenly spaced from the first to the last; of one it is the last."""
+    """Return at most `most` of the items, evenly spaced from the first to the last; of one it is
+    the last."""
     if len(items) <= most:
         return list(items)
     distance = (len(items) - 1) / max(most - 1, 1)
@@ -242,7 +292,8 @@ def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def _text_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
-    """Return the samples of a file that evaluate.write_generations has written, in one pass over its text."""
+    """Return the samples of a file that evaluate.write_generations has written, in one pass over
+    its text."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace") + "\n"
     except OSError as error:
@@ -272,17 +323,23 @@ def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     samples = []
     for row in _rows(path, problems, name=name):
         texts = (str(row.get("input", "")), _turns(row), str(row.get("gts", "")))
-        samples.append(Sample(*texts, number(row.get("score")), number(row.get("length")), _tokens(row)))
+        samples.append(
+            Sample(*texts, number(row.get("score")), number(row.get("length")), _tokens(row))
+        )
         if row.get("tokens") and not samples[-1].tokens:
-            problems.append(f"{name}: the tokens of response {len(samples)} are not columns of one length")
+            problems.append(
+                f"{name}: the tokens of response {len(samples)} are not columns of one length"
+            )
     return samples
 
 
 def _tokens(row: Row) -> dict[str, list[Any]]:
-    """Return the columns of a response's tokens; empty unless they are lists of one length, with those that the page
-    needs."""
+    """Return the columns of a response's tokens; empty unless they are lists of one length, with
+    those that the page needs."""
     columns = row.get("tokens")
-    if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
+    if not isinstance(columns, dict) or not all(
+        isinstance(column, list) for column in columns.values()
+    ):
         return {}
     has_all = {"text", "response_mask"} <= columns.keys()
     return columns if has_all and len(set(map(len, columns.values()))) == 1 else {}

@@ -1,4 +1,5 @@
-"""The tokens of kept responses as data: their texts, and the values by which the page colours them. No torch here."""
+"""The tokens of kept responses as data: their texts, and the values by which the page colours them.
+No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_TOKENS = 24_000
 MAX_CHARACTERS = 40
 """Of a token."""
 _IN_SCALE = 0.95
-"""Share of the values within the scale of the colours, so that a few extremes do not make all others pale."""
+"""Share of the values within the scale of the colours, so that a few extremes do not make all
+others pale."""
 _VALUES: Mapping[str, tuple[str, tuple[str, ...], float]] = {
     "advantage": ("advantage", ("advantages",), 0.0),
     "value": ("critic's value", ("values",), 0.0),
@@ -24,20 +26,24 @@ _VALUES: Mapping[str, tuple[str, tuple[str, ...], float]] = {
     "reference": ("log-prob, minus the reference's", ("old_log_probs", "ref_log_probs"), 0.001),
     "loss": ("in the actor's loss", ("loss",), 1.0),
 }
-"""By name: title; a column of samples.token_columns, or two whose difference it is; the least scale of the colours."""
+"""By name: title; a column of samples.token_columns, or two whose difference it is; the least scale
+of the colours."""
 
 
 def shown_tokens(columns: Mapping[str, Sequence[Any]], most: int) -> dict[str, Any]:
-    """Return {"text": of at most `most` tokens, "values": {name: values, None where not known}}; empty without any.
-    columns: as samples.token_columns has them. The loss is 1, -1 for tokens that are left out, None for an
-    environment's."""
+    """Return {"text": of at most `most` tokens, "values": {name: values, None where not known}};
+    empty without any. columns: as samples.token_columns has them. The loss is 1, -1 for tokens that
+    are left out, None for an environment's."""
     texts = [str(text)[:MAX_CHARACTERS] for text in columns.get("text", ())[:most]]
     if not texts:
         return {}
     drawn = columns["response_mask"]
     pairs = zip(drawn, columns.get("kept", drawn), strict=True)
     loss = [None if own == 0 else -1 if kept == 0 else 1 for own, kept in pairs]
-    numbers = {name: [number(value) for value in column[:most]] for name, column in {**columns, "loss": loss}.items()}
+    numbers = {
+        name: [number(value) for value in column[:most]]
+        for name, column in {**columns, "loss": loss}.items()
+    }
     values = {}
     for name, (_, sources, _) in _VALUES.items():
         if all(source in numbers for source in sources):
@@ -47,8 +53,8 @@ def shown_tokens(columns: Mapping[str, Sequence[Any]], most: int) -> dict[str, A
 
 
 def scales(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the values that tokens of the page have: name, title, and the size of a value that has the strongest
-    colour. shown: of `shown_tokens`."""
+    """Return the values that tokens of the page have: name, title, and the size of a value that has
+    the strongest colour. shown: of `shown_tokens`."""
     entries = []
     for name, (title, _, least) in _VALUES.items():
         columns = [one["values"].get(name, ()) for one in shown if one]

@@ -1,5 +1,5 @@
-"""Aliasing: target tensors that can be views of source tensors of the same rank, with no copy. Plain data, no torch.
-plan.py plans the moves of all other tensors.
+"""Aliasing: target tensors that can be views of source tensors of the same rank, with no copy.
+Plain data, no torch. plan.py plans the moves of all other tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rlhf_mc.reshard.layout import STACK, Layout, Shard
 
 ALIGNMENT = 16
-"""Bytes. A tensor whose view would not be aligned is copied: GPU kernels load 16 bytes at a time."""
+"""Bytes. A tensor whose view would not be aligned is copied: GPU kernels load 16 bytes at a
+time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Alias:
 
 
 def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Alias]:
-    """Return, by local name, one rank's target tensors that are consecutive complete rows of one of its source tensors.
+    """Return, by local name, one rank's target tensors that are consecutive complete rows of one of
+    its source tensors.
 
     The target's padding must lie within the source tensor. The values there are never used."""
     sources: dict[str, list[Shard]] = {}
@@ -55,8 +57,8 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
 def _start(
     shard: Shard, sources: list[Shard], shapes: Mapping[str, tuple[int, ...]], size: tuple[int, ...]
 ) -> tuple[str, int] | None:
-    """Return (source tensor, its row at which a view of this size begins) such that the view has the target's shard in
-    its position; None if there is no such view."""
+    """Return (source tensor, its row at which a view of this size begins) such that the view has
+    the target's shard in its position; None if there is no such view."""
     for other in sources:
         inside = all(a <= c and d <= b for (a, b), (c, d) in zip(other.box, shard.box, strict=True))
         if not inside or shapes[other.local][1:] != size[1:]:

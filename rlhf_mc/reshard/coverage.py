@@ -1,5 +1,6 @@
-"""The coverage of a checkpoint by the layouts of all ranks: each element of each tensor is held as often as the meshes
-say, and nothing else is. Arithmetic on shapes only; models/layout_check.py compares the layouts with real models.
+"""The coverage of a checkpoint by the layouts of all ranks: each element of each tensor is held as
+often as the meshes say, and nothing else is. Arithmetic on shapes only; models/layout_check.py
+compares the layouts with real models.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, model_params
 from rlhf_mc.architectures.spec import LayerKind, ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.layout import Box, Layout, Shard, box_text, intersection, logical_shapes, volume
+from rlhf_mc.reshard.layout import (
+    Box,
+    Layout,
+    Shard,
+    box_text,
+    intersection,
+    logical_shapes,
+    volume,
+)
 from rlhf_mc.topology.mesh import Mesh
 
 
@@ -31,8 +40,8 @@ class Coverage:
 
 
 def training_coverage(shape: ModelShape, mesh: Mesh, layouts: Sequence[Layout]) -> Coverage:
-    """Return the coverage of a model by each rank's Megatron-Core layout. Raise UserError, with the first tensor that
-    is not held as often as the mesh says."""
+    """Return the coverage of a model by each rank's Megatron-Core layout. Raise UserError, with the
+    first tensor that is not held as often as the mesh says."""
 
     def copies(param: Param, dims: Sequence[str]) -> int:
         if param.stage == "last_if_not_first" and mesh.pp == 1:
@@ -44,8 +53,8 @@ def training_coverage(shape: ModelShape, mesh: Mesh, layouts: Sequence[Layout]) 
 
 
 def rollout_coverage(shape: ModelShape, tp_size: int, layouts: Sequence[Layout]) -> Coverage:
-    """Return the coverage of a model by each rank's layout of the rollout engine, in engines of tp_size ranks. Raise
-    UserError as training_coverage does."""
+    """Return the coverage of a model by each rank's layout of the rollout engine, in engines of
+    tp_size ranks. Raise UserError as training_coverage does."""
     engines = len(layouts) // tp_size
 
     def copies(param: Param, dims: Sequence[str]) -> int:
@@ -53,7 +62,8 @@ def rollout_coverage(shape: ModelShape, tp_size: int, layouts: Sequence[Layout])
             return 0
         if "kv" in dims:
             return engines * max(1, tp_size // shape.num_kv_heads)
-        if param.stage == "expert":  # split, or a bias of outputs that the ranks sum: on the first rank alone
+        # split, or a bias of outputs that the ranks sum: on the first rank alone
+        if param.stage == "expert":
             return engines
         return engines if SPLIT_DIMS.intersection(dims) else engines * tp_size
 
@@ -61,21 +71,30 @@ def rollout_coverage(shape: ModelShape, tp_size: int, layouts: Sequence[Layout])
 
 
 def _coverage(
-    engine: str, shape: ModelShape, layouts: Sequence[Layout], copies: Callable[[Param, Sequence[str]], int]
+    engine: str,
+    shape: ModelShape,
+    layouts: Sequence[Layout],
+    copies: Callable[[Param, Sequence[str]], int],
 ) -> Coverage:
-    """copies: (parameter, dimensions of one of its tensors) -> number of ranks that hold an element of the tensor."""
+    """copies: (parameter, dimensions of one of its tensors) -> number of ranks that hold an element
+    of the tensor."""
     wanted: Counter[str] = Counter()
     counted: dict[str, LayerKind | None] = {}
     for param in model_params(shape):
         for name, dims in param.hf.items():
-            if counted.setdefault(name, param.kind) == param.kind:  # layers of several kinds may have it
+            # layers of several kinds may have it
+            if counted.setdefault(name, param.kind) == param.kind:
                 wanted[name] += copies(param, dims)
     # Replicas share one layout.
     shared = Counter(map(id, layouts))
     holders: dict[str, Counter[Box]] = {}
     distinct = list({id(layout): layout for layout in layouts}.values())
-    vocabulary = {name for param in model_params(shape) for name, dims in param.hf.items() if "vocab" in dims}
-    padded = {shard.local for layout in distinct for shard in layout.shards if shard.tensor in vocabulary}
+    vocabulary = {
+        name for param in model_params(shape) for name, dims in param.hf.items() if "vocab" in dims
+    }
+    padded = {
+        shard.local for layout in distinct for shard in layout.shards if shard.tensor in vocabulary
+    }
     for layout in distinct:
         if problem := _misplaced(layout, padded | layout.zero):
             raise UserError(f"{engine}'s layout of rank {layouts.index(layout)}: {problem}")
@@ -85,17 +104,25 @@ def _coverage(
     for tensor, size in logical_shapes(shape).items():
         count = wanted[_pattern(tensor)]
         if problem := _uncovered(size, holders.pop(tensor, Counter()), count):
-            raise UserError(f"{engine}'s layouts of {len(layouts)} ranks: {tensor} {list(size)}: {problem}")
+            raise UserError(
+                f"{engine}'s layouts of {len(layouts)} ranks: {tensor} {list(size)}: {problem}"
+            )
         numel = math.prod(size)
         if count:
-            total = Coverage(total.num_tensors + 1, total.num_elements + numel, total.num_held + count * numel)
+            total = Coverage(
+                total.num_tensors + 1, total.num_elements + numel, total.num_held + count * numel
+            )
     if holders:
-        raise UserError(f"{engine}'s layouts of {len(layouts)} ranks: {next(iter(holders))} is no tensor of the model")
+        raise UserError(
+            f"{engine}'s layouts of {len(layouts)} ranks: {next(iter(holders))} is no tensor of "
+            "the model"
+        )
     return total
 
 
 def split_axes(shape: ModelShape) -> dict[str, int | None]:
-    """Return for each tensor of the checkpoint the dimension that tensor parallelism splits; None: none."""
+    """Return for each tensor of the checkpoint the dimension that tensor parallelism splits; None:
+    none."""
     axes = {
         name: next((axis for axis, dim in enumerate(dims) if dim in SPLIT_DIMS), None)
         for param in model_params(shape)
@@ -106,16 +133,22 @@ def split_axes(shape: ModelShape) -> dict[str, int | None]:
 
 def _pattern(tensor: str) -> str:
     """Return the name of a tensor as the table of parameters has it."""
-    return re.sub(r"\.experts\.\d+\.", ".experts.{e}.", re.sub(r"^model\.layers\.\d+\.", "model.layers.{i}.", tensor))
+    return re.sub(
+        r"\.experts\.\d+\.",
+        ".experts.{e}.",
+        re.sub(r"^model\.layers\.\d+\.", "model.layers.{i}.", tensor),
+    )
 
 
 def _uncovered(size: Sequence[int], holders: Mapping[Box, int], count: int) -> str | None:
-    """Return what is wrong with the blocks of a tensor of this size (block -> number of holders): each element must be
-    in one block, and each block be held `count` times."""
+    """Return what is wrong with the blocks of a tensor of this size (block -> number of holders):
+    each element must be in one block, and each block be held `count` times."""
     wrong = next(((box, n) for box, n in holders.items() if n != count), None)
     if wrong is not None:
         return f"{box_text(wrong[0])} is held {wrong[1]} times instead of {count}"
-    overlap = next((pair for pair in itertools.combinations(holders, 2) if intersection(*pair)), None)
+    overlap = next(
+        (pair for pair in itertools.combinations(holders, 2) if intersection(*pair)), None
+    )
     if overlap is not None:
         return f"{box_text(overlap[0])} and {box_text(overlap[1])} overlap"
     missing = math.prod(size) * (count > 0) - sum(map(volume, holders))
@@ -123,8 +156,8 @@ def _uncovered(size: Sequence[int], holders: Mapping[Box, int], count: int) -> s
 
 
 def _misplaced(layout: Layout, padded: Collection[str]) -> str | None:
-    """Return what is wrong with the places of the shards in a rank's tensors: each element must belong to one shard,
-    but for padding, in the tensors `padded`."""
+    """Return what is wrong with the places of the shards in a rank's tensors: each element must
+    belong to one shard, but for padding, in the tensors `padded`."""
     shards: dict[str, list[Shard]] = {}
     for shard in layout.shards:
         shards.setdefault(shard.local, []).append(shard)

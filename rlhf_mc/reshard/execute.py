@@ -1,9 +1,9 @@
-"""Carries out one rank's part of a plan on real tensors: copies within the rank, then one bucket of messages after
-another.
+"""Carries out one rank's part of a plan on real tensors: copies within the rank, then one bucket of
+messages after another.
 
-plan.py decides which blocks move, transport.py carries the messages. A plan is first bound to tensors, which makes the
-views of all blocks; the weight update keeps them. Sources may be anything that slices to tensors, such as the slices of
-a safetensors file.
+plan.py decides which blocks move, transport.py carries the messages. A plan is first bound to
+tensors, which makes the views of all blocks; the weight update keeps them. Sources may be anything
+that slices to tensors, such as the slices of a safetensors file.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LocalTensors:
         self._stacks: dict[str, torch.Tensor | None] = {}
 
     def whole(self, local: str) -> Any:
-        """Return a tensor; of a stack's name the view [experts, ...] of all its tensors, or None where they do not lie
-        one after another."""
+        """Return a tensor; of a stack's name the view [experts, ...] of all its tensors, or None
+        where they do not lie one after another."""
         if STACK not in local:
             return self._tensors[local]
         if local not in self._stacks:
@@ -49,26 +49,34 @@ class LocalTensors:
         dtype: torch.dtype = self._tensors[member(local, offset[0])].dtype
         return dtype
 
-    def blocks(self, transfer: Transfer, local: str, offset: Sequence[int], step: int) -> list[torch.Tensor]:
-        """Return the blocks of one side of a transfer, in order: one view [count, *extent]. Where each expert of a
-        stack has a tensor of its own, one view [*extent[1:]] for each of them."""
+    def blocks(
+        self, transfer: Transfer, local: str, offset: Sequence[int], step: int
+    ) -> list[torch.Tensor]:
+        """Return the blocks of one side of a transfer, in order: one view [count, *extent]. Where
+        each expert of a stack has a tensor of its own, one view [*extent[1:]] for each of them."""
         extent = transfer.extent
         count = transfer.count
         tensor = self.whole(local)
         if tensor is None:
             first, *within = offset
-            experts = (first + n * step + expert for n in range(count) for expert in range(extent[0]))
-            return [self._tensors[member(local, expert)][_slices(within, extent[1:])] for expert in experts]
+            experts = (
+                first + n * step + expert for n in range(count) for expert in range(extent[0])
+            )
+            return [
+                self._tensors[member(local, expert)][_slices(within, extent[1:])]
+                for expert in experts
+            ]
         if isinstance(tensor, torch.Tensor):
             return [_strided(tensor, offset, extent, count, step)]
-        # Slices of a file are read block by block. Files stack no experts, so offset and extent are equally long.
+        # Slices of a file are read block by block. Files stack no experts, so offset and extent are
+        # equally long.
         starts = [(offset[0] + n * step, *offset[1:]) for n in range(count)]
         return [torch.stack([tensor[_slices(start, extent)] for start in starts])]
 
 
 def as_stack(tensors: Sequence[Any]) -> torch.Tensor | None:
-    """Return the view [n, ...] of n equal tensors that lie in one storage at equal steps, in their order, as the
-    experts in a buffer of the distributed optimizer; None if they do not."""
+    """Return the view [n, ...] of n equal tensors that lie in one storage at equal steps, in their
+    order, as the experts in a buffer of the distributed optimizer; None if they do not."""
     if not tensors or not isinstance(tensors[0], torch.Tensor):
         return None
     first = tensors[0]
@@ -83,16 +91,23 @@ def as_stack(tensors: Sequence[Any]) -> torch.Tensor | None:
             or not tensor.is_contiguous()
         ):
             return None
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride())) if step >= first.numel() else None
+    return (
+        first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+        if step >= first.numel()
+        else None
+    )
 
 
 def aliased_views(plan: RankPlan, source: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return, by local name of the target, the views of the source's tensors that serve as target tensors."""
+    """Return, by local name of the target, the views of the source's tensors that serve as target
+    tensors."""
     local = LocalTensors(source)
     views = {}
     for alias in plan.aliases:
         tensor = local.whole(alias.src_local)
-        assert tensor is not None, f"{alias.src_local} on rank {plan.rank}: the experts do not lie one after another"
+        assert tensor is not None, (
+            f"{alias.src_local} on rank {plan.rank}: the experts do not lie one after another"
+        )
         views[alias.dst_local] = tensor[alias.row : alias.row + alias.rows]
     return views
 
@@ -110,16 +125,20 @@ class Sides:
 
     def destination(self, transfer: Transfer) -> list[torch.Tensor]:
         """Return the blocks that a transfer writes, as LocalTensors.blocks does."""
-        return self.target.blocks(transfer, transfer.dst_local, transfer.dst_offset, transfer.dst_step)
+        return self.target.blocks(
+            transfer, transfer.dst_local, transfer.dst_offset, transfer.dst_step
+        )
 
     def source_blocks(self, transfer: Transfer) -> list[torch.Tensor]:
         """Return the blocks that a transfer reads; views where it reads from tensors."""
-        return self.read(transfer).blocks(transfer, transfer.src_local, transfer.src_offset, transfer.src_step)
+        return self.read(transfer).blocks(
+            transfer, transfer.src_local, transfer.src_offset, transfer.src_step
+        )
 
 
 class _Copies:
-    """Copies of blocks to blocks. Those of contiguous blocks of one type are one launch on a GPU; any other block would
-    send the whole list to one launch for each."""
+    """Copies of blocks to blocks. Those of contiguous blocks of one type are one launch on a GPU;
+    any other block would send the whole list to one launch for each."""
 
     def __init__(self) -> None:
         self._fused: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -129,8 +148,12 @@ class _Copies:
     def add(self, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
         """Add the copies of blocks to blocks of the same shapes."""
         for target, source in zip(targets, sources, strict=True):
-            fuses = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
-            for blocks, block in zip(self._fused if fuses else self._single, (target, source), strict=True):
+            fuses = (
+                target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+            )
+            for blocks, block in zip(
+                self._fused if fuses else self._single, (target, source), strict=True
+            ):
                 blocks.append(block.view(-1) if fuses else block)
             self.num_bytes += source.nbytes
 
@@ -150,7 +173,9 @@ class Blocks:
         self._sizes = [[block.numel() for block in message] for message in messages]
         self._is_fused = [block.dtype == dtype and block.is_contiguous() for block in blocks]
         self._fused = [block.view(-1) for block in itertools.compress(blocks, self._is_fused)]
-        self._single = [block for block, fused in zip(blocks, self._is_fused, strict=True) if not fused]
+        self._single = [
+            block for block, fused in zip(blocks, self._is_fused, strict=True) if not fused
+        ]
 
     def pack(self, flats: Iterable[torch.Tensor]) -> None:
         """Write the blocks into the messages' vectors."""
@@ -161,7 +186,9 @@ class Blocks:
         self._copy(flats, lambda blocks, parts: torch._foreach_copy_(blocks, parts))
 
     def _copy(
-        self, flats: Iterable[torch.Tensor], copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
+        self,
+        flats: Iterable[torch.Tensor],
+        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
     ) -> None:
         split = (flat.split(sizes) for flat, sizes in zip(flats, self._sizes, strict=True))
         parts = list(itertools.chain.from_iterable(split))
@@ -169,7 +196,10 @@ class Blocks:
             copy(self._fused, list(itertools.compress(parts, self._is_fused)))
         if self._single:
             rest = (part for part, fused in zip(parts, self._is_fused, strict=True) if not fused)
-            copy(self._single, [part.view(block.shape) for part, block in zip(rest, self._single, strict=True)])
+            copy(
+                self._single,
+                [part.view(block.shape) for part, block in zip(rest, self._single, strict=True)],
+            )
 
 
 @dataclass(frozen=True)
@@ -194,7 +224,8 @@ class BoundBucket:
         return {peer: packed[number] for peer, number in self.messages.items()}
 
     def unpack(self, incoming: Messages) -> None:
-        """Write the blocks of the messages that have arrived, given by sender, to their destinations."""
+        """Write the blocks of the messages that have arrived, given by sender, to their
+        destinations."""
         self.arriving.unpack(incoming[peer] for peer in self.sizes)
 
 
@@ -216,8 +247,9 @@ class BoundPlan:
 
     @torch.no_grad()
     def execute(self, transport: Transport | None) -> None:
-        """Fill the target. Collective. Without a transport the plan must keep all transfers within this process. The
-        transport's buffers are the extra memory: one bucket of sends and one of receives at most."""
+        """Fill the target. Collective. Without a transport the plan must keep all transfers within
+        this process. The transport's buffers are the extra memory: one bucket of sends and one of
+        receives at most."""
         with platform.named_range("local_copies"):
             for copies in self.copies:
                 copies.run()
@@ -225,7 +257,8 @@ class BoundPlan:
             return
         assert transport is not None, f"rank {self.plan.rank}'s plan has messages to other ranks"
         buffers = transport.buffers(self.plan, self.dtype)
-        # Messages between two ranks match by order, so all ranks go through the buckets in the same order.
+        # Messages between two ranks match by order, so all ranks go through the buckets in the same
+        # order.
         for bucket in counted(self.buckets, len(self.plan.buckets), "buckets"):
             with platform.named_range("pack_messages"):
                 outgoing = bucket.pack(buffers.outbox)
@@ -242,10 +275,12 @@ def bind(
     target: Mapping[str, torch.Tensor],
     wire_dtype: torch.dtype | None = None,
 ) -> BoundPlan:
-    """Return the plan on these tensors, given by local name, to be executed once: views are made on the way. Elements
-    are cast to the target's type. Target tensors that the plan aliases must be `aliased_views`.
+    """Return the plan on these tensors, given by local name, to be executed once: views are made on
+    the way. Elements are cast to the target's type. Target tensors that the plan aliases must be
+    `aliased_views`.
 
-    wire_dtype: of the messages; None: the one type of all tensors that this rank sends and receives."""
+    wire_dtype: of the messages; None: the one type of all tensors that this rank sends and
+    receives."""
     for name, view in aliased_views(plan, source).items():
         assert target[name].data_ptr() == view.data_ptr(), f"{name} does not alias its source"
     sides = Sides(source, target)
@@ -265,8 +300,8 @@ def execute(
     transport: Transport | None,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
-    """Fill `target` (in place) from the ranks' `source` once, as `bind` and BoundPlan.execute say. Collective: every
-    rank calls this, with its part of one plan."""
+    """Fill `target` (in place) from the ranks' `source` once, as `bind` and BoundPlan.execute say.
+    Collective: every rank calls this, with its part of one plan."""
     bind(plan, source, target, wire_dtype).execute(transport)
 
 
@@ -298,14 +333,21 @@ def _bound_bucket(
     messages: dict[int, int] = {}
     distinct: list[list[Transfer]] = []
     for peer, transfers in by_peer(sends, lambda t: t.dst_rank).items():
-        key = tuple((t.forwarded, t.src_local, t.src_offset, t.extent, t.count, t.src_step) for t in transfers)
+        key = tuple(
+            (t.forwarded, t.src_local, t.src_offset, t.extent, t.count, t.src_step)
+            for t in transfers
+        )
         messages[peer] = numbers.setdefault(key, len(distinct))
         if messages[peer] == len(distinct):
             distinct.append(transfers)
     arriving = by_peer(receives, lambda t: t.src_rank)
 
-    def blocks(side: Callable[[Transfer], list[torch.Tensor]], groups: Iterable[Sequence[Transfer]]) -> Blocks:
-        return Blocks([[block for t in transfers for block in side(t)] for transfers in groups], dtype)
+    def blocks(
+        side: Callable[[Transfer], list[torch.Tensor]], groups: Iterable[Sequence[Transfer]]
+    ) -> Blocks:
+        return Blocks(
+            [[block for t in transfers for block in side(t)] for transfers in groups], dtype
+        )
 
     return BoundBucket(
         blocks(sides.source_blocks, distinct),
@@ -316,7 +358,9 @@ def _bound_bucket(
     )
 
 
-def by_peer(transfers: Sequence[Transfer], peer: Callable[[Transfer], int]) -> dict[int, list[Transfer]]:
+def by_peer(
+    transfers: Sequence[Transfer], peer: Callable[[Transfer], int]
+) -> dict[int, list[Transfer]]:
     """Return the transfers by the rank at their other end, each rank's in the order of the plan."""
     groups: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
@@ -324,9 +368,13 @@ def by_peer(transfers: Sequence[Transfer], peer: Callable[[Transfer], int]) -> d
     return dict(groups)
 
 
-def _strided(tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int], count: int, step: int) -> torch.Tensor:
+def _strided(
+    tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int], count: int, step: int
+) -> torch.Tensor:
     lead = len(offset) - len(extent)
-    start = tensor.storage_offset() + sum(at * stride for at, stride in zip(offset, tensor.stride(), strict=True))
+    start = tensor.storage_offset() + sum(
+        at * stride for at, stride in zip(offset, tensor.stride(), strict=True)
+    )
     strides = tensor.stride()[lead:]
     return tensor.as_strided((count, *extent), (step * strides[0], *strides), start)
 
@@ -340,8 +388,17 @@ def _numel(transfers: Iterable[Transfer]) -> int:
 
 
 def _only_dtype(plan: RankPlan, sides: Sides) -> torch.dtype:
-    """Return the one type of all tensors that this rank sends and receives; uint8 if there are none."""
-    sends = {sides.read(t).dtype(t.src_local, t.src_offset) for sends, _ in plan.buckets for t in sends}
-    receives = {sides.target.dtype(t.dst_local, t.dst_offset) for _, receives in plan.buckets for t in receives}
-    assert len(sends | receives) <= 1, f"tensors of several types {sends | receives}: pass wire_dtype"
+    """Return the one type of all tensors that this rank sends and receives; uint8 if there are
+    none."""
+    sends = {
+        sides.read(t).dtype(t.src_local, t.src_offset) for sends, _ in plan.buckets for t in sends
+    }
+    receives = {
+        sides.target.dtype(t.dst_local, t.dst_offset)
+        for _, receives in plan.buckets
+        for t in receives
+    }
+    assert len(sends | receives) <= 1, (
+        f"tensors of several types {sends | receives}: pass wire_dtype"
+    )
     return next(iter(sends | receives), torch.uint8)

@@ -1,7 +1,9 @@
-"""Layouts: the shards of each logical tensor in the local tensors of one process, for Hugging Face files and
-Megatron-Core, and the parts that the layout of a rollout engine is built of (rollout/vllm_layout.py).
+"""Layouts: the shards of each logical tensor in the local tensors of one process, for Hugging Face
+files and Megatron-Core, and the parts that the layout of a rollout engine is built of
+(rollout/vllm_layout.py).
 
-Arithmetic on shapes only. placement.py builds the layouts of all ranks; plan.py plans the moves between two layouts.
+Arithmetic on shapes only. placement.py builds the layouts of all ranks; plan.py plans the moves
+between two layouts.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def box_text(box: Box) -> str:
 
 
 STACK = "*"
-"""Placeholder of the expert's number in a name. Such a name stands for the stack of several experts' tensors."""
+"""Placeholder of the expert's number in a name. Such a name stands for the stack of several
+experts' tensors."""
 
 
 def member(name: str, index: int) -> str:
@@ -53,8 +56,8 @@ def member(name: str, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A contiguous block of a logical tensor, and its offset in a local tensor. Shards are neither strided nor
-    transposed."""
+    """A contiguous block of a logical tensor, and its offset in a local tensor. Shards are neither
+    strided nor transposed."""
 
     tensor: str
     """Logical name, as in the Hugging Face checkpoint."""
@@ -63,8 +66,8 @@ class Shard:
     local: str
     """Name of the tensor in this process."""
     offset: tuple[int, ...]
-    """Offset of the block in the local tensor. If the local tensor stacks experts and the block is of one of them, the
-    offset begins with that index and is longer than the box."""
+    """Offset of the block in the local tensor. If the local tensor stacks experts and the block is
+    of one of them, the offset begins with that index and is longer than the box."""
 
     def indices(self) -> range:
         """Return the range of the local stack's members that it covers."""
@@ -87,7 +90,8 @@ class Shard:
     def for_experts(self, start: int) -> Shard:
         """Return the shard of as many experts, from this one."""
         box = ((start, start + self.box[0][1] - self.box[0][0]), *self.box[1:])
-        return Shard(self.tensor, box, self.local, self.offset)  # dataclasses.replace takes twice as long
+        # dataclasses.replace takes twice as long
+        return Shard(self.tensor, box, self.local, self.offset)
 
     def local_offset(self, block: Box) -> tuple[int, ...]:
         """Return the local offset of a part of the shard's block."""
@@ -100,9 +104,9 @@ class Shard:
 class Layout:
     """The shards and local tensors of one process. Local elements that no shard covers are padding.
 
-    The experts of a layer are planned as one tensor: `stacked` and `stacked_shapes` have their stack, with "*" for the
-    expert's number in the name and the experts as first dimension. `shards` and `shapes` have every tensor by its own
-    name."""
+    The experts of a layer are planned as one tensor: `stacked` and `stacked_shapes` have their
+    stack, with "*" for the expert's number in the name and the experts as first dimension. `shards`
+    and `shapes` have every tensor by its own name."""
 
     stacked_shapes: dict[str, tuple[int, ...]]
     """Local name -> local shape."""
@@ -112,7 +116,8 @@ class Layout:
     zero: frozenset[str] = frozenset()
     """Local tensors without shards, which must be zero."""
     contiguous: frozenset[str] = frozenset()
-    """Stacks whose tensors, one for each expert, lie one after another in memory: the stack is a view of them."""
+    """Stacks whose tensors, one for each expert, lie one after another in memory: the stack is a
+    view of them."""
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -147,8 +152,8 @@ class Layout:
         return 4 if local in self.float32 else itemsize
 
     def without(self, tensors: Collection[str]) -> Layout:
-        """Return the layout without the shards of these logical tensors. It has no stacks, so it can only be planned
-        with layouts that have none."""
+        """Return the layout without the shards of these logical tensors. It has no stacks, so it
+        can only be planned with layouts that have none."""
         return Layout(self.shapes, tuple(p for p in self.shards if p.tensor not in tensors))
 
 
@@ -156,17 +161,21 @@ EMPTY = Layout({}, ())
 
 
 RankLayout = Callable[[ModelShape, int, int], Layout]
-"""The layout of a rank of a rollout engine: of (shape, tensor-parallel rank, tensor-parallel size)."""
+"""The layout of a rank of a rollout engine: of (shape, tensor-parallel rank, tensor-parallel
+size)."""
 
 
 def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor of the Hugging Face checkpoint (no lm_head.weight when tied)."""
+    """Return name -> shape of every tensor of the Hugging Face checkpoint (no lm_head.weight when
+    tied)."""
     sizes = shape.dims()
     shapes: dict[str, tuple[int, ...]] = {}
     params = model_params(shape)
     occurrences = _occurrences(shape, params, range(shape.num_layers))
     # All parameters of one expert precede the next expert's, as in the models' own order.
-    for (layer, stage), group in itertools.groupby(occurrences, lambda pair: (pair[1], params[pair[0]].stage)):
+    for (layer, stage), group in itertools.groupby(
+        occurrences, lambda pair: (pair[1], params[pair[0]].stage)
+    ):
         indices = [index for index, _ in group]
         for expert in range(shape.num_experts if stage == "expert" else 1):
             for index in indices:
@@ -177,7 +186,8 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 @functools.cache
 def correction_biases(shape: ModelShape) -> frozenset[str]:
-    """Return the correction biases of the routers: without a gradient, float32 whatever the model's type."""
+    """Return the correction biases of the routers: without a gradient, float32 whatever the model's
+    type."""
     params = model_params(shape)
     places = _occurrences(shape, params, range(shape.num_layers))
     biases = [(params[index], layer) for index, layer in places if params[index].is_correction_bias]
@@ -185,8 +195,8 @@ def correction_biases(shape: ModelShape) -> frozenset[str]:
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
-    """Return the layout of a process that holds every logical tensor, or only the tensors `names`, unsharded under its
-    own name."""
+    """Return the layout of a process that holds every logical tensor, or only the tensors `names`,
+    unsharded under its own name."""
     sizes = shape.dims()
     wanted = None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -201,13 +211,23 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
                 continue  # the replica of a tied embedding
             if param.stage == "expert":
                 size = (shape.num_experts, *size)
-                runs = list(_runs([e for e in range(shape.num_experts) if wanted is None or member(name, e) in wanted]))
+                runs = list(
+                    _runs(
+                        [
+                            e
+                            for e in range(shape.num_experts)
+                            if wanted is None or member(name, e) in wanted
+                        ]
+                    )
+                )
             else:
                 runs = [(0, size[0])] if wanted is None or name in wanted else []
             if runs:
                 shapes[name] = size
             rest = tuple((0, length) for length in size[1:])
-            shards += [Shard(name, (run, *rest), name, (run[0], *(0 for _ in rest))) for run in runs]
+            shards += [
+                Shard(name, (run, *rest), name, (run[0], *(0 for _ in rest))) for run in runs
+            ]
     return Layout(shapes, tuple(shards))
 
 
@@ -237,20 +257,27 @@ def mcore_layout(
     ep_rank: int = 0,
     ep_size: int = 1,
 ) -> Layout:
-    """Return the layout of a Megatron-Core rank. layers: global numbers of its stage's layers; first, last: whether the
-    stage is the first or the last; transformer_engine: whether the layers are Transformer Engine's.
+    """Return the layout of a Megatron-Core rank. layers: global numbers of its stage's layers;
+    first, last: whether the stage is the first or the last; transformer_engine: whether the layers
+    are Transformer Engine's.
 
-    Rows of q, k and v are interleaved: for each KV group the rows of its query heads, and those of their gates, its key
-    and its value. They are split evenly over the ranks. With more ranks than KV groups a rank has part of a group, and
-    no row is replicated. Of a layer's experts, the rank holds the ep_rank-th of ep_size equal ranges. Each expert is
-    split over the tensor-parallel ranks.
+    Rows of q, k and v are interleaved: for each KV group the rows of its query heads, and those of
+    their gates, its key and its value. They are split evenly over the ranks. With more ranks than
+    KV groups a rank has part of a group, and no row is replicated. Of a layer's experts, the rank
+    holds the ep_rank-th of ep_size equal ranges. Each expert is split over the tensor-parallel
+    ranks.
     """
     check_mcore(shape, tp_size, ep_size=ep_size)
     experts = range(shape.num_experts // ep_size)
     if ep_rank > 0:  # all shards but the experts' are the first rank's
-        one = mcore_layout(shape, tp_rank, tp_size, layers, first, last, transformer_engine, ep_size=ep_size)
+        one = mcore_layout(
+            shape, tp_rank, tp_size, layers, first, last, transformer_engine, ep_size=ep_size
+        )
         start = ep_rank * len(experts)
-        return replace(one, stacked=tuple(p.for_experts(start) if STACK in p.tensor else p for p in one.stacked))
+        return replace(
+            one,
+            stacked=tuple(p.for_experts(start) if STACK in p.tensor else p for p in one.stacked),
+        )
     stages = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
     stages |= {"last_if_not_first"} if last and not first else set()
     vocab = padded_vocab_size(shape.vocab_size, tp_size)
@@ -282,8 +309,8 @@ def tensor_with(dim: str, shape: ModelShape) -> str:
 
 
 def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
-    """Raise UserError if Megatron-Core cannot split this model over tp_size ranks, and its experts over ep_size times
-    tp_size ranks."""
+    """Raise UserError if Megatron-Core cannot split this model over tp_size ranks, and its experts
+    over ep_size times tp_size ranks."""
 
     def obstacle(parts: int) -> Obstacle | None:
         uneven = indivisible(split_sizes(shape), parts)
@@ -292,10 +319,19 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
     check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, obstacle)
     if not shape.has_experts:
         if ep_size > 1:
-            raise UserError(f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no experts")
+            raise UserError(
+                f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no "
+                "experts"
+            )
         return
     experts = [("num_experts", shape.num_experts, tensor_with("expert_ffn", shape))]
-    check_split("expert_model_parallel_size", "Megatron", shape, ep_size, functools.partial(indivisible, experts))
+    check_split(
+        "expert_model_parallel_size",
+        "Megatron",
+        shape,
+        ep_size,
+        functools.partial(indivisible, experts),
+    )
 
 
 def check_split(
@@ -311,10 +347,13 @@ def check_split(
 
 
 def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
-    """Return the obstacle where neither the number of KV heads nor the number of ranks is a multiple of the other."""
+    """Return the obstacle where neither the number of KV heads nor the number of ranks is a
+    multiple of the other."""
     kv = shape.num_kv_heads
     if not shape.kv_lora_rank and kv % tp_size and tp_size % kv:
-        return f"num_key_value_heads is {kv}, and neither is a multiple of the other", tensor_with("kv", shape)
+        return f"num_key_value_heads is {kv}, and neither is a multiple of the other", tensor_with(
+            "kv", shape
+        )
     return None
 
 
@@ -325,32 +364,48 @@ def _uneven_rows(shape: ModelShape, tp_size: int) -> Obstacle | None:
 
 
 def split_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
-    """Return the sizes that the number of ranks must divide in any engine, as `indivisible` takes them."""
+    """Return the sizes that the number of ranks must divide in any engine, as `indivisible` takes
+    them."""
     sizes = []
     if shape.num_attending:
         sizes.append(("num_attention_heads", shape.num_heads, tensor_with("q", shape)))
     if shape.linear_layers:
-        sizes.append(("linear_num_key_heads", shape.linear_key_heads, tensor_with("linear_qkvz", shape)))
+        sizes.append(
+            ("linear_num_key_heads", shape.linear_key_heads, tensor_with("linear_qkvz", shape))
+        )
     if len(shape.expert_layers) < shape.num_layers:
         sizes.append(("intermediate_size", shape.ffn_hidden_size, tensor_with("ffn", shape)))
     if shape.has_experts:
         key = FAMILIES[shape.family].expert_ffn_key
         sizes.append((key, shape.expert_ffn_hidden_size, tensor_with("expert_ffn", shape)))
     if shape.shared_ffn_hidden_size:
-        what = "shared_expert_intermediate_size" if shape.shared_expert_gate else f"n_shared_experts x {key}"
+        what = (
+            "shared_expert_intermediate_size"
+            if shape.shared_expert_gate
+            else f"n_shared_experts x {key}"
+        )
         sizes.append((what, shape.shared_ffn_hidden_size, tensor_with("shared_ffn", shape)))
     return sizes
 
 
 def indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> Obstacle | None:
-    """Return an obstacle for the first of (name, size, a tensor) whose size is no multiple of `parts`."""
+    """Return an obstacle for the first of (name, size, a tensor) whose size is no multiple of
+    `parts`."""
     broken = ((what, size, tensor) for what, size, tensor in sizes if size % parts)
-    return next(((f"{what} is {size}, which {parts} does not divide", tensor) for what, size, tensor in broken), None)
+    return next(
+        (
+            (f"{what} is {size}, which {parts} does not divide", tensor)
+            for what, size, tensor in broken
+        ),
+        None,
+    )
 
 
-def _occurrences(shape: ModelShape, params: Sequence[Param], layers: range) -> Iterator[tuple[int, int]]:
-    """Yield (index of a parameter, global number of its layer) in the model's order; parameters outside the layers have
-    the number of the first layer."""
+def _occurrences(
+    shape: ModelShape, params: Sequence[Param], layers: range
+) -> Iterator[tuple[int, int]]:
+    """Yield (index of a parameter, global number of its layer) in the model's order; parameters
+    outside the layers have the number of the first layer."""
     by_place: dict[tuple[StagePlacement, LayerKind | None], list[int]] = {}
     for index, param in enumerate(params):
         by_place.setdefault((param.stage, param.kind), []).append(index)
@@ -375,8 +430,8 @@ class LocalParam:
 
 
 def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: range) -> Layout:
-    """Return the layout of a process that holds in each of these layers the parameters of the layer's kind. The process
-    numbers the layers from 0."""
+    """Return the layout of a process that holds in each of these layers the parameters of the
+    layer's kind. The process numbers the layers from 0."""
     shapes = {}
     shards = []
     float32: set[str] = set()
@@ -389,9 +444,11 @@ def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: ra
     return Layout(shapes, tuple(shards), frozenset(float32))
 
 
-def local_param(param: Param, shape: ModelShape, local: str, ranges: Sequence[Range], experts: range) -> LocalParam:
-    """Return the parameter that concatenates `ranges` along the split dimension, or the first; for experts, their
-    stack."""
+def local_param(
+    param: Param, shape: ModelShape, local: str, ranges: Sequence[Range], experts: range
+) -> LocalParam:
+    """Return the parameter that concatenates `ranges` along the split dimension, or the first; for
+    experts, their stack."""
     sizes = shape.dims()
     stacks = param.stage == "expert"
     shards = []

@@ -1,4 +1,5 @@
-"""Checks of a model's sizes against its training layout. They need no torch, so that an error precedes its import."""
+"""Checks of a model's sizes against its training layout. They need no torch, so that an error
+precedes its import."""
 
 from __future__ import annotations
 
@@ -12,22 +13,25 @@ from rlhf_mc.reshard.layout import check_mcore, mcore_layout
 from rlhf_mc.topology.mesh import Mesh
 
 FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""Recipe -> the multiple that each dimension of a matrix must be on its rank. tensorwise: cuBLAS requires it. The
-others: a block of values that share a scale (is_quantizable of Transformer Engine's quantizers)."""
+"""Recipe -> the multiple that each dimension of a matrix must be on its rank. tensorwise: cuBLAS
+requires it. The others: a block of values that share a scale (is_quantizable of Transformer
+Engine's quantizers)."""
 
 
 def check_length(shape: ModelShape, data: DataConfig) -> None:
-    """Raise a UserError where a prompt and its response may have more tokens than the model has positions."""
+    """Raise a UserError where a prompt and its response may have more tokens than the model has
+    positions."""
     longest = data.max_prompt_length + data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
-            f"data.max_prompt_length + data.max_response_length: {longest} tokens, more than the model's "
-            f"max_position_embeddings {shape.max_position_embeddings}"
+            f"data.max_prompt_length + data.max_response_length: {longest} tokens, more than the "
+            f"model's max_position_embeddings {shape.max_position_embeddings}"
         )
 
 
 def check_layouts(cfg: Config, shapes: Mapping[str, ModelShape]) -> None:
-    """Raise UserError, naming the role and its layout, if a layout cannot shard its role's model."""
+    """Raise UserError, naming the role and its layout, if a layout cannot shard its role's
+    model."""
     for role, shape in shapes.items():
         megatron = layouts(cfg)[role]
         try:
@@ -40,27 +44,34 @@ def check_layouts(cfg: Config, shapes: Mapping[str, ModelShape]) -> None:
 
 def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor") -> None:
     """Raise a UserError for a layout ({role}.megatron) that the model cannot be split into."""
-    check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
+    check_mcore(
+        shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size
+    )
     if shape.has_experts:
         _check_experts(shape, megatron, f"{role}.megatron")
     _check_stages(shape.num_layers, megatron, f"{role}.megatron")
     if shape.sinks and megatron.context_parallel_size > 1:
         raise UserError(
-            f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a {shape.family} model has"
-            " attention sinks and sliding windows, which only whole sequences support: set it to 1"
+            f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a "
+            f"{shape.family} model has attention sinks and sliding windows, which only whole "
+            "sequences support: set it to 1"
         )
     if shape.linear_layers and megatron.context_parallel_size > 1:
         raise UserError(
-            f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a {shape.family} model has gated"
+            f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a "
+            f"{shape.family} model has gated"
             " delta nets, whose states need whole sequences: set it to 1"
         )
     if megatron.cp_comm_type == "a2a" and shape.kv_lora_rank:
-        raise UserError(f"{role}.megatron.cp_comm_type is 'a2a'; multi-head latent attention has p2p alone")
+        raise UserError(
+            f"{role}.megatron.cp_comm_type is 'a2a'; multi-head latent attention has p2p alone"
+        )
     if megatron.cp_comm_type == "a2a" and not _divides_heads(shape, megatron):
         raise UserError(
-            f"{role}.megatron.cp_comm_type: 'a2a' needs KV heads that {role}.megatron.context_parallel_size"
-            f" {megatron.context_parallel_size} divides; a tensor-parallel rank has"
-            f" {_kv_heads_on_rank(shape, megatron)} of the model's {shape.num_kv_heads}: set it to p2p"
+            f"{role}.megatron.cp_comm_type: 'a2a' needs KV heads that "
+            f"{role}.megatron.context_parallel_size {megatron.context_parallel_size} divides; a "
+            f"tensor-parallel rank has {_kv_heads_on_rank(shape, megatron)} of the model's "
+            f"{shape.num_kv_heads}: set it to p2p"
         )
     if megatron.fp8 is not None:
         _check_fp8(shape, megatron.fp8, megatron.tensor_model_parallel_size, f"{role}.megatron")
@@ -72,9 +83,9 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
 
 
 def cp_comm_type(shape: ModelShape, megatron: MegatronConfig) -> str:
-    """Return how context-parallel ranks exchange keys and values, by the setting or by the fewer bytes: of cp ranks, h
-    query heads and g KV heads p2p moves 2 g (cp - 1) heads of a rank's tokens, a2a (2 h + 2 g) (cp - 1) / cp. Values of
-    another size than keys have p2p alone."""
+    """Return how context-parallel ranks exchange keys and values, by the setting or by the fewer
+    bytes: of cp ranks, h query heads and g KV heads p2p moves 2 g (cp - 1) heads of a rank's
+    tokens, a2a (2 h + 2 g) (cp - 1) / cp. Values of another size than keys have p2p alone."""
     if megatron.cp_comm_type is not None or shape.kv_lora_rank:
         return megatron.cp_comm_type or "p2p"
     heads = shape.num_heads / megatron.tensor_model_parallel_size
@@ -94,8 +105,12 @@ def _divides_heads(shape: ModelShape, megatron: MegatronConfig) -> bool:
 def _check_fp8(shape: ModelShape, recipe: str, tp: int, section: str) -> None:
     multiple = FP8_MULTIPLES[recipe]
     one = shape.one_of_each_kind()
-    for name, size in mcore_layout(one, 0, tp, range(one.num_layers), first=False, last=False).shapes.items():
-        if re.search(r"\.(linear_.*|in_proj|out_proj)\.weight", name) and any(n % multiple for n in size):
+    for name, size in mcore_layout(
+        one, 0, tp, range(one.num_layers), first=False, last=False
+    ).shapes.items():
+        if re.search(r"\.(linear_.*|in_proj|out_proj)\.weight", name) and any(
+            n % multiple for n in size
+        ):
             raise UserError(
                 f"{section}.fp8: {recipe!r} needs dimensions that are multiples of {multiple}; "
                 f"{name} has {list(size)} on a tensor-parallel rank of {tp}"
@@ -109,21 +124,28 @@ def _check_stages(num_layers: int, megatron: MegatronConfig, section: str) -> No
     vpp = megatron.virtual_pipeline_model_parallel_size or 1
     if vpp > 1 and num_layers % (pp * vpp):
         raise UserError(
-            f"{section}.virtual_pipeline_model_parallel_size: {vpp} chunks for each of {pp} stages do not divide "
-            f"the model's {num_layers} layers"
+            f"{section}.virtual_pipeline_model_parallel_size: {vpp} chunks for each of {pp} stages "
+            f"do not divide the model's {num_layers} layers"
         )
-    if Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last, vpp=vpp).stage_sizes(num_layers) is not None:
+    if (
+        Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last, vpp=vpp).stage_sizes(
+            num_layers
+        )
+        is not None
+    ):
         return
     if first is None and last is None:
         fit = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise UserError(
-            f"{section}.pipeline_model_parallel_size: {pp} does not divide the model's {num_layers} "
-            f"layers; what divides them: {', '.join(map(str, fit))}; or set num_layers_in_first_pipeline_stage"
+            f"{section}.pipeline_model_parallel_size: {pp} does not divide the model's "
+            f"{num_layers} layers; what divides them: {', '.join(map(str, fit))}; or set "
+            "num_layers_in_first_pipeline_stage"
         )
     between = pp - (first is not None) - (last is not None)
     rest = num_layers - (first or 0) - (last or 0)
     raise UserError(
-        f"{section}.num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave "
+        f"{section}.num_layers_in_first_pipeline_stage {first} and "
+        f"num_layers_in_last_pipeline_stage {last} leave "
         f"{rest} of the model's {num_layers} layers for the other {between} of {pp} stages; "
         "each of these needs one at least, and all of them as many"
     )
@@ -138,6 +160,6 @@ def _check_experts(shape: ModelShape, megatron: MegatronConfig, section: str) ->
         )
     if shape.experts_per_token == 1 and shape.norm_topk_prob:
         raise UserError(
-            "config.json: num_experts_per_tok is 1 and norm_topk_prob is true: every weight is 1 and the router "
-            "cannot learn; Megatron-Core refuses it"
+            "config.json: num_experts_per_tok is 1 and norm_topk_prob is true: every weight is 1 "
+            "and the router cannot learn; Megatron-Core refuses it"
         )

@@ -1,5 +1,5 @@
-"""The layouts of all ranks, for the training mesh and for the rollout groups. layout.py has the layout of one rank,
-topology/mesh.py the coordinates of the ranks.
+"""The layouts of all ranks, for the training mesh and for the rollout groups. layout.py has the
+layout of one rank, topology/mesh.py the coordinates of the ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from rlhf_mc.reshard.layout import STACK, Layout, RankLayout, mcore_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
-def training_layouts(shape: ModelShape, mesh: Mesh, transformer_engine: bool = False) -> list[Layout]:
-    """Return each rank's layout of a Megatron-Core model. transformer_engine: the layers are Transformer Engine's."""
+def training_layouts(
+    shape: ModelShape, mesh: Mesh, transformer_engine: bool = False
+) -> list[Layout]:
+    """Return each rank's layout of a Megatron-Core model. transformer_engine: the layers are
+    Transformer Engine's."""
     known: dict[Coordinate, Layout] = {}
     layouts = []
     for rank in range(mesh.world):
@@ -26,19 +29,24 @@ def training_layouts(shape: ModelShape, mesh: Mesh, transformer_engine: bool = F
     return layouts
 
 
-def training_layout(shape: ModelShape, mesh: Mesh, at: Coordinate, transformer_engine: bool) -> Layout:
+def training_layout(
+    shape: ModelShape, mesh: Mesh, at: Coordinate, transformer_engine: bool
+) -> Layout:
     """Return the layout of the ranks at these coordinates."""
     chunks = []
     for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, at.pp)):
         first = at.pp == 0 and chunk == 0
         last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
         experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
-        chunks.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, transformer_engine, **experts))
+        chunks.append(
+            mcore_layout(shape, at.tp, mesh.tp, layers, first, last, transformer_engine, **experts)
+        )
     return chunks[0] if mesh.vpp == 1 else _concatenated(chunks)
 
 
 def chunk_prefix(chunk: int, num_chunks: int) -> str:
-    """Return the prefix of the parameter names of a virtual pipeline chunk; empty if the rank has one chunk."""
+    """Return the prefix of the parameter names of a virtual pipeline chunk; empty if the rank has
+    one chunk."""
     return f"chunk{chunk}." if num_chunks > 1 else ""
 
 
@@ -56,11 +64,13 @@ def _concatenated(chunks: Sequence[Layout]) -> Layout:
 
 
 def with_contiguous_experts(layouts: Sequence[Layout], mesh: Mesh) -> list[Layout]:
-    """Return the training layouts of ranks whose experts lie in the distributed optimizer's buffer, in the order of
-    models/expert_parts.ascending_in_buffer. Ranks that share a Layout share the result.
+    """Return the training layouts of ranks whose experts lie in the distributed optimizer's buffer,
+    in the order of models/expert_parts.ascending_in_buffer. Ranks that share a Layout share the
+    result.
 
-    The stacks are contiguous where the buffer has no padding: the start of a tensor is padded to 64 elements, and the
-    end of a bucket to 128 and to equal shards of its ranks. Without expert parallelism the buffer has all tensors."""
+    The stacks are contiguous where the buffer has no padding: the start of a tensor is padded to 64
+    elements, and the end of a bucket to 128 and to equal shards of its ranks. Without expert
+    parallelism the buffer has all tensors."""
     multiple = math.lcm(128, mesh.replicas // mesh.ep)
     known = {}
     for layout in {id(layout): layout for layout in layouts}.values():
@@ -72,20 +82,33 @@ def with_contiguous_experts(layouts: Sequence[Layout], mesh: Mesh) -> list[Layou
     return [known[id(layout)] for layout in layouts]
 
 
-def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]], layout: RankLayout) -> list[Layout]:
-    """Return each rank's layout of the rollout engines over these groups, each in the order of its TP ranks."""
-    by_rank = {rank: layout(shape, tp_rank, len(group)) for group in groups for tp_rank, rank in enumerate(group)}
+def rollout_layouts(
+    shape: ModelShape, groups: Sequence[Sequence[int]], layout: RankLayout
+) -> list[Layout]:
+    """Return each rank's layout of the rollout engines over these groups, each in the order of its
+    TP ranks."""
+    by_rank = {
+        rank: layout(shape, tp_rank, len(group))
+        for group in groups
+        for tp_rank, rank in enumerate(group)
+    }
     return [by_rank[rank] for rank in range(len(by_rank))]
 
 
-def split_layouts(layouts: Sequence[Layout], tensors: Collection[str]) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts without the shards of these logical tensors, and with these alone. Ranks that share a Layout
-    share the results."""
+def split_layouts(
+    layouts: Sequence[Layout], tensors: Collection[str]
+) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts without the shards of these logical tensors, and with these alone. Ranks
+    that share a Layout share the results."""
     known = {
         id(layout): tuple(
-            replace(layout, stacked=tuple(p for p in layout.stacked if (p.tensor in tensors) == chosen))
+            replace(
+                layout, stacked=tuple(p for p in layout.stacked if (p.tensor in tensors) == chosen)
+            )
             for chosen in (False, True)
         )
         for layout in {id(layout): layout for layout in layouts}.values()
     }
-    return [known[id(layout)][0] for layout in layouts], [known[id(layout)][1] for layout in layouts]
+    return [known[id(layout)][0] for layout in layouts], [
+        known[id(layout)][1] for layout in layouts
+    ]

@@ -1,11 +1,13 @@
-"""The planner: blocks and the ranks that they move between, given the layouts of both sides. Plain data, no torch.
+"""The planner: blocks and the ranks that they move between, given the layouts of both sides. Plain
+data, no torch.
 
-A block that the receiving rank already holds is copied there, never sent. Any other block comes from the nearest ranks
-that hold it (of the same node, else of all nodes), and all of them send equally many bytes. A block that several ranks
-of a node need and none of them holds is sent to the node once: each of these ranks receives a part and forwards it to
-the others. Tensors with the same placement on both sides, such as the layers of a pipeline stage, form a pattern. The
-moves of a pattern are planned once, so planning time hardly grows with the number of layers. execute.py carries a plan
-out.
+A block that the receiving rank already holds is copied there, never sent. Any other block comes
+from the nearest ranks that hold it (of the same node, else of all nodes), and all of them send
+equally many bytes. A block that several ranks of a node need and none of them holds is sent to the
+node once: each of these ranks receives a part and forwards it to the others. Tensors with the same
+placement on both sides, such as the layers of a pipeline stage, form a pattern. The moves of a
+pattern are planned once, so planning time hardly grows with the number of layers. execute.py
+carries a plan out.
 """
 
 from __future__ import annotations
@@ -51,11 +53,13 @@ class Plan:
         return max(self.sent_bytes) * len(self.sent_bytes) / total if total else 1.0
 
     def bucket_maxima(self) -> list[tuple[int, int]]:
-        """Return for each bucket the bytes that a rank sends or receives at most within its node, and to or from other
-        nodes."""
+        """Return for each bucket the bytes that a rank sends or receives at most within its node,
+        and to or from other nodes."""
         maxima = []
         for bucket in self.buckets:
-            loads = sum(self.patterns[part.pattern].loads(part.number, part.parts) for part in bucket)
+            loads = sum(
+                self.patterns[part.pattern].loads(part.number, part.parts) for part in bucket
+            )
             both, outside = loads.reshape(2, -1) * self.itemsize  # type: ignore[union-attr]
             maxima.append((int((both - outside).max()), int(outside.max())))
         return maxima
@@ -74,11 +78,16 @@ class Plan:
             transfers: list[Transfer] = []
             for part in bucket:
                 pattern = self.patterns[part.pattern]
-                blocks = (pattern.transfer(m, part.tensor, part.number, part.parts) for m in moves[part.pattern])
+                blocks = (
+                    pattern.transfer(m, part.tensor, part.number, part.parts)
+                    for m in moves[part.pattern]
+                )
                 transfers += join_strided(t for t in blocks if t)
             sends = tuple(t for t in transfers if t.src_rank == rank)
             buckets.append((sends, tuple(t for t in transfers if t.dst_rank == rank)))
-        return RankPlan(rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets))
+        return RankPlan(
+            rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets)
+        )
 
 
 @without_garbage_collector()  # a plan has no cycles
@@ -90,13 +99,15 @@ def make_plan(
     ranks_per_node: int = 8,
     share: bool = False,
 ) -> Plan:
-    """Return the plan that fills all target layouts from the source layouts. Each side has one layout per rank.
+    """Return the plan that fills all target layouts from the source layouts. Each side has one
+    layout per rank.
 
-    Ranks that share a Layout object are planned together. A source rank may hold any blocks, but any two blocks of a
-    tensor are either equal or disjoint. In a bucket no rank sends or receives more than `bucket_bytes`, unless one row
-    of every block is more. With `share`, target tensors that can be views of the rank's source tensors are aliases and
-    do not move. The result depends on the arguments only, so every rank computes the same plan. Raise UserError if the
-    source lacks a block that the target needs.
+    Ranks that share a Layout object are planned together. A source rank may hold any blocks, but
+    any two blocks of a tensor are either equal or disjoint. In a bucket no rank sends or receives
+    more than `bucket_bytes`, unless one row of every block is more. With `share`, target tensors
+    that can be views of the rank's source tensors are aliases and do not move. The result depends
+    on the arguments only, so every rank computes the same plan. Raise UserError if the source lacks
+    a block that the target needs.
     """
     import numpy as np  # not for the planner's command line alone
 
@@ -130,7 +141,10 @@ def make_plan(
         tuple(aliases),
         tuple(patterns),
         buckets,
-        tuple(itemsize * sum(alias.numel for alias in rank_aliases.values()) for rank_aliases in aliases),
+        tuple(
+            itemsize * sum(alias.numel for alias in rank_aliases.values())
+            for rank_aliases in aliases
+        ),
         tuple(copied),
         sent,
         received,
@@ -147,8 +161,9 @@ def make_plans(
     ranks_per_node: int = 8,
     share: bool = False,
 ) -> tuple[Plan, Plan | None]:
-    """Return the plans of the weight update: of the model, whose elements have `itemsize` bytes, and of its correction
-    biases (logical tensors), which are float32; None without any. Other arguments as of make_plan."""
+    """Return the plans of the weight update: of the model, whose elements have `itemsize` bytes,
+    and of its correction biases (logical tensors), which are float32; None without any. Other
+    arguments as of make_plan."""
     if not biases:
         return make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share), None
     source, source_biases = split_layouts(source, biases)
@@ -160,7 +175,8 @@ def make_plans(
 def _alias(
     source: Sequence[Layout], target: Sequence[Layout], itemsize: int
 ) -> tuple[list[dict[str, Alias]], list[Layout]]:
-    """Return (aliases of each rank, its target layout without them). Ranks that share a Layout share the result."""
+    """Return (aliases of each rank, its target layout without them). Ranks that share a Layout
+    share the result."""
     known: dict[tuple[int, int], tuple[dict[str, Alias], Layout]] = {}
     rests: dict[tuple[int, frozenset[str]], Layout] = {}
     for have, want in zip(source, target, strict=True):
@@ -168,14 +184,17 @@ def _alias(
             aliases = find_aliases(have, want, itemsize)
             names = id(want), frozenset(aliases)
             if names not in rests:
-                rests[names] = Layout(want.stacked_shapes, tuple(p for p in want.stacked if p.local not in aliases))
+                rests[names] = Layout(
+                    want.stacked_shapes, tuple(p for p in want.stacked if p.local not in aliases)
+                )
             known[id(have), id(want)] = aliases, rests[names]
     both = [known[id(have), id(want)] for have, want in zip(source, target, strict=True)]
     return [aliases for aliases, _ in both], [rest for _, rest in both]
 
 
 class _Side:
-    """The shards of one side, by tensor. A Layout object or a Shard object that several ranks share appears once."""
+    """The shards of one side, by tensor. A Layout object or a Shard object that several ranks share
+    appears once."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         ranks: dict[int, list[int]] = defaultdict(list)
@@ -184,14 +203,17 @@ class _Side:
         self.world = len(layouts)
         self.position: dict[str, int] = {}
         """Tensor -> its smallest index in a layout."""
-        shards: dict[int, tuple[Shard, list[int]]] = {}  # with the first rank of each layout that has the shard
+        # with the first rank of each layout that has the shard
+        shards: dict[int, tuple[Shard, list[int]]] = {}
         for first, *_ in ranks.values():
             for position, shard in enumerate(layouts[first].stacked):
                 if known := shards.get(id(shard)):
                     known[1].append(first)
                     continue
                 shards[id(shard)] = shard, [first]
-                self.position[shard.tensor] = min(position, self.position.get(shard.tensor, position))
+                self.position[shard.tensor] = min(
+                    position, self.position.get(shard.tensor, position)
+                )
         groups: dict[tuple[int, ...], int] = {}
         self.ranks: list[list[int]] = []
         """Ranks of each group, which have a shard in common."""
@@ -219,8 +241,9 @@ class _SenderBalancer:
     def nearest(
         self, holders: Iterable[int], receivers: Iterable[tuple[int, int]]
     ) -> dict[tuple[int, ...], list[list[tuple[int, int]]]]:
-        """Return possible senders -> groups of receivers (rank, shard); each group receives the block once. The
-        receivers of a node without a holder form one group; every other receiver is a group of its own."""
+        """Return possible senders -> groups of receivers (rank, shard); each group receives the
+        block once. The receivers of a node without a holder form one group; every other receiver is
+        a group of its own."""
         everywhere = tuple(holders)
         on_node: dict[int, list[int]] = defaultdict(list)
         for rank in everywhere:
@@ -239,12 +262,13 @@ class _SenderBalancer:
         return groups
 
     def split(self, block: Box, num_senders: int, num_receivers: int, group_size: int) -> list[Box]:
-        """Return slices of the block. If it is large enough, all senders send equally many slices, and all receivers of
-        a group receive equally many."""
+        """Return slices of the block. If it is large enough, all senders send equally many slices,
+        and all receivers of a group receive equally many."""
         size = volume(block) * self.itemsize
         parts = group_size * (num_senders // math.gcd(num_senders, num_receivers))
         parts = max(1, min(parts, size // MIN_SLICE_BYTES))
-        # Stacked experts are split between experts if that is even, else along the rows of all experts.
+        # Stacked experts are split between experts if that is even, else along the rows of all
+        # experts.
         axis = 1 if len(block) == 3 and (block[0][1] - block[0][0]) % parts else 0
         start, end = block[axis]
         parts = min(parts, end - start)
@@ -256,9 +280,11 @@ class _SenderBalancer:
         return self.turns.setdefault(senders, itertools.cycle(senders))
 
 
-def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _SenderBalancer) -> tuple[Pattern, Pattern]:
-    """Plan the first tensor, whose moves all the tensors share. Return the moves from sources, and the forwarding
-    moves."""
+def _make_patterns(
+    tensors: list[str], src: _Side, dst: _Side, balancer: _SenderBalancer
+) -> tuple[Pattern, Pattern]:
+    """Plan the first tensor, whose moves all the tensors share. Return the moves from sources, and
+    the forwarding moves."""
     sources = src.shards.get(tensors[0], [])
     targets = dst.shards[tensors[0]]
     holders: dict[Box, dict[int, int]] = defaultdict(dict)  # block -> rank -> index of its shard
@@ -269,7 +295,9 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _Sender
     forwards: list[Move] = []
     for (box, block), wanted in _needs(tensors[0], holders, targets, dst.ranks).items():
         have = holders[box]
-        copies += [Move(rank, have[rank], rank, shard, block) for rank, shard in wanted if rank in have]
+        copies += [
+            Move(rank, have[rank], rank, shard, block) for rank, shard in wanted if rank in have
+        ]
         missing = [(rank, shard) for rank, shard in wanted if rank not in have]
         for senders, groups in balancer.nearest(have, missing).items():
             turn = balancer.turn(senders)
@@ -277,13 +305,17 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _Sender
             slices: dict[int, list[Box]] = {}
             for group in groups:
                 if len(group) not in slices:
-                    slices[len(group)] = balancer.split(block, len(senders), num_receivers, len(group))
+                    slices[len(group)] = balancer.split(
+                        block, len(senders), num_receivers, len(group)
+                    )
                 for number, part in enumerate(slices[len(group)]):
                     first = group[number % len(group)]
                     sender = next(turn)
                     moves.append(Move(sender, have[sender], *first, part))
                     if len(group) > 1:
-                        forwards += [Move(*first, *other, part) for other in group if other != first]
+                        forwards += [
+                            Move(*first, *other, part) for other in group if other != first
+                        ]
     at_dst = _shards(tensors, dst)
     ranks = dst.world, balancer.ranks_per_node
     from_sources = Pattern(*ranks, _shards(tensors, src), at_dst, copies, moves)
@@ -291,23 +323,29 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _Sender
 
 
 def _needs(
-    tensor: str, holders: Mapping[Box, object], targets: Sequence[tuple[int, Shard]], dst_ranks: list[list[int]]
+    tensor: str,
+    holders: Mapping[Box, object],
+    targets: Sequence[tuple[int, Shard]],
+    dst_ranks: list[list[int]],
 ) -> dict[tuple[Box, Box], list[tuple[int, int]]]:
-    """Return (block of the source, its part that a target needs) -> (rank, index of its shard) of every rank that needs
-    the part. Raise UserError if the source lacks a part."""
+    """Return (block of the source, its part that a target needs) -> (rank, index of its shard) of
+    every rank that needs the part. Raise UserError if the source lacks a part."""
     needs: dict[tuple[Box, Box], list[tuple[int, int]]] = defaultdict(list)
     blocks: dict[Box, list[tuple[Box, Box]]] = {}
     for number, (layout, shard) in enumerate(targets):
         if shard.box not in blocks:
-            blocks[shard.box] = [(box, block) for box in holders if (block := intersection(box, shard.box))]
+            blocks[shard.box] = [
+                (box, block) for box in holders if (block := intersection(box, shard.box))
+            ]
         for source_and_part in blocks[shard.box]:
             needs[source_and_part] += [(rank, number) for rank in dst_ranks[layout]]
         covered = sum(volume(block) for _, block in blocks[shard.box])
         assert covered <= volume(shard.box), f"{tensor}: blocks of the source overlap"
         if covered < volume(shard.box):
             raise UserError(
-                f"{tensor}: rank {dst_ranks[layout][0]} needs {box_text(shard.box)} of it for {shard.local}, "
-                f"and the source has {', '.join(map(box_text, holders)) or 'nothing of it'}"
+                f"{tensor}: rank {dst_ranks[layout][0]} needs {box_text(shard.box)} of it for "
+                f"{shard.local}, and the source has "
+                f"{', '.join(map(box_text, holders)) or 'nothing of it'}"
             )
     return needs
 

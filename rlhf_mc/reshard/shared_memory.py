@@ -1,5 +1,6 @@
-"""The shared-memory transport: ranks of one node map each other's outboxes, where tensors lie in host memory. A message
-costs one copy in and one copy out; a socket on the same machine costs two more, through the kernel.
+"""The shared-memory transport: ranks of one node map each other's outboxes, where tensors lie in
+host memory. A message costs one copy in and one copy out; a socket on the same machine costs two
+more, through the kernel.
 """
 
 from __future__ import annotations
@@ -19,28 +20,36 @@ from rlhf_mc.topology.consensus import gather_objects
 
 
 class SharedMemory:
-    """Messages between the ranks of one node. A rank's outbox is written by the rank and read by the others.
+    """Messages between the ranks of one node. A rank's outbox is written by the rank and read by
+    the others.
 
-    It lies in an anonymous file (memfd). So a killed rank leaves nothing behind, and the size of /dev/shm does not
-    matter."""
+    It lies in an anonymous file (memfd). So a killed rank leaves nothing behind, and the size of
+    /dev/shm does not matter."""
 
     def __init__(self, num_bytes: int, group: dist.ProcessGroup) -> None:
-        """Allocate this rank's outbox of `num_bytes`, and map the outboxes of the node's other ranks. Collective."""
+        """Allocate this rank's outbox of `num_bytes`, and map the outboxes of the node's other
+        ranks. Collective."""
         self._rank = dist.get_rank(group)
-        # The file begins with one int64 per rank: the element at which the message to that rank begins.
+        # The file begins with one int64 per rank: the element at which the message to that rank
+        # begins.
         self._header_bytes = 8 * dist.get_world_size(group)
         self._memory: dict[int, mmap.mmap] = {}
         size = self._header_bytes + max(num_bytes, 8)  # torch takes no view of 0 bytes
         file = self._allocate(size)
         outboxes = gather_objects((namespace_id("pid"), os.getpid(), file, size), group)
         namespaces = [namespace for namespace, *_ in outboxes]
-        on_node = [rank for rank, namespace in enumerate(namespaces) if namespace == namespaces[self._rank]]
-        opened = all(self._open(rank, *outboxes[rank][1:]) for rank in on_node if rank != self._rank)
+        on_node = [
+            rank for rank, namespace in enumerate(namespaces) if namespace == namespaces[self._rank]
+        ]
+        opened = all(
+            self._open(rank, *outboxes[rank][1:]) for rank in on_node if rank != self._rank
+        )
         all_opened = gather_objects(opened and file is not None, group)
         if file is not None:
             os.close(file)  # the mappings stay
         self.ranks = frozenset(on_node if all(all_opened[rank] for rank in on_node) else ())
-        """Ranks of the node, this one included; empty where the system refuses the memory to any of them."""
+        """Ranks of the node, this one included; empty where the system refuses the memory to any of
+        them."""
         self._barrier_group = self._build_barrier_group(namespaces, group)
 
     def _allocate(self, size: int) -> int | None:
@@ -68,26 +77,38 @@ class SharedMemory:
             return False
         return True
 
-    def _build_barrier_group(self, namespaces: list[str], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _build_barrier_group(
+        self, namespaces: list[str], group: dist.ProcessGroup
+    ) -> dist.ProcessGroup:
         """Return the group of this rank's node. Every rank must build the groups of all nodes."""
         nodes: dict[str, list[int]] = {namespace: [] for namespace in sorted(set(namespaces))}
         for rank, namespace in enumerate(namespaces):
             nodes[namespace].append(dist.get_global_rank(group, rank))
-        return {namespace: dist.new_group(ranks) for namespace, ranks in nodes.items()}[namespaces[self._rank]]
+        return {namespace: dist.new_group(ranks) for namespace, ranks in nodes.items()}[
+            namespaces[self._rank]
+        ]
 
     def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
-        """Return the mapped outbox. Messages are read where their senders packed them, so the inbox is empty."""
+        """Return the mapped outbox. Messages are read where their senders packed them, so the inbox
+        is empty."""
         outbox = torch.frombuffer(self._memory[self._rank], dtype=dtype, offset=self._header_bytes)
         return Buffers(outbox, torch.empty(0, dtype=dtype))
 
-    def exchange(self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Publish where the outgoing messages begin in the outbox, wait for the node's ranks to do so, and return views
-        of the senders' outboxes."""
-        header = torch.frombuffer(self._memory[self._rank], dtype=torch.int64, count=self._header_bytes // 8)
+    def exchange(
+        self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        """Publish where the outgoing messages begin in the outbox, wait for the node's ranks to do
+        so, and return views of the senders' outboxes."""
+        header = torch.frombuffer(
+            self._memory[self._rank], dtype=torch.int64, count=self._header_bytes // 8
+        )
         for rank, message in outgoing.items():
             header[rank] = int(message.storage_offset())
         self._barrier()
-        return {sender: self._message(sender, numel, buffers.outbox.dtype) for sender, numel in sizes.items()}
+        return {
+            sender: self._message(sender, numel, buffers.outbox.dtype)
+            for sender, numel in sizes.items()
+        }
 
     def _message(self, sender: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         memory = self._memory[sender]
@@ -104,8 +125,8 @@ class SharedMemory:
 
 
 class SharedMemoryAndNetwork:
-    """Shared memory between the ranks of a node, point-to-point messages between nodes. One message that goes to ranks
-    of both kinds is packed once, in the shared outbox."""
+    """Shared memory between the ranks of a node, point-to-point messages between nodes. One message
+    that goes to ranks of both kinds is packed once, in the shared outbox."""
 
     def __init__(self, shared: SharedMemory, network: PointToPoint) -> None:
         self._shared = shared
@@ -116,11 +137,17 @@ class SharedMemoryAndNetwork:
         outbox = self._shared.buffers(plan, dtype).outbox
         return Buffers(outbox, self._network.inbox(plan, dtype, but_from=self._shared.ranks))
 
-    def exchange(self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    def exchange(
+        self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
         """Exchange the messages between nodes, then the messages within the node."""
 
         def select(by_rank: Mapping[int, Any], on_node: bool) -> dict[int, Any]:
-            return {rank: value for rank, value in by_rank.items() if (rank in self._shared.ranks) == on_node}
+            return {
+                rank: value
+                for rank, value in by_rank.items()
+                if (rank in self._shared.ranks) == on_node
+            }
 
         far = self._network.exchange(buffers, select(outgoing, False), select(sizes, False))
         near = self._shared.exchange(buffers, select(outgoing, True), select(sizes, True))
@@ -132,8 +159,9 @@ class SharedMemoryAndNetwork:
 
 
 def host_transport(outbox_bytes: int, group: dist.ProcessGroup) -> Transport:
-    """Return the fastest transport of host tensors: shared memory within a node, if the system allows it. Collective.
-    outbox_bytes: of the largest bucket that this rank sends (RankPlan.outbox_bytes)."""
+    """Return the fastest transport of host tensors: shared memory within a node, if the system
+    allows it. Collective. outbox_bytes: of the largest bucket that this rank sends
+    (RankPlan.outbox_bytes)."""
     network = PointToPoint(group)
     shared = SharedMemory(outbox_bytes, group)
     return SharedMemoryAndNetwork(shared, network) if shared.ranks else network

@@ -1,5 +1,5 @@
-"""The weight update before each rollout: it writes the actor's parameters into the rollout engine's. The plan is made
-once, at the start of the run."""
+"""The weight update before each rollout: it writes the actor's parameters into the rollout
+engine's. The plan is made once, at the start of the run."""
 
 from __future__ import annotations
 
@@ -33,14 +33,21 @@ class WeightSync:
         biases: Plan | None = None,
         keep_views: bool = True,
     ) -> None:
-        """dtype: of the messages; None: the one type of all tensors. biases: the plan of the correction biases,
-        which are float32. keep_views: the views of the first update serve the later ones; without it the target's
-        tensors may be temporary."""
+        """dtype: of the messages; None: the one type of all tensors. biases: the plan of the
+        correction biases,
+        which are float32. keep_views: the views of the first update serve the later ones; without
+        it the target's tensors may be temporary."""
         self.plan = plan.for_rank(rank)
         """This rank's transfers, without those of the correction biases."""
         # On GPUs, NCCL chooses between NVLink and the network.
-        messages = PointToPoint(_world()) if platform.use_cuda() else host_transport(self.plan.outbox_bytes, _world())
-        self._parts: list[tuple[RankPlan, torch.dtype | None, Transport]] = [(self.plan, dtype, messages)]
+        messages = (
+            PointToPoint(_world())
+            if platform.use_cuda()
+            else host_transport(self.plan.outbox_bytes, _world())
+        )
+        self._parts: list[tuple[RankPlan, torch.dtype | None, Transport]] = [
+            (self.plan, dtype, messages)
+        ]
         if biases is not None:
             self._parts.append((biases.for_rank(rank), torch.float32, PointToPoint(_world())))
         self._keep_views = keep_views
@@ -51,7 +58,9 @@ class WeightSync:
         self._is_first = True
         plans = [plan] if biases is None else [plan, biases]
         self.metrics = {
-            f"reshard/{kind}_bytes": float(sum(getattr(one, f"{kind}_bytes")[rank] for one in plans))
+            f"reshard/{kind}_bytes": float(
+                sum(getattr(one, f"{kind}_bytes")[rank] for one in plans)
+            )
             for kind in ("shared", "copied", "sent", "received")
         }
         """Bytes that one update moves on this rank."""
@@ -80,8 +89,8 @@ class WeightSync:
         self._is_first = False
 
     def _is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True where the views are of the memory of these tensors. An offload resizes a storage, which all of
-        its views follow, and vLLM's sleep keeps addresses."""
+        """Return True where the views are of the memory of these tensors. An offload resizes a
+        storage, which all of its views follow, and vLLM's sleep keeps addresses."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         return bool(self._bound) and addresses == [tensor.data_ptr() for tensor in self._tensors]
 
@@ -98,10 +107,12 @@ def plan_weight_sync(
     share: bool = False,
     keep_views: bool = True,
 ) -> WeightSync:
-    """Return this rank's update from each rank's layout of the trainer to its layout of an engine, the same plan on
-    every rank. biases: the correction biases, float32 in both, whatever the type `dtype` of the trainer's others.
-    keep_views: as WeightSync has it."""
-    plan, of_biases = make_plans(source, target, biases, dtype.itemsize, bucket_bytes, ranks_per_node, share)
+    """Return this rank's update from each rank's layout of the trainer to its layout of an engine,
+    the same plan on every rank. biases: the correction biases, float32 in both, whatever the type
+    `dtype` of the trainer's others. keep_views: as WeightSync has it."""
+    plan, of_biases = make_plans(
+        source, target, biases, dtype.itemsize, bucket_bytes, ranks_per_node, share
+    )
     return WeightSync(plan, rank, verify_when, dtype, of_biases, keep_views)
 
 
@@ -112,7 +123,10 @@ def _world() -> dist.ProcessGroup:
 
 def _summary(plans: Sequence[Plan]) -> str:
     def megabytes(kind: str) -> str:
-        counts = [sum(of_rank) for of_rank in zip(*(getattr(plan, f"{kind}_bytes") for plan in plans), strict=True)]
+        counts = [
+            sum(of_rank)
+            for of_rank in zip(*(getattr(plan, f"{kind}_bytes") for plan in plans), strict=True)
+        ]
         low = min(counts) / 1e6
         high = max(counts) / 1e6
         return f"{high:.1f} MB" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f} MB"
@@ -122,4 +136,8 @@ def _summary(plans: Sequence[Plan]) -> str:
         f"{megabytes('copied')} copied, {megabytes('received')} received"
     )
     plan = plans[0]
-    return f"{line}; largest sender {plan.sender_imbalance:.2f} x the mean" if any(plan.sent_bytes) else line
+    return (
+        f"{line}; largest sender {plan.sender_imbalance:.2f} x the mean"
+        if any(plan.sent_bytes)
+        else line
+    )

@@ -1,6 +1,6 @@
-r"""Forms of mathematical answers that math-verify misreads: what math.py rewrites or decides before it asks for
-computer algebra. Spelling (spaces, fonts, currency, repeating decimals, ...), bases, units, percent signs, labels of
-multiple choice, words, brackets and lists.
+r"""Forms of mathematical answers that math-verify misreads: what math.py rewrites or decides before
+it asks for computer algebra. Spelling (spaces, fonts, currency, repeating decimals, ...), bases,
+units, percent signs, labels of multiple choice, words, brackets and lists.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Callable
 from decimal import Decimal
 
 _CHARACTERS = str.maketrans(
-    {"°": "^\\circ ", "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "\\div ", "π": "\\pi ", "∞": "\\infty ",
-     "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∅": "\\emptyset ", "²": "^2", "³": "^3",
-     "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23", "¼": "\\frac14", "¾": "\\frac34", "…": "\\ldots ",
+    {"°": "^\\circ ", "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "\\div ",
+     "π": "\\pi ", "∞": "\\infty ",
+     "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∅": "\\emptyset ",
+     "²": "^2", "³": "^3",
+     "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23", "¼": "\\frac14", "¾": "\\frac34",
+     "…": "\\ldots ",
      **dict.fromkeys("€£¥₹", "")}
 )  # fmt: skip
 _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
@@ -39,7 +42,8 @@ _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"^\{([^{}]*,[^{}]*)\}$", r"\\{\1\\}"),
     (r"^([^:]+):([^:]+):([^:]+)$", r"(\1,\2,\3)"),
     (r"^([-+]?\d+) (\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
-    (r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(-?[\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?[)}]?", r"\1(\2\\pi/180)"),
+    (r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(-?[\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?[)}]?",
+     r"\1(\2\\pi/180)"),
 ]  # fmt: skip
 _SPELLING = [(re.compile(pattern), replacement) for pattern, replacement in _SPELLINGS]
 _LIST_BRACKET = re.compile(r"[(\[]|\\\{")
@@ -47,22 +51,33 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _DOTS = re.compile(r"([-+]?\d*)\.(\d{0,6}?)(\d{1,6}?)\3{2,9}\s*(?:\\ldots|\.\.\.)")
 _NUMBER = re.compile(
-    r"([-+]?) ?(\d*)(\.\d*)?(?:(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?|[eE])(\{ ?[-+]?\d{1,6} ?\}|[-+]?\d{1,6}))?"
+    r"([-+]?) ?(\d*)(\.\d*)?(?:(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?|[eE])(\{ ?[-+]?\d{1,6} "
+    r"?\}|[-+]?\d{1,6}))?"
 )
 _BASE = re.compile(r"([0-9][0-9A-Za-z.]*) ?_ ?(?:\{ ?\(?(\w+)\)? ?\}|(\d))")
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
+ "eight": "8", "nine": "9",
           "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mathit|mathsf|operatorname) ?\{([^{}]*)\}")
-_LABEL = re.compile(r"(?:(?i:option|choice|answer):? )?(?:\(([A-J])\)(?: |(?=\d)|$)|([A-J])(?:[.):] |[.):]?$))(.*)")
+_LABEL = re.compile(
+    r"(?:(?i:option|choice|answer):? )?(?:\(([A-J])\)(?: |(?=\d)|$)|([A-J])(?:[.):] |[.):]?$))(.*)"
+)
 _WORDS = re.compile(r"[A-Za-z][A-Za-z0-9' .,:-]*")
 _PERCENT = re.compile(r" ?(?:\\?%| percent|percent)$")
-_UNIT = re.compile(r"(?:\d|\}|\\pi) ?(?:\\(?:text|mathrm) ?\{ ?([a-z]+) ?\}|([a-z]{2,}))(?: ?\^ ?\{?\d\}?)?$")
+_UNIT = re.compile(
+    r"(?:\d|\}|\\pi) ?(?:\\(?:text|mathrm) ?\{ ?([a-z]+) ?\}|([a-z]{2,}))(?: ?\^ ?\{?\d\}?)?$"
+)
 _UNITS = {
     spelling: names.split()[0]
     for names in (
-        "mm millimeter", "cm centimeter", "m meter", "km kilometer", "in inch inche", "ft foot feet", "yd yard",
-        "mi mile", "ms millisecond", "s sec second", "min minute", "h hr hour", "day", "week", "month", "yr year",
-        "mg milligram", "g gram", "kg kilogram", "lb lbs pound", "oz ounce", "ml milliliter", "l liter",
+        "mm millimeter", "cm centimeter", "m meter", "km kilometer", "in inch inche", ("ft foot "
+                                                                                      "feet"),
+                                                                                      ("yd "
+                                                                                               "yard"),
+        "mi mile", "ms millisecond", "s sec second", "min minute", "h hr hour", "day", "week",
+        "month", "yr year",
+        "mg milligram", "g gram", "kg kilogram", "lb lbs pound", "oz ounce", "ml milliliter", ("l "
+                                                                                              "liter"),
         "dollar", "cent",
     )
     for name in names.split()
@@ -101,7 +116,11 @@ def spelled(text: str) -> str:
     if match := _DOTS.fullmatch(text):
         text = rf"{match[1]}.{match[2]}\overline{{{match[3]}}}"
     text = _REPEATING.sub(_fraction, text).rstrip(". \\")
-    return text if _LIST_BRACKET.search(text) else _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    return (
+        text
+        if _LIST_BRACKET.search(text)
+        else _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    )
 
 
 def squeezed(text: str) -> str:
@@ -114,7 +133,9 @@ def _fraction(match: re.Match[str]) -> str:
     once = match[2]
     period = match[3] or match[4]
     digits = (match[1] or "0") + once
-    return rf"\frac{{{int(digits + period) - int(digits)}}}{{{'9' * len(period) + '0' * len(once)}}}"
+    return (
+        rf"\frac{{{int(digits + period) - int(digits)}}}{{{'9' * len(period) + '0' * len(once)}}}"
+    )
 
 
 def number(text: str) -> Decimal | None:
@@ -187,8 +208,9 @@ def unit(text: str) -> str | None:
 
 
 def brackets(text: str, items: list[str]) -> str:
-    r"""Return the kind of an answer with these parts: "set" \{1, 2\}, "tuple" (1, 2) or "interval" [1, 2) of several
-    parts, "boxed" [5], "list" 1, 2, or "one". "other" is none of these: a relation, a matrix."""
+    r"""Return the kind of an answer with these parts: "set" \{1, 2\}, "tuple" (1, 2) or "interval"
+    [1, 2) of several parts, "boxed" [5], "list" 1, 2, or "one". "other" is none of these: a
+    relation, a matrix."""
     if re.search(r"[<>]|\\(?:[lg]eq?|ne|begin|in|cup|cap)(?![a-z])", text):
         return "other"
     opening = text.replace("\\{", "{", 1)[:1] if text[:1] != "{" else ""
@@ -213,7 +235,8 @@ def _is_enclosed(text: str) -> bool:
 
 
 def parts(text: str) -> list[str]:
-    """Return the parts of a list, between its commas, semicolons, `and` and `or` outside brackets."""
+    """Return the parts of a list, between its commas, semicolons, `and` and `or` outside
+    brackets."""
     parts = [""]
     depth = 0
     for character in _LINK.sub(",", text):
@@ -227,7 +250,11 @@ def parts(text: str) -> list[str]:
 
 def with_both_signs(text: str) -> str:
     r"""Return a \pm b as the list a + b, a - b."""
-    return f"{text.replace(PLUS_MINUS, '+')}, {text.replace(PLUS_MINUS, '-')}" if text.count(PLUS_MINUS) == 1 else text
+    return (
+        f"{text.replace(PLUS_MINUS, '+')}, {text.replace(PLUS_MINUS, '-')}"
+        if text.count(PLUS_MINUS) == 1
+        else text
+    )
 
 
 def repeated(items: list[str]) -> list[str]:
@@ -244,6 +271,10 @@ def as_union(text: str) -> str:
             return text
         is_closed = one[2] not in "<>"
         below = one[2] == "<" or one[2].startswith("\\l")
-        interval = rf"(-\infty, {one[3]}{')]'[is_closed]}" if below else rf"{'(['[is_closed]}{one[3]}, \infty)"
+        interval = (
+            rf"(-\infty, {one[3]}{')]'[is_closed]}"
+            if below
+            else rf"{'(['[is_closed]}{one[3]}, \infty)"
+        )
         intervals.append(interval)
     return r" \cup ".join(intervals)

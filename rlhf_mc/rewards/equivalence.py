@@ -1,9 +1,10 @@
 """Equivalence of two answers in LaTeX, by math-verify (on SymPy) in a process of its own.
 
-Computer algebra may take forever, or stay inside one C function, where no signal handler of Python runs. So the kernel
-kills the process once it has used up its processor time for a row, and the next row starts another process. The limit
-is processor time and not wall-clock time, so that a busy machine changes no score. The process starts with the first
-row that needs it, since importing SymPy takes about two seconds.
+Computer algebra may take forever, or stay inside one C function, where no signal handler of Python
+runs. So the kernel kills the process once it has used up its processor time for a row, and the next
+row starts another process. The limit is processor time and not wall-clock time, so that a busy
+machine changes no score. The process starts with the first row that needs it, since importing SymPy
+takes about two seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.runtime.guard import GROUP_SIGNALS
 
 LIMIT_SECONDS = 3.0
-"""Processor time for one row. Half of the answers in tests/unit/math_answers.py take 0.004 s, the slowest 0.13 s."""
+"""Processor time for one row. Half of the answers in tests/unit/math_answers.py take 0.004 s, the
+slowest 0.13 s."""
 LIMIT_BYTES = 4 << 30
 """Address space of the process: 9^{9^{9^9}} has more digits than fit into any memory."""
 
@@ -39,8 +41,8 @@ class Comparison:
         self._connection: Connection | None = None
 
     def same(self, answer: str, truth: str) -> bool:
-        """Return whether the answers are equivalent. Raise Undecided if the comparison takes too long, UserError if
-        math-verify cannot be imported."""
+        """Return whether the answers are equivalent. Raise Undecided if the comparison takes too
+        long, UserError if math-verify cannot be imported."""
         if self._process is not None and self._process.poll() is not None:
             self._end()  # it ended between two rows, so neither row is the cause
         connection = self._connection or self._start()
@@ -78,7 +80,9 @@ class Comparison:
             problem = self._end()
         if problem is not None:
             self.close()
-            raise UserError(f"the rule for MATH cannot use the package math-verify, which it needs: {problem}")
+            raise UserError(
+                f"the rule for MATH cannot use the package math-verify, which it needs: {problem}"
+            )
         return ours
 
     def _end(self) -> str:
@@ -89,11 +93,16 @@ class Comparison:
         self._process = self._connection = None
         if code == -signal.SIGPROF:
             return f"more than {LIMIT_SECONDS:g} s of processor time"
-        return f"its process ended by {signal.Signals(-code).name}" if code < 0 else f"its process exited with {code}"
+        return (
+            f"its process ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"its process exited with {code}"
+        )
 
 
 def main(descriptor: int) -> None:
-    """Compare the answers that arrive, until the other end is closed. This is the child process's program."""
+    """Compare the answers that arrive, until the other end is closed. This is the child process's
+    program."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -109,7 +118,8 @@ def main(descriptor: int) -> None:
     while True:
         try:
             answer, truth = connection.recv()
-            # The timer's signal has no handler, so the kernel kills the process, whatever the process is doing.
+            # The timer's signal has no handler, so the kernel kills the process, whatever the
+            # process is doing.
             signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
             result = same(answer, truth)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -133,13 +143,19 @@ def _load():  # type: ignore[no-untyped-def]
         return parse(rf"\boxed{{{text}}}", kinds, parsing_timeout=None, raise_on_error=False)
 
     def number(value):  # type: ignore[no-untyped-def]
-        """Return the expression with the imaginary unit for i, which the parser leaves a symbol that is not real."""
+        """Return the expression with the imaginary unit for i, which the parser leaves a symbol
+        that is not real."""
         return value.subs(Symbol("i", real=False), I) if isinstance(value, Basic) else value
 
     def same(answer: str, truth: str) -> bool:
-        random.seed(0)  # SymPy evaluates expressions at random points; the result must not depend on earlier rows
-        gold, given = ([number(expression) for expression in parsed(text)] for text in (truth, answer))
-        return bool(verify(gold, given, _DECIMALS, allow_set_relation_comp=True, timeout_seconds=None))
+        # SymPy evaluates expressions at random points; the result must not depend on earlier rows
+        random.seed(0)
+        gold, given = (
+            [number(expression) for expression in parsed(text)] for text in (truth, answer)
+        )
+        return bool(
+            verify(gold, given, _DECIMALS, allow_set_relation_comp=True, timeout_seconds=None)
+        )
 
     same(r"\frac{1}{2}", "0.5")  # the first use builds the parser's tables
     return same

@@ -63,21 +63,24 @@ class PendingScores:
         with working(total=self.num_rows, unit="responses") as work:
             for rows, part in self._parts:
                 while not wait([part], _COUNT_SECONDS).done:
-                    work.done = sum(worker.num_scored - before for worker, before in self._num_before.items())
+                    work.done = sum(
+                        worker.num_scored - before for worker, before in self._num_before.items()
+                    )
                 for row, score in zip(rows, part.result(), strict=True):
                     scores[row] = score
         return scores
 
     def seconds_until(self, moment: float) -> float:
-        """Return the seconds from the first submission to the last score or the moment (of time.perf_counter), during
-        which the rank did other work."""
+        """Return the seconds from the first submission to the last score or the moment (of
+        time.perf_counter), during which the rank did other work."""
         if self._submitted is None:
             return 0.0
         return (moment if self.is_busy else min(self._done, moment)) - self._submitted
 
 
 class RewardManager:
-    """Scores responses by the user's function and the built-in rules. Ranks have managers of their own."""
+    """Scores responses by the user's function and the built-in rules. Ranks have managers of their
+    own."""
 
     def __init__(
         self,
@@ -86,8 +89,8 @@ class RewardManager:
         models: Mapping[str, str] | None = None,
         environment: EnvironmentConfig | None = None,
     ) -> None:
-        """Raise UserError if reward.mixture or the user's file cannot be used. models, environment: as Mixture has
-        them; the parts of models are not computed here."""
+        """Raise UserError if reward.mixture or the user's file cannot be used. models, environment:
+        as Mixture has them; the parts of models are not computed here."""
         self.mixture = Mixture(custom, reward, models, environment)
         self._custom = custom
         self._reward = reward
@@ -108,8 +111,8 @@ class RewardManager:
                 raise
 
     def check(self, prompts: Sequence[Prompt], training: bool = True) -> None:
-        """Raise UserError if a prompt cannot be scored, or warn, by reward.default_score. Called before training
-        starts."""
+        """Raise UserError if a prompt cannot be scored, or warn, by reward.default_score. Called
+        before training starts."""
         default = self._reward.default_score
         unscored = 0
         for prompt in prompts:
@@ -122,7 +125,9 @@ class RewardManager:
             if unscored == 1:
                 first = f"{row.name}: {problem}"
         if unscored:
-            print_line(f"warning: {unscored} prompts score reward.default_score {default:g}; {first}")
+            print_line(
+                f"warning: {unscored} prompts score reward.default_score {default:g}; {first}"
+            )
 
     def parts(self, prompt: Prompt, training: bool) -> Mapping[str, float]:
         """Return the weights of the parts of the score of the prompt's responses."""
@@ -130,8 +135,11 @@ class RewardManager:
 
     @property
     def special_tokens(self) -> dict[str, Sequence[str] | None]:
-        """The special tokens, where the tokenizer has them, with which a part reads responses; None: all."""
-        read: dict[str, Sequence[str] | None] = {name: rule.tags for name, rule in RULES.items() if rule.tags}
+        """The special tokens, where the tokenizer has them, with which a part reads responses;
+        None: all."""
+        read: dict[str, Sequence[str] | None] = {
+            name: rule.tags for name, rule in RULES.items() if rule.tags
+        }
         return read if self._custom.skip_special_tokens else {**read, CUSTOM: None}
 
     @property
@@ -149,12 +157,14 @@ class RewardManager:
         episodes: Sequence[Episode | None] | None = None,
         with_special_tokens: Sequence[Mapping[str, str]] | None = None,
     ) -> PendingScores:
-        """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
-        responses. Errors are raised by PendingScores.result.
+        """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if
+        a prompt has several responses. Errors are raised by PendingScores.result.
 
-        training: by the weights of training, else of validation. Parts of reward models are not added here.
-        texts: the prompts as text, with `needs_prompts`. earlier: scores to come, behind which these are added.
-        episodes: what the environments of the responses gave. with_special_tokens: as RewardRow has them."""
+        training: by the weights of training, else of validation. Parts of reward models are not
+        added here.
+        texts: the prompts as text, with `needs_prompts`. earlier: scores to come, behind which
+        these are added. episodes: what the environments of the responses gave. with_special_tokens:
+        as RewardRow has them."""
         pending = PendingScores(self._names) if earlier is None else earlier
         texts = [""] * len(prompts) if texts is None else texts
         episodes = [None] * len(prompts) if episodes is None else episodes
@@ -216,15 +226,18 @@ class RewardManager:
             raise
 
     def _failed(self, row: RewardRow, failure: Failure) -> Score:
-        """Return the default score of a row that could not be scored, with a warning. Raise UserError instead if
-        reward.default_score is null."""
-        message = f"{failure.origin or custom_score_name(self._custom)}: {row.name}: {failure.problem}"
+        """Return the default score of a row that could not be scored, with a warning. Raise
+        UserError instead if reward.default_score is null."""
+        message = (
+            f"{failure.origin or custom_score_name(self._custom)}: {row.name}: {failure.problem}"
+        )
         default = self._reward.default_score
         if default is None:
             raise LostProcessError(message) if failure.is_killed else UserError(message)
         self._failures += 1
         if self._failures <= _MAX_REPORTED or self._failures % 100 == 0:
             print_line(
-                f"warning: {message}; it scores {default:g} ({self._failures} such responses so far on this rank)"
+                f"warning: {message}; it scores {default:g} ({self._failures} such responses so "
+                "far on this rank)"
             )
         return Score(default, {DEFAULT: default}, failure=failure.kind)

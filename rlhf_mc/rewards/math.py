@@ -1,6 +1,6 @@
-r"""The rule for competition mathematics (MATH): the last \boxed{...} of the response must be equivalent to the
-reference answer, by math-verify in a process of its own (equivalence.py). Every step in this file takes time linear in
-the response's length.
+r"""The rule for competition mathematics (MATH): the last \boxed{...} of the response must be
+equivalent to the reference answer, by math-verify in a process of its own (equivalence.py). Every
+step in this file takes time linear in the response's length.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ MAX_ANSWER_CHARS = 1000
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _TWO_SIGNS = re.compile(r"[-+] ?[-+]")
-_NEVER_SAME = ({"set", "tuple"}, {"set", "interval"}, {"one", "boxed"}, {"one", "list"}, {"boxed", "list"})
+_NEVER_SAME = (
+    {"set", "tuple"},
+    {"set", "interval"},
+    {"one", "boxed"},
+    {"one", "list"},
+    {"boxed", "list"},
+)
 """Kinds of answers (answer_forms.brackets) of which one is never the other."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed \boxed{...} of `text`, inner braces included, or None. An escaped brace is
-    an ordinary character."""
-    open_braces: list[tuple[int, int]] = []  # position of the brace, and start of the box's content (0: not a box)
+    r"""Return the content of the last closed \boxed{...} of `text`, inner braces included, or None.
+    An escaped brace is an ordinary character."""
+    # position of the brace, and start of the box's content (0: not a box)
+    open_braces: list[tuple[int, int]] = []
     last = -1
     start = 0
     end = 0
@@ -50,10 +57,12 @@ _MAX_REPORTED = 5
 """Undecided answers that each process reports; after them it reports every hundredth."""
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
-    r"""Return as "score" 1.0 if the last \boxed{...} of the response is equivalent to the ground truth (itself boxed or
-    bare), else 0.0. "undecided" is 1.0 if equivalence.LIMIT_SECONDS of processor time did not decide that: the score is
-    0.0 then."""
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, float]:
+    r"""Return as "score" 1.0 if the last \boxed{...} of the response is equivalent to the ground
+    truth (itself boxed or bare), else 0.0. "undecided" is 1.0 if equivalence.LIMIT_SECONDS of
+    processor time did not decide that: the score is 0.0 then."""
     return score_answer(last_boxed(solution_str), ground_truth)
 
 
@@ -72,7 +81,8 @@ def score_answer(answer: str | None, ground_truth: Any) -> dict[str, float]:
 
 
 def equivalent(answer: str, truth: str) -> bool:
-    """Return whether two answers, in LaTeX, are equivalent. Raise Undecided if the comparison was not completed."""
+    """Return whether two answers, in LaTeX, are equivalent. Raise Undecided if the comparison was
+    not completed."""
     if max(len(answer), len(truth)) > MAX_ANSWER_CHARS:
         return answer == truth
     return _equivalent(forms.spelled(answer), forms.spelled(truth))
@@ -96,13 +106,20 @@ def _equivalent(answer: str, truth: str) -> bool:
         return _equivalent(*contents)
     with_base = forms.based(answer), forms.based(truth)
     if any(with_base):
-        digits = [match[0] if match else text for match, text in zip(with_base, (answer, truth), strict=True)]
+        digits = [
+            match[0] if match else text
+            for match, text in zip(with_base, (answer, truth), strict=True)
+        ]
         bases = {match[1] for match in with_base if match}
         return digits[0] == digits[1] and len(bases) == 1
     texts = forms.words(answer), forms.words(truth)
     if all(texts):
         return texts[0] == texts[1]
-    if any(texts) and forms.squeezed(forms.plain(answer)).lower() == forms.squeezed(forms.plain(truth)).lower():
+    if (
+        any(texts)
+        and forms.squeezed(forms.plain(answer)).lower()
+        == forms.squeezed(forms.plain(truth)).lower()
+    ):
         return True
     units = {forms.unit(answer), forms.unit(truth)} - {None}
     if len(units) == 2:
@@ -144,6 +161,7 @@ def _report_undecided(answer: str, truth: str, why: str) -> None:
     _undecided += 1
     if _undecided <= _MAX_REPORTED or _undecided % 100 == 0:
         print_line(
-            f"warning: reward rule for MATH: answer {answer[:80]!r} scores 0: whether it is {truth[:80]!r} was"
-            f" not decided: {why} ({_undecided} such answers so far in this process)"
+            f"warning: reward rule for MATH: answer {answer[:80]!r} scores 0: whether it is "
+            f"{truth[:80]!r} was not decided: {why} ({_undecided} such answers so far in this "
+            "process)"
         )

@@ -1,5 +1,5 @@
-"""The parts of a response's score and their weights, by data source: reward.mixture, or its default. Neither torch nor
-numpy is imported.
+"""The parts of a response's score and their weights, by data source: reward.mixture, or its
+default. Neither torch nor numpy is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES, WITHOUT_RULE, match_source
-from rlhf_mc.rewards.results import CUSTOM, DEFAULT, ENVIRONMENT, FUNCTIONS, OVERLONG, REMOTE, RewardRow
+from rlhf_mc.rewards.results import (
+    CUSTOM,
+    DEFAULT,
+    ENVIRONMENT,
+    FUNCTIONS,
+    OVERLONG,
+    REMOTE,
+    RewardRow,
+)
 
 RESERVED = (OVERLONG, DEFAULT, "num_failed", "num_truncated")
 """Names in the metrics of what is no part of a mixture."""
@@ -31,16 +39,20 @@ class Mixture:
         models: Mapping[str, str] | None = None,
         environment: EnvironmentConfig | None = None,
     ) -> None:
-        """Raise UserError for an unknown part, a weight that is no number, or a part that is set up and never used.
-        models: the parts of the run's reward models, each with the setting of the model's path. environment:
+        """Raise UserError for an unknown part, a weight that is no number, or a part that is set up
+        and never used. models: the parts of the run's reward models, each with the setting of the
+        model's path. environment:
         the rewards of one of the user's own replace the default, those of tools are added to it."""
         environment = environment or EnvironmentConfig()
         self._models = dict(models or {})
         for part, key in self._models.items():
             if part in (*FUNCTIONS, *RESERVED):
-                raise UserError(f"{key}: {part!r} is the name of another part of the score (docs/rewards.md)")
+                raise UserError(
+                    f"{key}: {part!r} is the name of another part of the score (docs/rewards.md)"
+                )
         self._weights = {
-            source: _checked_weights(source, parts, self._models) for source, parts in reward.mixture.items()
+            source: _checked_weights(source, parts, self._models)
+            for source, parts in reward.mixture.items()
         }
         self._math_rule = reward.math_rule
         functions = {
@@ -49,7 +61,9 @@ class Mixture:
             ENVIRONMENT: ("rollout.environment", environment.is_set),
         }
         self._tools = {ENVIRONMENT: 1.0} if environment.has_tools else {}
-        self._set = [part for part, (_, is_set) in functions.items() if is_set and part not in self._tools]
+        self._set = [
+            part for part, (_, is_set) in functions.items() if is_set and part not in self._tools
+        ]
         available = {
             **functions,
             "reward_model": ("reward_model.model_path", False),
@@ -62,21 +76,25 @@ class Mixture:
             )
         if len(self._set) > 1 and not self._weights:
             raise UserError(
-                f"{' and '.join(functions[part][0] for part in self._set)} are both set and reward.mixture is empty;"
-                " weigh both in reward.mixture"
+                f"{' and '.join(functions[part][0] for part in self._set)} are both set and "
+                "reward.mixture is empty; weigh both in reward.mixture"
             )
         used = self.listed_parts
         for part, (key, is_set) in available.items():
             if part in used and not is_set:
                 raise UserError(
-                    f"reward.mixture has the part {part!r} and {key} is null; set it, or leave the part out"
+                    f"reward.mixture has the part {part!r} and {key} is null; set it, or leave the "
+                    "part out"
                 )
         for part, (key, is_set) in available.items():
             # Where all parts are reward models, validation is by the default.
-            validates = part not in self._models and any(map(self.is_by_models, self._weights.values()))
+            validates = part not in self._models and any(
+                map(self.is_by_models, self._weights.values())
+            )
             if self._weights and is_set and part not in {*used, *self._tools} and not validates:
                 raise UserError(
-                    f"{key} is set and no data source of reward.mixture has the part {part!r}; it would never be used"
+                    f"{key} is set and no data source of reward.mixture has the part {part!r}; it "
+                    "would never be used"
                 )
 
     @property
@@ -90,15 +108,16 @@ class Mixture:
         return frozenset(self._weights) - {OTHERS}
 
     def training(self, data_source: str) -> Mapping[str, float]:
-        """Return the weights of the parts of a training score; empty if nothing scores the data source."""
+        """Return the weights of the parts of a training score; empty if nothing scores the data
+        source."""
         listed = self._listed(data_source)
         if listed is None and self._models and not self._weights:
             return dict.fromkeys(self._models, 1.0) | self._tools
         return self._default(data_source) if listed is None else listed
 
     def validation(self, data_source: str) -> Mapping[str, float]:
-        """Return the weights of the functions that score a validation response: the weights of training, or the default
-        where training has reward models alone."""
+        """Return the weights of the functions that score a validation response: the weights of
+        training, or the default where training has reward models alone."""
         listed = self._listed(data_source) or {}
         return self.functions(listed) or self._default(data_source)
 
@@ -117,7 +136,9 @@ class Mixture:
         if self._set:
             return {self._set[0]: 1.0} | self._tools
         rule = match_source(RULE_OF_SOURCE, data_source)
-        return {} if rule is None else {self._math_rule if rule == "math" else rule: 1.0} | self._tools
+        return (
+            {} if rule is None else {self._math_rule if rule == "math" else rule: 1.0} | self._tools
+        )
 
 
 def _checked_weights(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, float]:
@@ -128,18 +149,30 @@ def _checked_weights(source: str, parts: Any, models: Iterable[str]) -> Mapping[
     for part, weight in parts.items():
         if part not in known:
             raise UserError(f"{where} has the unknown part {part!r}; known: {', '.join(known)}")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise UserError(f"{where}: the weight of {part!r} is {weight!r}; it must be a finite number")
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, (int, float))
+            or not math.isfinite(weight)
+        ):
+            raise UserError(
+                f"{where}: the weight of {part!r} is {weight!r}; it must be a finite number"
+            )
     return {part: float(weight) for part, weight in parts.items()}
 
 
 def check_sources(listed: Iterable[str], sources: Collection[str]) -> None:
-    """Raise UserError for a data source that reward.mixture lists and no row has. sources: of the rows."""
+    """Raise UserError for a data source that reward.mixture lists and no row has. sources: of the
+    rows."""
     for source in sorted(set(listed) - set(sources)):
         near = difflib.get_close_matches(source, sources, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the rows have {', '.join(map(repr, sorted(sources)[:8]))}"
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"the rows have {', '.join(map(repr, sorted(sources)[:8]))}"
+        )
         raise UserError(
-            f"reward.mixture: no row of data.train_files or data.val_files has the data source {source!r}; {hint}"
+            "reward.mixture: no row of data.train_files or data.val_files has the data source "
+            f"{source!r}; {hint}"
         )
 
 
@@ -148,23 +181,33 @@ def row_problem(row: RewardRow) -> str | None:
     if not row.parts:
         if module := match_source(WITHOUT_RULE, row.data_source):
             return (
-                f"no reward rule for this data source; verl has one in verl/utils/reward_score/{module}: with verl"
-                " installed, point custom_reward_function.path to a file with the line `from verl.utils.reward_score"
-                " import default_compute_score` and set custom_reward_function.name to default_compute_score"
+                "no reward rule for this data source; verl has one in "
+                f"verl/utils/reward_score/{module}: with verl installed, point "
+                "custom_reward_function.path to a file with the line `from verl.utils.reward_score "
+                "import default_compute_score` and set custom_reward_function.name to "
+                "default_compute_score"
             )
         return (
-            f"no reward rule for this data source; known: {', '.join(RULE_OF_SOURCE)}; for others set"
-            " custom_reward_function.path, reward.remote.url or reward.mixture"
+            f"no reward rule for this data source; known: {', '.join(RULE_OF_SOURCE)}; for others "
+            "set custom_reward_function.path, reward.remote.url or reward.mixture"
         )
     for part in row.parts:
         rule = RULES.get(part)
         if rule is None or not rule.needs_truth:
             continue
         if row.ground_truth is None:
-            return f"reward_model.ground_truth is null; the rule {part} needs an answer to compare with"
+            return (
+                f"reward_model.ground_truth is null; the rule {part} needs an answer to compare "
+                "with"
+            )
         if not str(row.ground_truth).strip():
-            return f"reward_model.ground_truth is empty; the rule {part} needs an answer to compare with"
+            return (
+                f"reward_model.ground_truth is empty; the rule {part} needs an answer to compare "
+                "with"
+            )
         if not rule.can_read(row.ground_truth):
             truth = repr(row.ground_truth)[:60]
-            return f"reward_model.ground_truth is {truth}; it must be {rule.reads} for the rule {part}"
+            return (
+                f"reward_model.ground_truth is {truth}; it must be {rule.reads} for the rule {part}"
+            )
     return None

@@ -1,6 +1,8 @@
-"""Scores by an HTTP endpoint: a service that returns a score, or a language model behind an OpenAI-style API.
+"""Scores by an HTTP endpoint: a service that returns a score, or a language model behind an
+OpenAI-style API.
 
-The endpoint may be broken, or hostile: time, bytes and depth of an answer are limited, and its texts are cut.
+The endpoint may be broken, or hostile: time, bytes and depth of an answer are limited, and its
+texts are cut.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     import httpx
 
 MOST_BYTES = 4 << 20
-"""Size of an answer, also after decompression: far more than the longest reply of a language model."""
+"""Size of an answer, also after decompression: far more than the longest reply of a language
+model."""
 _SHOWN = 160
 """Characters of an answer in a message."""
 FIRST_WAIT_SECONDS = 0.5
@@ -41,8 +44,9 @@ class RemoteReward:
     """Scores rows by requests to reward.remote.url."""
 
     def __init__(self, cfg: RemoteRewardConfig, limit_seconds: float) -> None:
-        """limit_seconds: time limit of a row, over all repetitions of its request. Raise UserError if the environment's
-        key, proxies or certificates cannot be used. config/algorithm_checks.py has checked the settings."""
+        """limit_seconds: time limit of a row, over all repetitions of its request. Raise UserError
+        if the environment's key, proxies or certificates cannot be used. config/algorithm_checks.py
+        has checked the settings."""
         import httpx  # only runs with an endpoint need it
 
         self._cfg = cfg
@@ -54,7 +58,9 @@ class RemoteReward:
         if self._key is not None:
             self._headers["Authorization"] = f"Bearer {self._key}"
         base, mark, query = str(cfg.url).partition("?")
-        url = httpx.URL(base if cfg.api == "http" else f"{base.rstrip('/')}/chat/completions").copy_with(userinfo=b"")
+        url = httpx.URL(
+            base if cfg.api == "http" else f"{base.rstrip('/')}/chat/completions"
+        ).copy_with(userinfo=b"")
         self._url = f"{url}{mark}{query}"
         given = httpx.URL(base)
         self._login = httpx.BasicAuth(given.username, given.password) if given.userinfo else None
@@ -63,8 +69,8 @@ class RemoteReward:
         except (ValueError, OSError, ImportError, httpx.InvalidURL) as error:
             what = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE, SSL_CERT_DIR"
             raise UserError(
-                f"{self.name}: the proxies or certificates of the environment ({what}) cannot be used:"
-                f" {one_line(str(error), _SHOWN)}"
+                f"{self.name}: the proxies or certificates of the environment ({what}) cannot be "
+                f"used: {one_line(str(error), _SHOWN)}"
             ) from None
 
     def _client(self) -> httpx.AsyncClient:
@@ -72,12 +78,17 @@ class RemoteReward:
 
         # The time is limited by _attempt: httpx limits the time between two pieces of an answer.
         return httpx.AsyncClient(
-            timeout=None, limits=httpx.Limits(max_connections=None), headers=self._headers, auth=self._login
+            timeout=None,
+            limits=httpx.Limits(max_connections=None),
+            headers=self._headers,
+            auth=self._login,
         )
 
-    async def score(self, rows: Sequence[RewardRow], answered: Callable[[], None]) -> list[dict[str, float] | Failure]:
-        """Return for each row the endpoint's numbers with "score", or a Failure. Call `answered` after each. At most
-        max_concurrency requests are under way."""
+    async def score(
+        self, rows: Sequence[RewardRow], answered: Callable[[], None]
+    ) -> list[dict[str, float] | Failure]:
+        """Return for each row the endpoint's numbers with "score", or a Failure. Call `answered`
+        after each. At most max_concurrency requests are under way."""
         places = asyncio.Semaphore(self._cfg.max_concurrency)
 
         async def score_one(row: RewardRow) -> dict[str, float] | Failure:
@@ -90,7 +101,8 @@ class RemoteReward:
                 except TimeoutError:
                     problem = f"no score after {self._limit:g} s (reward.timeout_seconds)"
                     return Failure("endpoint", problem, self.name)
-                except Exception as error:  # the endpoint chooses the answer: a library may raise anything
+                except Exception as error:
+                    # the endpoint chooses the answer: a library may raise anything
                     problem = self._without_key(f"raised {describe_error(error)}")
                     return Failure("endpoint", problem, self.name)
                 finally:
@@ -113,7 +125,9 @@ class RemoteReward:
         try:
             reply = str(answer["choices"][0]["message"]["content"])
         except (LookupError, TypeError):
-            raise _failure(f"the answer {one_line(repr(answer), _SHOWN)} is no chat completion") from None
+            raise _failure(
+                f"the answer {one_line(repr(answer), _SHOWN)} is no chat completion"
+            ) from None
         numbers = _NUMBER.findall(reply)
         if not numbers:
             raise _failure(f"the reply {one_line(reply, _SHOWN)} has no number")
@@ -122,7 +136,11 @@ class RemoteReward:
     def _request(self, row: RewardRow) -> dict[str, Any]:
         if self._cfg.api == "http":
             return {"prompt": row.prompt, **row.arguments(REMOTE)}
-        texts = {"prompt": row.prompt, "response": row.response, "ground_truth": str(row.ground_truth)}
+        texts = {
+            "prompt": row.prompt,
+            "response": row.response,
+            "ground_truth": str(row.ground_truth),
+        }
         question = _PLACEHOLDER.sub(lambda match: texts[match[1]], self._cfg.template)
         return {
             "model": self._cfg.model,
@@ -131,7 +149,8 @@ class RemoteReward:
         }
 
     async def _post(self, client: httpx.AsyncClient, body: str) -> bytes:
-        """Return the endpoint's answer. Raise Failure if it has none after max_retries repetitions."""
+        """Return the endpoint's answer. Raise Failure if it has none after max_retries
+        repetitions."""
         wait = FIRST_WAIT_SECONDS
         for attempt in range(self._cfg.max_retries + 1):
             status, text = await self._attempt(client, body)
@@ -146,16 +165,22 @@ class RemoteReward:
         raise AssertionError("the last attempt returns or raises")
 
     async def _attempt(self, client: httpx.AsyncClient, body: str) -> tuple[int | None, bytes]:
-        """Return status and body of the answer to one request; None and the problem if there is no answer in time.
-        Raise Failure if the answer is too large."""
+        """Return status and body of the answer to one request; None and the problem if there is no
+        answer in time. Raise Failure if the answer is too large."""
         import httpx
 
         seconds = self._cfg.timeout_seconds
         try:
-            async with asyncio.timeout(seconds), client.stream("POST", self._url, content=body) as answer:
+            async with (
+                asyncio.timeout(seconds),
+                client.stream("POST", self._url, content=body) as answer,
+            ):
                 return answer.status_code, await _read_body(answer)
         except TimeoutError:
-            return None, f"no complete answer after {seconds:g} s (reward.remote.timeout_seconds)".encode()
+            return (
+                None,
+                f"no complete answer after {seconds:g} s (reward.remote.timeout_seconds)".encode(),
+            )
         except (httpx.HTTPError, OSError) as error:
             return None, f"{type(error).__name__} {error}".encode()
 
@@ -165,15 +190,19 @@ class RemoteReward:
 
 
 def _read_key(variable: str) -> str:
-    """Return the key in an environment variable. Raise UserError if there is none, or none that a header may have."""
+    """Return the key in an environment variable. Raise UserError if there is none, or none that a
+    header may have."""
     key = os.environ.get(variable)
     if not key:
-        raise UserError(f"reward.remote.api_key_env: the environment variable {variable} is not set")
+        raise UserError(
+            f"reward.remote.api_key_env: the environment variable {variable} is not set"
+        )
     wrong = [i for i, c in enumerate(key) if not "!" <= c <= "~"]
     if wrong:
         raise UserError(
-            f"reward.remote.api_key_env: the key in {variable} has {len(key)} characters, and character {wrong[0] + 1}"
-            " is white space, a line break or no ASCII, which no key may have"
+            f"reward.remote.api_key_env: the key in {variable} has {len(key)} characters, and "
+            f"character {wrong[0] + 1} is white space, a line break or no ASCII, which no key may "
+            "have"
         )
     return key
 
@@ -189,7 +218,10 @@ async def _read_body(answer: httpx.Response) -> bytes:
     if encoding == "identity":
         return bytes(body)
     if encoding != "gzip":
-        raise _failure(f"the answer has the Content-Encoding {one_line(encoding, _SHOWN)}; gzip and none are accepted")
+        raise _failure(
+            f"the answer has the Content-Encoding {one_line(encoding, _SHOWN)}; gzip and none are "
+            "accepted"
+        )
     try:
         text = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(body, MOST_BYTES + 1)
     except zlib.error as error:

@@ -1,5 +1,5 @@
-"""The records of rewards/: a row to score, its score, and the failure to score it. Penalties and metrics of scores. No
-torch here.
+"""The records of rewards/: a row to score, its score, and the failure to score it. Penalties and
+metrics of scores. No torch here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from rlhf_mc.config.reward_schema import OverlongBufferConfig
 from rlhf_mc.rewards.registry import RULES
 
 FailureKind = Literal["raised", "timeout", "exited", "invalid", "endpoint", "no_rule"]
-"""raised: the function raised. timeout: no score in time. exited: its process ended. invalid: it returned no finite
-number, or the wrong number of scores. endpoint: the remote endpoint gave no score. no_rule: nothing scores the row."""
+"""raised: the function raised. timeout: no score in time. exited: its process ended. invalid: it
+returned no finite number, or the wrong number of scores. endpoint: the remote endpoint gave no
+score. no_rule: nothing scores the row."""
 CUSTOM = "custom"
 """The part that custom_reward_function computes."""
 REMOTE = "remote"
@@ -26,7 +27,8 @@ ENVIRONMENT = "environment"
 OVERLONG = "overlong"
 """The part of a score that is the penalty of a long response."""
 FUNCTIONS = frozenset({*RULES, CUSTOM, REMOTE, ENVIRONMENT})
-"""The parts that reward functions and environments compute. Reward models compute all others of a mixture."""
+"""The parts that reward functions and environments compute. Reward models compute all others of a
+mixture."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Episode:
     """The rewards and numbers that the environment of a conversation has given."""
 
     rewards: Sequence[tuple[int, float]]
-    """Of each turn: the place of its last token among the drawn ones, and its reward. The first observation of
+    """Of each turn: the place of its last token among the drawn ones, and its reward. The first
+    observation of
     `reset` has the place -1 and the reward 0."""
     info: Mapping[str, float]
     """The numbers of the last turns that had them."""
@@ -55,7 +58,11 @@ class Episode:
     @property
     def score(self) -> float:
         """The sum of the rewards, or the default."""
-        return sum(reward for _, reward in self.rewards) if self.failure is None else self.default_score
+        return (
+            sum(reward for _, reward in self.rewards)
+            if self.failure is None
+            else self.default_score
+        )
 
     def weighted(self, weight: float) -> Episode:
         """Return the episode with its rewards times a weight."""
@@ -73,7 +80,8 @@ class RewardRow:
     ground_truth: Any
     extra_info: dict[str, Any]
     parts: Mapping[str, float]
-    """Weights of the parts of the score by name (mixture.py). Those of reward models are added by the trainer."""
+    """Weights of the parts of the score by name (mixture.py). Those of reward models are added by
+    the trainer."""
     prompt: str = ""
     """The prompt as text, for the remote endpoint alone."""
     episode: Episode | None = None
@@ -107,29 +115,36 @@ class Score:
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the reward functions by name, such as "acc"."""
     pred: str | None = None
-    """The answer that was found in the response, which maj@k counts ("" where there is none): by the rule, or "pred" of
-    the user's function. None: neither names one."""
+    """The answer that was found in the response, which maj@k counts ("" where there is none): by
+    the rule, or "pred" of the user's function. None: neither names one."""
     failure: FailureKind | None = None
-    """Not None: the response could not be scored, and `score` is reward.default_score; or its environment failed, and
-    the part `environment` is rollout.environment.default_score."""
+    """Not None: the response could not be scored, and `score` is reward.default_score; or its
+    environment failed, and the part `environment` is rollout.environment.default_score."""
     episode: Episode | None = None
-    """Of the response's environment, its rewards times the part's weight; None: it has none, or was not scored."""
+    """Of the response's environment, its rewards times the part's weight; None: it has none, or was
+    not scored."""
 
     @property
     def by_functions(self) -> float:
         """The sum of the parts that reward functions gave, without reward models and `overlong`."""
-        return sum(value for part, value in self.parts.items() if part in FUNCTIONS or part == DEFAULT)
+        return sum(
+            value for part, value in self.parts.items() if part in FUNCTIONS or part == DEFAULT
+        )
 
     @property
     def accuracy(self) -> float:
-        """The accuracy: "acc" if a reward function returned one, else the functions' part of the score."""
+        """The accuracy: "acc" if a reward function returned one, else the functions' part of the
+        score."""
         return self.extra.get("acc", self.by_functions)
 
     def plus(self, part: str, contribution: float) -> Score:
-        """Return the score with a further part. A row that could not be scored keeps its default score."""
+        """Return the score with a further part. A row that could not be scored keeps its default
+        score."""
         if self.failure is not None:
             return self
-        return replace(self, score=self.score + contribution, parts={**self.parts, part: contribution})
+        return replace(
+            self, score=self.score + contribution, parts={**self.parts, part: contribution}
+        )
 
 
 class FailureReason(NamedTuple):
@@ -145,7 +160,9 @@ class FailureReason(NamedTuple):
 class Failure(Exception):
     """The reason why a row has no score. It is raised while the row is scored."""
 
-    def __init__(self, kind: FailureKind, problem: str, origin: str | None = None, is_killed: bool = False) -> None:
+    def __init__(
+        self, kind: FailureKind, problem: str, origin: str | None = None, is_killed: bool = False
+    ) -> None:
         """kind, problem, origin: as FailureReason has them. is_killed: its process was killed, for
         memory perhaps."""
         super().__init__(kind, problem, origin, is_killed)
@@ -164,30 +181,38 @@ class Failure(Exception):
 
 
 def overlong_penalty(length: int, max_length: int, buffer_len: int, penalty_factor: float) -> float:
-    """Return DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times penalty_factor: 0
-    up to max_length - buffer_len tokens, then linear, -penalty_factor at max_length. Lengths are in tokens."""
+    """Return DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times
+    penalty_factor: 0 up to max_length - buffer_len tokens, then linear, -penalty_factor at
+    max_length. Lengths are in tokens."""
     excess = length - (max_length - buffer_len)
     return -penalty_factor * min(excess, buffer_len) / buffer_len if excess > 0 else 0.0
 
 
 def penalize_overlong(
-    scores: Sequence[Score], response_lens: Sequence[int], max_response_length: int, cfg: OverlongBufferConfig
+    scores: Sequence[Score],
+    response_lens: Sequence[int],
+    max_response_length: int,
+    cfg: OverlongBufferConfig,
 ) -> list[Score]:
     """Return the scores with the part `overlong`. response_lens: tokens of each response."""
     return [
-        score.plus(OVERLONG, overlong_penalty(length, max_response_length, cfg.len, cfg.penalty_factor))
+        score.plus(
+            OVERLONG, overlong_penalty(length, max_response_length, cfg.len, cfg.penalty_factor)
+        )
         for score, length in zip(scores, response_lens, strict=True)
     ]
 
 
 def reward_metrics(data_sources: Sequence[str], scores: Sequence[Score]) -> dict[str, float]:
-    """Return of each data source: score (mean, max, min), mean contribution of each part of the score, mean of each
-    further number that a reward function returned, and the failures by kind. data_sources, scores: one entry per
-    response."""
+    """Return of each data source: score (mean, max, min), mean contribution of each part of the
+    score, mean of each further number that a reward function returned, and the failures by kind.
+    data_sources, scores: one entry per response."""
     by_source: dict[str, list[Score]] = defaultdict(list)
     for source, score in zip(data_sources, scores, strict=True):
         by_source[source].append(score)
-    metrics: dict[str, float] = {"reward/num_failed": sum(score.failure is not None for score in scores)}
+    metrics: dict[str, float] = {
+        "reward/num_failed": sum(score.failure is not None for score in scores)
+    }
     metrics |= _turn_metrics([score.episode for score in scores if score.episode is not None])
     for source, group in sorted(by_source.items()):
         values = [score.score for score in group]
@@ -199,13 +224,16 @@ def reward_metrics(data_sources: Sequence[str], scores: Sequence[Score]) -> dict
         times = Counter(name for score in group for name in score.extra)
         for name, total in _sums(score.extra.items() for score in group).items():
             metrics[f"reward_extra/{source}/{name}"] = total / times[name]
-        for kind, count in sorted(Counter(score.failure for score in group if score.failure).items()):
+        for kind, count in sorted(
+            Counter(score.failure for score in group if score.failure).items()
+        ):
             metrics[f"reward/{source}/num_failed/{kind}"] = count
     return metrics
 
 
 def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the turns of the conversations, and the calls of their environments that failed, by kind."""
+    """Return the turns of the conversations, and the calls of their environments that failed, by
+    kind."""
     if not episodes:
         return {}
     metrics = turn_counts(episodes)
@@ -213,15 +241,22 @@ def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     num_turns = sum(episode.num_turns for episode in episodes)
     metrics["environment/failed_calls"] = sum(failed.values())
     metrics["environment/failed_calls_ratio"] = sum(failed.values()) / max(1, num_turns)
-    return metrics | {f"environment/failed_calls/{kind}": count for kind, count in sorted(failed.items())}
+    return metrics | {
+        f"environment/failed_calls/{kind}": count for kind, count in sorted(failed.items())
+    }
 
 
 def turn_counts(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return mean, maximum and minimum of the conversations' turns; nothing without conversations."""
+    """Return mean, maximum and minimum of the conversations' turns; nothing without
+    conversations."""
     nums = [episode.num_turns for episode in episodes]
     if not nums:
         return {}
-    return {"num_turns/mean": sum(nums) / len(nums), "num_turns/max": max(nums), "num_turns/min": min(nums)}
+    return {
+        "num_turns/mean": sum(nums) / len(nums),
+        "num_turns/max": max(nums),
+        "num_turns/min": min(nums),
+    }
 
 
 def _sums(rows: Iterable[Iterable[tuple[str, float]]]) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""The numbers that reward functions and endpoints return: checked, and bounded in their count and names. Neither torch
-nor numpy is imported.
+"""The numbers that reward functions and endpoints return: checked, and bounded in their count and
+names. Neither torch nor numpy is imported.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _KEPT = ("score", "acc")
 
 
 class Names:
-    """The names of the further numbers in a run: the first MOST_NAMES, and "acc". Ranks that see the same scores have
-    the same."""
+    """The names of the further numbers in a run: the first MOST_NAMES, and "acc". Ranks that see
+    the same scores have the same."""
 
     def __init__(self) -> None:
         self._known = {"acc"}
         self._is_full = False
 
     def limit(self, scores: Sequence[Score]) -> list[Score]:
-        """Return the scores without the numbers of further names. The first time, warn on rank 0."""
+        """Return the scores without the numbers of further names. The first time, warn on rank
+        0."""
         return [self._limited(score) for score in scores]
 
     def _limited(self, score: Score) -> Score:
@@ -45,27 +46,34 @@ class Names:
         if not self._is_full:
             self._is_full = True
             print_line(
-                f"warning: the reward functions have returned more than {MOST_NAMES} different names of numbers; the"
-                f" others, such as {new[room]!r}, are dropped from the metrics",
+                f"warning: the reward functions have returned more than {MOST_NAMES} different "
+                f"names of numbers; the others, such as {new[room]!r}, are dropped from the "
+                "metrics",
                 rank_0_only=True,
             )
-        return replace(score, extra={name: value for name, value in score.extra.items() if name in self._known})
+        return replace(
+            score, extra={name: value for name, value in score.extra.items() if name in self._known}
+        )
 
 
 def checked(result: Any) -> dict[str, float]:
-    """Return a function's result as numbers, without the entries that are not numbers (texts for a reader), and without
-    those beyond MOST_NAMES + 1: with one too many, Names.limit says that there are too many."""
+    """Return a function's result as numbers, without the entries that are not numbers (texts for a
+    reader), and without those beyond MOST_NAMES + 1: with one too many, Names.limit says that there
+    are too many."""
     if not isinstance(result, dict):
         return {"score": _number("", result)}
     if "score" not in result:
         keys = one_line(str(sorted(map(str, result))), _MOST_CHARACTERS)
         raise Failure("invalid", f"returned a dict without 'score'; its keys are {keys}")
     first = sorted(result, key=lambda key: key not in _KEPT)
-    numeric = [key for key in first if key == "score" or _is_number(result[key])][: MOST_NAMES + 1 + len(_KEPT)]
+    numeric = [key for key in first if key == "score" or _is_number(result[key])][
+        : MOST_NAMES + 1 + len(_KEPT)
+    ]
     names = [one_line(str(key), _MOST_CHARACTERS) for key in numeric]
     checked_numbers: dict[str, float] = {}
     for name, key in zip(names, numeric, strict=True):
-        checked_numbers.setdefault(name, _number(f"{name}: ", result[key]))  # "score " is not the score
+        # "score " is not the score
+        checked_numbers.setdefault(name, _number(f"{name}: ", result[key]))
     return checked_numbers
 
 
@@ -86,6 +94,7 @@ def refuse(key: str, value: Any, expected: str) -> NoReturn:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether the value is a number or a bool. NumPy's bool, unlike its other numbers, is no numbers.Real."""
+    """Return whether the value is a number or a bool. NumPy's bool, unlike its other numbers, is no
+    numbers.Real."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, numbers.Real) or (numpy is not None and isinstance(value, numpy.bool_))

@@ -1,7 +1,9 @@
-"""Scores of rows: for each row the parts of its score, by built-in rules and the user's own function, and their sum.
-Neither torch nor numpy is imported, so that a worker process (worker.py) starts fast.
+"""Scores of rows: for each row the parts of its score, by built-in rules and the user's own
+function, and their sum. Neither torch nor numpy is imported, so that a worker process (worker.py)
+starts fast.
 
-This is the boundary to the user's code: its result becomes a Score, its exception a Failure of one line.
+This is the boundary to the user's code: its result becomes a Score, its exception a Failure of one
+line.
 """
 
 from __future__ import annotations
@@ -19,14 +21,23 @@ from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.mixture import row_problem
 from rlhf_mc.rewards.registry import RULES, RewardFunction
 from rlhf_mc.rewards.remote import RemoteReward
-from rlhf_mc.rewards.results import CUSTOM, ENVIRONMENT, FUNCTIONS, REMOTE, Failure, RewardRow, Score
+from rlhf_mc.rewards.results import (
+    CUSTOM,
+    ENVIRONMENT,
+    FUNCTIONS,
+    REMOTE,
+    Failure,
+    RewardRow,
+    Score,
+)
 from rlhf_mc.rewards.returned import MAX_FLOAT32, checked, refuse
 
 Done = Callable[[int, Score | Failure], None]
 """Callback for each row, with its index among the given rows."""
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Arguments of a function that takes all rows of a worker in one call, as of verl's batch reward manager."""
+"""Arguments of a function that takes all rows of a worker in one call, as of verl's batch reward
+manager."""
 _NO_SCORE = "no score after {} s (reward.timeout_seconds)"
 
 
@@ -43,27 +54,37 @@ class CustomFunction:
 
 
 def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
-    """Return the function of cfg.path, or an object of its class. Raise UserError if the file is missing, if importing
-    it or building the object raises, or if the name is not defined or cannot be called with a row's arguments."""
+    """Return the function of cfg.path, or an object of its class. Raise UserError if the file is
+    missing, if importing it or building the object raises, or if the name is not defined or cannot
+    be called with a row's arguments."""
     where = f"custom_reward_function.path {cfg.path}"
     name = cfg.name
-    function = load_attribute("custom_reward_function", str(cfg.path), name, " (custom_reward_function.name)")
+    function = load_attribute(
+        "custom_reward_function", str(cfg.path), name, " (custom_reward_function.name)"
+    )
     kwargs = cfg.reward_kwargs
     if inspect.isclass(function):
         try:
             function = function(**kwargs)
         except BaseException as error:  # the user's code may raise anything, SystemExit included
-            raise UserError(f"{where}: building the object of {name} raised {describe_error(error)}") from error
+            raise UserError(
+                f"{where}: building the object of {name} raised {describe_error(error)}"
+            ) from error
         kwargs = {}
     if not callable(function):
         raise UserError(f"{where}: {name!r} is not a function but {type(function).__name__}")
     is_batched = _check_signature(function, where, name, kwargs)
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)
+    )  # noqa: B004
     return CustomFunction(function, is_async, is_batched, kwargs)
 
 
-def _check_signature(function: RewardFunction, where: str, name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the function takes lists. Raise UserError if it can be called in neither form."""
+def _check_signature(
+    function: RewardFunction, where: str, name: str, kwargs: Mapping[str, Any]
+) -> bool:
+    """Return whether the function takes lists. Raise UserError if it can be called in neither
+    form."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-ins have no signature; the first call shows whether it works
@@ -95,7 +116,11 @@ class Scorer:
         self._custom = None if custom.path is None else load_reward_function(custom)
         if self._runner.get_loop().is_closed():  # by the user's file
             self._runner = asyncio.Runner()
-        self._remote = None if reward.remote.url is None else RemoteReward(reward.remote, reward.timeout_seconds)
+        self._remote = (
+            None
+            if reward.remote.url is None
+            else RemoteReward(reward.remote, reward.timeout_seconds)
+        )
         self._limit = reward.timeout_seconds
 
     @property
@@ -108,7 +133,9 @@ class Scorer:
         """The user's function takes all rows in one call."""
         return self._custom is not None and self._custom.is_batched
 
-    def score(self, receive: Callable[[], Sequence[RewardRow]], done: Done, progress: Callable[[], None]) -> NoReturn:
+    def score(
+        self, receive: Callable[[], Sequence[RewardRow]], done: Done, progress: Callable[[], None]
+    ) -> NoReturn:
         """Score the rows that `receive` returns, until it raises. Call `done` for each. Before,
         call `progress` for each answer of the remote endpoint."""
         if self._custom is not None and self._custom.is_async:
@@ -128,7 +155,9 @@ class Scorer:
             rows = await asyncio.to_thread(receive)
             await self._score_all(rows, await self._ask_endpoint(rows, progress), done)
 
-    async def _ask_endpoint(self, rows: Sequence[RewardRow], progress: Callable[[], None]) -> dict[int, Any]:
+    async def _ask_endpoint(
+        self, rows: Sequence[RewardRow], progress: Callable[[], None]
+    ) -> dict[int, Any]:
         """Return the remote endpoint's answers by row."""
         indices = [i for i, row in enumerate(rows) if REMOTE in row.parts]
         if self._remote is None or not indices:
@@ -136,7 +165,9 @@ class Scorer:
         answers = await self._remote.score([rows[i] for i in indices], progress)
         return dict(zip(indices, answers, strict=True))
 
-    async def _score_all(self, rows: Sequence[RewardRow], from_remote: dict[int, Any], done: Done) -> None:
+    async def _score_all(
+        self, rows: Sequence[RewardRow], from_remote: dict[int, Any], done: Done
+    ) -> None:
         """Score the rows. from_remote: the endpoint's answers by row."""
         from_batch: dict[int, Any] = {}
         if self._custom is not None and self._custom.is_batched:
@@ -144,7 +175,9 @@ class Scorer:
 
         async def score_one(i: int, row: RewardRow) -> None:
             try:
-                outcome: Score | Failure = await self._score_one(row, from_batch.get(i), from_remote.get(i))
+                outcome: Score | Failure = await self._score_one(
+                    row, from_batch.get(i), from_remote.get(i)
+                )
             except Failure as failure:
                 outcome = failure
             except UserError:
@@ -160,8 +193,8 @@ class Scorer:
                 await score_one(i, row)
 
     async def _score_one(self, row: RewardRow, from_batch: Any, from_remote: Any) -> Score:
-        """Return the weighted sum of the row's parts. from_batch, from_remote: the result of the batched function and
-        of the remote endpoint for the row, or a Failure."""
+        """Return the weighted sum of the row's parts. from_batch, from_remote: the result of the
+        batched function and of the remote endpoint for the row, or a Failure."""
         if problem := row_problem(row):
             raise Failure("no_rule", problem)
         parts: dict[str, float] = {}
@@ -190,7 +223,9 @@ class Scorer:
             extra = result | extra
         total = sum(parts.values())
         if not abs(total) <= MAX_FLOAT32:
-            raise Failure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
+            raise Failure(
+                "invalid", f"the weighted sum of its parts is {total}, expected a finite number"
+            )
         if row.episode is None:
             return Score(total, parts, extra, pred)
         episode = row.episode.weighted(row.parts.get(ENVIRONMENT, 0.0))
@@ -207,8 +242,11 @@ class Scorer:
             raise Failure("raised", f"raised {describe_error(error)}") from error
         return await awaited(result, self._limit, _NO_SCORE) if custom.is_async else result
 
-    async def _call_batched(self, custom: CustomFunction, rows: Sequence[RewardRow]) -> dict[int, Any]:
-        """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
+    async def _call_batched(
+        self, custom: CustomFunction, rows: Sequence[RewardRow]
+    ) -> dict[int, Any]:
+        """Return the result of each row that has the part CUSTOM, by index: what the function
+        returned, or the
         Failure of the whole call."""
         indices = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
         columns = zip(*(rows[i].arguments(CUSTOM).values() for i in indices), strict=True)
@@ -223,19 +261,24 @@ class Scorer:
         except Failure as failure:
             return dict.fromkeys(indices, failure)
         except BaseException as error:  # as in _call_custom
-            problem = f"the call for this row and {len(indices) - 1} others raised {describe_error(error)}"
+            problem = (
+                f"the call for this row and {len(indices) - 1} others raised "
+                f"{describe_error(error)}"
+            )
             return dict.fromkeys(indices, Failure("raised", problem))
         return dict(zip(indices, results, strict=True))
 
 
 async def awaited(result: Awaitable[Any], limit: float | None, problem: str) -> Any:
-    """Return what a user's coroutine returns within `limit` seconds (None: in any time). Raise Failure if it raises, or
-    takes longer: `problem` with the limit in place of {}. A coroutine that ignores its cancellation continues."""
+    """Return what a user's coroutine returns within `limit` seconds (None: in any time). Raise
+    Failure if it raises, or takes longer: `problem` with the limit in place of {}. A coroutine that
+    ignores its cancellation continues."""
 
     async def outcome() -> tuple[Any, BaseException | None]:
         try:
             return await result, None
-        except BaseException as error:  # as in _call_custom; a task would raise it in the event loop
+        except BaseException as error:
+            # as in _call_custom; a task would raise it in the event loop
             return None, error
 
     task = asyncio.create_task(outcome())
@@ -263,7 +306,8 @@ def _text(named: Any) -> str:
 
 
 def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits. There is no event loop, so that the user's function may run one of its own."""
+    """Run a coroutine that never waits. There is no event loop, so that the user's function may run
+    one of its own."""
     try:
         coroutine.send(None)
     except StopIteration:
@@ -279,14 +323,15 @@ def _raised(result: Any) -> Any:
 
 
 def _apply_rule(part: str, row: RewardRow) -> dict[str, float]:
-    """Return the result of a built-in rule. The score of a rule that compares with the ground truth is the accuracy,
-    unless the rule returns one."""
+    """Return the result of a built-in rule. The score of a rule that compares with the ground truth
+    is the accuracy, unless the rule returns one."""
     rule = RULES[part]
     try:
         result = checked(rule.function(**row.arguments(part)))
     except UserError:
         raise
-    except Exception as error:  # a rule parses text that a model has chosen; its libraries raise anything
+    except Exception as error:
+        # a rule parses text that a model has chosen; its libraries raise anything
         raise Failure("raised", f"the rule {part} raised {describe_error(error)}") from error
     return {"acc": result["score"], **result} if rule.needs_truth else result
 

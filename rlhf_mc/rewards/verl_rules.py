@@ -1,6 +1,7 @@
-r"""verl's own rules for mathematics: `math_string`, its comparison of MATH answers as strings, and `math_dapo`, DAPO's
-"Answer:" form. Their results are verl's (2026-08), which tests/unit/verl_answers.py holds. `numina` takes the answer
-where PRIME's rule takes it and compares as the rule `math` does.
+r"""verl's own rules for mathematics: `math_string`, its comparison of MATH answers as strings, and
+`math_dapo`, DAPO's "Answer:" form. Their results are verl's (2026-08), which
+tests/unit/verl_answers.py holds. `numina` takes the answer where PRIME's rule takes it and compares
+as the rule `math` does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from rlhf_mc.rewards.ground_truths import truth_text
 # ---------------------------------------------------------------- math_string
 
 _REPLACED = (
-    ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""),
+    ("\n", ""), ("\\!", ""),
+    ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""),
     ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""),
 )  # fmt: skip
 _UNIT = "\\text{ "
@@ -27,9 +29,11 @@ class _Unreadable(Exception):
     """A string that the normalisation does not read; it is compared as it is."""
 
 
-def math_string(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    r"""Return 1.0 if the last \boxed{...} of the response and the ground truth are the same string after the
-    normalisation of Hendrycks et al. 2021 (arXiv 2103.03874), else 0.0."""
+def math_string(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
+    r"""Return 1.0 if the last \boxed{...} of the response and the ground truth are the same string
+    after the normalisation of Hendrycks et al. 2021 (arXiv 2103.03874), else 0.0."""
     answer = last_box(solution_str)
     if answer is None:
         return 0.0
@@ -41,15 +45,17 @@ def math_string(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} as verl finds it, or None. `\boxed 5` ends at the next $, and comes
-    before every \boxed{...}; nothing else may stand between \boxed and its brace."""
+    r"""Return the content of the last \boxed{...} as verl finds it, or None. `\boxed 5` ends at the
+    next $, and comes before every \boxed{...}; nothing else may stand between \boxed and its
+    brace."""
     if "\\boxed " in text:
         return text.rpartition("\\boxed ")[2].partition("$")[0]
     return _braced(text, text.rfind("\\boxed"))
 
 
 def _braced(text: str, start: int) -> str | None:
-    r"""Return the content of the braces after the \boxed at `start`, if they follow it at once and are closed."""
+    r"""Return the content of the braces after the \boxed at `start`, if they follow it at once and
+    are closed."""
     first = start + len("\\boxed")
     if start < 0 or text[first : first + 1] != "{":
         return None
@@ -81,7 +87,8 @@ def _normalised(text: str) -> str:
 
 
 def _braced_fractions(text: str) -> str:
-    r"""Return \frac12 as \frac{1}{2}; the text as it is if a \frac has a single character after it."""
+    r"""Return \frac12 as \frac{1}{2}; the text as it is if a \frac has a single character after
+    it."""
     head, *pieces = text.split("\\frac")
     for i, piece in enumerate(pieces):
         if not piece:
@@ -90,7 +97,9 @@ def _braced_fractions(text: str) -> str:
             continue
         if len(piece) == 1:
             return text
-        pieces[i] = f"{{{piece[0]}}}{piece[1:] if piece[1] == '{' else f'{{{piece[1]}}}{piece[2:]}'}"
+        pieces[i] = (
+            f"{{{piece[0]}}}{piece[1:] if piece[1] == '{' else f'{{{piece[1]}}}{piece[2:]}'}"
+        )
     return "\\frac".join([head, *pieces])
 
 
@@ -110,10 +119,14 @@ _DAPO_REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
     *((removed, "") for removed in (
-        "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
-        "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
-        "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3",
-        "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+        "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots",
+        "sue", "points",
+        "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals",
+        "edges", "students",
+        "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2",
+        "\\text{}^3",
+        "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"',
+        "\\dots",
     )),
 )  # fmt: skip
 _DAPO_FORMS = (
@@ -127,10 +140,13 @@ _DAPO_FORMS = (
 )
 
 
-def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
-    r"""Return as "score" 1.0 if the text after the last "Answer:" is the ground truth after the normalisation of
-    Minerva (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D), else -1.0, and as "acc" 1.0 or 0.0. A response
-    without "Answer:" is right if its last \boxed{...} is the ground truth, character for character."""
+def math_dapo(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, float]:
+    r"""Return as "score" 1.0 if the text after the last "Answer:" is the ground truth after the
+    normalisation of Minerva (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D), else -1.0, and
+    as "acc" 1.0 or 0.0. A response without "Answer:" is right if its last \boxed{...} is the ground
+    truth, character for character."""
     answer, is_normalised = _dapo_answer(solution_str)
     truth = truth_text(ground_truth)
     is_right = answer == (dapo_normalised(truth) if is_normalised else truth)
@@ -173,7 +189,8 @@ _TAIL_CHARS = 1000
 
 
 def numina_answer(text: str) -> str | None:
-    r"""Return the last \boxed{...}, else the first line after the last "answer:", "answer is" or "answers are"."""
+    r"""Return the last \boxed{...}, else the first line after the last "answer:", "answer is" or
+    "answers are"."""
     boxed = math_rule.last_boxed(text)
     if boxed is not None:
         return boxed
@@ -181,6 +198,8 @@ def numina_answer(text: str) -> str | None:
     return (after or [""])[-1].strip().partition("\n")[0].partition(". ")[0].strip() or None
 
 
-def numina(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
+def numina(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, float]:
     """Return the score of the response's answer by the comparison of the rule `math`."""
     return math_rule.score_answer(numina_answer(solution_str), ground_truth)

@@ -1,4 +1,5 @@
-"""The interfaces of a rollout engine: one for the loop, and one for the setup. engines.py lists the engines."""
+"""The interfaces of a rollout engine: one for the loop, and one for the setup. engines.py lists the
+engines."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ if TYPE_CHECKING:  # the dry run imports this file, and works without torch
     from rlhf_mc.data.batch import Generation
 
 WEIGHTS = "weights"
-"""The weights, as a part of an engine's device memory. sleep releases it, wake_up allocates it again."""
+"""The weights, as a part of an engine's device memory. sleep releases it, wake_up allocates it
+again."""
 KV_CACHE = "kv_cache"
 """The KV cache, the other such part."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of responses. Training never truncates the distribution (top_p 1, top_k -1)."""
+    """Sampling parameters of responses. Training never truncates the distribution (top_p 1, top_k
+    -1)."""
 
     temperature: float
     """0: greedy."""
@@ -49,14 +52,17 @@ class Request:
     seed: int
     """Of its random draws: 0 to 2^63 - 1."""
     begun: Generation
-    """The part of the response that was generated before, which the engine continues; without tokens for a new one."""
+    """The part of the response that was generated before, which the engine continues; without
+    tokens for a new one."""
     max_tokens: int | None = None
-    """Maximum length of this response, `begun` included; None: Sampling.max_tokens, which it does not exceed."""
+    """Maximum length of this response, `begun` included; None: Sampling.max_tokens, which it does
+    not exceed."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The conversations that environments have answered before a step of an engine. They are the same on
+    """The conversations that environments have answered before a step of an engine. They are the
+    same on
     all of its ranks."""
 
     requests: Sequence[Request] = ()
@@ -68,41 +74,47 @@ class Arrivals:
 
 
 class Turns(Protocol):
-    """The conversations of one call of an engine, of which each request is a turn. All ranks of the engine
+    """The conversations of one call of an engine, of which each request is a turn. All ranks of the
+    engine
     call each method alike. No method blocks on an environment."""
 
     affinity: Mapping[int, int]
-    """Engine of each conversation of an earlier call, by the request's number. The same on every rank."""
+    """Engine of each conversation of an earlier call, by the request's number. The same on every
+    rank."""
 
     @property
     def num_waiting(self) -> int:
         """Number of conversations that wait for their environment."""
 
     def start(self, requests: Sequence[Request]) -> list[Request]:
-        """Begin conversations, or continue those of an earlier call. Return those with a turn to sample;
+        """Begin conversations, or continue those of an earlier call. Return those with a turn to
+        sample;
         others wait for their environment."""
 
     def submit(self, stopped: Mapping[int, Generation]) -> None:
         """Send turns that have ended to their environments. stopped: by the request's number."""
 
     def receive(self, is_idle: bool) -> Arrivals:
-        """Return the conversations that are answered. is_idle: the engine has nothing else to do."""
+        """Return the conversations that are answered. is_idle: the engine has nothing else to
+        do."""
 
     def abort(self) -> dict[int, Generation]:
-        """Close the environments, unless a later call continues the conversations. Return the responses
+        """Close the environments, unless a later call continues the conversations. Return the
+        responses
         that are not in the engine and have not ended, by the request's number."""
 
 
 class RolloutEngine(Protocol):
-    """This rank's part of the engines that generate responses. All ranks of an engine call each method alike."""
+    """This rank's part of the engines that generate responses. All ranks of an engine call each
+    method alike."""
 
     groups: Sequence[Sequence[int]]
     """The ranks of each engine, in the order of their tensor-parallel ranks."""
     max_running: int
     """The largest number of requests that generate at once."""
     cached_token_cost: float
-    """Time in which a step reads the keys and values of a token in the KV cache, relative to the time of a step that
-    reads none. The same on every rank."""
+    """Time in which a step reads the keys and values of a token in the KV cache, relative to the
+    time of a step that reads none. The same on every rank."""
     awake: frozenset[str]
     """The parts (WEIGHTS, KV_CACHE) that have device memory."""
 
@@ -120,7 +132,8 @@ class RolloutEngine(Protocol):
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, by the names of the engine's layout; a reshard writes them in place."""
+        """This rank's parameters, by the names of the engine's layout; a reshard writes them in
+        place."""
 
     def weights_updated(self) -> None:
         """Discard what was computed with earlier weights. Call after each weight update."""
@@ -137,8 +150,9 @@ class RolloutEngine(Protocol):
         """Add requests, with the same sampling parameters as all that have not ended."""
 
     def step(self) -> dict[int, Generation]:
-        """Draw the next token of each request that runs. Return the responses that ended, by the request's number. A
-        token depends on those before it, the seed, its position and the weights alone."""
+        """Draw the next token of each request that runs. Return the responses that ended, by the
+        request's number. A token depends on those before it, the seed, its position and the weights
+        alone."""
 
     def abort(self) -> dict[int, Generation]:
         """End all requests. Return what was generated of each response, by the request's number."""
@@ -147,30 +161,35 @@ class RolloutEngine(Protocol):
         """Release the device memory of WEIGHTS and KV_CACHE; neither is kept."""
 
     def wake_up(self, part: str) -> None:
-        """Allocate the device memory of WEIGHTS or KV_CACHE again. A weight update must then fill WEIGHTS."""
+        """Allocate the device memory of WEIGHTS or KV_CACHE again. A weight update must then fill
+        WEIGHTS."""
 
     def close(self) -> None:
         """Free the engine and its process groups; the trainer's groups stay."""
 
 
 class EngineFactory(Protocol):
-    """A rollout engine before it is built. The dry run asks for its layout too, so the module of a built-in engine
-    imports neither torch nor the engine's library."""
+    """A rollout engine before it is built. The dry run asks for its layout too, so the module of a
+    built-in engine imports neither torch nor the engine's library."""
 
     title: str
     """The engine's name in messages."""
 
     def layout(self, shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
-        """Return the layout of this tensor-parallel rank of an engine, from which the weight update is planned."""
+        """Return the layout of this tensor-parallel rank of an engine, from which the weight update
+        is planned."""
 
     def check_layout(self, shape: ModelShape, tp_size: int) -> None:
-        """Raise UserError, with the sizes that work, if an engine of tp_size ranks cannot shard the model."""
+        """Raise UserError, with the sizes that work, if an engine of tp_size ranks cannot shard the
+        model."""
 
     def check_installation(self) -> None:
-        """Import the engine's library. Raise UserError if it is missing, or cannot work on this machine."""
+        """Import the engine's library. Raise UserError if it is missing, or cannot work on this
+        machine."""
 
     def check_model(self, shape: ModelShape, cfg: RolloutConfig) -> None:
-        """Raise UserError if the engine cannot run the model on this machine, with these settings."""
+        """Raise UserError if the engine cannot run the model on this machine, with these
+        settings."""
 
     def build(
         self,
@@ -180,6 +199,7 @@ class EngineFactory(Protocol):
         rank: int,
         storage: Mapping[str, torch.Tensor],
     ) -> RolloutEngine:
-        """Return this rank's part of the engines. Every rank must call it. groups: the ranks of each engine, in the
-        order of its TP ranks. storage: tensors that become the engine's parameters of these names, in place of memory
-        of its own; empty without reshard.share_weights."""
+        """Return this rank's part of the engines. Every rank must call it. groups: the ranks of
+        each engine, in the order of its TP ranks. storage: tensors that become the engine's
+        parameters of these names, in place of memory of its own; empty without
+        reshard.share_weights."""

@@ -1,5 +1,5 @@
-"""Arrays over all requests of one call of a rollout engine: log-probs of the drawn tokens, and on a CPU the keys of the
-noise that draws them.
+"""Arrays over all requests of one call of a rollout engine: log-probs of the drawn tokens, and on a
+CPU the keys of the noise that draws them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class LogProbs:
             self._lens[request.number] = len(begun)
 
     def append(self, requests: Sequence[int], log_probs: np.ndarray) -> None:
-        """Append the log-probs [rows] float32 of the next tokens of these requests, each named once."""
+        """Append the log-probs [rows] float32 of the next tokens of these requests, each named
+        once."""
         rows = np.asarray(requests)
         self._values[rows, self._lens[rows]] = log_probs
         self._lens[rows] += 1
@@ -65,11 +66,13 @@ class Draws:
             self._seeds[request.number] = request.seed
 
     def keys(self, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Return the key of each draw, [rows] int64: SplitMix64 of the request's seed at this position.
+        """Return the key of each draw, [rows] int64: SplitMix64 of the request's seed at this
+        position.
 
-        requests: [rows] numbers of requests. positions: [rows] place of the drawn token in its sequence. A key depends
-        on seed and position alone, so that neither the batch nor a repeated draw changes a token. The source of the
-        function: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014)."""
+        requests: [rows] numbers of requests. positions: [rows] place of the drawn token in its
+        sequence. A key depends on seed and position alone, so that neither the batch nor a repeated
+        draw changes a token. The source of the function: Steele, Lea, Flood, "Fast splittable
+        pseudorandom number generators" (2014)."""
         # Unsigned integers wrap around, as the function demands.
         key = self._seeds[requests] + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
         for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):

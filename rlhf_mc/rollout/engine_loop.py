@@ -1,5 +1,5 @@
-"""The generation of responses: the loop that drives this rank's rollout engine step by step, and shares the requests
-with the other engines.
+"""The generation of responses: the loop that drives this rank's rollout engine step by step, and
+shares the requests with the other engines.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ def generate_responses(
     on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
     turns: Turns | None = None,
 ) -> Responses:
-    """Return the response to each request, on every rank. Every rank must call it with the same arguments. Request i
-    has number i. clock: a new one. expected_lens: see SharedQueue.
+    """Return the response to each request, on every rank. Every rank must call it with the same
+    arguments. Request i has number i. clock: a new one. expected_lens: see SharedQueue.
 
-    enough: whether the call may end, by the numbers of the responses that have ended; true of all of them. The call
-    then ends with the first period after which it is true, and other responses have the tokens that they have.
+    enough: whether the call may end, by the numbers of the responses that have ended; true of all
+    of them. The call then ends with the first period after which it is true, and other responses
+    have the tokens that they have.
 
-    on_ended: called after a step with the responses that have ended in it, by number, each on one rank of its engine.
+    on_ended: called after a step with the responses that have ended in it, by number, each on one
+    rank of its engine.
 
-    turns: where responses are conversations with an environment. A request is then the first turn of one. Conversations
-    that come back begin before new ones.
+    turns: where responses are conversations with an environment. A request is then the first turn
+    of one. Conversations that come back begin before new ones.
 
-    A response depends on its prompt, its seed and the weights, not on the engine that generates it. Raise UserError if
-    the ranks of one engine have drawn different tokens."""
+    A response depends on its prompt, its seed and the weights, not on the engine that generates it.
+    Raise UserError if the ranks of one engine have drawn different tokens."""
     own = next(number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks)
     ranks = engine.groups[own]
     place = ranks.index(dist.get_rank())
@@ -55,7 +57,9 @@ def generate_responses(
         while True:
             if queue.left or enough is not None:
                 num_awaited = len(requests) if enough is not None else 0
-                nums_left, rooms, step_seconds, ended = _exchange(engine, clock, responses, num_awaited, len(share))
+                nums_left, rooms, step_seconds, ended = _exchange(
+                    engine, clock, responses, num_awaited, len(share)
+                )
                 queue.end_period(nums_left)
                 if enough is not None and enough(ended):
                     break
@@ -66,7 +70,9 @@ def generate_responses(
             while engine.num_unfinished or share or (turns is not None and turns.num_waiting):
                 is_idle = not engine.num_unfinished and not share
                 arrivals = NO_ARRIVALS if turns is None else turns.receive(is_idle)
-                num_added = _begin(engine, requests, share, sampling, arrivals.requests, promised, turns)
+                num_added = _begin(
+                    engine, requests, share, sampling, arrivals.requests, promised, turns
+                )
                 promised = 0
                 num_drawn = 0
                 over = arrivals.ended
@@ -74,8 +80,14 @@ def generate_responses(
                     finished = engine.step()
                     num_drawn = engine.num_running + len(finished)
                     num_cached += num_added + num_drawn
-                    clock.step(num_drawn, num_added - arrivals.num_cached, num_cached * engine.cached_token_cost)
-                    num_cached -= sum(len(requests[i].prompt) + len(one.token_ids) for i, one in finished.items())
+                    clock.step(
+                        num_drawn,
+                        num_added - arrivals.num_cached,
+                        num_cached * engine.cached_token_cost,
+                    )
+                    num_cached -= sum(
+                        len(requests[i].prompt) + len(one.token_ids) for i, one in finished.items()
+                    )
                     if turns is None:
                         over = finished
                     else:
@@ -83,9 +95,19 @@ def generate_responses(
                 work.advance(len(over), tokens=num_drawn)
                 responses |= over
                 if on_ended is not None and over:
-                    on_ended({number: one for number, one in over.items() if number % len(ranks) == place})
+                    on_ended(
+                        {
+                            number: one
+                            for number, one in over.items()
+                            if number % len(ranks) == place
+                        }
+                    )
                 # Other engines do not wait for one that waits for environments.
-                is_over = len(engine.groups) == 1 or clock.period_is_over or not (engine.num_unfinished or share)
+                is_over = (
+                    len(engine.groups) == 1
+                    or clock.period_is_over
+                    or not (engine.num_unfinished or share)
+                )
                 if ends_with_period and is_over:
                     break
             if not ends_with_period:
@@ -93,7 +115,9 @@ def generate_responses(
     responses |= engine.abort()
     if turns is not None:
         responses |= turns.abort()
-    num_tokens = sum(one.num_drawn - requests[number].begun.num_drawn for number, one in responses.items())
+    num_tokens = sum(
+        one.num_drawn - requests[number].begun.num_drawn for number, one in responses.items()
+    )
     count(tokens=num_tokens, responses=len(responses))
     if own == 0:
         responses |= {number: requests[number].begun for number in queue.left}
@@ -116,8 +140,9 @@ def _begin(
     promised: int,
     turns: Turns | None,
 ) -> int:
-    """Add the returning requests to the engine, and move those for which it has room then from its share to it, and at
-    least the first `promised`. Return the tokens of their prompts and begun responses."""
+    """Add the returning requests to the engine, and move those for which it has room then from its
+    share to it, and at least the first `promised`. Return the tokens of their prompts and begun
+    responses."""
     room = max(promised, _room(engine) - len(returning)) if share else 0
     new = [requests[number] for number in share[:room]]
     del share[:room]
@@ -129,11 +154,15 @@ def _begin(
 
 
 def _exchange(
-    engine: RolloutEngine, clock: Clock, responses: Mapping[int, Generation], num_requests: int, num_left: int
+    engine: RolloutEngine,
+    clock: Clock,
+    responses: Mapping[int, Generation],
+    num_requests: int,
+    num_left: int,
 ) -> tuple[list[int], list[int], list[float], set[int]]:
-    """Return of each engine how many requests of its share it has not begun (num_left), how many it begins now, and the
-    seconds of its steps, and which requests have ended on any engine. num_requests: of the call; 0: without those that
-    have ended. Every rank must call it."""
+    """Return of each engine how many requests of its share it has not begun (num_left), how many it
+    begins now, and the seconds of its steps, and which requests have ended on any engine.
+    num_requests: of the call; 0: without those that have ended. Every rank must call it."""
     has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
     if num_requests:
         has_ended[list(responses)] = True

@@ -20,19 +20,21 @@ if TYPE_CHECKING:
 
 
 class VLLM:
-    """vLLM, as rollout/base.py describes an EngineFactory. Its engine is imported by name where a run is built, since
-    it imports torch and vLLM."""
+    """vLLM, as rollout/base.py describes an EngineFactory. Its engine is imported by name where a
+    run is built, since it imports torch and vLLM."""
 
     title = "vLLM"
     layout = staticmethod(vllm_layout)
     check_layout = staticmethod(check_vllm)
 
     def check_installation(self) -> None:
-        """Import vLLM. Raise UserError if it is missing, of another version or for another device."""
+        """Import vLLM. Raise UserError if it is missing, of another version or for another
+        device."""
         importlib.import_module("rlhf_mc.rollout.vllm_engine").check_build()
 
     def check_model(self, shape: ModelShape, cfg: RolloutConfig) -> None:
-        """Raise UserError where vLLM cannot shard the model so, or has no kernel for it on this machine."""
+        """Raise UserError where vLLM cannot shard the model so, or has no kernel for it on this
+        machine."""
         check_vllm(shape, cfg.tensor_model_parallel_size)
         importlib.import_module("rlhf_mc.rollout.vllm_limits").check_kernels(shape, cfg)
 
@@ -55,7 +57,8 @@ class VLLM:
             dtype=cfg.actor.megatron.dtype,
             seed=cfg.trainer.seed,
             storage=storage,
-            return_experts=router_replay(cfg, shape.has_experts, bool(shape.linear_layers)) == "rollout",
+            return_experts=router_replay(cfg, shape.has_experts, bool(shape.linear_layers))
+            == "rollout",
         )
         return engine
 
@@ -65,8 +68,8 @@ ENGINES: dict[str, EngineFactory] = {"vllm": VLLM()}
 
 
 def engine_factory(cfg: RolloutConfig) -> EngineFactory:
-    """Return the factory of the run's rollout engine. Raise UserError if the user's cannot be loaded, or lacks a part
-    of EngineFactory."""
+    """Return the factory of the run's rollout engine. Raise UserError if the user's cannot be
+    loaded, or lacks a part of EngineFactory."""
     if cfg.name != "custom":
         return ENGINES[cfg.name]
     assert cfg.custom_engine.path is not None, "config/checks.py ensures it"

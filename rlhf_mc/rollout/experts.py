@@ -1,5 +1,5 @@
-"""A mixture-of-experts kernel on plain weights, for vLLM on a CPU (vllm_patches.py). vLLM's own kernel takes repacked
-weights, which a weight update could not write.
+"""A mixture-of-experts kernel on plain weights, for vLLM on a CPU (vllm_patches.py). vLLM's own
+kernel takes repacked weights, which a weight update could not write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: _gated(x, lambda gate: gelu(gate, approximate="tanh")),
     "swigluoai": _clamped,
 }
-"""vLLM's names of activations -> function from gate and up, [T, 2 x ffn], to their product [T, ffn]."""
+"""vLLM's names of activations -> function from gate and up, [T, 2 x ffn], to their product [T,
+ffn]."""
 
 
 def fused_moe(
@@ -43,16 +44,22 @@ def fused_moe(
     isa: str,
     skip_weighted: bool = False,
 ) -> None:
-    """Write into out [T, hidden] each token's sum over its experts of weight x expert(hidden [T, hidden]).
+    """Write into out [T, hidden] each token's sum over its experts of weight x expert(hidden [T,
+    hidden]).
 
-    w13 [experts, 2 x ffn, hidden]: gate, then up, or for swigluoai the rows of both in turn; w2 [experts, hidden, ffn];
-    biases [experts, rows]; topk_weights and topk_ids [T, k].
-    The arguments are as for vllm._custom_ops.cpu_fused_moe; `isa`, which selects its kernel, is ignored."""
+    w13 [experts, 2 x ffn, hidden]: gate, then up, or for swigluoai the rows of both in turn; w2
+    [experts, hidden, ffn]; biases [experts, rows]; topk_weights and topk_ids [T, k].
+    The arguments are as for vllm._custom_ops.cpu_fused_moe; `isa`, which selects its kernel, is
+    ignored."""
     out.zero_()
     for expert in topk_ids.unique().tolist():
         token, slot = torch.where(topk_ids == expert)
         gate_up = linear(hidden[token], w13[expert], None if w13_bias is None else w13_bias[expert])
-        result = linear(ACTIVATIONS[activation](gate_up), w2[expert], None if w2_bias is None else w2_bias[expert])
+        result = linear(
+            ACTIVATIONS[activation](gate_up),
+            w2[expert],
+            None if w2_bias is None else w2_bias[expert],
+        )
         if not skip_weighted:
             result = result * topk_weights[token, slot, None]
         out.index_add_(0, token, result.to(out.dtype))

@@ -1,5 +1,5 @@
-"""The experts that vLLM's routers choose, recorded on a CPU for router replay. On GPUs vLLM keeps such a record itself
-(enable_return_routed_experts), which its CPU runner does not have.
+"""The experts that vLLM's routers choose, recorded on a CPU for router replay. On GPUs vLLM keeps
+such a record itself (enable_return_routed_experts), which its CPU runner does not have.
 """
 
 from __future__ import annotations
@@ -22,30 +22,41 @@ class RoutedExperts:
         self._step: dict[int, torch.Tensor] = {}
         """By layer, the choices of the last step: [tokens, k]."""
         self._parts: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
-        """By request, the place of the first token and the choices of each step: [tokens, layers, k]."""
+        """By request, the place of the first token and the choices of each step: [tokens, layers,
+        k]."""
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Take the choices of a layer's router for the tokens of a step. vLLM calls it in the forward pass."""
+        """Take the choices of a layer's router for the tokens of a step. vLLM calls it in the
+        forward pass."""
         self._step[layer_id] = topk_ids
 
     def record(self, requests: np.ndarray, places: np.ndarray, offsets: np.ndarray) -> None:
-        """Keep the choices of a step. requests [R]: their numbers; places [R]: the place of the first token of each in
-        its sequence; offsets [R + 1]: its rows."""
-        rows = torch.stack([self._step[layer] for layer in self._layers], 1).numpy().astype(self._dtype)
+        """Keep the choices of a step. requests [R]: their numbers; places [R]: the place of the
+        first token of each in its sequence; offsets [R + 1]: its rows."""
+        rows = (
+            torch.stack([self._step[layer] for layer in self._layers], 1)
+            .numpy()
+            .astype(self._dtype)
+        )
         bounds = offsets.tolist()
-        for request, place, first, end in zip(requests.tolist(), places.tolist(), bounds, bounds[1:], strict=False):
+        for request, place, first, end in zip(
+            requests.tolist(), places.tolist(), bounds, bounds[1:], strict=False
+        ):
             self._parts[request].append((place, rows[first:end]))
 
     def take(self, request: int, num_tokens: int) -> np.ndarray:
-        """Return the choices for the first num_tokens tokens of a request, [tokens, layers, k], and forget them. Those
-        of a request that vLLM has computed again, since it lacked memory, are the last ones."""
+        """Return the choices for the first num_tokens tokens of a request, [tokens, layers, k], and
+        forget them. Those of a request that vLLM has computed again, since it lacked memory, are
+        the last ones."""
         parts = self._parts.pop(request)
         choices = np.zeros((num_tokens, *parts[0][1].shape[1:]), self._dtype)
         is_known = np.zeros(num_tokens, np.bool_)
         for place, rows in parts:
             choices[place : place + len(rows)] = rows[: num_tokens - place]
             is_known[place : place + len(rows)] = True
-        assert is_known.all(), f"{int((~is_known).sum())} of {num_tokens} tokens of request {request} are not recorded"
+        assert is_known.all(), (
+            f"{int((~is_known).sum())} of {num_tokens} tokens of request {request} are not recorded"
+        )
         return choices
 
     def forget(self, requests: Sequence[int]) -> None:

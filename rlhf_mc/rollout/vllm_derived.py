@@ -1,5 +1,6 @@
-"""Tensors that vLLM's attentions derive from loaded weights, which a weight update does not write: the two halves of
-kv_b_proj, transposed, by which latent attention decodes on latent vectors, and copies of attention sinks.
+"""Tensors that vLLM's attentions derive from loaded weights, which a weight update does not write:
+the two halves of kv_b_proj, transposed, by which latent attention decodes on latent vectors, and
+copies of attention sinks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 
 @torch.no_grad()
 def derive_weights(model: torch.nn.Module) -> None:
-    """Derive the tensors again, in place. Of unquantized latent attention vLLM 0.32 has views, and nothing changes."""
+    """Derive the tensors again, in place. Of unquantized latent attention vLLM 0.32 has views, and
+    nothing changes."""
     for module in model.modules():
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
@@ -31,8 +33,8 @@ def derive_weights(model: torch.nn.Module) -> None:
 
 
 def _renew_sinks(module: Any) -> None:
-    """Let the attention read new sinks. FlashInfer's holds a float32 copy from the end of loading, and captured graphs
-    read it; on a CPU the first pass copies float16 ones."""
+    """Let the attention read new sinks. FlashInfer's holds a float32 copy from the end of loading,
+    and captured graphs read it; on a CPU the first pass copies float16 ones."""
     if platform.use_cuda():
         module.attn.impl.process_weights_after_loading(module.sinks.dtype)
     else:

@@ -1,5 +1,5 @@
-"""The rollout engine over vLLM, in this process: built over given rank groups, with parameters that a reshard writes in
-place. The other files that import vllm are its neighbours vllm_*.py.
+"""The rollout engine over vLLM, in this process: built over given rank groups, with parameters that
+a reshard writes in place. The other files that import vllm are its neighbours vllm_*.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
-from rlhf_mc.rollout import vllm_patches  # isort: skip  (it sets what vllm reads when it is imported)
+# isort: skip  (it sets what vllm reads when it is imported)
+from rlhf_mc.rollout import vllm_patches
 import vllm
 from vllm.inputs.engine import tokens_input
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    bind_routed_experts_capturer,
+)
 from vllm.platforms import current_platform
 from vllm.v1.request import Request as VLLMRequest
 from vllm.v1.request import RequestStatus
@@ -32,7 +35,12 @@ from rlhf_mc.rollout.draws import Draws, LogProbs, request_number
 from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
-from rlhf_mc.rollout.vllm_layout import check_parameters, local_tensors, parameter_shapes, vllm_layout
+from rlhf_mc.rollout.vllm_layout import (
+    check_parameters,
+    local_tensors,
+    parameter_shapes,
+    vllm_layout,
+)
 from rlhf_mc.rollout.vllm_limits import check_dtype, kv_cache_share
 from rlhf_mc.rollout.vllm_options import (
     custom_all_reduce,
@@ -45,29 +53,32 @@ from rlhf_mc.topology.shared_gpu import in_turn
 
 
 def check_build() -> None:
-    """Raise UserError if this build of vLLM does not compute where the trainer does, or draws tokens by generators.
-    vLLM chooses the device by its own build and the driver, without RLHF_MC_DEVICE."""
+    """Raise UserError if this build of vLLM does not compute where the trainer does, or draws
+    tokens by generators. vLLM chooses the device by its own build and the driver, without
+    RLHF_MC_DEVICE."""
     device = current_platform.device_type
     wanted = platform.device().type
     if device != wanted:
         raise UserError(
-            f"rollout: this vLLM computes on {device or 'no device'}, and the trainer on {wanted}; install vLLM's "
-            f"build for {wanted}{', or unset RLHF_MC_DEVICE' if device == 'cuda' else ''}"
+            f"rollout: this vLLM computes on {device or 'no device'}, and the trainer on {wanted}; "
+            "install vLLM's build for "
+            f"{wanted}{', or unset RLHF_MC_DEVICE' if device == 'cuda' else ''}"
         )
     if wanted == "cuda" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         raise UserError(
-            "rollout: VLLM_USE_V2_MODEL_RUNNER is 0; unset it: vLLM's other model runner does not draw by seed and"
-            " position, and a response that is continued would repeat its draws"
+            "rollout: VLLM_USE_V2_MODEL_RUNNER is 0; unset it: vLLM's other model runner does not "
+            "draw by seed and position, and a response that is continued would repeat its draws"
         )
 
 
 _OVERHEAD_BYTES = {True: 1 << 32, False: 1 << 24}
-"""Bytes that a device (a GPU or not) reads in the time that a step takes whatever the model is, some 1.5 ms."""
+"""Bytes that a device (a GPU or not) reads in the time that a step takes whatever the model is,
+some 1.5 ms."""
 
 
 class VLLMEngine:
-    """This rank's part of one vLLM engine, as rollout/base.py describes it. Before the first weight update the weights
-    are arbitrary."""
+    """This rank's part of one vLLM engine, as rollout/base.py describes it. Before the first weight
+    update the weights are arbitrary."""
 
     def __init__(
         self,
@@ -82,11 +93,12 @@ class VLLMEngine:
         storage: Mapping[str, torch.Tensor] | None = None,
         return_experts: bool = False,
     ) -> None:
-        """Build the engine. Raise UserError, on all ranks, if vLLM's parameters are not the weight update's. Every rank
-        must call it.
+        """Build the engine. Raise UserError, on all ranks, if vLLM's parameters are not the weight
+        update's. Every rank must call it.
 
-        storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM allocates.
-        return_experts: responses have the experts that vLLM has chosen (Generation.experts)."""
+        storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM
+        allocates. return_experts: responses have the experts that vLLM has chosen
+        (Generation.experts)."""
         check_dtype(shape, dtype)
         self._group = next(list(g) for g in groups if rank in g)
         self.groups = groups
@@ -110,17 +122,23 @@ class VLLMEngine:
         if platform.use_cuda():
             _keep_stream()
             shared = storage or {}
-            kv_cache = on_every_rank(lambda: kv_cache_share(cfg, self._layout, getattr(torch, dtype), shared))
+            kv_cache = on_every_rank(
+                lambda: kv_cache_share(cfg, self._layout, getattr(torch, dtype), shared)
+            )
             options.update(
-                gpu_options(cfg), enable_return_routed_experts=return_experts, kv_cache_memory_bytes=kv_cache
+                gpu_options(cfg),
+                enable_return_routed_experts=return_experts,
+                kv_cache_memory_bytes=kv_cache,
             )
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
             if shape.kv_lora_rank:
-                # Where the processor has AMX, vLLM's choice takes bfloat16 only, and repacks weights.
+                # Where the processor has AMX, vLLM's choice takes bfloat16 only, and repacks
+                # weights.
                 options.update(attention_backend="CPU_MLA")
-            if return_experts:  # prefix caching computes a prompt once, and only one request's routers are recorded
+            # prefix caching computes a prompt once, and only one request's routers are recorded
+            if return_experts:
                 options.update(enable_prefix_caching=False)
         if cfg.quantization is not None:
             options.update(quantization=METHOD)
@@ -134,9 +152,9 @@ class VLLMEngine:
         ):
             self._llm = vllm.LLM(
                 **engine_settings(model_path, shape, cfg, max_model_len, dtype) | options,
-                # A part of the name of vLLM's cache of compiled code, in which each global rank has a folder. The code
-                # contains what follows from the rank's place in its engine (its range of the vocabulary), and vLLM does
-                # not know that `groups` sets the place.
+                # A part of the name of vLLM's cache of compiled code, in which each global rank has
+                # a folder. The code contains what follows from the rank's place in its engine (its
+                # range of the vocabulary), and vLLM does not know that `groups` sets the place.
                 additional_config={"rank_in_engine": self._group.index(rank)},
                 seed=seed,
                 logprobs_mode="processed_logprobs",
@@ -152,7 +170,9 @@ class VLLMEngine:
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
         shapes = self._quantized.shapes(self._model)
         try:
-            on_every_rank(lambda: check_parameters(model_path, parameter_shapes(self._layout), shapes))
+            on_every_rank(
+                lambda: check_parameters(model_path, parameter_shapes(self._layout), shapes)
+            )
         except UserError:
             self.close()
             raise
@@ -177,11 +197,14 @@ class VLLMEngine:
         config = self._llm.llm_engine.vllm_config
         cache = config.cache_config
         layers = config.compilation_config.static_forward_context.values()
-        attention = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+        attention = {
+            layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")
+        }
         num_bytes = sum(tensor.size for tensor in self._runner.kv_cache_config.kv_cache_tensors)
         return (
             f"KV cache: {num_bytes / 1e9:.2f} GB, for {cache.kv_cache_size_tokens} tokens: "
-            f"{cache.kv_cache_max_concurrency:.1f} sequences of {config.model_config.max_model_len} tokens; "
+            f"{cache.kv_cache_max_concurrency:.1f} sequences of "
+            f"{config.model_config.max_model_len} tokens; "
             f"attention by {', '.join(sorted(attention))}"
         )
 
@@ -193,36 +216,47 @@ class VLLMEngine:
     @property
     def weight_bytes(self) -> int:
         """Bytes of these parameters, those that alias the trainer's included."""
-        return sum(param.numel() * param.element_size() for _, param in loaded_parameters(self._model))
+        return sum(
+            param.numel() * param.element_size() for _, param in loaded_parameters(self._model)
+        )
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """vLLM's parameters, or views, by the names of reshard's vLLM layout; a reshard writes them in place. With
-        rollout.quantization the parameters of linear layers are temporary and unquantized, until `weights_updated`."""
+        """vLLM's parameters, or views, by the names of reshard's vLLM layout; a reshard writes them
+        in place. With rollout.quantization the parameters of linear layers are temporary and
+        unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         self._quantized.stage()
-        return local_tensors(self._layout, {name: param.data for name, param in loaded_parameters(self._model)})
+        return local_tensors(
+            self._layout, {name: param.data for name, param in loaded_parameters(self._model)}
+        )
 
     def weights_updated(self) -> None:
-        """Quantize new weights (rollout.quantization), derive others from them, and discard the prefix cache, which
-        earlier weights have filled. Call after each weight update. Raise RuntimeError if vLLM keeps the cache."""
+        """Quantize new weights (rollout.quantization), derive others from them, and discard the
+        prefix cache, which earlier weights have filled. Call after each weight update. Raise
+        RuntimeError if vLLM keeps the cache."""
         self._quantized.quantize()
         derive_weights(self._model)
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks of the KV cache")
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache: a request still holds blocks of the KV cache"
+            )
 
     def sleep(self) -> None:
-        """Release the device memory of weights and KV cache. Neither is kept, since a weight update writes all weights.
-        Parameters in `storage` stay: vLLM has not allocated them. GPU only. Every rank must call it: those of one GPU
-        take turns, since vLLM asserts that the GPU has more free memory afterwards."""
+        """Release the device memory of weights and KV cache. Neither is kept, since a weight update
+        writes all weights. Parameters in `storage` stay: vLLM has not allocated them. GPU only.
+        Every rank must call it: those of one GPU take turns, since vLLM asserts that the GPU has
+        more free memory afterwards."""
         self._buffers = {name: buffer.cpu().clone() for name, buffer in self._model.named_buffers()}
         in_turn(lambda: self._llm.sleep(level=2))
         self.awake = frozenset()
 
     def wake_up(self, part: str) -> None:
-        """Allocate the memory of WEIGHTS, which a weight update then fills, or of KV_CACHE. GPU only.
+        """Allocate the memory of WEIGHTS, which a weight update then fills, or of KV_CACHE. GPU
+        only.
 
-        Raise RuntimeError if vLLM has not restored a buffer that is no parameter (rotary tables): no update writes
+        Raise RuntimeError if vLLM has not restored a buffer that is no parameter (rotary tables):
+        no update writes
         it."""
         self._llm.wake_up(tags=[part])
         self.awake |= {part}
@@ -260,8 +294,9 @@ class VLLMEngine:
         engine = self._llm.llm_engine
         try:
             for request in requests:
-                # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of
-                # adding a request. Not LLMEngine.add_request: vLLM's output processor would wait for each token.
+                # Not LLM.generate: it renders each prompt first, which tokens do not need, in a
+                # quarter of the time of adding a request. Not LLMEngine.add_request: vLLM's output
+                # processor would wait for each token.
                 prompt = tokens_input([*request.prompt.tolist(), *request.begun.token_ids])
                 params = sampling_params(sampling, request, draws_itself=self._draws is None)
                 core_request = engine.input_processor.process_inputs(
@@ -269,23 +304,31 @@ class VLLMEngine:
                 )
                 engine.input_processor.assign_request_id(core_request)
                 engine.engine_core.add_request(core_request)
-                self._requests[request.number] = request, self._core.scheduler.requests[core_request.request_id]
+                self._requests[request.number] = (
+                    request,
+                    self._core.scheduler.requests[core_request.request_id],
+                )
         except Exception:  # raised again: the next call would wait for these requests
             self.abort()
             raise
 
     def step(self) -> dict[int, Generation]:
-        """Draw the next token of each request that runs. Return the responses that ended, by the request's number."""
+        """Draw the next token of each request that runs. Return the responses that ended, by the
+        request's number."""
         draws = self._draws
         with (
-            contextlib.nullcontext() if draws is None else vllm_patches.drawing(draws, self._experts),
+            contextlib.nullcontext()
+            if draws is None
+            else vllm_patches.drawing(draws, self._experts),
             self._core.scheduler.recording(self._log_probs),
         ):
             ended = self._llm.llm_engine.engine_core.get_output().outputs
         responses = {}
         for output in ended:
             request, state = self._requests.pop(request_number(output.request_id))
-            responses[request.number] = self._with_experts(request, self._response(request, state), output)
+            responses[request.number] = self._with_experts(
+                request, self._response(request, state), output
+            )
         return responses
 
     def _response(self, request: Request, state: VLLMRequest) -> Generation:
@@ -297,7 +340,8 @@ class VLLMEngine:
         )
 
     def _with_experts(self, request: Request, response: Generation, output: Any) -> Generation:
-        """Return the response with the experts of vLLM's output or of this engine's own record, if asked for."""
+        """Return the response with the experts of vLLM's output or of this engine's own record, if
+        asked for."""
         if self._experts is not None:
             num_routed = len(request.prompt) + len(response.token_ids) - 1
             return replace(response, experts=self._experts.take(request.number, num_routed))
@@ -318,9 +362,11 @@ class VLLMEngine:
         return responses
 
     def close(self) -> None:
-        """Free the engine and vLLM's process groups, so that another engine can be built in this process."""
+        """Free the engine and vLLM's process groups, so that another engine can be built in this
+        process."""
         if self.awake != {WEIGHTS, KV_CACHE}:
-            # Of memory that sleeps vLLM would print a CUDA error for each block. So it does where there is no room.
+            # Of memory that sleeps vLLM would print a CUDA error for each block. So it does where
+            # there is no room.
             with contextlib.suppress(RuntimeError):
                 self._llm.wake_up()
         with vllm_patches.world_kept():
@@ -330,23 +376,24 @@ class VLLMEngine:
 
 
 def _keep_stream() -> None:
-    """Let vLLM use the current stream. Its current_stream() knows a stream only by torch.cuda.set_stream, which it has
-    replaced when it was imported; without a call since then it enters a stream of its own."""
+    """Let vLLM use the current stream. Its current_stream() knows a stream only by
+    torch.cuda.set_stream, which it has replaced when it was imported; without a call since then it
+    enters a stream of its own."""
     torch.cuda.set_stream(torch.cuda.current_stream())
 
 
 @contextlib.contextmanager
 def _build_errors(cfg: RolloutConfig) -> Iterator[None]:
-    """Raise UserError, with the settings to change, where vLLM lacks memory for itself or for one sequence, or has no
-    fp8 kernel."""
+    """Raise UserError, with the settings to change, where vLLM lacks memory for itself or for one
+    sequence, or has no fp8 kernel."""
     setting, value = (
         ("rollout.gpu_memory_utilization", cfg.gpu_memory_utilization)
         if platform.use_cuda()
         else ("rollout.cpu_kvcache_space_gb", cfg.cpu_kvcache_space_gb)
     )
     more = (
-        f"raise {setting} or rollout.tensor_model_parallel_size, or lower data.max_prompt_length or "
-        "data.max_response_length"
+        f"raise {setting} or rollout.tensor_model_parallel_size, or lower data.max_prompt_length "
+        "or data.max_response_length"
     )
     less = f"lower {setting}, or free memory (offload the models, fewer ranks)"
     advice = {
@@ -362,6 +409,10 @@ def _build_errors(cfg: RolloutConfig) -> Iterator[None]:
             if str(error).startswith(start):
                 reason = re.split(r"\. (?=Try|Decrease|Reduce|On the CPU)", str(error))[0]
                 raise UserError(f"{setting} {value}: vLLM says: {reason}; {change}") from error
-        if cfg.quantization is not None and str(error).startswith(("Failed to find a kernel", "FP8 PTPC")):
-            raise UserError(f"rollout.quantization is 'fp8'; vLLM says: {first_line(error)}; set it to null") from error
+        if cfg.quantization is not None and str(error).startswith(
+            ("Failed to find a kernel", "FP8 PTPC")
+        ):
+            raise UserError(
+                f"rollout.quantization is 'fp8'; vLLM says: {first_line(error)}; set it to null"
+            ) from error
         raise

@@ -1,5 +1,6 @@
-"""fp8 weights of vLLM's linear layers (rollout.quantization). A weight update writes them unquantized; vLLM's own code
-then quantizes them into the memory that its kernels, and captured CUDA graphs, read.
+"""fp8 weights of vLLM's linear layers (rollout.quantization). A weight update writes them
+unquantized; vLLM's own code then quantizes them into the memory that its kernels, and captured CUDA
+graphs, read.
 """
 
 from __future__ import annotations
@@ -8,7 +9,11 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_TENSORS,
+    materialize_layer,
+    restore_layer_on_meta,
+)
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
 from rlhf_mc.rollout.vllm_derived import loaded_parameters
@@ -18,8 +23,8 @@ METHOD = "fp8_per_channel"
 
 
 class QuantizedLayers:
-    """The linear layers of a model, in fp8. As in vLLM's reload of weights, layer by layer, but the weights of all
-    layers are staged together: a weight update has its own order."""
+    """The linear layers of a model, in fp8. As in vLLM's reload of weights, layer by layer, but the
+    weights of all layers are staged together: a weight update has its own order."""
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
         self._layers = {
@@ -37,7 +42,9 @@ class QuantizedLayers:
             unquantized, _ = get_layerwise_info(layer).restore_metadata
             for name in layer._parameters.keys() - SKIP_TENSORS:
                 out.pop(f"{prefix}.{name}", None)
-            out.update({f"{prefix}.{name}": tuple(param.shape) for name, param in unquantized.items()})
+            out.update(
+                {f"{prefix}.{name}": tuple(param.shape) for name, param in unquantized.items()}
+            )
         return out
 
     def stage(self) -> None:
@@ -53,8 +60,9 @@ class QuantizedLayers:
         self._is_staged = True
 
     def quantize(self) -> None:
-        """Quantize the staged parameters into those that `stage` has replaced, and free them. Do nothing if nothing is
-        staged. Collective over the engine's ranks: a scale is computed from the whole weight."""
+        """Quantize the staged parameters into those that `stage` has replaced, and free them. Do
+        nothing if nothing is staged. Collective over the engine's ranks: a scale is computed from
+        the whole weight."""
         if not self._is_staged:
             return
         with torch.no_grad(), set_current_vllm_config(self._config):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rlhf_mc.rollout import vllm_patches  # isort: skip  (it sets what vllm reads when it is imported)
+# isort: skip  (it sets what vllm reads when it is imported)
+from rlhf_mc.rollout import vllm_patches
 import vllm
 from vllm.device_allocator.alloc_conf import expandable_segments_enabled_from_env
 
@@ -26,10 +27,16 @@ def engine_settings(
     # They replace keys of config.json.
     overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
     if shape.kv_lora_rank:
-        # vLLM needs these, which transformers does not write, and computes the router in the model's type otherwise.
-        overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_router_dtype": "float32"}
+        # vLLM needs these, which transformers does not write, and computes the router in the
+        # model's type otherwise.
+        overrides |= {
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_router_dtype": "float32",
+        }
     if platform.float32_products():
-        # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no differently.
+        # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no
+        # differently.
         overrides["head_dtype"] = "float32"
     return {
         "model": model_path,
@@ -45,7 +52,8 @@ def engine_settings(
         "max_num_batched_tokens": max(cfg.max_num_batched_tokens, max_model_len),
         "scheduler_cls": DecodeScheduler,
         "disable_log_stats": True,
-        # Of delta nets: states in float32, as the trainer's, which a cached prefix would have only where a block ends.
+        # Of delta nets: states in float32, as the trainer's, which a cached prefix would have only
+        # where a block ends.
         "mamba_ssm_cache_dtype": "float32" if shape.linear_layers else "auto",
         "enable_prefix_caching": False if shape.linear_layers else None,
     }
@@ -59,14 +67,16 @@ def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
         "enable_sleep_mode": cfg.free_cache_engine,
         # The memory of CUDA graphs is copied to the host and back. vLLM does so only if asked to.
         "sleep_mode_offload_cudagraph": offloads_graphs(cfg),
-        # The only backend that does not repack the weights of experts: a weight update writes them in place.
+        # The only backend that does not repack the weights of experts: a weight update writes them
+        # in place.
         "moe_backend": "triton",
-        # FlashInfer's kernel of linear attention is compiled by nvcc in the first run, on every node.
+        # FlashInfer's kernel of linear attention is compiled by nvcc in the first run, on every
+        # node.
         "gdn_prefill_backend": "triton",
     }
     if torch.are_deterministic_algorithms_enabled() or platform.ranks_per_gpu() > 1:
-        # FlashInfer's all-reduce, alone (runtime/determinism.py, topology/shared_gpu.py) or fused with a norm, adds in
-        # no fixed order, and needs a GPU for each rank.
+        # FlashInfer's all-reduce, alone (runtime/determinism.py, topology/shared_gpu.py) or fused
+        # with a norm, adds in no fixed order, and needs a GPU for each rank.
         options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return options
 
@@ -79,11 +89,12 @@ def offloads_graphs(cfg: RolloutConfig) -> bool:
 def custom_all_reduce(groups: Sequence[Sequence[int]], cfg: RolloutConfig) -> bool:
     """Return whether vLLM may use its custom all-reduce; on a GPU print a line if not.
 
-    CustomAllreduce.register_graph_buffers collects the addresses in captured graphs by sorted rank, but files this
-    rank's own by its rank in the group. The two differ in groups that do not ascend, and a capture fails. It fails too
-    where torch allocates expandable segments, which cudaIpcGetMemHandle refuses (vLLM issue 42609); graphs that vLLM
-    offloads are not registered. vLLM's other all-reduces (FlashInfer, symmetric memory, NCCL) number the ranks as the
-    group does, and share memory of their own."""
+    CustomAllreduce.register_graph_buffers collects the addresses in captured graphs by sorted rank,
+    but files this rank's own by its rank in the group. The two differ in groups that do not ascend,
+    and a capture fails. It fails too where torch allocates expandable segments, which
+    cudaIpcGetMemHandle refuses (vLLM issue 42609); graphs that vLLM offloads are not registered.
+    vLLM's other all-reduces (FlashInfer, symmetric memory, NCCL) number the ranks as the group
+    does, and share memory of their own."""
     unsorted = next((list(group) for group in groups if list(group) != sorted(group)), None)
     reason = ""
     if platform.ranks_per_gpu() > 1:
@@ -91,14 +102,20 @@ def custom_all_reduce(groups: Sequence[Sequence[int]], cfg: RolloutConfig) -> bo
     elif unsorted is not None:
         reason = f"it needs ascending ranks, and an engine has {unsorted}"
     elif not (offloads_graphs(cfg) or cfg.enforce_eager) and expandable_segments_enabled_from_env():
-        reason = "it cannot share the memory of CUDA graphs, since PYTORCH_CUDA_ALLOC_CONF has expandable_segments"
+        reason = (
+            "it cannot share the memory of CUDA graphs, since PYTORCH_CUDA_ALLOC_CONF has "
+            "expandable_segments"
+        )
     if reason and platform.use_cuda():
         print_line(f"rollout: vLLM's custom all-reduce is off: {reason}", rank_0_only=True)
     return not reason
 
 
-def sampling_params(sampling: Sampling, request: Request, draws_itself: bool) -> vllm.SamplingParams:
-    """Return vLLM's parameters of a request. draws_itself: vLLM draws the tokens, not the trainer."""
+def sampling_params(
+    sampling: Sampling, request: Request, draws_itself: bool
+) -> vllm.SamplingParams:
+    """Return vLLM's parameters of a request. draws_itself: vLLM draws the tokens, not the
+    trainer."""
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -107,7 +124,8 @@ def sampling_params(sampling: Sampling, request: Request, draws_itself: bool) ->
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the end tokens are among stop_token_ids
         detokenize=False,
-        skip_clone=True,  # vLLM changes nothing in it that differs by request: a shallow copy is enough
+        # vLLM changes nothing in it that differs by request: a shallow copy is enough
+        skip_clone=True,
         seed=request.seed if draws_itself else None,
         logprobs=0 if draws_itself else None,
     )

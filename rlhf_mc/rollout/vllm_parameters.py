@@ -1,5 +1,5 @@
-"""vLLM's parameters without its engine: the model of each tensor-parallel rank is built on torch's meta device, in one
-process, to compare the layout of the weight update with it.
+"""vLLM's parameters without its engine: the model of each tensor-parallel rank is built on torch's
+meta device, in one process, to compare the layout of the weight update with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mc.rollout import vllm_patches  # isort: skip  (it sets what vllm reads when it is imported)
+# isort: skip  (it sets what vllm reads when it is imported)
+from rlhf_mc.rollout import vllm_patches
 import vllm.distributed.parallel_state as vllm_state
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -28,8 +29,9 @@ from rlhf_mc.topology.groups import simulated_rank
 
 
 def check_rollout_layouts(cfg: Config, shape: ModelShape) -> int:
-    """Build vLLM's model on each rank of an engine. Return the number of parameters that were compared. Raise UserError
-    unless they are the layout's parameters, or where vLLM is another build than the trainer's.
+    """Build vLLM's model on each rank of an engine. Return the number of parameters that were
+    compared. Raise UserError unless they are the layout's parameters, or where vLLM is another
+    build than the trainer's.
 
     vLLM may still repack a parameter after loading: VLLMEngine compares again when a run starts."""
     check_build()
@@ -39,15 +41,19 @@ def check_rollout_layouts(cfg: Config, shape: ModelShape) -> int:
     num_compared = 0
     for rank in range(tp):
         layout = vllm_layout(shape, rank, tp)
-        shapes = {name: tuple(param.shape) for name, param in _model(cfg, shape, rank).named_parameters()}
-        check_parameters(f"{cfg.model.path}, rank {rank} of an engine", parameter_shapes(layout), shapes)
+        shapes = {
+            name: tuple(param.shape) for name, param in _model(cfg, shape, rank).named_parameters()
+        }
+        check_parameters(
+            f"{cfg.model.path}, rank {rank} of an engine", parameter_shapes(layout), shapes
+        )
         num_compared += len(shapes)
     return num_compared
 
 
 def _model(cfg: Config, shape: ModelShape, rank: int) -> torch.nn.Module:
-    """Return vLLM's model of one rank of an engine, on the meta device. A model that quantizes weights while they are
-    loaded is returned with the weights that are loaded."""
+    """Return vLLM's model of one rank of an engine, on the meta device. A model that quantizes
+    weights while they are loaded is returned with the weights that are loaded."""
     tp = cfg.rollout.tensor_model_parallel_size
     length = cfg.data.max_prompt_length + cfg.data.max_response_length
     settings = engine_settings(cfg.model.path, shape, cfg.rollout, length, cfg.actor.megatron.dtype)
@@ -70,14 +76,18 @@ def _groups(rank: int, tp: int) -> Iterator[None]:
 
     world = _Group(range(tp), rank)
     try:
-        with replaced(vllm_state, "_WORLD", world), replaced(vllm_state, "init_model_parallel_group", init_group):
+        with (
+            replaced(vllm_state, "_WORLD", world),
+            replaced(vllm_state, "init_model_parallel_group", init_group),
+        ):
             yield
     finally:
         vllm_state.destroy_model_parallel()
 
 
 class _Group:
-    """Stands for a group of ranks of vLLM (GroupCoordinator) while a model is built: its sizes, and no connection."""
+    """Stands for a group of ranks of vLLM (GroupCoordinator) while a model is built: its sizes, and
+    no connection."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks = list(ranks)

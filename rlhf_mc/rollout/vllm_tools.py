@@ -1,5 +1,5 @@
-"""Tool calls in the model's turns, by vLLM's parsers without its server. They run in the rank, which has vLLM and the
-tokenizer: a worker process would take 10 s and 450 MB to import both.
+"""Tool calls in the model's turns, by vLLM's parsers without its server. They run in the rank,
+which has vLLM and the tokenizer: a worker process would take 10 s and 450 MB to import both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Call = tuple[str, str, str]
 _HARMONY = "gpt-oss"
 """Of vLLM's parsers, that of this format alone needs a vocabulary from the network."""
 _HARMONY_CALL = re.compile(
-    r"to=functions\.([\w.-]+)(?:(?!<\|(?:message|end|call)\|>).)*<\|message\|>(.*?)(?=<\|(?:call|end)\|>|\Z)", re.DOTALL
+    r"to=functions\.([\w.-]+)(?:(?!<\|(?:message|end|call)\|>).)*<\|message\|>(.*?)(?=<\|(?:call|end)\|>|\Z)",
+    re.DOTALL,
 )
 _STARTS = ("tool_calls_start_token", "tool_call_start_token", "bot_token")
 """Attributes of parsers that have the text with which calls start."""
@@ -38,8 +39,8 @@ class ToolCallParser:
         stop_token_ids: Sequence[int],
         tools: Sequence[dict[str, Any]],
     ) -> None:
-        """name: the setting rollout.environment.format. tools: schemas. Raise UserError for an unknown name, or if the
-        tokenizer is not one of the format's models."""
+        """name: the setting rollout.environment.format. tools: schemas. Raise UserError for an
+        unknown name, or if the tokenizer is not one of the format's models."""
         self._tokenizer = tokenizer
         self._stop = frozenset(stop_token_ids)
         self._request = ChatCompletionRequest(messages=[], tools=list(tools))
@@ -50,32 +51,40 @@ class ToolCallParser:
             return
         known = ToolParserManager.list_registered()
         if name not in known:
-            raise UserError(f"rollout.environment.format is {name!r}; known: {', '.join((_HARMONY, *known))}")
+            raise UserError(
+                f"rollout.environment.format is {name!r}; known: {', '.join((_HARMONY, *known))}"
+            )
         try:
             self._parser = ToolParserManager.get_tool_parser(name)(tokenizer, self._request.tools)
         except Exception as error:  # a tokenizer without the format's tokens
-            raise UserError(f"rollout.environment.format {name}: {' '.join(str(error).split())[:300]}") from error
+            raise UserError(
+                f"rollout.environment.format {name}: {' '.join(str(error).split())[:300]}"
+            ) from error
         starts = [getattr(self._parser, attribute, "") for attribute in _STARTS]
         self._starts = [start for start in starts if start.startswith("<")] or _OTHER_STARTS
         for logger in ("vllm.tool_parsers", "vllm.parser"):
-            logging.getLogger(logger).setLevel(logging.CRITICAL)  # a traceback for each call that is malformed
+            # a traceback for each call that is malformed
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
 
     def calls(self, turn: Sequence[int]) -> list[Call]:
-        """Return the calls of a turn, given by its tokens. One with an empty name: a call is malformed."""
+        """Return the calls of a turn, given by its tokens. One with an empty name: a call is
+        malformed."""
         end = len(turn) - (bool(turn) and turn[-1] in self._stop)
         text = str(self._tokenizer.decode(turn[:end], skip_special_tokens=False))
         calls: list[Call] = []
         if self._parser is None:
             for name, arguments in _HARMONY_CALL.findall(text):
                 calls.append((name, arguments, f"call{len(calls):05d}"))
-            text = text.rpartition("<|start|>")[2].partition("<|message|>")[0]  # the last message may be a broken call
+            # the last message may be a broken call
+            text = text.rpartition("<|start|>")[2].partition("<|message|>")[0]
         else:
             try:
                 parsed = self._parser.extract_tool_calls(text, self._request).tool_calls
             except Exception:  # of a parser on a text that it does not expect
                 parsed = []
             for one in parsed:
-                number = one.id if self._keeps_numbers else f"call{len(calls):05d}"  # others are random
+                # others are random
+                number = one.id if self._keeps_numbers else f"call{len(calls):05d}"
                 calls.append((one.function.name, one.function.arguments, number))
         if not calls and any(start in text for start in self._starts):
             return [("", "", "call00000")]

@@ -1,5 +1,5 @@
-"""The lock by which one run at a time writes to a directory: a file that names the owner, a process, which touches the
-file for as long as it lives.
+"""The lock by which one run at a time writes to a directory: a file that names the owner, a
+process, which touches the file for as long as it lives.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class Owner:
     host: str
     pid: int
     started: str
-    """Start of the process in clock ticks since the machine's boot: process numbers are used again."""
+    """Start of the process in clock ticks since the machine's boot: process numbers are used
+    again."""
     pid_namespace: str
-    """The machine's boot and the namespace of `pid`: containers share host names and process numbers."""
+    """The machine's boot and the namespace of `pid`: containers share host names and process
+    numbers."""
     job: str
     """Number of the Slurm job, or empty."""
     restarts: int
@@ -48,7 +50,9 @@ class Owner:
         pid = os.getpid()
         job = os.environ.get("SLURM_JOB_ID", "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        return cls(socket.gethostname(), pid, _start_time(pid) or "", namespace_id("pid"), job, restarts)
+        return cls(
+            socket.gethostname(), pid, _start_time(pid) or "", namespace_id("pid"), job, restarts
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", job {self.job}" if self.job else "")
@@ -57,8 +61,8 @@ class Owner:
 def check_free(root: Path) -> None:
     """Raise UserError on every rank if another live run holds the directory.
 
-    An owner on another machine is watched until it touches the lock (then it is alive), or has not touched it for
-    STALE_SECONDS. Every rank must call it."""
+    An owner on another machine is watched until it touches the lock (then it is alive), or has not
+    touched it for STALE_SECONDS. Every rank must call it."""
     lock = Lock(root)
     unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
     if unknown_owner is not None:
@@ -78,8 +82,9 @@ class Lock:
         self._seen: tuple[Owner, float] | None = None
 
     def look(self) -> str | None:
-        """Return a message if the owner may be dead or alive, None if the directory is free. Raise UserError if the
-        owner is alive: its process is on this machine, or it has touched the lock since the last look."""
+        """Return a message if the owner may be dead or alive, None if the directory is free. Raise
+        UserError if the owner is alive: its process is on this machine, or it has touched the lock
+        since the last look."""
         owner = self._read()
         if owner is None or self._is_dead(owner, self._age()):
             return None
@@ -90,7 +95,8 @@ class Lock:
         return f"{self._path.parent} belongs to another run: {owner}"
 
     def take(self) -> None:
-        """Take the lock. Raise UserError if another live run holds the directory, or it cannot be written to."""
+        """Take the lock. Raise UserError if another live run holds the directory, or it cannot be
+        written to."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if (dead := self._find_dead_owner()) is not None:
@@ -110,8 +116,9 @@ class Lock:
                 self._path.unlink()
 
     def check_still_ours(self) -> None:
-        """Raise UserError if another run has taken the directory over, as it may after this process was frozen for
-        STALE_SECONDS. Raise OSError if the lock cannot be read in _ATTEMPTS attempts. A removed lock is made again."""
+        """Raise UserError if another run has taken the directory over, as it may after this process
+        was frozen for STALE_SECONDS. Raise OSError if the lock cannot be read in _ATTEMPTS
+        attempts. A removed lock is made again."""
         for attempt in range(_ATTEMPTS):
             try:
                 if (owner := self._read()) is None:
@@ -129,19 +136,21 @@ class Lock:
             )
 
     def _find_dead_owner(self) -> Owner | None:
-        """Return the dead owner that has left its lock behind, or None without a lock. Raise UserError if the owner is
-        alive."""
+        """Return the dead owner that has left its lock behind, or None without a lock. Raise
+        UserError if the owner is alive."""
         owner = self._read()
         if owner is None:
             return None
         age = self._age()
         if self._is_dead(owner, age):
             return owner
-        touched = f" (it touched its lock {age:.0f} s ago; after {STALE_SECONDS:.0f} s it counts as dead)"
+        touched = (
+            f" (it touched its lock {age:.0f} s ago; after {STALE_SECONDS:.0f} s it counts as dead)"
+        )
         wait = "" if self._is_on_this_machine(owner) else touched
         raise UserError(
-            f"trainer.default_local_dir: {self._path.parent} belongs to another run: {owner}{wait}; wait for it, or "
-            "give another directory"
+            f"trainer.default_local_dir: {self._path.parent} belongs to another run: "
+            f"{owner}{wait}; wait for it, or give another directory"
         )
 
     def _is_on_this_machine(self, owner: Owner) -> bool:
@@ -162,14 +171,17 @@ class Lock:
         """Return the lock's owner, or None without a lock."""
         try:
             return Owner(**json_files.read(self._path))
-        except (FileNotFoundError, NotADirectoryError):  # the latter is reported when the directory is made
+        except (FileNotFoundError, NotADirectoryError):
+            # the latter is reported when the directory is made
             return None
         except (ValueError, TypeError):
-            # A lock is written in one piece, so this is another file. Its age decides when it may be replaced.
+            # A lock is written in one piece, so this is another file. Its age decides when it may
+            # be replaced.
             return Owner("an unknown machine", 0, "", "", "", 0)
 
     def _touched(self) -> float:
-        """Return the time of the last touch by the file system's clock, or -infinity without a lock."""
+        """Return the time of the last touch by the file system's clock, or -infinity without a
+        lock."""
         try:
             return self._path.stat().st_mtime
         except FileNotFoundError:
@@ -178,7 +190,8 @@ class Lock:
     def _age(self) -> float:
         """Return the seconds since the last touch.
 
-        The file system's clock may be another machine's, so a new file's time stamp serves as its present time."""
+        The file system's clock may be another machine's, so a new file's time stamp serves as its
+        present time."""
         probe = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         probe.touch()
         try:
@@ -194,7 +207,8 @@ class Lock:
             self._put(staging)
         except FileExistsError:
             raise UserError(
-                f"trainer.default_local_dir: {self._path.parent} was taken by {self._read()} at this moment"
+                f"trainer.default_local_dir: {self._path.parent} was taken by {self._read()} at "
+                "this moment"
             ) from None
         finally:
             staging.unlink()
@@ -210,7 +224,8 @@ class Lock:
                 file.write(written.read_text())
 
     def _remove(self, dead: Owner) -> None:
-        """Remove the dead owner's lock. If it is another owner's by now, that owner keeps the directory."""
+        """Remove the dead owner's lock. If it is another owner's by now, that owner keeps the
+        directory."""
         moved_path = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, moved_path)
@@ -230,7 +245,8 @@ class Lock:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return when a process of this machine began (clock ticks since boot), or None without such a process."""
+    """Return when a process of this machine began (clock ticks since boot), or None without such a
+    process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""The record of a run's starts in its directory, written before the first step: resolved_config.yaml, and one line of
-starts.jsonl for each start, so that a result can be traced to its settings, code and machines; how each ended; and at
-the end plot and report.
+"""The record of a run's starts in its directory, written before the first step:
+resolved_config.yaml, and one line of starts.jsonl for each start, so that a result can be traced to
+its settings, code and machines; how each ended; and at the end plot and report.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _GIT_SECONDS = 10
 
 
 def record_start(cfg: Config, run_id: str, step: int) -> None:
-    """Write resolved_config.yaml, and add a line to starts.jsonl: time, run, the step after which it starts, process of
-    rank 0, command, versions, git commit, ranks by host, and the settings that differ from the start before. Every rank
-    must call it. Raise UserError on all ranks if a file cannot be written."""
+    """Write resolved_config.yaml, and add a line to starts.jsonl: time, run, the step after which
+    it starts, process of rank 0, command, versions, git commit, ranks by host, and the settings
+    that differ from the start before. Every rank must call it. Raise UserError on all ranks if a
+    file cannot be written."""
     hosts = Counter(gather_objects(socket.gethostname()))
     root = Path(cfg.trainer.default_local_dir)
     on_rank_0(lambda: _write(root, cfg, run_id, step, dict(hosts)), "trainer.default_local_dir")
@@ -49,7 +50,11 @@ def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int
         "after_step": step,
         "process": os.getpid(),
         "command": command_without_secrets(_command()),
-        "versions": {"python": sys.version.split()[0], "rlhf_mc": rlhf_mc.__version__, **_versions()},
+        "versions": {
+            "python": sys.version.split()[0],
+            "rlhf_mc": rlhf_mc.__version__,
+            **_versions(),
+        },
         "git": _git(),
         "hosts": hosts,
         "config": settings,
@@ -61,15 +66,21 @@ def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int
 
 
 def record_end(
-    cfg: Config, rank: int, step: int, how: Literal["finished", "stopped", "left", "failed", "rolled back"], text: str
+    cfg: Config,
+    rank: int,
+    step: int,
+    how: Literal["finished", "stopped", "left", "failed", "rolled back"],
+    text: str,
 ) -> None:
-    """Add to the last line of starts.jsonl that the run has ended after `step`. A start without it is a run that goes
-    on or was killed. Any rank may call it; rank 0 writes. An error is a warning.
+    """Add to the last line of starts.jsonl that the run has ended after `step`. A start without it
+    is a run that goes on or was killed. Any rank may call it; rank 0 writes. An error is a warning.
 
-    how: finished; stopped on request; left by the caller of the Python API; failed with an error; rolled back to an
-    earlier step, from which the next start continues. text: the reason."""
+    how: finished; stopped on request; left by the caller of the Python API; failed with an error;
+    rolled back to an earlier step, from which the next start continues. text: the reason."""
     if rank == 0 and not cfg.trainer.val_only:
-        best_effort(STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text))
+        best_effort(
+            STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text)
+        )
 
 
 def _write_end(root: Path, step: int, how: str, text: str) -> None:
@@ -89,10 +100,13 @@ def _now() -> str:
 
 
 def _command() -> list[str]:
-    """Return this process's command; of a program that uses the Python API without its arguments, which may be
+    """Return this process's command; of a program that uses the Python API without its arguments,
+    which may be
     secrets."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return sys.orig_argv if spec is not None and spec.name == "rlhf_mc.__main__" else sys.orig_argv[:2]
+    return (
+        sys.orig_argv if spec is not None and spec.name == "rlhf_mc.__main__" else sys.orig_argv[:2]
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -103,11 +117,14 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return the commit of the code, and whether its files differ from that commit (null: git does not answer); None
-    outside of a repository."""
+    """Return the commit of the code, and whether its files differ from that commit (null: git does
+    not answer); None outside of a repository."""
     folder = Path(rlhf_mc.__file__).parents[1]
     commit = _output(folder, "rev-parse", "HEAD")
-    if commit is None or _output(folder, "ls-files", "--error-unmatch", "rlhf_mc/__init__.py") is None:
+    if (
+        commit is None
+        or _output(folder, "ls-files", "--error-unmatch", "rlhf_mc/__init__.py") is None
+    ):
         return None  # the repository around an installed package is another one
     changes = _output(folder, "--no-optional-locks", "status", "--porcelain", "--", "rlhf_mc")
     return {"commit": commit, "has_changes": None if changes is None else bool(changes)}
@@ -116,7 +133,9 @@ def _git() -> dict[str, Any] | None:
 def _output(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

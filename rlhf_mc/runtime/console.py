@@ -26,15 +26,15 @@ _last_line = time.monotonic()
 
 
 def set_bottom_line(line: BottomLine | None) -> None:
-    """Print all further lines above this one; None: the terminal has none. There is one terminal, so this is a state of
-    the process."""
+    """Print all further lines above this one; None: the terminal has none. There is one terminal,
+    so this is a state of the process."""
     global _bottom_line
     _bottom_line = line
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Print the lines to the stream, without secrets, above the bottom line, and flush. Raise OSError or ValueError if
-    the stream is full or closed."""
+    """Print the lines to the stream, without secrets, above the bottom line, and flush. Raise
+    OSError or ValueError if the stream is full or closed."""
     global _last_line
     with lock if _bottom_line is not None else contextlib.nullcontext():
         if _bottom_line is not None:
@@ -60,7 +60,8 @@ def print_line(line: str, stream: TextIO | None = None, rank_0_only: bool = Fals
 def write_line(text: str, stream: TextIO | None = None) -> None:
     """Print the text to the stream (default: standard error) and flush it.
 
-    An error is ignored: the stream may be full or closed, and the rank has to continue or end all the same."""
+    An error is ignored: the stream may be full or closed, and the rank has to continue or end all
+    the same."""
     with contextlib.suppress(OSError, ValueError):
         write(text, stream or sys.stderr)
 

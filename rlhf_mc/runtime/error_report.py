@@ -1,4 +1,5 @@
-"""The report of an error: printed once for all ranks that have the same one, and handed to torchrun."""
+"""The report of an error: printed once for all ranks that have the same one, and handed to
+torchrun."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ REPORT_SECONDS = 5.0
 """Time that rank 0 waits for the other ranks' reports of a mistake that all of them have found."""
 
 _LOST = re.compile(
-    "(closed|reset) by peer|broken pipe|connection refused|timed out|timeout|remote process exited|"
-    "communicator was aborted",
+    "(closed|reset) by peer|broken pipe|connection refused|timed out|timeout|remote process "
+    "exited|communicator was aborted",
     re.IGNORECASE,
 )
-"""Messages of gloo, NCCL and torch's store about a lost rank; they have no exception type of their own for it."""
+"""Messages of gloo, NCCL and torch's store about a lost rank; they have no exception type of their
+own for it."""
 
 
 def report(text: str, key: str, of_this_node: bool = False) -> None:
@@ -36,7 +38,8 @@ def report(text: str, key: str, of_this_node: bool = False) -> None:
 
 
 def write_torchrun_error_file(line: str) -> None:
-    """Write the line to torchrun's error file: torchrun shows it in the summary that it prints after the ranks' end."""
+    """Write the line to torchrun's error file: torchrun shows it in the summary that it prints
+    after the ranks' end."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     line = masked(line)
     if path:
@@ -52,7 +55,9 @@ def lost_contact(error: BaseException) -> str | None:
     from torch import distributed as dist
 
     first = str(error).partition("\n")[0]
-    if not isinstance(error, RuntimeError) or not (isinstance(error, dist.DistError) or "gloo" in first):
+    if not isinstance(error, RuntimeError) or not (
+        isinstance(error, dist.DistError) or "gloo" in first
+    ):
         return None
     if _LOST.search(first) is None:
         return None
@@ -64,7 +69,8 @@ def lost_contact(error: BaseException) -> str | None:
 
 
 def wait_for_reports() -> None:
-    """Keep the process group's store, which ends with rank 0, until every rank has reported, REPORT_SECONDS at most.
+    """Keep the process group's store, which ends with rank 0, until every rank has reported,
+    REPORT_SECONDS at most.
 
     Every rank calls it. Under torchrun its agent keeps the store, and this returns at once."""
     if "torch" not in sys.modules or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -77,7 +83,11 @@ def wait_for_reports() -> None:
         store = dist.distributed_c10d._get_default_store()
         deadline = time.monotonic() + REPORT_SECONDS
         reported = store.add("rlhf_mc/reported", 1)
-        while dist.get_rank() == 0 and reported < dist.get_world_size() and time.monotonic() < deadline:
+        while (
+            dist.get_rank() == 0
+            and reported < dist.get_world_size()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
             reported = store.add("rlhf_mc/reported", 0)
 
@@ -85,13 +95,18 @@ def wait_for_reports() -> None:
 def _is_first_to_report(key: str, of_this_node: bool) -> bool:
     """Return whether no other rank has reported the key.
 
-    If the ranks are not connected and there is no torchrun agent to ask, rank 0 counts as the first, since all ranks
-    have the same error. If the error is about this node, the node's first rank counts as the first too."""
+    If the ranks are not connected and there is no torchrun agent to ask, rank 0 counts as the
+    first, since all ranks have the same error. If the error is about this node, the node's first
+    rank counts as the first too."""
     if "torch" in sys.modules and (first := _is_first_in_store(key)) is not None:
         return first
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # Not simply rank 0: torchrun ends all ranks as soon as one has failed, perhaps before rank 0 reports.
-        if os.environ.get("GROUP_WORLD_SIZE") == "1" and (first := _is_first_on_node(key)) is not None:
+        # Not simply rank 0: torchrun ends all ranks as soon as one has failed, perhaps before rank
+        # 0 reports.
+        if (
+            os.environ.get("GROUP_WORLD_SIZE") == "1"
+            and (first := _is_first_on_node(key)) is not None
+        ):
             return first
         return _is_first_at_agent(key)
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
@@ -111,7 +126,8 @@ def _is_first_in_store(key: str) -> bool | None:
 
 
 def _is_first_on_node(key: str) -> bool | None:
-    """Ask the file system, without importing torch: the error files of one torchrun's ranks are in one directory.
+    """Ask the file system, without importing torch: the error files of one torchrun's ranks are in
+    one directory.
 
     Return None if that fails."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -119,7 +135,10 @@ def _is_first_on_node(key: str) -> bool | None:
         return None
     try:
         os.close(
-            os.open(os.path.join(os.path.dirname(os.path.dirname(path)), f"reported_{key}"), os.O_CREAT | os.O_EXCL)
+            os.open(
+                os.path.join(os.path.dirname(os.path.dirname(path)), f"reported_{key}"),
+                os.O_CREAT | os.O_EXCL,
+            )
         )
     except FileExistsError:
         return False
@@ -135,7 +154,9 @@ def _is_first_at_agent(key: str) -> bool:
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     try:
-        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
+        store = dist.TCPStore(
+            address, port, is_master=False, timeout=datetime.timedelta(seconds=10)
+        )
         return int(store.add(f"rlhf_mc/error/{key}", 1)) == 1
     except RuntimeError:  # the agent has ended
         return True

@@ -29,7 +29,8 @@ END_SECONDS = 120.0
 
 
 class RequeueError(Exception):
-    """The run has stopped because it was asked to. Every rank raises it, after the message has been printed."""
+    """The run has stopped because it was asked to. Every rank raises it, after the message has been
+    printed."""
 
 
 class CheckError(Exception):
@@ -37,7 +38,8 @@ class CheckError(Exception):
 
 
 def exit_code(program: str, action: Callable[[], None]) -> int:
-    """Run the action, which is the program of one or several ranks, and return its exit code; 0 is success.
+    """Run the action, which is the program of one or several ranks, and return its exit code; 0 is
+    success.
 
     An error is reported once for all ranks: a UserError as one line, any other with its stack."""
     try:
@@ -49,7 +51,9 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         return EXIT_ERROR
     except UserError as error:
         line = " ".join(str(error).splitlines())
-        error_report.report(f"{program}: error: {line}", key=line, of_this_node=isinstance(error, NodeError))
+        error_report.report(
+            f"{program}: error: {line}", key=line, of_this_node=isinstance(error, NodeError)
+        )
         error_report.wait_for_reports()
         return EXIT_ERROR if isinstance(error, LostProcessError) else EXIT_USER_ERROR
     except JoinError as error:
@@ -60,7 +64,8 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BaseException as error:  # at the entry point: a library's sys.exit(0) is no success either
+    except BaseException as error:
+        # at the entry point: a library's sys.exit(0) is no success either
         if is_unread(error):
             return EXIT_UNREAD
         where = f"{program}: error on rank {os.environ.get('RANK', '0')}: "
@@ -75,10 +80,11 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process at once, with the code, without waiting for the threads of the rollout engine and gloo.
+    """End this process at once, with the code, without waiting for the threads of the rollout
+    engine and gloo.
 
-    After an error on one rank those threads would wait for the other ranks. A full disk or a closed pipe does not keep
-    the process alive either."""
+    After an error on one rank those threads would wait for the other ranks. A full disk or a closed
+    pipe does not keep the process alive either."""
     with contextlib.suppress(OSError, ValueError):
         write_exit_code(code)
         sys.stdout.flush()
@@ -87,18 +93,20 @@ def exit_now(code: int) -> NoReturn:
 
 
 def exit_after(seconds: float, code: int) -> None:
-    """End this process with the code if it still runs after `seconds`. Call it when nothing is left to be written: NCCL
-    and the rollout engine free communicators and graphs in calls that have no timeout."""
+    """End this process with the code if it still runs after `seconds`. Call it when nothing is left
+    to be written: NCCL and the rollout engine free communicators and graphs in calls that have no
+    timeout."""
     timer = threading.Timer(seconds, exit_now, [code])
     timer.daemon = True
     timer.start()
 
 
 def write_exit_code(code: int) -> None:
-    """Write the exit code to the file that RLHF_MC_EXIT_CODE_FILE names, on rank 0, if the launcher has set it.
+    """Write the exit code to the file that RLHF_MC_EXIT_CODE_FILE names, on rank 0, if the launcher
+    has set it.
 
-    torchrun and srun have exit codes of their own. Call it while all ranks still run: when another rank ends first,
-    rank 0 may be killed."""
+    torchrun and srun have exit codes of their own. Call it while all ranks still run: when another
+    rank ends first, rank 0 may be killed."""
     path = os.environ.get("RLHF_MC_EXIT_CODE_FILE")
     if path and os.environ.get("RANK", "0") == "0":
         with open(path, "w", encoding="utf-8") as file:

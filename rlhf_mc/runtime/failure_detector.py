@@ -1,5 +1,5 @@
-"""The conclusions that rank 0 draws from heartbeats: which ranks are lost, which are stragglers. Neither threads nor
-connections are in this file (see heartbeat_server.py).
+"""The conclusions that rank 0 draws from heartbeats: which ranks are lost, which are stragglers.
+Neither threads nor connections are in this file (see heartbeat_server.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ MAX_NAMED = 4
 
 
 class FailureDetector:
-    """The latest heartbeat of every rank and when it came. All times are seconds of one monotonic clock."""
+    """The latest heartbeat of every rank and when it came. All times are seconds of one monotonic
+    clock."""
 
     def __init__(self, hosts: list[str], interval: float, now: float) -> None:
         """hosts: the host name of each rank. interval: seconds between two heartbeats of a rank."""
@@ -51,21 +52,32 @@ class FailureDetector:
     def lost(self, now: float, timeout: float, reconnect: float) -> str:
         """Return one line that names the lost ranks, or an empty text.
 
-        A rank is lost if it has been disconnected for `reconnect` seconds, or silent for `timeout` seconds outside of
-        SILENT_PHASES."""
+        A rank is lost if it has been disconnected for `reconnect` seconds, or silent for `timeout`
+        seconds outside of SILENT_PHASES."""
         ended = [rank for rank, since in self._disconnected_at.items() if now - since > reconnect]
         if ended:
-            return self._name(ended, lambda rank: f"is gone: its process has ended; last {self._last_phase(rank)}")
-        may_be_silent = {rank for rank, heartbeat in self._latest.items() if heartbeat.phase in SILENT_PHASES}
-        silent = [r for r, then in enumerate(self._received_at) if now - then > timeout and r not in may_be_silent]
+            return self._name(
+                ended, lambda rank: f"is gone: its process has ended; last {self._last_phase(rank)}"
+            )
+        may_be_silent = {
+            rank for rank, heartbeat in self._latest.items() if heartbeat.phase in SILENT_PHASES
+        }
+        silent = [
+            r
+            for r, then in enumerate(self._received_at)
+            if now - then > timeout and r not in may_be_silent
+        ]
         return self._name(silent, lambda rank: self._silence(rank, now))
 
     def stragglers(self, now: float) -> str:
-        """Return one line that names the ranks that the others wait for, or an empty text if no rank stands out.
+        """Return one line that names the ranks that the others wait for, or an empty text if no
+        rank stands out.
 
-        These are the silent ranks; else the ranks that have made fewer moves than others; else the ranks that are in no
-        collective while others are in one."""
-        silent = [rank for rank, then in enumerate(self._received_at) if now - then > 2 * self._interval]
+        These are the silent ranks; else the ranks that have made fewer moves than others; else the
+        ranks that are in no collective while others are in one."""
+        silent = [
+            rank for rank, then in enumerate(self._received_at) if now - then > 2 * self._interval
+        ]
         if silent:
             return self._name(silent, lambda rank: self._silence(rank, now))
         latest = list(self._latest.values())
@@ -75,7 +87,8 @@ class FailureDetector:
         return self._name(behind, lambda rank: f"is behind: {self._latest[rank].position()}")
 
     def straggler_warning(self, now: float, seconds: float) -> str:
-        """Return one line if no rank has moved for `seconds` and some ranks are behind the others, else an empty text.
+        """Return one line if no rank has moved for `seconds` and some ranks are behind the others,
+        else an empty text.
 
         The warning comes once for each rank and phase."""
         latest = list(self._latest.values())
@@ -95,15 +108,28 @@ class FailureDetector:
         return [heartbeat for heartbeat in self._latest.values() if heartbeat.moves < furthest]
 
     def _silence(self, rank: int, now: float) -> str:
-        return f"has sent no heartbeat for {now - self._received_at[rank]:.0f} s, last {self._last_phase(rank)}"
+        return (
+            f"has sent no heartbeat for {now - self._received_at[rank]:.0f} s, last "
+            f"{self._last_phase(rank)}"
+        )
 
     def _last_phase(self, rank: int) -> str:
         heartbeat = self._latest.get(rank)
-        return "in phase unknown" if heartbeat is None else f"in phase {heartbeat.phase} of step {heartbeat.step}"
+        return (
+            "in phase unknown"
+            if heartbeat is None
+            else f"in phase {heartbeat.phase} of step {heartbeat.step}"
+        )
 
     def _name(self, ranks: list[int], describe: Callable[[int], str]) -> str:
-        """Return a line that names at most MAX_NAMED of the ranks and counts the others; empty without ranks."""
+        """Return a line that names at most MAX_NAMED of the ranks and counts the others; empty
+        without ranks."""
         if not ranks:
             return ""
-        named = [f"rank {rank} ({self._hosts[rank]}) {describe(rank)}" for rank in sorted(ranks)[:MAX_NAMED]]
-        return "; ".join(named) + (f"; and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else "")
+        named = [
+            f"rank {rank} ({self._hosts[rank]}) {describe(rank)}"
+            for rank in sorted(ranks)[:MAX_NAMED]
+        ]
+        return "; ".join(named) + (
+            f"; and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+        )

@@ -1,9 +1,10 @@
-"""A guard around a process that runs a user's code: when the process ends, or the guard's parent does, the guard ends
-all processes that the code has started, those that have detached themselves (fork twice, setsid) too. No torch here.
+"""A guard around a process that runs a user's code: when the process ends, or the guard's parent
+does, the guard ends all processes that the code has started, those that have detached themselves
+(fork twice, setsid) too. No torch here.
 
-The guard is the process that the parent has started, and the guarded process its child. The guard is a "child
-subreaper": Linux makes it the parent of every descendant whose own parent has ended. A SIGKILL to the guard itself ends
-the guarded process alone.
+The guard is the process that the parent has started, and the guarded process its child. The guard
+is a "child subreaper": Linux makes it the parent of every descendant whose own parent has ended. A
+SIGKILL to the guard itself ends the guarded process alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import NoReturn
 from rlhf_mc.runtime.parent_death import adopt_orphans, exit_with_parent, signal_with_parent
 
 END = signal.SIGRTMIN
-"""Signal with which the parent ends the guard and all below it. Schedulers and shells send others, to whole groups."""
+"""Signal with which the parent ends the guard and all below it. Schedulers and shells send others,
+to whole groups."""
 STACKS = signal.SIGRTMIN + 1
 """Signal with which the parent asks the guarded process for its stacks (worker_process.py)."""
 END_SECONDS = 5.0
@@ -30,8 +32,9 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, s
 
 
 def guarded(parent: int, descriptors: Iterable[int]) -> None:
-    """Become the guard, and return in its new child, which is killed when the guard ends. parent: the process that has
-    started this one. descriptors: what the child alone holds open. Call it before threads are started."""
+    """Become the guard, and return in its new child, which is killed when the guard ends. parent:
+    the process that has started this one. descriptors: what the child alone holds open. Call it
+    before threads are started."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, END, STACKS})
     adopt_orphans()
     signal_with_parent(parent, signal.SIGCHLD)
@@ -47,8 +50,8 @@ def guarded(parent: int, descriptors: Iterable[int]) -> None:
 
 
 def _guard(child: int, parent: int) -> NoReturn:
-    """Wait for the end of the child, of the parent, or for END. End all descendants, and then this process as the child
-    has ended."""
+    """Wait for the end of the child, of the parent, or for END. End all descendants, and then this
+    process as the child has ended."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     status = None
@@ -71,7 +74,8 @@ def _guard(child: int, parent: int) -> NoReturn:
 
 
 def _reap(child: int) -> int | None:
-    """Reap the children that have ended, adopted ones too. Return the status of the guarded one if it is among them."""
+    """Reap the children that have ended, adopted ones too. Return the status of the guarded one if
+    it is among them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
@@ -92,6 +96,7 @@ def _end_descendants() -> None:
         try:
             while os.waitpid(-1, os.WNOHANG)[0] != 0:
                 pass
-        except ChildProcessError:  # none is left: those below others become children of this process
+        except ChildProcessError:
+            # none is left: those below others become children of this process
             return
         time.sleep(0.005)

@@ -1,7 +1,9 @@
-"""Start-up of the heartbeats: each rank reports its status to rank 0 when it enters or leaves a phase, and every few
-seconds. A rank that falls silent or whose process has ended ends all others, with a line that names it.
+"""Start-up of the heartbeats: each rank reports its status to rank 0 when it enters or leaves a
+phase, and every few seconds. A rank that falls silent or whose process has ended ends all others,
+with a line that names it.
 
-The connections are TCP connections of their own, since collectives and torch's store may be what is stuck.
+The connections are TCP connections of their own, since collectives and torch's store may be what is
+stuck.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ CONNECT_SECONDS = 20.0
 
 
 @contextlib.contextmanager
-def heartbeats(status: RankStatus, rank: int, timeout_seconds: float, straggler_seconds: float) -> Iterator[None]:
-    """Exchange heartbeats while the body runs, and add a diagnosis of all ranks to an error that leaves it.
+def heartbeats(
+    status: RankStatus, rank: int, timeout_seconds: float, straggler_seconds: float
+) -> Iterator[None]:
+    """Exchange heartbeats while the body runs, and add a diagnosis of all ranks to an error that
+    leaves it.
 
-    timeout_seconds: a rank that is silent for longer ends the run. straggler_seconds: a rank that the others have
-    waited for this long is named in a warning. Every rank must enter it, after init_process_group."""
+    timeout_seconds: a rank that is silent for longer ends the run. straggler_seconds: a rank that
+    the others have waited for this long is named in a warning. Every rank must enter it, after
+    init_process_group."""
     thread = _start(status, rank, timeout_seconds, straggler_seconds)
     if thread is None:
         yield
@@ -48,7 +54,8 @@ def heartbeats(status: RankStatus, rank: int, timeout_seconds: float, straggler_
 def _start(
     status: RankStatus, rank: int, timeout_seconds: float, straggler_seconds: float
 ) -> HeartbeatServer | HeartbeatClient | None:
-    """Start rank 0's server and the other ranks' clients. Return None with one rank, or if a rank cannot connect."""
+    """Start rank 0's server and the other ranks' clients. Return None with one rank, or if a rank
+    cannot connect."""
     host = socket.gethostname()
     ranks = gather_objects((host, namespace_id("net") or host, _addresses_of_rank_0()))
     hosts = [host for host, _, _ in ranks]
@@ -59,10 +66,13 @@ def _start(
     failure = ""
     if rank == 0:
         try:
-            listener = _listen(_addresses_to_bind([(machine, addresses) for _, machine, addresses in ranks]))
+            listener = _listen(
+                _addresses_to_bind([(machine, addresses) for _, machine, addresses in ranks])
+            )
         except OSError as error:
             failure = error_reason(error)
-    # The token keeps other programs' connections, and other runs' ranks, from being taken for a rank of this run.
+    # The token keeps other programs' connections, and other runs' ranks, from being taken for a
+    # rank of this run.
     address = listener.getsockname()[:2] if listener else ("", 0)
     (host, port), token = gather_objects((address, secrets.token_hex(16)))[0]
     if host and rank != 0:
@@ -73,9 +83,12 @@ def _start(
     failures = {r: reason for r, reason in enumerate(gather_objects(failure)) if reason}
     if failures:
         first, reason = next(iter(failures.items()))
-        problem = f"does not reach rank 0 at {host}:{port}" if first else "cannot listen at MASTER_ADDR"
+        problem = (
+            f"does not reach rank 0 at {host}:{port}" if first else "cannot listen at MASTER_ADDR"
+        )
         print_line(
-            f"warning: rank {first} {problem} ({reason}); the run continues without heartbeats", rank_0_only=True
+            f"warning: rank {first} {problem} ({reason}); the run continues without heartbeats",
+            rank_0_only=True,
         )
         for opened in (listener, connection):
             if opened is not None:
@@ -90,24 +103,30 @@ def _start(
 def _addresses_of_rank_0() -> list[str]:
     """Return the addresses that MASTER_ADDR resolves to on this machine."""
     try:
-        addresses = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "localhost"), None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(
+            os.environ.get("MASTER_ADDR", "localhost"), None, type=socket.SOCK_STREAM
+        )
     except OSError:
         return []
     return list(dict.fromkeys(str(at[4][0]) for at in addresses))
 
 
 def _addresses_to_bind(ranks: list[tuple[str, list[str]]]) -> list[str]:
-    """Return the addresses for rank 0 to try, from each rank's machine and the addresses it sees for rank 0.
+    """Return the addresses for rank 0 to try, from each rank's machine and the addresses it sees
+    for rank 0.
 
-    If there are other machines, their addresses are used: rank 0's own may be a loopback address, which they cannot
-    reach."""
+    If there are other machines, their addresses are used: rank 0's own may be a loopback address,
+    which they cannot reach."""
     here = ranks[0][0]
-    elsewhere = [address for machine, addresses in ranks if machine != here for address in addresses]
+    elsewhere = [
+        address for machine, addresses in ranks if machine != here for address in addresses
+    ]
     return list(dict.fromkeys(elsewhere or ranks[0][1]))
 
 
 def _listen(addresses: list[str]) -> socket.socket:
-    """Return a socket that listens at the first address that is this machine's. Raise OSError if none is."""
+    """Return a socket that listens at the first address that is this machine's. Raise OSError if
+    none is."""
     failure = OSError("MASTER_ADDR has no address")
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

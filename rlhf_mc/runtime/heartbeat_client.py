@@ -1,5 +1,5 @@
-"""The heartbeat client of every rank but 0: it reports to rank 0, and ends this process if rank 0 is lost or says that
-another rank is.
+"""The heartbeat client of every rank but 0: it reports to rank 0, and ends this process if rank 0
+is lost or says that another rank is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class HeartbeatClient(HeartbeatThread):
         address: tuple[str, int],
         connection: socket.socket,
     ) -> None:
-        """host: rank 0's name, for messages. connection: an open one to the address of rank 0's server."""
+        """host: rank 0's name, for messages. connection: an open one to the address of rank 0's
+        server."""
         super().__init__(status, rank, token, timeout)
         self._rank_0 = f"rank 0 ({host})"
         self._address = address
@@ -61,7 +62,9 @@ class HeartbeatClient(HeartbeatThread):
             self._excuse_silence(now)
             try:
                 if self._connection is None:
-                    self._connection = socket.create_connection(self._address, timeout=self._interval)
+                    self._connection = socket.create_connection(
+                        self._address, timeout=self._interval
+                    )
                     self._received = b""
                 self._connection.sendall(self._line())
                 self._read_for_one_interval(self._connection)
@@ -77,7 +80,8 @@ class HeartbeatClient(HeartbeatThread):
                 self._connection.sendall(self._line(signs_off=True))
 
     def _read_for_one_interval(self, connection: socket.socket) -> None:
-        """Read rank 0's answers for one interval, or until this thread is woken. Raise OSError if disconnected."""
+        """Read rank 0's answers for one interval, or until this thread is woken. Raise OSError if
+        disconnected."""
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -108,7 +112,8 @@ class HeartbeatClient(HeartbeatThread):
             self._answered.set()
 
     def _excuse_silence(self, now: float) -> None:
-        """Count rank 0's silence from now on, if this process was not running, or if rank 0 may be silent."""
+        """Count rank 0's silence from now on, if this process was not running, or if rank 0 may be
+        silent."""
         if self._was_frozen(now):
             self._last_answer = now
             self._disconnected_at = None
@@ -120,16 +125,26 @@ class HeartbeatClient(HeartbeatThread):
         now = time.monotonic()
         self._excuse_silence(now)
         problem = ""
-        if self._disconnected_at is not None and now - self._disconnected_at > self._reconnect_seconds:
+        if (
+            self._disconnected_at is not None
+            and now - self._disconnected_at > self._reconnect_seconds
+        ):
             problem = "is gone: its process has ended"
         elif now - self._last_answer > self._timeout:
             problem = f"has sent no heartbeat for {now - self._last_answer:.0f} s"
         if problem and not self._ended.is_set():
             # Every rank prints it: without rank 0 they cannot agree on one.
-            exit_from_thread(f"{self._rank_0} {problem}; this rank was {self._heartbeat().position()}")
+            exit_from_thread(
+                f"{self._rank_0} {problem}; this rank was {self._heartbeat().position()}"
+            )
 
     def _line(self, signs_off: bool = False) -> bytes:
         """Return one message to rank 0."""
         heartbeat = asdict(self._heartbeat())
-        message = {"token": self._token, "signs_off": signs_off, "asks": self._asks, "heartbeat": heartbeat}
+        message = {
+            "token": self._token,
+            "signs_off": signs_off,
+            "asks": self._asks,
+            "heartbeat": heartbeat,
+        }
         return json.dumps(message).encode() + b"\n"

@@ -1,5 +1,6 @@
-"""The heartbeat server of rank 0: it receives the heartbeats of all ranks, answers who the stragglers are, and ends the
-run if a rank is lost. The conclusions are drawn in failure_detector.py.
+"""The heartbeat server of rank 0: it receives the heartbeats of all ranks, answers who the
+stragglers are, and ends the run if a rank is lost. The conclusions are drawn in
+failure_detector.py.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus
 
 MAX_LINE_BYTES = 1 << 16
 CHECK_SECONDS = 0.5
-"""Time between two checks for lost ranks: not at each heartbeat, since there may be thousands of ranks."""
+"""Time between two checks for lost ranks: not at each heartbeat, since there may be thousands of
+ranks."""
 TOKEN_SECONDS = 5.0
-"""A connection that has not sent the run's token by then is closed. A rank sends it at once, with its first line."""
+"""A connection that has not sent the run's token by then is closed. A rank sends it at once, with
+its first line."""
 MAX_UNAUTHENTICATED = 64
 """Connections without the token, beyond one for each rank: with more, the oldest is closed."""
 
@@ -38,8 +41,8 @@ class HeartbeatServer(HeartbeatThread):
         hosts: list[str],
         straggler_seconds: float,
     ) -> None:
-        """hosts: the host name of each rank. straggler_seconds: a rank that the others have waited for this long is
-        named in a warning."""
+        """hosts: the host name of each rank. straggler_seconds: a rank that the others have waited
+        for this long is named in a warning."""
         super().__init__(status, 0, token, timeout)
         self._listener = listener
         self._detector = FailureDetector(hosts, self._interval, time.monotonic())
@@ -48,7 +51,8 @@ class HeartbeatServer(HeartbeatThread):
         """Start of the line whose end has not come yet, of each open connection."""
         self._ranks: dict[socket.socket, int] = {}
         self._unauthenticated: dict[socket.socket, float] = {}
-        """Connections that have not sent the token, with the time when they were accepted; the oldest first."""
+        """Connections that have not sent the token, with the time when they were accepted; the
+        oldest first."""
         self._selector = selectors.DefaultSelector()
         self._thread.start()
 
@@ -91,7 +95,8 @@ class HeartbeatServer(HeartbeatThread):
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # the client has closed it, or no file descriptor is left: a rank connects again
+        except OSError:
+            # the client has closed it, or no file descriptor is left: a rank connects again
             time.sleep(0.1)
             return
         connection.setblocking(False)
@@ -100,14 +105,16 @@ class HeartbeatServer(HeartbeatThread):
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _close_unauthenticated(self, now: float) -> None:
-        """Close the connections that have not sent the token in time, and the oldest where there are too many."""
+        """Close the connections that have not sent the token in time, and the oldest where there
+        are too many."""
         limit = MAX_UNAUTHENTICATED + self._detector.num_ranks
         for connection, accepted in list(self._unauthenticated.items()):
             if now - accepted > TOKEN_SECONDS or len(self._unauthenticated) > limit:
                 self._close(connection, now)
 
     def _read(self, connection: socket.socket, now: float) -> None:
-        """Read what has arrived and answer each line. Close the connection if a line is not a rank's."""
+        """Read what has arrived and answer each line. Close the connection if a line is not a
+        rank's."""
         try:
             part = connection.recv(MAX_LINE_BYTES)
             *lines, rest = (self._received[connection] + part).split(b"\n")
@@ -134,7 +141,9 @@ class HeartbeatServer(HeartbeatThread):
         del self._received[connection]
         self._unauthenticated.pop(connection, None)
         connection.close()
-        if (rank := self._ranks.pop(connection, None)) is not None and rank not in self._ranks.values():
+        if (
+            rank := self._ranks.pop(connection, None)
+        ) is not None and rank not in self._ranks.values():
             self._detector.disconnected(rank, now)
 
     def _check_ranks(self, now: float) -> None:
@@ -145,7 +154,8 @@ class HeartbeatServer(HeartbeatThread):
         if not lost or self._ended.is_set():
             return
         self._send_to_all({"lost": lost})
-        time.sleep(min(1.0, self._interval))  # the others end for this reason, not because rank 0 has ended
+        # the others end for this reason, not because rank 0 has ended
+        time.sleep(min(1.0, self._interval))
         exit_from_thread(f"{lost}; this rank was {self._heartbeat().position()}")
 
     def _send_to_all(self, message: dict[str, str]) -> None:

@@ -1,4 +1,5 @@
-"""The parts that the heartbeat client and server share: the times, and a thread that can be woken and ended."""
+"""The parts that the heartbeat client and server share: the times, and a thread that can be woken
+and ended."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus, make_heartbeat
 
 MAX_INTERVAL_SECONDS = 5.0
 MAX_RECONNECT_SECONDS = 10.0
-"""A closed connection counts as a lost rank after this time. It is long enough for the failed rank's own report, and
-for the errors of the ranks that were connected to it, to come first."""
+"""A closed connection counts as a lost rank after this time. It is long enough for the failed
+rank's own report, and for the errors of the ranks that were connected to it, to come first."""
 
 
 class HeartbeatThread:
-    """The thread of a heartbeat client or server. The subclass starts `_thread` and defines `_run`."""
+    """The thread of a heartbeat client or server. The subclass starts `_thread` and defines
+    `_run`."""
 
     def __init__(self, status: RankStatus, rank: int, token: str, timeout: float) -> None:
-        """status: this rank's, written by the calling thread. token: the secret of this run. timeout: seconds; a rank
-        that is silent for longer is lost."""
+        """status: this rank's, written by the calling thread. token: the secret of this run.
+        timeout: seconds; a rank that is silent for longer is lost."""
         self._status = status
         self._rank = rank
         self._token = token
@@ -28,7 +30,8 @@ class HeartbeatThread:
         self._interval = min(MAX_INTERVAL_SECONDS, timeout / 4)
         """Seconds between two heartbeats."""
         self._reconnect_seconds = min(MAX_RECONNECT_SECONDS, timeout)
-        """Time after which a rank is lost that has been disconnected and has not connected again."""
+        """Time after which a rank is lost that has been disconnected and has not connected
+        again."""
         self._loop_thread = threading.get_ident()
         self._ended = threading.Event()
         self._wake, self._woken = socket.socketpair()
@@ -44,7 +47,8 @@ class HeartbeatThread:
         self._thread.join(2 * self._interval)
 
     def diagnosis(self) -> str:
-        """Return one line that names the ranks that the others wait for, or an empty text if no rank stands out."""
+        """Return one line that names the ranks that the others wait for, or an empty text if no
+        rank stands out."""
         raise NotImplementedError
 
     def _run(self) -> None:
@@ -56,7 +60,8 @@ class HeartbeatThread:
             self._wake.send(b"x")
 
     def _was_frozen(self, now: float) -> bool:
-        """Return whether this process has not run since the last turn: other ranks' silence then means nothing."""
+        """Return whether this process has not run since the last turn: other ranks' silence then
+        means nothing."""
         gap = now - self._last_turn
         self._last_turn = now
         return gap > 2 * self._interval + 1

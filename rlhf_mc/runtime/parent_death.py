@@ -1,5 +1,5 @@
-"""The end of a process whose parent has ended, however that was: the kernel kills it. No torch is imported here, since
-this is the first thing that a rank and a reward worker do.
+"""The end of a process whose parent has ended, however that was: the kernel kills it. No torch is
+imported here, since this is the first thing that a rank and a reward worker do.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 def exit_with_parent(parent: int) -> None:
     """Have this process killed when its parent ends, at once if the parent has ended already.
 
-    On a system without prctl nothing happens, so the caller needs another way to notice the parent's end."""
+    On a system without prctl nothing happens, so the caller needs another way to notice the
+    parent's end."""
     signal_with_parent(parent, signal.SIGKILL)
 
 
 def signal_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the signal sent to this process when its parent, or the parent's thread that has started it, ends. Exit at
-    once if the parent has ended already."""
+    """Have the signal sent to this process when its parent, or the parent's thread that has started
+    it, ends. Exit at once if the parent has ended already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
@@ -40,7 +41,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def exit_with_launcher() -> None:
-    """Have this rank killed when torchrun's agent or Slurm's step daemon ends, if one of them has started it.
+    """Have this rank killed when torchrun's agent or Slurm's step daemon ends, if one of them has
+    started it.
 
     A rank that was started from a shell (`python -m rlhf_mc &`, nohup) outlives the shell."""
     parent = os.getppid()
@@ -53,7 +55,8 @@ def exit_with_launcher() -> None:
 
 
 def _may_be_torchrun(pid: int) -> bool:
-    """Return whether process 1 may be the agent, as in a container, and not an init process that adopts orphans."""
+    """Return whether process 1 may be the agent, as in a container, and not an init process that
+    adopts orphans."""
     command = _read(pid, "cmdline")
     return not command or b"python" in command or b"torch" in command
 

@@ -1,7 +1,9 @@
-"""Requests to stop a run: a signal, or the end of its Slurm job's time. All ranks agree on the request between phases,
-since a signal reaches them at different steps. What is saved then is the subject of trainer/save.py.
+"""Requests to stop a run: a signal, or the end of its Slurm job's time. All ranks agree on the
+request between phases, since a signal reaches them at different steps. What is saved then is the
+subject of trainer/save.py.
 
-No torch is imported with this module: signals are handled from the program's first moment on, and importing torch
+No torch is imported with this module: signals are handled from the program's first moment on, and
+importing torch
 takes seconds.
 """
 
@@ -25,10 +27,11 @@ from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ONE_PRESS_SECONDS = 1.0
-"""Time within which two SIGINT are one press of Ctrl-C: a rank may get it from the terminal and from torchrun."""
+"""Time within which two SIGINT are one press of Ctrl-C: a rank may get it from the terminal and
+from torchrun."""
 LATER_SECONDS = 5.0
-"""Time by which the other ranks' grace period is longer than rank 0's. Mostly they are ended together with rank 0, so
-the message is printed once."""
+"""Time by which the other ranks' grace period is longer than rank 0's. Mostly they are ended
+together with rank 0, so the message is printed once."""
 _TIME_IS_UP = "the job's time is almost up"
 
 
@@ -55,39 +58,53 @@ class StopRequests:
     def take_signals(self) -> None:
         """Make SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) requests to stop, and nothing else.
 
-        Call it in the main thread, before any other thread exists. Threads and child processes inherit that the signals
-        are blocked: Slurm signals every process of a step, and a process that writes a checkpoint must survive that."""
-        # A shell makes its background processes ignore SIGINT, since Ctrl-C in the terminal is not for them.
+        Call it in the main thread, before any other thread exists. Threads and child processes
+        inherit that the signals are blocked: Slurm signals every process of a step, and a process
+        that writes a checkpoint must survive that."""
+        # A shell makes its background processes ignore SIGINT, since Ctrl-C in the terminal is not
+        # for them.
         in_background = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         taken = SIGNALS if in_background else (*SIGNALS, signal.SIGINT)
-        # Libraries unblock the signals in the main thread (multiprocessing's resource tracker). They are then handled
-        # there, and the wakeup descriptor passes them to another thread at once.
+        # Libraries unblock the signals in the main thread (multiprocessing's resource tracker).
+        # They are then handled there, and the wakeup descriptor passes them to another thread at
+        # once.
         readable, writable = socket.socketpair()
         writable.setblocking(False)
         signal.set_wakeup_fd(writable.detach())
         signal.pthread_sigmask(signal.SIG_BLOCK, taken)
         for number in taken:
-            signal.signal(number, lambda number, frame: None)  # the launcher may have had it ignored until now
-        # Threads of their own: a handler would run in the main thread, which may be in a collective for minutes.
+            # the launcher may have had it ignored until now
+            signal.signal(number, lambda number, frame: None)
+        # Threads of their own: a handler would run in the main thread, which may be in a collective
+        # for minutes.
         for wait in (lambda: signal.sigwait(taken), lambda: readable.recv(1)[0]):
-            threading.Thread(target=self._take, args=(wait, taken), name="rlhf_mc signals", daemon=True).start()
+            threading.Thread(
+                target=self._take, args=(wait, taken), name="rlhf_mc signals", daemon=True
+            ).start()
 
     def _take(self, wait: Callable[[], int], taken: Collection[int]) -> None:
         while True:
             number = signal.Signals(wait())
             now = time.monotonic()
-            if number not in taken:  # the wakeup descriptor gets every signal that Python handles, timers' too
+            # the wakeup descriptor gets every signal that Python handles, timers' too
+            if number not in taken:
                 continue
-            if number in (signal.SIGINT, signal.SIGTERM) and now > self._interrupted_at + ONE_PRESS_SECONDS:
+            if (
+                number in (signal.SIGINT, signal.SIGTERM)
+                and now > self._interrupted_at + ONE_PRESS_SECONDS
+            ):
                 exit_now(EXIT_INTERRUPTED)  # SIGTERM too: torchrun sends it on a second Ctrl-C
             if number == signal.SIGINT:
                 self._interrupted_at = min(self._interrupted_at, now)
                 if self._rank == 0 and not self._reason:
-                    print_line("interrupted: saving, then ending; a second Ctrl-C ends the run at once")
+                    print_line(
+                        "interrupted: saving, then ending; a second Ctrl-C ends the run at once"
+                    )
             self.request(number.name)
 
     def request(self, reason: str) -> None:
-        """Ask the run to stop, from any thread. trainer.preemption_grace_seconds begin with the first request."""
+        """Ask the run to stop, from any thread. trainer.preemption_grace_seconds begin with the
+        first request."""
         with self._lock:
             if self._reason:
                 return
@@ -99,13 +116,15 @@ class StopRequests:
 
     def _end_grace_period(self) -> None:
         exit_from_thread(
-            f"asked to stop ({self._reason}) and not ready after {self._cfg.preemption_grace_seconds} s "
-            "(trainer.preemption_grace_seconds): the run ends without saving; the last complete checkpoint is kept",
+            f"asked to stop ({self._reason}) and not ready after "
+            f"{self._cfg.preemption_grace_seconds} s (trainer.preemption_grace_seconds): the run "
+            "ends without saving; the last complete checkpoint is kept",
             code=EXIT_REQUEUE,
         )
 
     def read_job_end(self) -> None:
-        """Read the end of the Slurm job, for trainer.stop_before_minutes. Raise UserError if the time is up already.
+        """Read the end of the Slurm job, for trainer.stop_before_minutes. Raise UserError if the
+        time is up already.
 
         Every rank must call it."""
         from rlhf_mc.topology.consensus import on_every_rank
@@ -124,17 +143,20 @@ class StopRequests:
             )
 
     def check(self) -> None:
-        """Raise StopRequested on every rank if any rank has a request. Raise UserError if the job's time is up before
-        the first step is complete. Every rank must call it, while the weights are as after the last complete step."""
+        """Raise StopRequested on every rank if any rank has a request. Raise UserError if the job's
+        time is up before the first step is complete. Every rank must call it, while the weights are
+        as after the last complete step."""
         self.start_check()()
 
     def start_check(self) -> Callable[[], None]:
-        """Start `check`, and return the function that ends it: what the ranks do in between hides the wait for their
-        answers. Every rank must call both."""
+        """Start `check`, and return the function that ends it: what the ranks do in between hides
+        the wait for their answers. Every rank must call both."""
         from rlhf_mc.topology.consensus import gather_objects, start_max_over_ranks
 
         if self._stop_at is not None and time.time() >= self._stop_at:
-            self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")
+            self.request(
+                f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}"
+            )
         own_reason = self._reason
         any_request = start_max_over_ranks(float(bool(own_reason)))
 
@@ -148,7 +170,10 @@ class StopRequests:
         """Raise StopRequested for this reason, or UserError, as `check` does."""
         if reason.startswith(_TIME_IS_UP) and self.steps_done == 0:
             # A requeued job would get no further than this one.
-            raise UserError(f"{reason}, and no step was complete by then; give the job more time (sbatch --time)")
+            raise UserError(
+                f"{reason}, and no step was complete by then; give the job more time (sbatch "
+                "--time)"
+            )
         self.request(reason)
         self.is_obeyed = True
         raise StopRequested(reason)
@@ -157,7 +182,8 @@ class StopRequests:
 def job_end() -> float | None:
     """Return when the Slurm job of this process will be ended, in seconds since 1970.
 
-    Return None outside of Slurm and if the job has no time limit. Raise UserError if Slurm does not say."""
+    Return None outside of Slurm and if the job has no time limit. Raise UserError if Slurm does not
+    say."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return None
@@ -166,10 +192,16 @@ def job_end() -> float | None:
         return end if math.isfinite(end) else None
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]  # in the local time zone
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-        return None if output in ("N/A", "NONE", "Unknown") else datetime.datetime.fromisoformat(output).timestamp()
+        output = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
+        return (
+            None
+            if output in ("N/A", "NONE", "Unknown")
+            else datetime.datetime.fromisoformat(output).timestamp()
+        )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(
-            f"trainer.stop_before_minutes: `{' '.join(command)}` does not tell when the job ends: {error}; "
-            "export SLURM_JOB_END_TIME (seconds since 1970), or set it to null"
+            f"trainer.stop_before_minutes: `{' '.join(command)}` does not tell when the job ends: "
+            f"{error}; export SLURM_JOB_END_TIME (seconds since 1970), or set it to null"
         ) from error

@@ -1,4 +1,5 @@
-"""The position of a rank in the run (step, phase, line of code), and the heartbeat that carries it to rank 0."""
+"""The position of a rank in the run (step, phase, line of code), and the heartbeat that carries it
+to rank 0."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from types import FrameType
 
 WRITE_PROFILE = "write_profile"
 SILENT_PHASES = frozenset({WRITE_PROFILE})
-"""Phases in which a rank may send no heartbeat for minutes: torch's profiler holds Python's lock while it converts and
-writes a trace. A rank that never returns from there ends the run by the timeout of collectives."""
+"""Phases in which a rank may send no heartbeat for minutes: torch's profiler holds Python's lock
+while it converts and writes a trace. A rank that never returns from there ends the run by the
+timeout of collectives."""
 _STANDARD_LIBRARY = PurePath(os.__file__).parent
 
 
@@ -29,7 +31,8 @@ class RankStatus:
     phases: list[str] = field(default_factory=lambda: ["start"])
     """Phases that the process is in; the innermost is the last."""
     moves: int = 0
-    """Phases entered and left so far. All ranks go through the same phases, so a rank with fewer moves is behind."""
+    """Phases entered and left so far. All ranks go through the same phases, so a rank with fewer
+    moves is behind."""
     since: float = field(default_factory=time.monotonic)
     """Time of the last move."""
     on_move: Callable[[], None] = lambda: None
@@ -46,7 +49,8 @@ class RankStatus:
         self._moved()
 
     def leave(self) -> None:
-        """Leave the innermost phase. Not called if the phase raised: the error report names that phase."""
+        """Leave the innermost phase. Not called if the phase raised: the error report names that
+        phase."""
         phase = self.phases.pop()
         self.last_seconds[phase] = time.monotonic() - self.entered.pop()
         self._moved()
@@ -74,8 +78,13 @@ class Heartbeat:
 
     def position(self) -> str:
         """Return phase, step, time and code line as one phrase."""
-        doing = f"in {self.collective}, called from {self.at}" if self.collective else f"at {self.at}"
-        return f"in phase {self.phase}{f' of step {self.step}' if self.step else ''} for {self.seconds:.0f} s, {doing}"
+        doing = (
+            f"in {self.collective}, called from {self.at}" if self.collective else f"at {self.at}"
+        )
+        return (
+            f"in phase {self.phase}{f' of step {self.step}' if self.step else ''} for "
+            f"{self.seconds:.0f} s, {doing}"
+        )
 
 
 def make_heartbeat(status: RankStatus, rank: int, thread: int) -> Heartbeat:
@@ -92,10 +101,12 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 
 def describe_stack(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """Return the collective that a stack is in (torch's function; empty if none) and "file:line (function)".
+    """Return the collective that a stack is in (torch's function; empty if none) and "file:line
+    (function)".
 
-    frames: from the innermost outwards. The line is the innermost one of this project's or the user's code, without the
-    project's wrappers (`_is_library`). Without one, it is the innermost one outside of torch's collectives."""
+    frames: from the innermost outwards. The line is the innermost one of this project's or the
+    user's code, without the project's wrappers (`_is_library`). Without one, it is the innermost
+    one outside of torch's collectives."""
     collective = ""
     innermost = ""
     for frame, line in frames:
@@ -115,7 +126,11 @@ def _is_library(file: PurePath) -> bool:
     # Wrappers of torch, and the reporting of a phase: their caller says more.
     if file.parent.match("rlhf_mc/topology") or file.parent.match("rlhf_mc/runtime"):
         return True
-    wrappers = ("rlhf_mc/platform.py", "rlhf_mc/torch_patches.py", "rlhf_mc/observability/metrics.py")
+    wrappers = (
+        "rlhf_mc/platform.py",
+        "rlhf_mc/torch_patches.py",
+        "rlhf_mc/observability/metrics.py",
+    )
     if any(file.match(wrapper) for wrapper in wrappers):
         return True
     if "site-packages" in file.parts:

@@ -1,5 +1,5 @@
-"""Interrupts, mistakes and numbers on the command line, the same for the planner and all tools. `end_on_interrupt` is
-called before other modules are imported, which takes seconds.
+"""Interrupts, mistakes and numbers on the command line, the same for the planner and all tools.
+`end_on_interrupt` is called before other modules are imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ EXIT_UNREAD = 141
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process with one line and code 130, also within an import; and let the end of the process
-    that reads its output, as in `| head`, end it without a line."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell has it ignored
+    """Let Ctrl-C end this process with one line and code 130, also within an import; and let the
+    end of the process that reads its output, as in `| head`, end it without a line."""
+    # else the shell has it ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     sys.excepthook = _report
     atexit.register(_flush)
@@ -36,7 +37,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         os.write(2, b"rlhf_mc: interrupted\n")
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            os._exit(EXIT_INTERRUPTED)  # an extension module makes another error of an exception in its import
+            # an extension module makes another error of an exception in its import
+            os._exit(EXIT_INTERRUPTED)
         frame = frame.f_back
     raise KeyboardInterrupt
 
@@ -72,7 +74,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None, program: str | None = None) -> None:
         """description: printed as it is. program: the command; None: the file's name."""
-        super().__init__(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(
+            program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
 
     def error(self, message: str) -> NoReturn:
         """Print the line on rank 0, and end this process with code 2."""
@@ -87,7 +91,9 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         is_number = text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20
         if not is_number or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is no whole number from {least} to {most}"
+            )
         return int(text)
 
     return read
@@ -99,7 +105,8 @@ GPUS_PER_NODE = whole_number(1, 128)
 
 
 def number(least: float, what: str) -> Callable[[str], float]:
-    """Return the argparse type of the finite numbers from `least` on. what: the unit, and an example."""
+    """Return the argparse type of the finite numbers from `least` on. what: the unit, and an
+    example."""
 
     def read(text: str) -> float:
         try:

@@ -1,7 +1,9 @@
-"""The work of this process, counted by whoever does it: responses generated, micro-batches run, rows read, tokens.
-observability/phase_progress.py shows the pieces that it is doing, phase_work.py the totals by phase of a profiled step.
+"""The work of this process, counted by whoever does it: responses generated, micro-batches run,
+rows read, tokens. observability/phase_progress.py shows the pieces that it is doing, phase_work.py
+the totals by phase of a profiled step.
 
-As with logging, the counts belong to the process: code that works need not know who shows them, and a tool counts
+As with logging, the counts belong to the process: code that works need not know who shows them, and
+a tool counts
 as a run does. Counting costs an addition. The thread of the loop counts, other threads read.
 """
 
@@ -22,7 +24,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Work:
-    """One piece of work. A piece inside another one is a unit of it: a micro-batch's of a mini-batch."""
+    """One piece of work. A piece inside another one is a unit of it: a micro-batch's of a
+    mini-batch."""
 
     name: str
     """Name of the work; empty where the phase's name says it."""
@@ -65,8 +68,9 @@ def working(name: str = "", total: float = 0, unit: str = "") -> Iterator[Work]:
 
 @contextmanager
 def importing(name: str) -> Iterator[None]:
-    """Let the body import large libraries, as a piece of work. Garbage collections, a sixth of the time, are off, and
-    later ones leave out what has been imported: vLLM makes eight at its start."""
+    """Let the body import large libraries, as a piece of work. Garbage collections, a sixth of the
+    time, are off, and later ones leave out what has been imported: vLLM makes eight at its
+    start."""
     with without_garbage_collector():
         try:
             with working(name):
@@ -76,7 +80,8 @@ def importing(name: str) -> Iterator[None]:
 
 
 def counted(items: Iterable[T], total: int, unit: str, name: str = "") -> Generator[T]:
-    """Yield the items, each counted when the next one is asked for. All must be taken, or the iterator closed."""
+    """Yield the items, each counted when the next one is asked for. All must be taken, or the
+    iterator closed."""
     with working(name, total, unit) as work:
         for item in items:
             yield item
@@ -89,8 +94,8 @@ def current() -> tuple[Work, ...]:
 
 
 def share_done(works: Sequence[Work]) -> float | None:
-    """Return the share from 0 to 1 of the outermost counted piece that is done, with the pieces inside it; None if none
-    is counted."""
+    """Return the share from 0 to 1 of the outermost counted piece that is done, with the pieces
+    inside it; None if none is counted."""
     counted_works = [work for work in works if work.total > 0]
     share = 0.0
     unit = 1.0

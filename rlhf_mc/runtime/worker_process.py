@@ -1,5 +1,6 @@
-"""A worker process that runs a user's code for a rank, and the rank's handle of it. It is not started by
-multiprocessing, which would import the program's main module, torch included, in the worker;
+"""A worker process that runs a user's code for a rank, and the rank's handle of it. It is not
+started by multiprocessing, which would import the program's main module, torch included, in the
+worker;
 this one imports only what its program needs. No torch here.
 
 The worker writes MessagePack, which the rank decodes to the types that it expects, so that no
@@ -67,7 +68,10 @@ class WorkerProcess:
         self.connection = Connection(os.dup(self._socket.fileno()))
         self._stacks = open(os.memfd_create("stacks"), "rb", buffering=0)  # noqa: SIM115
         descriptors = (theirs.fileno(), self._stacks.fileno())
-        code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import main\nmain({os.getpid()}, {descriptors})"
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import "
+            f"main\nmain({os.getpid()}, {descriptors})"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", code],
             pass_fds=descriptors,
@@ -95,7 +99,8 @@ class WorkerProcess:
         """Return whether a message arrives within that time. Raise WorkerEndedError if the process
         has ended.
 
-        The pipe alone does not show that end: processes that the user's code started may hold its other end open."""
+        The pipe alone does not show that end: processes that the user's code started may hold its
+        other end open."""
         deadline = time.monotonic() + seconds
         try:
             while (left := deadline - time.monotonic()) > 0:
@@ -128,24 +133,31 @@ class WorkerProcess:
             raise self._end() from None
         except (OSError, msgspec.MsgspecError, RecursionError) as error:
             self._process.send_signal(guard.END)
-            raise WorkerEndedError(f"its worker process has sent no message that can be read ({error})") from None
+            raise WorkerEndedError(
+                f"its worker process has sent no message that can be read ({error})"
+            ) from None
         raise UserError(text)
 
     def _end(self) -> WorkerEndedError:
-        """Wait for the end of the process. Return its exit code or signal as an error. End a process
+        """Wait for the end of the process. Return its exit code or signal as an error. End a
+        process
         that only has lost the pipe, or does not read from it."""
         try:
             code = self._process.wait(guard.END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.send_signal(guard.END)
-            return WorkerEndedError("its worker process has closed the pipe to the rank, or does not read from it")
+            return WorkerEndedError(
+                "its worker process has closed the pipe to the rank, or does not read from it"
+            )
         if code >= 0:
             return WorkerEndedError(f"its worker process ended, with exit code {code}")
         name = f"signal {-code}"  # a real-time signal has no other name
         with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name
         is_killed = -code == signal.SIGKILL
-        return WorkerEndedError(f"its worker process ended, by {name}{' (out of memory?)' * is_killed}", is_killed)
+        return WorkerEndedError(
+            f"its worker process ended, by {name}{' (out of memory?)' * is_killed}", is_killed
+        )
 
     def blocking_call(self) -> str:
         """Return where the process is in the user's code, ", at <file>:<line> in <function>", or ""
@@ -182,20 +194,23 @@ _ENVELOPE = msgspec.msgpack.Decoder(tuple[bool, msgspec.Raw])
 """Decodes whether the message is the text of a UserError, and the message."""
 
 
-def guarded_connection(parent: int, descriptors: tuple[int, int]) -> tuple[Connection, Callable[..., None]]:
+def guarded_connection(
+    parent: int, descriptors: tuple[int, int]
+) -> tuple[Connection, Callable[..., None]]:
     """Let a guard watch this process, which WorkerProcess has started, and set up its signals.
     Return the connection to the rank, and send(message, most=MOST_BYTES), which ends the process
     once the rank has ended, and raises MessageError for a message that cannot be sent."""
     guard.guarded(parent, descriptors)
-    with contextlib.suppress(OSError):  # where memory runs out, the kernel ends this process before a rank
+    # where memory runs out, the kernel ends this process before a rank
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection = Connection(descriptors[0])
     for number in guard.GROUP_SIGNALS:
         signal.signal(number, lambda number, frame: None)
     faulthandler.register(guard.STACKS, descriptors[1], all_threads=True)
-    # Processes that the user's code starts must have the default handling, since it may want to end them. So the
-    # signals that the rank blocks are unblocked here, and a forked child restores the default handlers (a new program
-    # has them anyway).
+    # Processes that the user's code starts must have the default handling, since it may want to end
+    # them. So the signals that the rank blocks are unblocked here, and a forked child restores the
+    # default handlers (a new program has them anyway).
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.register_at_fork(after_in_child=lambda: _restore_signals(connection))
 

@@ -1,5 +1,6 @@
-"""Building a run from its config: data, models, rollout engine, the plan of the weight update. Every mistake in the
-user's input that early_checks.py has not seen is an error here, before the first step; the cheapest checks come first.
+"""Building a run from its config: data, models, rollout engine, the plan of the weight update.
+Every mistake in the user's input that early_checks.py has not seen is an error here, before the
+first step; the cheapest checks come first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from rlhf_mc.config.roles import (
     uses_critic,
     uses_reference,
 )
-from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models, score_part
+from rlhf_mc.config.schema import (
+    Config,
+    MegatronConfig,
+    OptimConfig,
+    layouts,
+    reward_models,
+    score_part,
+)
 from rlhf_mc.config.unread import unread_line
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
@@ -80,8 +88,8 @@ from rlhf_mc.trainer.step_schedule import StepSchedule
 
 
 def build_run(cfg: Config) -> Run:
-    """Build all parts of a run. Every rank must call it, with the same config, which check_early has checked, after
-    init_process_group."""
+    """Build all parts of a run. Every rank must call it, with the same config, which check_early
+    has checked, after init_process_group."""
     rank = dist.get_rank()
     world = dist.get_world_size()
     cfg = for_this_device(cfg)
@@ -96,25 +104,33 @@ def build_run(cfg: Config) -> Run:
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
     vocab_size = on_every_rank(lambda: model_shapes(cfg)["actor"][1].vocab_size)
     stops = on_every_rank(lambda: stop_token_ids(cfg.model.path, tokenizer, vocab_size))
-    environments = _environments(cfg, tokenizer, stops, rank) if cfg.rollout.environment.is_set else None
+    environments = (
+        _environments(cfg, tokenizer, stops, rank) if cfg.rollout.environment.is_set else None
+    )
     train_prompts, val_prompts = _prompts(cfg, tokenizer, bool(conversations), environments)
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: load_estimator(cfg.algorithm))
     policy_loss = on_every_rank(lambda: load_policy_loss(cfg.actor))
     scorers = {score_part(role): f"{role}.model_path" for role in reward_models(cfg)}
     rewards = on_every_rank(
-        lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers, cfg.rollout.environment)
+        lambda: RewardManager(
+            cfg.custom_reward_function, cfg.reward, scorers, cfg.rollout.environment
+        )
     )
     print_special_tokens(cfg, rewards, tokenizer)
     check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
-    train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
+    train_prompts = scorable(
+        rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values()
+    )
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
     check_weights(cfg.data, train_prompts.file_sizes)
     check_batch(cfg.data, len(train_prompts))
     order = PromptOrder(cfg.data, train_prompts.file_sizes, cfg.trainer.seed)
     total_prompts = cfg.trainer.total_epochs * order.epoch_length
     # A step draws at least one batch.
-    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * order.batches_per_epoch
+    total_steps = (
+        cfg.trainer.total_training_steps or cfg.trainer.total_epochs * order.batches_per_epoch
+    )
 
     starts = on_every_rank(lambda: _starts(cfg, factory, tokenizer, conversations))
     with working("planning"):
@@ -153,7 +169,9 @@ def build_run(cfg: Config) -> Run:
         critic=models.get("critic"),
         reference=models.get("ref"),
         reward_models=[
-            RewardModel(role, str(scorer.model_path), models[role], budgets[role], conversations.get(role))
+            RewardModel(
+                role, str(scorer.model_path), models[role], budgets[role], conversations.get(role)
+            )
             for role, scorer in reward_models(cfg).items()
         ],
         rollout=rollout,
@@ -179,14 +197,16 @@ def _build_models(
     total_steps: int,
     offload_schedule: OffloadSchedule,
 ) -> dict[str, ModelEngine]:
-    """Return the models by role, with their optimizers. Each is offloaded before the next is built, and all of them
-    before the rollout engine measures free memory."""
+    """Return the models by role, with their optimizers. Each is offloaded before the next is built,
+    and all of them before the rollout engine measures free memory."""
     models: dict[str, ModelEngine] = {}
     for role, start in starts.items():
         with working(f"building {role}"):
             models[role] = _load(role, start, layouts(cfg)[role], groups[role])
             if start.optim is not None:
-                frozen = frozen_parameters(start.frozen, engine_layouts(models[role])[dist.get_rank()])
+                frozen = frozen_parameters(
+                    start.frozen, engine_layouts(models[role])[dist.get_rank()]
+                )
                 # The actor's learning-rate schedule counts the steps in which the actor is updated.
                 warmup = cfg.trainer.critic_warmup if role == "actor" else 0
                 models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
@@ -220,19 +240,26 @@ def _environments(
 
 
 def _prompts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, train_messages: bool, environments: EnvironmentManager | None
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    train_messages: bool,
+    environments: EnvironmentManager | None,
 ) -> tuple[Prompts, Prompts]:
-    """Return the training and the validation prompts. train_messages: the former keep their messages; with environments
-    both do. Every rank must call it."""
+    """Return the training and the validation prompts. train_messages: the former keep their
+    messages; with environments both do. Every rank must call it."""
     data = cfg.data
     messages = environments is not None
     if environments is not None:
         data = replace(data, apply_chat_template_kwargs=environments.translator.prompt_arguments)
 
     def load(key: str, files: Sequence[str], most_rows: int, messages: bool) -> Prompts:
-        return load_prompts(files, tokenizer, data, most_rows, key, scored_by_rule(cfg, key), messages)
+        return load_prompts(
+            files, tokenizer, data, most_rows, key, scored_by_rule(cfg, key), messages
+        )
 
-    train = load("data.train_files", data.train_files, data.train_max_samples, train_messages or messages)
+    train = load(
+        "data.train_files", data.train_files, data.train_max_samples, train_messages or messages
+    )
     if not data.val_files:
         return train, Prompts([])
     return train, load("data.val_files", data.val_files, data.val_max_samples, messages)
@@ -258,7 +285,8 @@ def _starts(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Mapping[str, ConversationTokenizer],
 ) -> dict[str, _Start]:
-    """Return the start of each role's model, in the order of building. Raise UserError if a model is not supported."""
+    """Return the start of each role's model, in the order of building. Raise UserError if a model
+    is not supported."""
     mcore = cfg.model.dist_checkpointing_path
     with error_prefix("model.path:"):
         reader = HFReader(cfg.model.path)
@@ -268,7 +296,11 @@ def _starts(
     except UserError as error:
         raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
     _check_checkpoint(cfg, shape, reader, tokenizer)
-    starts = {"actor": _Start(shape, reader, mcore, cfg.actor.optim, _frozen("actor", cfg.actor.freeze, shape))}
+    starts = {
+        "actor": _Start(
+            shape, reader, mcore, cfg.actor.optim, _frozen("actor", cfg.actor.freeze, shape)
+        )
+    }
     if uses_reference(cfg):
         starts["ref"] = _Start(shape, reader, mcore)
     if uses_critic(cfg):
@@ -290,11 +322,14 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     else:
         check_value_head("model.path", reader)
     shape = reader.shape(value_head=True)
-    return _Start(shape, reader, mcore, cfg.critic.optim, _frozen("critic", cfg.critic.freeze, shape))
+    return _Start(
+        shape, reader, mcore, cfg.critic.optim, _frozen("critic", cfg.critic.freeze, shape)
+    )
 
 
 def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
-    """Return the tensors that a role's patterns freeze. Raise UserError if its model cannot freeze them."""
+    """Return the tensors that a role's patterns freeze. Raise UserError if its model cannot freeze
+    them."""
     key = f"{role}.freeze"
     frozen = frozen_tensors(key, patterns, shape)
     if uses_transformer_engine():
@@ -302,15 +337,17 @@ def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[
     return frozen
 
 
-def _check_checkpoint(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_checkpoint(
+    cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Raise UserError if the actor's checkpoint, its config.json and the tokenizer do not match."""
     if cfg.model.dist_checkpointing_path is None:
         with error_prefix("model.path:"):
             reader.check(shape)
     if len(tokenizer) > shape.vocab_size:
         raise UserError(
-            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size "
-            f"{shape.vocab_size}; it belongs to another model"
+            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the "
+            f"model's vocab_size {shape.vocab_size}; it belongs to another model"
         )
 
 
@@ -323,15 +360,22 @@ def _set_routers(cfg: Config, actor: ModelEngine) -> None:
         actor.balance = RouterBalance(cfg.actor, shape, actor.groups, actor.chunks)
 
 
-def _check_memory(cfg: Config, shapes: Mapping[str, ModelShape]) -> tuple[str | None, frozenset[str]]:
-    """Return in one line whether the run fits by the planner, and the roles whose optimizer state stays on the device
-    between the steps of an update; None and no role if trainer.planner is "off". Raise UserError on every rank if the
-    run does not fit and trainer.planner is "refuse". Every rank must call it, and gets the same."""
+def _check_memory(
+    cfg: Config, shapes: Mapping[str, ModelShape]
+) -> tuple[str | None, frozenset[str]]:
+    """Return in one line whether the run fits by the planner, and the roles whose optimizer state
+    stays on the device between the steps of an update; None and no role if trainer.planner is
+    "off". Raise UserError on every rank if the run does not fit and trainer.planner is "refuse".
+    Every rank must call it, and gets the same."""
     if cfg.trainer.planner == "off":
         return None, frozenset()
     cuda = platform.use_cuda()
     ranks_per_gpu = platform.ranks_per_gpu()
-    smallest = min(gather_objects(platform.device_memory())) // ranks_per_gpu if cuda else _smallest_share()
+    smallest = (
+        min(gather_objects(platform.device_memory())) // ranks_per_gpu
+        if cuda
+        else _smallest_share()
+    )
     capacity = Capacity(
         dist.get_world_size(),
         smallest,
@@ -344,8 +388,8 @@ def _check_memory(cfg: Config, shapes: Mapping[str, ModelShape]) -> tuple[str | 
 
 
 def _smallest_share() -> int:
-    """Return the bytes of host memory that a rank can have: of the node with the least, its available memory and the
-    memory of its ranks, in equal parts. Every rank must call it."""
+    """Return the bytes of host memory that a rank can have: of the node with the least, its
+    available memory and the memory of its ranks, in equal parts. Every rank must call it."""
     nodes: dict[str, list[tuple[int, int]]] = {}
     memory = (available_memory(), platform.process_memory())
     for host, rank_memory in gather_objects((socket.gethostname(), memory)):
@@ -357,25 +401,32 @@ def _smallest_share() -> int:
 
 
 def _load(role: str, start: _Start, megatron: MegatronConfig, groups: ProcessGroups) -> ModelEngine:
-    """Return a role's model in its own layout with its initial weights, from the Megatron checkpoint if there is one,
-    else from the safetensors. A value head that the checkpoint lacks stays zero: the first values are 0."""
+    """Return a role's model in its own layout with its initial weights, from the Megatron
+    checkpoint if there is one, else from the safetensors. A value head that the checkpoint lacks
+    stays zero: the first values are 0."""
     check_fp8(f"{role}.megatron", megatron)
     engine = ModelEngine(role, start.shape, megatron, groups)
     has_head = start.shape.value_head
     if start.mcore is not None:
         with error_prefix("model.dist_checkpointing_path:"):
-            load_mcore(engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ())
+            load_mcore(
+                engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ()
+            )
     else:
         skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
         import_hf(start.reader, engine_layouts(engine)[groups.rank], engine.params, skip=skip)
     return engine
 
 
-def _rollout(cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int) -> tuple[WeightSync, RolloutEngine]:
+def _rollout(
+    cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int
+) -> tuple[WeightSync, RolloutEngine]:
     """Return the rollout engine, and the synchronisation of its weights with the actor's."""
     per_node = ranks_per_node()
     tp = cfg.rollout.tensor_model_parallel_size
-    engine_ranks = choose_rollout_groups(actor.shape, actor.groups.mesh, tp, factory.layout, per_node)
+    engine_ranks = choose_rollout_groups(
+        actor.shape, actor.groups.mesh, tp, factory.layout, per_node
+    )
     trained = engine_layouts(actor)
     if has_contiguous_experts(cfg):
         trained = with_contiguous_experts(trained, actor.groups.mesh)
@@ -390,7 +441,8 @@ def _rollout(cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int)
             cfg.reshard.bucket_megabytes << 20,
             per_node,
             cfg.reshard.share_weights,
-            keep_views=cfg.rollout.quantization is None,  # with it each update writes temporary tensors
+            # with it each update writes temporary tensors
+            keep_views=cfg.rollout.quantization is None,
         )
     with working(f"starting {factory.title}"):
         # make_trainable has moved the actor's parameters to their final storage before.
@@ -411,21 +463,33 @@ def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbC
     )
 
 
-def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens of the tokenizer and of generation_config.json, as vLLM and transformers use them. Raise
-    UserError for one that the model does not have. vocab_size: of the model."""
+def stop_token_ids(
+    model_path: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[int, ...]:
+    """Return the end tokens of the tokenizer and of generation_config.json, as vLLM and
+    transformers use them. Raise UserError for one that the model does not have. vocab_size: of the
+    model."""
     ids = {int(tokenizer.eos_token_id)}
     path = Path(model_path) / "generation_config.json"
     if path.exists():
         extra = read_config(model_path, path.name).get("eos_token_id")
         tokens = extra if isinstance(extra, list) else [] if extra is None else [extra]
         if not all(type(token) is int for token in tokens):
-            raise UserError(f"{path}: eos_token_id is {str(extra)[:80]}; expected a token's number, or a list of them")
+            raise UserError(
+                f"{path}: eos_token_id is {str(extra)[:80]}; expected a token's number, or a list "
+                "of them"
+            )
         ids.update(tokens)
     for token in ids:
         if not 0 <= token < vocab_size:
-            source = "the tokenizer's eos_token" if token == tokenizer.eos_token_id else f"{path}: eos_token_id"
-            raise UserError(f"{source} is {token}; the model's vocab_size is {vocab_size} (config.json)")
+            source = (
+                "the tokenizer's eos_token"
+                if token == tokenizer.eos_token_id
+                else f"{path}: eos_token_id"
+            )
+            raise UserError(
+                f"{source} is {token}; the model's vocab_size is {vocab_size} (config.json)"
+            )
     return tuple(sorted(ids))
 
 

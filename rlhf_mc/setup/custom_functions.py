@@ -1,5 +1,5 @@
-"""The advantage estimator and the policy loss of a run: built-in ones (algorithms/), or the user's own functions, which
-are called with a small example before the run starts.
+"""The advantage estimator and the policy loss of a run: built-in ones (algorithms/), or the user's
+own functions, which are called with a small example before the run starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from rlhf_mc.algorithms.estimators import (
     EstimatorInputs,
     token_rewards,
 )
-from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossFunction, PolicyLossInputs
+from rlhf_mc.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossFunction,
+    PolicyLossInputs,
+)
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import ActorConfig, AlgorithmConfig
@@ -24,8 +29,8 @@ from rlhf_mc.config.user_function import describe_error, load_function
 
 
 def load_estimator(algorithm: AlgorithmConfig) -> EstimatorFunction:
-    """Return the run's advantage estimator. Raise UserError if the user's cannot be loaded, or if it does not return
-    what it should for a small example."""
+    """Return the run's advantage estimator. Raise UserError if the user's cannot be loaded, or if
+    it does not return what it should for a small example."""
     if algorithm.adv_estimator != "custom":
         return ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     section = "algorithm.custom_estimator"
@@ -87,10 +92,15 @@ def _loss_problem(result: object) -> str | None:
         return "returned no pair of a scalar loss and a dict of statistics"
     loss, stats = result
     if not isinstance(loss, torch.Tensor) or loss.shape != () or not loss.requires_grad:
-        return "returned a loss that is not a scalar tensor with a gradient: a sum over inputs.weights * token losses"
+        return (
+            "returned a loss that is not a scalar tensor with a gradient: a sum over "
+            "inputs.weights * token losses"
+        )
     for name, value in stats.items():
         if not isinstance(value, torch.Tensor) or value.shape != () or value.requires_grad:
-            return f"returned the statistic {name!r}, which is not a scalar tensor without a gradient"
+            return (
+                f"returned the statistic {name!r}, which is not a scalar tensor without a gradient"
+            )
     return None
 
 
@@ -115,15 +125,29 @@ def _example_inputs(algorithm: AlgorithmConfig) -> EstimatorInputs:
 def _estimate_problem(estimate: object, inputs: EstimatorInputs, needs_returns: bool) -> str | None:
     """Return in words what is wrong with the result of an estimator, or None."""
     if not isinstance(estimate, Estimate):
-        return f"returned {type(estimate).__name__}; it must return rlhf_mc.algorithms.estimators.Estimate"
+        return (
+            f"returned {type(estimate).__name__}; it must return "
+            "rlhf_mc.algorithms.estimators.Estimate"
+        )
     if needs_returns and estimate.returns is None:
-        return "returned no returns; with a critic in custom_estimator.needs it must, as the critic learns them"
+        return (
+            "returned no returns; with a critic in custom_estimator.needs it must, as the critic "
+            "learns them"
+        )
     for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
         if values is None and name == "returns":
             continue
         if not isinstance(values, torch.Tensor) or values.shape != inputs.rewards.shape:
-            shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            return f"returned {name} of shape {shape}; it must be the rewards' shape, {tuple(inputs.rewards.shape)}"
+            shape = (
+                tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            )
+            return (
+                f"returned {name} of shape {shape}; it must be the rewards' shape, "
+                f"{tuple(inputs.rewards.shape)}"
+            )
         if values.dtype != inputs.rewards.dtype:
-            return f"returned {name} of {values.dtype}; it must be the rewards' type, {inputs.rewards.dtype}"
+            return (
+                f"returned {name} of {values.dtype}; it must be the rewards' type, "
+                f"{inputs.rewards.dtype}"
+            )
     return None

@@ -1,5 +1,6 @@
-"""Checks that take about a second, before torch is imported and before a rank waits for another. Each rank makes them
-by itself. build.py makes the checks that need weights, tokenizer, rows or a GPU.
+"""Checks that take about a second, before torch is imported and before a rank waits for another.
+Each rank makes them by itself. build.py makes the checks that need weights, tokenizer, rows or a
+GPU.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from rlhf_mc.rollout.engines import engine_factory
 
 
 def world_size() -> int:
-    """Return the number of ranks that torchrun or srun has started; 1 without them. Raise UserError if the environment
-    variable is not a number."""
+    """Return the number of ranks that torchrun or srun has started; 1 without them. Raise UserError
+    if the environment variable is not a number."""
     text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"the environment variable WORLD_SIZE is {text!r}; it must be the number of ranks")
+        raise UserError(
+            f"the environment variable WORLD_SIZE is {text!r}; it must be the number of ranks"
+        )
     return int(text)
 
 
 def check_early(cfg: Config, world: int) -> None:
-    """Raise UserError if the settings, the files that they name, or a config.json show that the run cannot start on
-    `world` ranks."""
+    """Raise UserError if the settings, the files that they name, or a config.json show that the run
+    cannot start on `world` ranks."""
     check_config(cfg, world)
     check_not_hidden(cfg)
     if cfg.reward.remote.url is not None:
@@ -41,7 +44,10 @@ def check_early(cfg: Config, world: int) -> None:
     check_present(cfg)
     check_loggers(cfg.trainer.logger)
     _check_models(cfg)
-    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+    for key, files in (
+        ("data.train_files", cfg.data.train_files),
+        ("data.val_files", cfg.data.val_files),
+    ):
         for file in files:
             with error_prefix(f"{key} {file}:"):
                 check_columns(file, needed_columns(cfg.data, scored_by_rule(cfg, key)))
@@ -54,13 +60,14 @@ def _check_environment() -> None:
         return
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise UserError(
-            f"RANK is set in the environment, and {' and '.join(missing)} not; torchrun and launch/slurm_job.sh set "
-            "them, and without RANK the run has one process"
+            f"RANK is set in the environment, and {' and '.join(missing)} not; torchrun and "
+            "launch/slurm_job.sh set them, and without RANK the run has one process"
         )
 
 
 def _check_models(cfg: Config) -> None:
-    """Raise UserError if a config.json is of an unsupported model, or of one that the layouts cannot shard."""
+    """Raise UserError if a config.json is of an unsupported model, or of one that the layouts
+    cannot shard."""
     roles = model_shapes(cfg)
     for role, (key, shape) in roles.items():
         megatron = layouts(cfg)[role]
@@ -78,7 +85,8 @@ def _check_models(cfg: Config) -> None:
 
 @contextlib.contextmanager
 def _in_section(section: str, model: str) -> Iterator[None]:
-    """Add to a UserError inside the section of the setting that it begins with, and the setting of its model."""
+    """Add to a UserError inside the section of the setting that it begins with, and the setting of
+    its model."""
     try:
         yield
     except UserError as error:

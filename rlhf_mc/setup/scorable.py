@@ -1,6 +1,6 @@
-"""The check, before training starts, that each prompt can be scored: its data source has a rule, the rule a reference
-answer to compare with, and a reward model's chat template accepts the prompt. Lines say which special tokens rules and
-functions see.
+"""The check, before training starts, that each prompt can be scored: its data source has a rule,
+the rule a reference answer to compare with, and a reward model's chat template accepts the prompt.
+Lines say which special tokens rules and functions see.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def scorable(
     training: bool,
     conversations: Collection[ConversationTokenizer] = (),
 ) -> Prompts:
-    """Return the prompts that can be scored, and rendered for the reward models. With on_bad_row "error" raise
-    UserError, with file and row, for the first that cannot; with "skip" leave them out, with a warning. Each rank
-    checks a part: every rank must call it."""
+    """Return the prompts that can be scored, and rendered for the reward models. With on_bad_row
+    "error" raise UserError, with file and row, for the first that cannot; with "skip" leave them
+    out, with a warning. Each rank checks a part: every rank must call it."""
 
     def check(some: list[Prompt]) -> None:
         rewards.check(some, training)
@@ -60,35 +60,52 @@ def scorable(
     if len(problems) == len(prompts):
         raise UserError(f"all {len(prompts)} prompts are skipped (data.on_bad_row): {first}")
     if global_rank() == 0:
-        named = "; ".join(list(problems.values())[:NAMED]) + ("; ..." if len(problems) > NAMED else "")
-        logger.warning("%d of %d prompts skipped (data.on_bad_row): %s", len(problems), len(prompts), named)
+        named = "; ".join(list(problems.values())[:NAMED]) + (
+            "; ..." if len(problems) > NAMED else ""
+        )
+        logger.warning(
+            "%d of %d prompts skipped (data.on_bad_row): %s", len(problems), len(prompts), named
+        )
     return prompts.without(problems)
 
 
-def print_special_tokens(cfg: Config, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print, on rank 0, which rules read special tokens of the tokenizer, and whether the tags of thoughts are special
-    tokens that a function or environment of the user's does not see."""
+def print_special_tokens(
+    cfg: Config, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Print, on rank 0, which rules read special tokens of the tokenizer, and whether the tags of
+    thoughts are special tokens that a function or environment of the user's does not see."""
     for part, read in SpecialTokenTexts(tokenizer, rewards.special_tokens).read.items():
         if read and part in rewards.mixture.listed_parts and part in RULES:
-            line = f"reward.mixture: {part} gets responses with the special tokens {', '.join(read)}"
+            line = (
+                f"reward.mixture: {part} gets responses with the special tokens {', '.join(read)}"
+            )
             print_line(f"{line}, which it reads", rank_0_only=True)
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     tags = [tag for tag in THINK_TAGS if tag in special]
     for section, is_set, skips in (
-        ("custom_reward_function", cfg.custom_reward_function.path, cfg.custom_reward_function.skip_special_tokens),
-        ("rollout.environment", cfg.rollout.environment.path, cfg.rollout.environment.skip_special_tokens),
+        (
+            "custom_reward_function",
+            cfg.custom_reward_function.path,
+            cfg.custom_reward_function.skip_special_tokens,
+        ),
+        (
+            "rollout.environment",
+            cfg.rollout.environment.path,
+            cfg.rollout.environment.skip_special_tokens,
+        ),
     ):
         if tags and is_set and skips:
             print_line(
-                f"warning: {section} gets responses without {' and '.join(tags)}, which are special tokens of the"
-                f" tokenizer; {section}.skip_special_tokens=false keeps them",
+                f"warning: {section} gets responses without {' and '.join(tags)}, which are "
+                f"special tokens of the tokenizer; {section}.skip_special_tokens=false keeps them",
                 rank_0_only=True,
             )
 
 
 def check_mixture(listed: Collection[str], *read: Prompts) -> None:
-    """Raise UserError if reward.mixture lists a data source that no prompt has. listed: reward.mixture's sources. Each
-    rank reads its part until it has seen all of them: every rank must call it."""
+    """Raise UserError if reward.mixture lists a data source that no prompt has. listed:
+    reward.mixture's sources. Each rank reads its part until it has seen all of them: every rank
+    must call it."""
     if not listed:
         return
     sources: set[str] = set()
@@ -97,7 +114,10 @@ def check_mixture(listed: Collection[str], *read: Prompts) -> None:
         for first in range(share.start, share.stop, _READ_TOGETHER):
             if sources.issuperset(listed):
                 break
-            sources |= {prompt.data_source for prompt in prompts[first : min(first + _READ_TOGETHER, share.stop)]}
+            sources |= {
+                prompt.data_source
+                for prompt in prompts[first : min(first + _READ_TOGETHER, share.stop)]
+            }
     check_sources(listed, set().union(*gather_objects(sources)))
 
 

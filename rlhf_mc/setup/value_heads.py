@@ -19,49 +19,71 @@ BIAS = "score.bias"
 
 
 def check_value_head(key: str, reader: HFReader) -> None:
-    """Raise UserError if the checkpoint has a value head of several outputs, or one with a bias other than 0."""
+    """Raise UserError if the checkpoint has a value head of several outputs, or one with a bias
+    other than 0."""
     where = f"{key} {reader.directory}"
     if HEAD in reader.names:
         labels = reader.slices([HEAD])[HEAD].get_shape()[0]
         if labels != 1:
-            raise UserError(f"{where}: {HEAD} has {labels} rows, a classifier of {labels} labels; a value has one")
+            raise UserError(
+                f"{where}: {HEAD} has {labels} rows, a classifier of {labels} labels; a value has "
+                "one"
+            )
     if BIAS in reader.names:
         bias: Any = reader.slices([BIAS])[BIAS][:]
         if bias.any():
-            raise UserError(f"{where}: {BIAS} is {bias.tolist()}; a value head has no bias, so it must be 0")
+            raise UserError(
+                f"{where}: {BIAS} is {bias.tolist()}; a value head has no bias, so it must be 0"
+            )
 
 
 def reward_model_checkpoint(
-    cfg: Config, role: str, tokenizer: PreTrainedTokenizerBase, conversations: ConversationTokenizer | None
+    cfg: Config,
+    role: str,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: ConversationTokenizer | None,
 ) -> HFReader:
-    """Return the checkpoint of the reward model of that role. Raise UserError if it has no value head, or another
-    vocabulary than its tokenizer, which `conversations` has; without them it is `tokenizer`, the actor's."""
+    """Return the checkpoint of the reward model of that role. Raise UserError if it has no value
+    head, or another vocabulary than its tokenizer, which `conversations` has; without them it is
+    `tokenizer`, the actor's."""
     key = f"{role}.model_path"
     path = str(get_setting(cfg, key))
     if conversations is None:
         reader = value_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
     else:
         reader = _read_checkpoint(key, path)
-        _check_size(conversations.key, conversations.tokenizer, reader.shape(value_head=True), f"{key} {path}")
+        _check_size(
+            conversations.key,
+            conversations.tokenizer,
+            reader.shape(value_head=True),
+            f"{key} {path}",
+        )
     if HEAD not in reader.names:
-        raise UserError(f"{key} {path}: no tensor {HEAD}; a reward model is a sequence classifier of one label")
+        raise UserError(
+            f"{key} {path}: no tensor {HEAD}; a reward model is a sequence classifier of one label"
+        )
     return reader
 
 
 def value_checkpoint(
-    key: str, path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, own_key: str | None = None
+    key: str,
+    path: str,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    own_key: str | None = None,
 ) -> HFReader:
-    """Return the checkpoint of the setting `key`, with or without a value head. Raise UserError if the actor's prompts
-    and responses are too long for it or of another vocabulary, or if its head is not a value head. own_key: the setting
-    that would give the model a tokenizer of its own, if there is one."""
+    """Return the checkpoint of the setting `key`, with or without a value head. Raise UserError if
+    the actor's prompts and responses are too long for it or of another vocabulary, or if its head
+    is not a value head. own_key: the setting that would give the model a tokenizer of its own, if
+    there is one."""
     reader = _read_checkpoint(key, path)
     shape = reader.shape(value_head=True)
     where = f"{key} {path}"
     longest = data.max_prompt_length + data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
-            f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the {longest}"
-            " tokens of data.max_prompt_length + data.max_response_length"
+            f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the "
+            f"{longest} tokens of data.max_prompt_length + data.max_response_length"
         )
     _check_size("the actor's", tokenizer, shape, where)
     _check_same_tokens(key, path, tokenizer, own_key)
@@ -78,28 +100,37 @@ def _read_checkpoint(key: str, path: str) -> HFReader:
     return reader
 
 
-def _check_size(owner: str, tokenizer: PreTrainedTokenizerBase, shape: ModelShape, where: str) -> None:
+def _check_size(
+    owner: str, tokenizer: PreTrainedTokenizerBase, shape: ModelShape, where: str
+) -> None:
     if len(tokenizer) > shape.vocab_size:
         raise UserError(
-            f"{where}: vocab_size is {shape.vocab_size}, the tokenizer ({owner}) has {len(tokenizer)} tokens"
+            f"{where}: vocab_size is {shape.vocab_size}, the tokenizer ({owner}) has "
+            f"{len(tokenizer)} tokens"
         )
 
 
-def _check_same_tokens(key: str, path: str, tokenizer: PreTrainedTokenizerBase, own_key: str | None) -> None:
-    """Raise UserError unless the model has the actor's vocabulary, as far as its directory shows: it reads the actor's
-    tokens unchanged. own_key: as in value_checkpoint; with it, warn where the chat template is another."""
+def _check_same_tokens(
+    key: str, path: str, tokenizer: PreTrainedTokenizerBase, own_key: str | None
+) -> None:
+    """Raise UserError unless the model has the actor's vocabulary, as far as its directory shows:
+    it reads the actor's tokens unchanged. own_key: as in value_checkpoint; with it, warn where the
+    chat template is another."""
     if not has_tokenizer(path):
         return
     own = load_tokenizer(path, key)
     vocabulary = own.get_vocab()
-    different = next((token for token, i in tokenizer.get_vocab().items() if vocabulary.get(token) != i), None)
+    different = next(
+        (token for token, i in tokenizer.get_vocab().items() if vocabulary.get(token) != i), None
+    )
     hint = "" if own_key is None else f"; set {own_key} to {path} and it reads its own tokens"
     if different is not None:
         raise UserError(
-            f"{key} {path}: its tokenizer has {different!r} as {vocabulary.get(different)}, the actor's as "
-            f"{tokenizer.get_vocab()[different]}; it needs the actor's tokenizer{hint}"
+            f"{key} {path}: its tokenizer has {different!r} as {vocabulary.get(different)}, the "
+            f"actor's as {tokenizer.get_vocab()[different]}; it needs the actor's tokenizer{hint}"
         )
     if own_key is not None and own.chat_template not in (None, tokenizer.chat_template):
         print_line(
-            f"warning: {key} {path}: it reads the actor's chat template, and has another{hint}", rank_0_only=True
+            f"warning: {key} {path}: it reads the actor's chat template, and has another{hint}",
+            rank_0_only=True,
         )

@@ -22,8 +22,8 @@ _HAVE_LEFT = "rlhf_mc/have_left"
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of every rank of the group, in rank order. Without a process group this process is the only
-    rank. Every rank of the group must call it."""
+    """Return the value of every rank of the group, in rank order. Without a process group this
+    process is the only rank. Every rank of the group must call it."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -32,8 +32,9 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Return True if the flag is True on every rank of the group: one reduction of an integer, where `gather_objects`
-    pickles and gathers. Without a process group this process is the only rank. Every rank of the group
+    """Return True if the flag is True on every rank of the group: one reduction of an integer,
+    where `gather_objects` pickles and gathers. Without a process group this process is the only
+    rank. Every rank of the group
     must call it."""
     if not dist.is_initialized():
         return flag
@@ -43,17 +44,21 @@ def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
-    """Return the vectors [n] of all ranks, in rank order, on the CPU of every rank: [ranks, n]. `vector` is on the
-    device or the CPU; one collective, one copy to the host. Every rank must call it with the same n."""
+    """Return the vectors [n] of all ranks, in rank order, on the CPU of every rank: [ranks, n].
+    `vector` is on the device or the CPU; one collective, one copy to the host. Every rank must call
+    it with the same n."""
     world = dist.get_world_size()
     out = vector.new_empty(world * len(vector))
     dist.all_gather_into_tensor(out, vector)
     return out.cpu().view(world, -1)
 
 
-def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None) -> T:
-    """Run the action on every rank of the group and return its result on this rank. If it fails with a UserError or an
-    OSError on any rank, raise the error of the first such rank on all of them. Every rank of the group must call it.
+def on_every_rank(
+    action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None
+) -> T:
+    """Run the action on every rank of the group and return its result on this rank. If it fails
+    with a UserError or an OSError on any rank, raise the error of the first such rank on all of
+    them. Every rank of the group must call it.
 
     subject: begins the message of the UserError that is raised in place of an OSError."""
     result, error = _attempt(action, subject)
@@ -62,22 +67,28 @@ def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.Proces
     return cast(T, result)
 
 
-def gather_results(action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run the action on every rank of the group and return all results, which are pickled, in rank order. If it fails
-    with a UserError or an OSError on any rank, raise the error of the first such rank on all of them. Every rank of the
-    group must call it. subject: as in `on_every_rank`."""
+def gather_results(
+    action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Run the action on every rank of the group and return all results, which are pickled, in rank
+    order. If it fails with a UserError or an OSError on any rank, raise the error of the first such
+    rank on all of them. Every rank of the group must call it. subject: as in `on_every_rank`."""
     outcomes = gather_objects(_attempt(action, subject), group)
     if (first := next((error for _, error in outcomes if error is not None), None)) is not None:
         raise first
     return [cast(T, result) for result, _ in outcomes]
 
 
-def on_rank_0(action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None) -> T:
-    """Run the action on rank 0 of the group and return its result, which is pickled, on every rank. If it fails with a
-    UserError or an OSError, raise the error on all ranks, as `on_every_rank` does. Every rank of the group must call
-    it."""
+def on_rank_0(
+    action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None
+) -> T:
+    """Run the action on rank 0 of the group and return its result, which is pickled, on every rank.
+    If it fails with a UserError or an OSError, raise the error on all ranks, as `on_every_rank`
+    does. Every rank of the group must call it."""
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-    result, error = gather_objects(_attempt(action, subject) if is_first else (None, None), group)[0]
+    result, error = gather_objects(_attempt(action, subject) if is_first else (None, None), group)[
+        0
+    ]
     if error is not None:
         raise error
     return cast(T, result)
@@ -93,24 +104,26 @@ def _attempt(action: Callable[[], T], subject: str) -> tuple[T | None, UserError
 
 
 def my_share(count: int) -> range:
-    """Return this rank's consecutive part of `count` items; all of them without a process group. The parts follow one
-    another in rank order."""
+    """Return this rank's consecutive part of `count` items; all of them without a process group.
+    The parts follow one another in rank order."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return range(count * rank // world, count * (rank + 1) // world)
 
 
 def ranks_per_node() -> int:
-    """Return how many neighbouring ranks share a machine; 1 if machines have different numbers of ranks, or ranks of a
-    machine are not neighbours. Every rank must call it."""
+    """Return how many neighbouring ranks share a machine; 1 if machines have different numbers of
+    ranks, or ranks of a machine are not neighbours. Every rank must call it."""
     hosts = gather_objects(socket.gethostname())
     count = hosts.count(hosts[0])
-    even = len(hosts) % count == 0 and all(host == hosts[rank // count * count] for rank, host in enumerate(hosts))
+    even = len(hosts) % count == 0 and all(
+        host == hosts[rank // count * count] for rank, host in enumerate(hosts)
+    )
     return count if even else 1
 
 
 def start_max_over_ranks(value: float) -> Callable[[], float]:
-    """Start to compute the largest of all ranks' values, and return the function that waits for it. Without a process
-    group this process is the only rank. Every rank must call both."""
+    """Start to compute the largest of all ranks' values, and return the function that waits for it.
+    Without a process group this process is the only rank. Every rank must call both."""
     if not dist.is_initialized():
         return lambda: value
     largest = torch.tensor(value, dtype=torch.float64)  # on the CPU, whatever the device is
@@ -125,13 +138,15 @@ def start_max_over_ranks(value: float) -> Callable[[], float]:
 
 def record_next_step(step: int) -> None:
     """Record that a rank continues after this step, for all_have_left."""
-    if dist.is_initialized() and dist.get_rank() < 2:  # two, as one of them may be the rank that has left
+    # two, as one of them may be the rank that has left
+    if dist.is_initialized() and dist.get_rank() < 2:
         dist.distributed_c10d._get_default_store().set(_CONTINUES, str(step))
 
 
 def all_have_left(step: int) -> bool:
-    """Wait until all ranks have left the loop over the steps after this step, or one has continued. Return whether all
-    have left. Each rank that leaves the loop calls it. Unlike a collective, it ends if the others do not call it."""
+    """Wait until all ranks have left the loop over the steps after this step, or one has continued.
+    Return whether all have left. Each rank that leaves the loop calls it. Unlike a collective, it
+    ends if the others do not call it."""
     if not dist.is_initialized():
         return True
     store = dist.distributed_c10d._get_default_store()
@@ -144,7 +159,8 @@ def all_have_left(step: int) -> bool:
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the element-wise sum over all ranks, on the CPU of every rank. It is exact if each element is non-zero
+    """Return the element-wise sum over all ranks, on the CPU of every rank. It is exact if each
+    element is non-zero
     on one rank only. Every rank must call it."""
     out = tensor.detach().to(platform.device())
     dist.all_reduce(out)

@@ -1,5 +1,5 @@
-"""Process groups for the meshes of all roles, built once and passed as arguments. Megatron-Core's global parallel_state
-stays uninitialised. Collectives on plain values are in consensus.py.
+"""Process groups for the meshes of all roles, built once and passed as arguments. Megatron-Core's
+global parallel_state stays uninitialised. Collectives on plain values are in consensus.py.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _AXES: dict[str, tuple[Axis, ...]] = {
     # There is one instance of the distributed optimizer.
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
-"""Group of Megatron-Core's ProcessGroupCollection -> axes of the mesh that it spans. Groups of embeddings, which hold
-the ends of the pipeline, are added in _group_ranks."""
+"""Group of Megatron-Core's ProcessGroupCollection -> axes of the mesh that it spans. Groups of
+embeddings, which hold the ends of the pipeline, are added in _group_ranks."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,12 @@ def build_groups(mesh: Mesh) -> ProcessGroups:
     return build_role_groups({"": mesh})[""]
 
 
-def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = None) -> dict[str, ProcessGroups]:
-    """Return the groups of each role's mesh. Groups of the same ranks are one group: roles take turns, and each
-    communicator costs memory on a GPU. Groups that carry point-to-point messages are connected. Every rank must call
-    it, with the same meshes in the same order.
+def build_role_groups(
+    meshes: Mapping[str, Mesh], timeout_seconds: int | None = None
+) -> dict[str, ProcessGroups]:
+    """Return the groups of each role's mesh. Groups of the same ranks are one group: roles take
+    turns, and each communicator costs memory on a GPU. Groups that carry point-to-point messages
+    are connected. Every rank must call it, with the same meshes in the same order.
 
     timeout_seconds: timeout of collectives; None: torch's default."""
     timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
@@ -86,8 +88,12 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
             if ranks not in made:
                 # Every rank takes part in making a group, except groups of one rank.
                 is_local = len(ranks) == 1
-                made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=is_local)
-        return next((made[ranks] for ranks in map(tuple, rank_lists) if dist.get_rank() in ranks), None)
+                made[ranks] = dist.new_group(
+                    list(ranks), timeout=timeout, use_local_synchronization=is_local
+                )
+        return next(
+            (made[ranks] for ranks in map(tuple, rank_lists) if dist.get_rank() in ranks), None
+        )
 
     def groups(mesh: Mesh) -> ProcessGroups:
         collection = ProcessGroupCollection(hcp=None)
@@ -102,8 +108,8 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
     for mesh in meshes.values():
         if mesh not in of_mesh:
             of_mesh[mesh] = groups(mesh)
-    # Of the world for weight updates and exports, of the stages for Megatron-Core's schedules, of the context-parallel
-    # ranks for the keys and values that Transformer Engine passes on.
+    # Of the world for weight updates and exports, of the stages for Megatron-Core's schedules, of
+    # the context-parallel ranks for the keys and values that Transformer Engine passes on.
     connected = [dist.group.WORLD]
     for mesh, built in of_mesh.items():
         names = ("pp", *(context_group(mesh, size) for size in mesh.context_sizes))
@@ -113,14 +119,18 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
     return {role: of_mesh[mesh] for role, mesh in meshes.items()}
 
 
-def _connect(groups: Sequence[dist.ProcessGroup | None], chunked: Sequence[dist.ProcessGroup], seconds: float) -> None:
-    """Run a collective in each group, in order. NCCL connects the ranks of a group in the first operation, so without
-    it the first batch_isend_irecv, in which not every rank takes part, would be undefined (torch's documentation).
-    Then connect the neighbours in the groups of stages `chunked`, those with virtual pipeline chunks. Raise UserError
-    if it does not end within its timeout, `seconds`.
+def _connect(
+    groups: Sequence[dist.ProcessGroup | None], chunked: Sequence[dist.ProcessGroup], seconds: float
+) -> None:
+    """Run a collective in each group, in order. NCCL connects the ranks of a group in the first
+    operation, so without it the first batch_isend_irecv, in which not every rank takes part, would
+    be undefined (torch's documentation).
+    Then connect the neighbours in the groups of stages `chunked`, those with virtual pipeline
+    chunks. Raise UserError if it does not end within its timeout, `seconds`.
 
-    The alternative, init_process_group(device_id=...), splits every later group off the world, which all ranks must
-    take part in: it hangs with groups of gloo alone, which vLLM makes, and with use_local_synchronization."""
+    The alternative, init_process_group(device_id=...), splits every later group off the world,
+    which all ranks must take part in: it hangs with groups of gloo alone, which vLLM makes, and
+    with use_local_synchronization."""
     failures: list[BaseException] = []
 
     def connect() -> None:
@@ -135,25 +145,30 @@ def _connect(groups: Sequence[dist.ProcessGroup | None], chunked: Sequence[dist.
         except BaseException as error:  # raised in the main thread
             failures.append(error)
 
-    # In a thread: while NCCL connects ranks no timeout of torch's applies, and the call does not return.
+    # In a thread: while NCCL connects ranks no timeout of torch's applies, and the call does not
+    # return.
     thread = threading.Thread(target=connect, name="first collectives", daemon=True)
     thread.start()
     thread.join(seconds + _LATER_SECONDS)
     if thread.is_alive():
         raise UserError(
-            f"the {dist.get_world_size()} ranks have reached one another through torch's store, but not in a"
-            f" collective on {platform.device().type} within {seconds:g} s: with NCCL_DEBUG=INFO each rank prints the"
-            " interfaces and adapters that it uses (docs/cluster.md)"
+            f"the {dist.get_world_size()} ranks have reached one another through torch's store, "
+            f"but not in a collective on {platform.device().type} within {seconds:g} s: with "
+            "NCCL_DEBUG=INFO each rank prints the interfaces and adapters that it uses "
+            "(docs/cluster.md)"
         )
     if failures:
         raise failures[0]
 
 
 def _connect_neighbours(stages: dist.ProcessGroup) -> None:
-    """Exchange a message with the next and the previous stage as Megatron-Core's schedule of virtual pipeline chunks
-    does: each by itself, and not in a batch. For such messages NCCL makes a communicator of each pair of ranks, which
-    otherwise the first micro-batch would wait for. Every rank of the group must call it."""
-    next_rank, prev_rank = (dist.get_global_rank(stages, (stages.rank() + step) % stages.size()) for step in (1, -1))
+    """Exchange a message with the next and the previous stage as Megatron-Core's schedule of
+    virtual pipeline chunks does: each by itself, and not in a batch. For such messages NCCL makes a
+    communicator of each pair of ranks, which otherwise the first micro-batch would wait for. Every
+    rank of the group must call it."""
+    next_rank, prev_rank = (
+        dist.get_global_rank(stages, (stages.rank() + step) % stages.size()) for step in (1, -1)
+    )
     numbers = torch.zeros(4, device=platform.device())
     requests = p2p_communication._p2p_ops(
         tensor_send_prev=numbers[0],
@@ -172,21 +187,23 @@ def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Return the rank lists of all groups of each kind, by name in ProcessGroupCollection."""
     ranks = {name: mesh.groups_along(*axes) for name, axes in _AXES.items()}
     ranks["embd"] = [sorted({stages[0], stages[-1]}) for stages in ranks["pp"]]
-    ranks |= {context_group(mesh, size): mesh.context_blocks(size) for size in (1, *mesh.context_sizes)}
+    ranks |= {
+        context_group(mesh, size): mesh.context_blocks(size) for size in (1, *mesh.context_sizes)
+    }
     ranks["pos_embd"] = [stages[:1] for stages in ranks["pp"]]
     return ranks
 
 
 def context_group(mesh: Mesh, size: int) -> str:
-    """Return the name of the groups of `size` ranks that share a micro-batch: all context-parallel ranks, or fewer with
-    dynamic context parallelism and in a dummy."""
+    """Return the name of the groups of `size` ranks that share a micro-batch: all context-parallel
+    ranks, or fewer with dynamic context parallelism and in a dummy."""
     return "cp" if size == mesh.cp else f"cp_{size}"
 
 
 @contextlib.contextmanager
 def tool_groups(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[ProcessGroups]:
-    """Join the processes that torchrun started, or make a world of this process alone; yield the groups of the mesh.
-    For tools that convert checkpoints.
+    """Join the processes that torchrun started, or make a world of this process alone; yield the
+    groups of the mesh. For tools that convert checkpoints.
 
     pp None: world size / tp stages. Raise UserError if the sizes do not divide the world size."""
     if "RANK" in os.environ:
@@ -206,8 +223,8 @@ def tool_groups(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[Pro
 
 @contextlib.contextmanager
 def simulated_rank(rank: int, world: int) -> Iterator[None]:
-    """Let this process be one rank of a world, while the body runs, by torch's fake process group: collectives return
-    at once and move nothing."""
+    """Let this process be one rank of a world, while the body runs, by torch's fake process group:
+    collectives return at once and move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -223,13 +240,14 @@ def barrier() -> None:
 
 
 def shut_down() -> None:
-    """Destroy the process groups after a barrier, so that no rank exits while another waits for it."""
+    """Destroy the process groups after a barrier, so that no rank exits while another waits for
+    it."""
     barrier()
     dist.destroy_process_group()
 
 
 def set_timeout_of_all_groups(timeout_seconds: int) -> None:
-    """Set the timeout of every existing process group, including those that vLLM and Megatron-Core made: new_group uses
-    torch's default and not the world's timeout."""
+    """Set the timeout of every existing process group, including those that vLLM and Megatron-Core
+    made: new_group uses torch's default and not the world's timeout."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds), group)

@@ -1,5 +1,5 @@
-"""Arithmetic of ranks: coordinates in the mesh, layers of a pipeline stage, rollout groups. No torch here; process
-groups are in groups.py.
+"""Arithmetic of ranks: coordinates in the mesh, layers of a pipeline stage, rollout groups. No
+torch here; process groups are in groups.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Literal
 from rlhf_mc.config.model_schema import MegatronConfig
 
 Axis = Literal["tp", "cp", "dp", "ep", "expert_dp", "pp"]
-"""Axes of a mesh. The replicas of the weights are split twice: for the tokens into "cp" and "dp", for the experts into
-"ep", the shard of the experts, and "expert_dp", the replica of that shard."""
+"""Axes of a mesh. The replicas of the weights are split twice: for the tokens into "cp" and "dp",
+for the experts into "ep", the shard of the experts, and "expert_dp", the replica of that shard."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,16 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Mesh:
-    """world = tp x cp x dp x pp ranks. The tensor-parallel rank varies fastest, then the context-parallel rank, the
-    data-parallel rank and the pipeline stage (Megatron-Core's order "tp-cp-ep-dp-pp")."""
+    """world = tp x cp x dp x pp ranks. The tensor-parallel rank varies fastest, then the
+    context-parallel rank, the data-parallel rank and the pipeline stage (Megatron-Core's order
+    "tp-cp-ep-dp-pp")."""
 
     world: int
     tp: int
     pp: int
     ep: int = 1
-    """Number of neighbouring replicas over which the experts of a mixture-of-experts model are sharded."""
+    """Number of neighbouring replicas over which the experts of a mixture-of-experts model are
+    sharded."""
     first_stage_layers: int | None = None
     """Layers of the first stage, which also holds the embedding; None: as the stages between."""
     last_stage_layers: int | None = None
@@ -54,8 +56,12 @@ class Mesh:
 
     def __post_init__(self) -> None:
         sizes = f"{self.tp} x {self.cp} x {self.pp}"
-        assert self.world % (self.tp * self.cp * self.pp) == 0, f"{sizes} does not divide {self.world}"
-        assert self.replicas % self.ep == 0, f"expert parallel {self.ep} does not divide {self.replicas} replicas"
+        assert self.world % (self.tp * self.cp * self.pp) == 0, (
+            f"{sizes} does not divide {self.world}"
+        )
+        assert self.replicas % self.ep == 0, (
+            f"expert parallel {self.ep} does not divide {self.replicas} replicas"
+        )
 
     @property
     def replicas(self) -> int:
@@ -64,28 +70,44 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Number of ranks, or groups of context-parallel ranks, among which the sequences are divided."""
+        """Number of ranks, or groups of context-parallel ranks, among which the sequences are
+        divided."""
         return self.replicas // self.cp
 
     @property
     def context_sizes(self) -> tuple[int, ...]:
         """The numbers of replicas that may share a micro-batch."""
-        return tuple(1 << power for power in range(self.cp.bit_length())) if self.dynamic_cp else (self.cp,)
+        return (
+            tuple(1 << power for power in range(self.cp.bit_length()))
+            if self.dynamic_cp
+            else (self.cp,)
+        )
 
     def context_blocks(self, size: int) -> list[list[int]]:
-        """Return the lists of `size` ranks that may share a micro-batch: aligned parts of the context-parallel
+        """Return the lists of `size` ranks that may share a micro-batch: aligned parts of the
+        context-parallel
         ranks."""
-        return [ranks[at : at + size] for ranks in self.groups_along("cp") for at in range(0, self.cp, size)]
+        return [
+            ranks[at : at + size]
+            for ranks in self.groups_along("cp")
+            for at in range(0, self.cp, size)
+        ]
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
-        """Name and size of each axis of the tokens, the one along which the rank varies fastest first."""
+        """Name and size of each axis of the tokens, the one along which the rank varies fastest
+        first."""
         return (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
 
     @property
     def expert_axes(self) -> tuple[tuple[Axis, int], ...]:
         """Name and size of each axis of the experts, as `axes` has those of the tokens."""
-        return (("tp", self.tp), ("ep", self.ep), ("expert_dp", self.replicas // self.ep), ("pp", self.pp))
+        return (
+            ("tp", self.tp),
+            ("ep", self.ep),
+            ("expert_dp", self.replicas // self.ep),
+            ("pp", self.pp),
+        )
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinates of a global rank."""
@@ -94,8 +116,8 @@ class Mesh:
         return Coordinate(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=at["pp"], ep=ep)
 
     def group_along(self, rank: int, *along: Axis) -> tuple[int, ...]:
-        """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes, which
-        are all of the tokens or all of the experts."""
+        """Return the ranks, this one included, whose coordinates differ from this rank's only along
+        these axes, which are all of the tokens or all of the experts."""
         axes = self._axes_with(along)
         at = _indices(rank, axes)
         ranks = [0]
@@ -109,7 +131,11 @@ class Mesh:
     def groups_along(self, *along: Axis) -> list[list[int]]:
         """Return the lists of ranks whose coordinates differ only along these axes."""
         axes = self._axes_with(along)
-        first_ranks = (rank for rank in range(self.world) if not any(_indices(rank, axes)[axis] for axis in along))
+        first_ranks = (
+            rank
+            for rank in range(self.world)
+            if not any(_indices(rank, axes)[axis] for axis in along)
+        )
         return [list(self.group_along(rank, *along)) for rank in first_ranks]
 
     def _axes_with(self, along: tuple[Axis, ...]) -> tuple[tuple[Axis, int], ...]:
@@ -132,23 +158,29 @@ class Mesh:
         return self.coordinate(rank).pp == self.pp - 1
 
     def chunk_layers(self, num_layers: int, pp: int) -> list[range]:
-        """Return the global layer indices of each chunk of pipeline stage pp. The first chunks of all stages hold the
-        first layers, in the order of the stages, then come the second chunks."""
+        """Return the global layer indices of each chunk of pipeline stage pp. The first chunks of
+        all stages hold the first layers, in the order of the stages, then come the second
+        chunks."""
         sizes = self.stage_sizes(num_layers)
-        assert sizes is not None, f"{num_layers} layers cannot be spread over {self.pp} stages of {self.vpp} chunks"
+        assert sizes is not None, (
+            f"{num_layers} layers cannot be spread over {self.pp} stages of {self.vpp} chunks"
+        )
         starts = [(chunk * num_layers + sum(sizes[:pp])) // self.vpp for chunk in range(self.vpp)]
         return [range(start, start + sizes[pp] // self.vpp) for start in starts]
 
     def stage_sizes(self, num_layers: int) -> list[int] | None:
-        """Return the number of layers of each stage: first and last stage as set, the other layers evenly. With several
-        chunks all stages have the same number, a multiple of the chunks. Return None if the layers do not divide so."""
+        """Return the number of layers of each stage: first and last stage as set, the other layers
+        evenly. With several chunks all stages have the same number, a multiple of the chunks.
+        Return None if the layers do not divide so."""
         first = self.first_stage_layers
         last = self.last_stage_layers
         if self.vpp > 1:
             size = num_layers // self.pp
             return None if num_layers % (self.pp * self.vpp) else [size] * self.pp
         if self.pp == 1:
-            return [num_layers] if first in (None, num_layers) and last in (None, num_layers) else None
+            return (
+                [num_layers] if first in (None, num_layers) and last in (None, num_layers) else None
+            )
         between = self.pp - (first is not None) - (last is not None)
         rest = num_layers - (first or 0) - (last or 0)
         if rest < between or (rest % between if between else rest):
@@ -187,18 +219,21 @@ def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
 def rollout_groups(mesh: Mesh, rollout_tp: int) -> list[list[int]]:
     """Return the ranks of each rollout engine, in the order of the engine's tensor-parallel rank.
 
-    If rollout_tp divides the training TP t, an engine takes ranks at stride t / rollout_tp inside one training TP
-    group: each rank's training shard is part of its generation shard (HybridFlow, arXiv 2409.19256, section 5). If t
-    divides rollout_tp, an engine takes whole neighbouring TP groups, ordered by training shard first: each rank's
-    generation shard is part of its training shard. Such engines cannot all have ascending ranks: rank 1 has the second
-    training shard, so rollout_tp / t ranks of its engine precede it. Otherwise an engine takes consecutive ranks;
+    If rollout_tp divides the training TP t, an engine takes ranks at stride t / rollout_tp inside
+    one training TP group: each rank's training shard is part of its generation shard (HybridFlow,
+    arXiv 2409.19256, section 5). If t divides rollout_tp, an engine takes whole neighbouring TP
+    groups, ordered by training shard first: each rank's generation shard is part of its training
+    shard. Such engines cannot all have ascending ranks: rank 1 has the second training shard, so
+    rollout_tp / t ranks of its engine precede it. Otherwise an engine takes consecutive ranks;
     reshard/grouping.py chooses better groups.
     """
     assert mesh.world % rollout_tp == 0, f"rollout TP {rollout_tp} does not divide {mesh.world}"
     if mesh.tp % rollout_tp:
         starts = range(0, mesh.world, rollout_tp)
         shards = mesh.tp if rollout_tp % mesh.tp == 0 else 1
-        return [[r for s in range(shards) for r in range(a + s, a + rollout_tp, shards)] for a in starts]
+        return [
+            [r for s in range(shards) for r in range(a + s, a + rollout_tp, shards)] for a in starts
+        ]
     stride = mesh.tp // rollout_tp
     return [
         [base + first + part * stride for part in range(rollout_tp)]

@@ -1,4 +1,5 @@
-"""The limit on the files that a process may have open. Connections are files: gloo connects every two ranks.
+"""The limit on the files that a process may have open. Connections are files: gloo connects every
+two ranks.
 
 No torch here. docs/internals/open_files.md has the arithmetic.
 """
@@ -11,8 +12,8 @@ import resource
 from rlhf_mc.config.errors import NodeError
 
 _GROUPS = 4
-"""Connections to other ranks, as multiples of the world: in torch's world, in vLLM's, and in all training groups of one
-layout, which have together fewer than twice as many members."""
+"""Connections to other ranks, as multiples of the world: in torch's world, in vLLM's, and in all
+training groups of one layout, which have together fewer than twice as many members."""
 _SERVERS = 2
 """Servers of rank 0 with a connection from every rank: torch's store and the heartbeats'."""
 _OTHERS = 250
@@ -30,7 +31,8 @@ def ranks_allowed(limit: int) -> int:
 
 
 def raise_limit(world: int, rank: int) -> None:
-    """Raise this process's soft limit to the hard one. Raise NodeError if a run of `world` ranks needs more."""
+    """Raise this process's soft limit to the hard one. Raise NodeError if a run of `world` ranks
+    needs more."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -38,6 +40,6 @@ def raise_limit(world: int, rank: int) -> None:
     least = needed(world, rank)
     if limit != resource.RLIM_INFINITY and limit < least:
         raise NodeError(
-            f"rank {rank} of {world} needs about {least} open files and connections, and a process may have {limit} "
-            "here: raise the hard limit (ulimit -Hn; see docs/cluster.md)"
+            f"rank {rank} of {world} needs about {least} open files and connections, and a process "
+            f"may have {limit} here: raise the hard limit (ulimit -Hn; see docs/cluster.md)"
         )

@@ -1,5 +1,5 @@
-"""Rendezvous: each rank registers in torch's store and waits for all others. No Megatron here: the ranks are connected,
-and send heartbeats, before the slow imports.
+"""Rendezvous: each rank registers in torch's store and waits for all others. No Megatron here: the
+ranks are connected, and send heartbeats, before the slow imports.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from rlhf_mc.topology.shared_gpu import prepare_shared_gpus
 from rlhf_mc.torch_patches import GLOO_GROUPS
 
 JOIN_SECONDS = 300.0
-"""Timeout of the rendezvous, unless the timeout of collectives is shorter. A rank joins after its import of torch,
-which is slow on a cold file system."""
+"""Timeout of the rendezvous, unless the timeout of collectives is shorter. A rank joins after its
+import of torch, which is slow on a cold file system."""
 MOST_NAMED = 8
 """Maximum number of missing ranks that a message names; the others are counted."""
 _LONGEST_PAUSE = 0.5
-_ALL, _COUNT, _FAILED, _PRINTER = (f"rlhf_mc/join/{name}" for name in ("all", "count", "failed", "printer"))
+_ALL, _COUNT, _FAILED, _PRINTER = (
+    f"rlhf_mc/join/{name}" for name in ("all", "count", "failed", "printer")
+)
 
 
 def init_process_group(timeout_seconds: float) -> None:
@@ -48,13 +50,16 @@ def init_process_group(timeout_seconds: float) -> None:
     _wait_for_all(store, rank, world, min(JOIN_SECONDS, timeout_seconds))
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store.set_timeout(timeout)
-    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        platform.backend(), store=store, rank=rank, world_size=world, timeout=timeout
+    )
     if not platform.use_cuda():
         apply(GLOO_GROUPS)
 
 
 def _check_device() -> None:
-    """Raise JoinError if this process does not see the GPU of its local rank. The first such rank of a node prints
+    """Raise JoinError if this process does not see the GPU of its local rank. The first such rank
+    of a node prints
     it."""
     device = platform.device()
     count = platform.num_devices()
@@ -64,9 +69,10 @@ def _check_device() -> None:
     share = platform.ranks_per_gpu()
     ranks = f"{share} ranks ({platform.RANKS_PER_GPU})" if share > 1 else "rank"
     raise JoinError(
-        f"LOCAL_RANK is {local_rank}, and this process sees {count} GPU{'s' * (count > 1)}; every rank must see all"
-        f" GPUs of its node, of which there must be one for each {ranks}: ask Slurm for --gpus-per-node and not for"
-        " --gpus-per-task or --gpu-bind, and see CUDA_VISIBLE_DEVICES",
+        f"LOCAL_RANK is {local_rank}, and this process sees {count} GPU{'s' * (count > 1)}; every "
+        f"rank must see all GPUs of its node, of which there must be one for each {ranks}: ask "
+        "Slurm for --gpus-per-node and not for --gpus-per-task or --gpu-bind, and see "
+        "CUDA_VISIBLE_DEVICES",
         prints=local_rank == count * share,
     )
 
@@ -79,17 +85,25 @@ def _store(rank: int, world: int, seconds: float) -> dist.Store:
     timeout = datetime.timedelta(seconds=seconds)
     try:
         return dist.TCPStore(
-            host, port, world, is_master=is_host, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host,
+            port,
+            world,
+            is_master=is_host,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
         )
     except RuntimeError as error:
         what = "cannot listen" if is_host else f"has not reached rank 0 within {seconds:g} s"
         first = str(error).partition("\n")[0]
-        raise JoinError(f"{what} at {host}:{port} (MASTER_ADDR, MASTER_PORT): {first}", prints=True) from error
+        raise JoinError(
+            f"{what} at {host}:{port} (MASTER_ADDR, MASTER_PORT): {first}", prints=True
+        ) from error
 
 
 def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> None:
-    """Wait until every rank has joined. Raise JoinError if one has not within the timeout; the first rank that notices
-    prints the message for all."""
+    """Wait until every rank has joined. Raise JoinError if one has not within the timeout; the
+    first rank that notices prints the message for all."""
     try:
         store.set(_joined_key(rank), "")
         if store.add(_COUNT, 1) == world:
@@ -109,11 +123,14 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> N
             pause = min(1.5 * pause, _LONGEST_PAUSE)
     except JoinError:
         if rank == 0:
-            time.sleep(4 * _LONGEST_PAUSE)  # rank 0 hosts the store, from which the others read the message
+            # rank 0 hosts the store, from which the others read the message
+            time.sleep(4 * _LONGEST_PAUSE)
         raise
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise JoinError(f"lost contact with rank 0 before all ranks had joined ({first})", prints=True) from error
+        raise JoinError(
+            f"lost contact with rank 0 before all ranks had joined ({first})", prints=True
+        ) from error
 
 
 def _joined_key(rank: int) -> str:
@@ -124,6 +141,6 @@ def _missing(ranks: list[int], world: int, seconds: float) -> str:
     named = ", ".join(map(str, ranks[:MOST_NAMED]))
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return (
-        f"{world - len(ranks)} of {world} ranks have joined within {seconds:g} s; missing: rank {named}{more}."
-        " See their own logs; a node that is down has none"
+        f"{world - len(ranks)} of {world} ranks have joined within {seconds:g} s; missing: rank "
+        f"{named}{more}. See their own logs; a node that is down has none"
     )

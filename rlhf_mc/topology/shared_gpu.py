@@ -17,7 +17,8 @@ LEAST_NCCL = (2, 30)
 detected"."""
 VARIABLES = {
     "NCCL_MULTI_RANK_GPU_ENABLE": ("1",),
-    # By default NCCL looks for shared GPUs itself, but NCCL 2.30 remembers the last pair of ranks alone (init.cc).
+    # By default NCCL looks for shared GPUs itself, but NCCL 2.30 remembers the last pair of ranks
+    # alone (init.cc).
     "NCCL_NVLS_ENABLE": ("0",),
     # vLLM's all-reduces that map the memory of other GPUs.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": ("0",),
@@ -37,14 +38,17 @@ def prepare_shared_gpus() -> None:
     demands the opposite, and NodeError where the loaded NCCL is too old."""
     text = os.environ.get(platform.RANKS_PER_GPU, "1")
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"the environment variable {platform.RANKS_PER_GPU} is {text!r}; it must be a number from 1 on")
+        raise UserError(
+            f"the environment variable {platform.RANKS_PER_GPU} is {text!r}; it must be a number "
+            "from 1 on"
+        )
     if platform.ranks_per_gpu() == 1:
         return
     setting = f"{platform.RANKS_PER_GPU}={text}"
     if (version := platform.nccl_version()) < LEAST_NCCL:
         raise NodeError(
-            f"{setting} needs NCCL {_text(LEAST_NCCL)} or later, and {_text(version)} is loaded: set LD_PRELOAD to the"
-            " libnccl.so.2 of a later one (pip download nvidia-nccl-cu13)"
+            f"{setting} needs NCCL {_text(LEAST_NCCL)} or later, and {_text(version)} is loaded: "
+            "set LD_PRELOAD to the libnccl.so.2 of a later one (pip download nvidia-nccl-cu13)"
         )
     demand_variables(setting, VARIABLES)
     os.environ.setdefault("NCCL_MAX_CTAS", MAX_CTAS)
@@ -55,8 +59,9 @@ def shared_gpu_line() -> str | None:
     if platform.ranks_per_gpu() == 1:
         return None
     return (
-        f"{platform.RANKS_PER_GPU}={platform.ranks_per_gpu()}: ranks share GPUs, over NCCL"
-        f" {_text(platform.nccl_version())}: a test of communication, and no measure of speed or memory"
+        f"{platform.RANKS_PER_GPU}={platform.ranks_per_gpu()}: ranks share GPUs, over NCCL "
+        f"{_text(platform.nccl_version())}: a test of communication, and no measure of speed or "
+        "memory"
     )
 
 

@@ -1,5 +1,5 @@
-"""The advantage phase: the functions of algorithms/ on the step's batch. Every rank holds the whole batch and computes
-the same numbers without communication.
+"""The advantage phase: the functions of algorithms/ on the step's batch. Every rank holds the whole
+batch and computes the same numbers without communication.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ def advantages_and_returns(
     responses_per_prompt: int,
     estimator: EstimatorFunction,
 ) -> tuple[RaggedBatch, dict[str, float], float]:
-    """Compute token rewards with the KL penalty, then advantages and, where the estimator defines them, returns.
+    """Compute token rewards with the KL penalty, then advantages and, where the estimator defines
+    them, returns.
 
-    Return the batch with both, metrics, and the KL that the controller sees, in nats (0 where it sees none)."""
+    Return the batch with both, metrics, and the KL that the controller sees, in nats (0 where it
+    sees none)."""
     assert batch.scores is not None and batch.old_log_probs is not None
     kl: torch.Tensor | None = None
     sequence_kl = 0.0
@@ -56,7 +58,9 @@ def advantages_and_returns(
     estimate = estimator(inputs)
     metrics = {
         **summarize("critic/score", batch.scores),
-        **summarize("critic/rewards", torch.segment_reduce(rewards, "sum", lengths=batch.response_lens)),
+        **summarize(
+            "critic/rewards", torch.segment_reduce(rewards, "sum", lengths=batch.response_lens)
+        ),
         **summarize("critic/advantages", estimate.advantages),
     }
     batch = batch.with_fields(advantages=estimate.advantages)
@@ -77,14 +81,15 @@ def advantages_and_returns(
 
 
 def check_kl(kl: float, batch: RaggedBatch, step: int) -> None:
-    """Raise UserError if the KL is not finite: an adaptive coefficient would stay non-finite. All ranks raise, since
-    they have the same batch."""
+    """Raise UserError if the KL is not finite: an adaptive coefficient would stay non-finite. All
+    ranks raise, since they have the same batch."""
     if math.isfinite(kl):
         return
     assert batch.old_log_probs is not None and batch.ref_log_probs is not None
     old, ref = (int((~x.isfinite()).sum()) for x in (batch.old_log_probs, batch.ref_log_probs))
     raise UserError(
-        f"algorithm.kl_ctrl.type adaptive: the KL of step {step} is {kl}; of {len(batch.old_log_probs)} tokens the "
+        f"algorithm.kl_ctrl.type adaptive: the KL of step {step} is {kl}; of "
+        f"{len(batch.old_log_probs)} tokens the "
         f"actor's log-probs are not finite for {old} and the reference's for {ref}"
     )
 
@@ -96,9 +101,12 @@ def _explained_variance(predicted: torch.Tensor, actual: torch.Tensor) -> float:
     return float(1.0 - residual / variance) if variance > 0 else 0.0
 
 
-def corrected(batch: RaggedBatch, cfg: RolloutCorrectionConfig) -> tuple[RaggedBatch, dict[str, float]]:
-    """Return the batch with importance weights and kept tokens, as far as the settings ask for them, and metrics, which
-    there are without any setting too. With bypass_mode there is nothing to compare."""
+def corrected(
+    batch: RaggedBatch, cfg: RolloutCorrectionConfig
+) -> tuple[RaggedBatch, dict[str, float]]:
+    """Return the batch with importance weights and kept tokens, as far as the settings ask for
+    them, and metrics, which there are without any setting too. With bypass_mode there is nothing to
+    compare."""
     if cfg.bypass_mode:
         return batch, {}
     assert batch.old_log_probs is not None
@@ -117,7 +125,8 @@ def corrected(batch: RaggedBatch, cfg: RolloutCorrectionConfig) -> tuple[RaggedB
 
 
 def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
-    """Compute token rewards, advantages and returns, update the KL controller, and correct for the rollout's policy."""
+    """Compute token rewards, advantages and returns, update the KL controller, and correct for the
+    rollout's policy."""
     algorithm = run.config.algorithm
     n = run.config.rollout.n
     adjusted = run.adjustments.kl_coef(state.step)

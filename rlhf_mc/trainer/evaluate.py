@@ -52,8 +52,9 @@ class Validation:
         return sum(score.accuracy for score in self.scores) / len(self.scores)
 
     def metrics(self) -> dict[str, float]:
-        """Return validation_metrics, the turns of conversations, and val-aux/<data_source>/num_failed for data sources
-        of which a response could not be scored."""
+        """Return validation_metrics, the turns of conversations, and
+        val-aux/<data_source>/num_failed for data sources of which a response could not be
+        scored."""
         answers = [
             Answer(
                 prompt.data_source,
@@ -79,14 +80,19 @@ class Validation:
 
 
 def evaluate(run: Run) -> Validation:
-    """Generate rollout.val_kwargs.n responses to each validation prompt and score them. Every rank must call it."""
+    """Generate rollout.val_kwargs.n responses to each validation prompt and score them. Every rank
+    must call it."""
     cfg = run.config
     sampling = cfg.rollout.val_kwargs
     rows = repeat_prompts(run.val_prompts, sampling.n)
     # The same seeds at every validation: only the model differs between two.
     seeds = sampling_seeds(cfg.trainer.seed, VALIDATION, 0, run.val_prompts, sampling.n)
     parameters = Sampling(
-        sampling.temperature, cfg.data.max_response_length, run.stop_token_ids, sampling.top_p, sampling.top_k
+        sampling.temperature,
+        cfg.data.max_response_length,
+        run.stop_token_ids,
+        sampling.top_p,
+        sampling.top_k,
     )
     stream = ScoreStream(run.rewards, run.tokenizer, rows, training=False)
     groups = new_groups(run.val_prompts, range(len(run.val_prompts)), seeds)
@@ -96,11 +102,16 @@ def evaluate(run: Run) -> Validation:
     return Validation(rows, generations, stream.collect())
 
 
-def _as_text(prompt: Prompt, token_ids: list[int], score: Score, tokenizer: PreTrainedTokenizerBase) -> str:
+def _as_text(
+    prompt: Prompt, token_ids: list[int], score: Score, tokenizer: PreTrainedTokenizerBase
+) -> str:
     text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
     turns = split_turns(tokenizer, token_ids, score.episode)
     response = "\n".join(f"[{kind}] {part}" for kind, part in turns)
-    return f"[prompt] {text}\n{response}\n[ground truth] {prompt.ground_truth}\n[score] {score.score}\n"
+    return (
+        f"[prompt] {text}\n{response}\n[ground truth] {prompt.ground_truth}\n[score] "
+        f"{score.score}\n"
+    )
 
 
 def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:
@@ -111,7 +122,8 @@ def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:
 
 
 def write_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of a validation without training (trainer.val_only) to validation/step_<n>.json."""
+    """Write the metrics of a validation without training (trainer.val_only) to
+    validation/step_<n>.json."""
     path = directory / ownership.VALIDATION / f"step_{step:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -136,22 +148,25 @@ class Answer:
     prompt: int
     """Identifies the prompt within its data source."""
     numbers: Mapping[str, float]
-    """CORE, "reward" (the score), and what else the reward function returned. A number counts for a prompt all of whose
-    responses have it."""
+    """CORE, "reward" (the score), and what else the reward function returned. A number counts for a
+    prompt all of whose responses have it."""
     vote: str | None = None
     """The answer that maj@k counts; None: the reward function names none."""
 
 
 def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return {val-core|val-aux/<data_source>/<number>/<statistic>: value}, each statistic the mean over prompts.
+    """Return {val-core|val-aux/<data_source>/<number>/<statistic>: value}, each statistic the mean
+    over prompts.
 
     With n responses to each prompt, and k = 2, 4, 8, ..., n:
     - mean@n; std@n, the population's deviation among the n responses;
-    - best@k/mean, worst@k/mean: the expected maximum and minimum of k responses drawn with replacement; best@k/std,
-      worst@k/std: the deviation over the draws;
-    - maj@k/mean, maj@k/std: the same of the number of the most frequent vote (the first of equally frequent ones);
-    - pass@k, where the number is 0 or 1 for all responses of the data source: the probability that one of k responses
-      drawn without replacement is 1, 1 - C(n - c, k) / C(n, k) with c ones (arXiv 2107.03374, equation 1).
+    - best@k/mean, worst@k/mean: the expected maximum and minimum of k responses drawn with
+      replacement; best@k/std, worst@k/std: the deviation over the draws;
+    - maj@k/mean, maj@k/std: the same of the number of the most frequent vote (the first of equally
+      frequent ones);
+    - pass@k, where the number is 0 or 1 for all responses of the data source: the probability that
+      one of k responses drawn without replacement is 1, 1 - C(n - c, k) / C(n, k) with c ones
+      (arXiv 2107.03374, equation 1).
 
     val-core has mean@n, best@n and maj@n of CORE; the rest is val-aux.
     """
@@ -159,13 +174,26 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     for answer in answers:
         prompts[answer.data_source, answer.prompt].append(answer)
     values: dict[str, list[float]] = defaultdict(list)
-    graded = {(one.data_source, name) for one in answers for name, value in one.numbers.items() if value not in (0, 1)}
+    graded = {
+        (one.data_source, name)
+        for one in answers
+        for name, value in one.numbers.items()
+        if value not in (0, 1)
+    }
     for (source, _), responses in prompts.items():
         # A response that could not be scored has fewer numbers.
-        for name in set(responses[0].numbers).intersection(*(response.numbers for response in responses)):
-            for statistic, value in _statistics(responses, name, (source, name) not in graded).items():
+        for name in set(responses[0].numbers).intersection(
+            *(response.numbers for response in responses)
+        ):
+            for statistic, value in _statistics(
+                responses, name, (source, name) not in graded
+            ).items():
                 n = len(responses)
-                is_core = name == CORE and statistic.partition("/")[0] in (f"mean@{n}", f"best@{n}", f"maj@{n}")
+                is_core = name == CORE and statistic.partition("/")[0] in (
+                    f"mean@{n}",
+                    f"best@{n}",
+                    f"maj@{n}",
+                )
                 section = "val-core" if is_core else "val-aux"
                 values[f"{section}/{source}/{name}/{statistic}"].append(value)
         if len(responses) > 1 and (source, CORE) in graded:
@@ -177,14 +205,15 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
 def _print_no_pass(source: str) -> None:
     """Print, once for each data source, that it has no pass@k."""
     print_line(
-        f"val-aux/{source}/{CORE}/pass@k is left out: the accuracy of some responses is neither 0 nor 1; best@k is the"
-        " expected best of k",
+        f"val-aux/{source}/{CORE}/pass@k is left out: the accuracy of some responses is neither 0 "
+        "nor 1; best@k is the expected best of k",
         rank_0_only=True,
     )
 
 
 def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict[str, float]:
-    """Return the statistics of one number over the responses to one prompt. is_binary: it is 0 or 1 for all prompts."""
+    """Return the statistics of one number over the responses to one prompt. is_binary: it is 0 or 1
+    for all prompts."""
     numbers = np.array([response.numbers[name] for response in responses], dtype=np.float64)
     n = len(numbers)
     statistics = {f"mean@{n}": float(np.mean(numbers))}
@@ -193,7 +222,8 @@ def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict
     statistics[f"std@{n}"] = float(np.std(numbers))
     votes = np.array([response.vote for response in responses], dtype=object)
     has_votes = None not in votes
-    codes = np.unique(votes, return_inverse=True)[1] if has_votes else votes  # the same number for equal votes
+    # the same number for equal votes
+    codes = np.unique(votes, return_inverse=True)[1] if has_votes else votes
     for k in _sizes(n):
         draws = _draws(n, k)
         drawn = numbers[draws]
@@ -215,21 +245,23 @@ def _sizes(n: int) -> list[int]:
 
 @lru_cache
 def _draws(n: int, k: int) -> np.ndarray:
-    """Return [RESAMPLES, k] indices below n, drawn with replacement; those that verl draws one resample at a time."""
+    """Return [RESAMPLES, k] indices below n, drawn with replacement; those that verl draws one
+    resample at a time."""
     return np.random.RandomState(SEED).choice(n, size=(RESAMPLES, k), replace=True)
 
 
 def _majority(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Return [RESAMPLES] the response that stands for each resample: the first with its most frequent vote. Of equally
-    frequent votes the one drawn first counts. votes, draws: [RESAMPLES, k]."""
+    """Return [RESAMPLES] the response that stands for each resample: the first with its most
+    frequent vote. Of equally frequent votes the one drawn first counts. votes, draws: [RESAMPLES,
+    k]."""
     counts = (votes[:, :, None] == votes[:, None, :]).sum(axis=2)
     first = counts.argmax(axis=1)  # the first of the largest counts
     return draws[np.arange(len(draws)), first]
 
 
 def validate(run: Run, state: StepState) -> float:
-    """Validate with the current weights. Return the mean accuracy. Raise UserError if trainer.best_metric is none of
-    the metrics."""
+    """Validate with the current weights. Return the mean accuracy. Raise UserError if
+    trainer.best_metric is none of the metrics."""
     cfg = run.config
     update_weights(run, state.timer)
     with run.offload_schedule.phase(state.timer, "testing"):
@@ -238,13 +270,23 @@ def validate(run: Run, state: StepState) -> float:
     state.metrics.update(metrics)
     best = cfg.trainer.best_metric
     if best is not None and best not in metrics:  # the same on every rank
-        raise UserError(f"trainer.best_metric is {best!r}, no metric of the validation; it has {', '.join(metrics)}")
-    directory = Path(cfg.trainer.default_local_dir) / (ownership.VALIDATION if cfg.trainer.val_only else "")
+        raise UserError(
+            f"trainer.best_metric is {best!r}, no metric of the validation; it has "
+            f"{', '.join(metrics)}"
+        )
+    directory = Path(cfg.trainer.default_local_dir) / (
+        ownership.VALIDATION if cfg.trainer.val_only else ""
+    )
     if run.groups.rank == 0:
         texts = result.texts(run.tokenizer, cfg.trainer.log_val_generations)
         best_effort("generations/", lambda: write_generations(directory, state.step, texts))
         responses = result.generations.token_ids()
         keep_samples(
-            run.tokenizer, cfg.trainer.validation_data_dir, state.step, result.prompts, responses, result.scores
+            run.tokenizer,
+            cfg.trainer.validation_data_dir,
+            state.step,
+            result.prompts,
+            responses,
+            result.scores,
         )
     return result.accuracy

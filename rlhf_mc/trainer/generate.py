@@ -30,14 +30,21 @@ VALIDATION = 1
 
 
 def sampling_seeds(
-    seed: int, stream: int, step: int, prompts: Sequence[Prompt], n: int, drawn: Counter[int] | None = None
+    seed: int,
+    stream: int,
+    step: int,
+    prompts: Sequence[Prompt],
+    n: int,
+    drawn: Counter[int] | None = None,
 ) -> list[int]:
-    """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of (seed, stream, step,
-    prompt, response 0 to n - 1) alone: neither the number of ranks nor a resume changes it. A prompt that
-    the step draws again (data.train_file_weights, algorithm.filter_groups) has responses n to 2n - 1.
+    """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of
+    (seed, stream, step, prompt, response 0 to n - 1) alone: neither the number of ranks nor a
+    resume changes it. A prompt that
+    the step draws again (data.train_file_weights, algorithm.filter_groups) has responses n to 2n -
+    1.
 
-    seed, step and the indices of prompts are below 2^32. drawn: how often the step has drawn each prompt before, by its
-    index. It is brought up to date; None: never."""
+    seed, step and the indices of prompts are below 2^32. drawn: how often the step has drawn each
+    prompt before, by its index. It is brought up to date; None: never."""
     drawn = Counter() if drawn is None else drawn
     earlier = []
     for prompt in prompts:
@@ -47,7 +54,10 @@ def sampling_seeds(
     entropy[..., :3] = (seed, stream, step)
     entropy[..., 3] = np.array([prompt.index for prompt in prompts])[:, None]
     entropy[..., 4] = np.arange(n) + n * np.array(earlier)[:, None]
-    return [int(np.random.SeedSequence(row).generate_state(1, np.uint64)[0] >> 1) for row in entropy.reshape(-1, 5)]
+    return [
+        int(np.random.SeedSequence(row).generate_state(1, np.uint64)[0] >> 1)
+        for row in entropy.reshape(-1, 5)
+    ]
 
 
 def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
@@ -56,7 +66,8 @@ def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
 
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:
-    """Write the actor's weights into the rollout engine's parameters. Each rank receives only the blocks that it
+    """Write the actor's weights into the rollout engine's parameters. Each rank receives only the
+    blocks that it
     lacks."""
     with run.offload_schedule.phase(timer, "update_weights"):
         run.weight_sync.run(run.actor.params, run.rollout.params)
@@ -64,8 +75,8 @@ def update_weights(run: Run, timer: PhaseTimer) -> None:
 
 
 def wake_weights(run: Run, state: StepState) -> None:
-    """Update the engine's weights where it has lost them: a reward model's pass, between two batches of a step, may let
-    it sleep."""
+    """Update the engine's weights where it has lost them: a reward model's pass, between two
+    batches of a step, may let it sleep."""
     if WEIGHTS not in run.rollout.awake:
         update_weights(run, state.timer)
 
@@ -75,7 +86,9 @@ def prompt_order(run: Run) -> PromptOrder:
     return PromptOrder(run.config.data, run.train_prompts.file_sizes, run.config.trainer.seed)
 
 
-def new_groups(prompts: Sequence[Prompt], positions: Sequence[int], seeds: Sequence[int]) -> list[Group]:
+def new_groups(
+    prompts: Sequence[Prompt], positions: Sequence[int], seeds: Sequence[int]
+) -> list[Group]:
     """Return a group without tokens for each prompt. positions: in the order in which the run draws
     its prompts. seeds: of the responses, in the order of `repeat_prompts`."""
     n = len(seeds) // max(len(prompts), 1)
@@ -172,11 +185,14 @@ class EngineCall:
         if plan.is_training:
             has_ended = responses.finished | (responses.lens >= self._sampling.max_tokens)
             ended = np.flatnonzero(has_ended).tolist()
-            run.response_lengths.record([rows[i] for i in ended], responses.lens[has_ended].tolist())
+            run.response_lengths.record(
+                [rows[i] for i in ended], responses.lens[has_ended].tolist()
+            )
         return responses
 
     def collect(self, responses: Responses, version: int) -> list[Group]:
-        """Return the groups with the responses of `sample`. version: of the weights. Every rank must
+        """Return the groups with the responses of `sample`. version: of the weights. Every rank
+        must
         call it."""
         groups = self._plan.groups
         new = [list(group.responses) for group in groups]
@@ -266,5 +282,7 @@ class EngineCall:
         replay = self._run.actor.replay
         if self._plan.is_training and replay is not None and replay.mode == "rollout":
             replay.held |= {
-                self._run_ids[number]: one.experts for number, one in responses.items() if one.experts is not None
+                self._run_ids[number]: one.experts
+                for number, one in responses.items()
+                if one.experts is not None
             }

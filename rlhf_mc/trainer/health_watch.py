@@ -1,4 +1,5 @@
-"""The health rules in a run: rank 0 checks them, all ranks act on the result. The rules are in health/."""
+"""The health rules in a run: rank 0 checks them, all ranks act on the result. The rules are in
+health/."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class HealthWatch:
     """The health of a run. Every rank must call each method."""
 
     def __init__(self, run: Run, run_id: str, after_step: int) -> None:
-        """Rebuild the state of the rules from the rows of metrics.jsonl up to `after_step`, if trainer.logger has
-        jsonl; else begin anew."""
+        """Rebuild the state of the rules from the rows of metrics.jsonl up to `after_step`, if
+        trainer.logger has jsonl; else begin anew."""
         self._cfg = run.config.health
         self._directory = Path(run.config.trainer.default_local_dir)
         self._run_id = run_id
@@ -52,13 +53,16 @@ class HealthWatch:
         self._acting: tuple[Event, ...] = ()
         """On rank 0, the rules of `last` whose response is more than a warning."""
         self.last = Health()
-        """The health of the last complete step. At the start of a run without the response stop: that it has been
-        started again is its user's answer. A run that was killed between a step and another response makes up for
+        """The health of the last complete step. At the start of a run without the response stop:
+        that it has been started again is its user's answer. A run that was killed between a step
+        and another response makes up for
         it."""
         if not self._cfg.enable:
             return
         if run.groups.rank == 0:
-            self._monitor = Monitor(self._cfg, run_traits(run.config, run.log_prob_check), print_line, self._write)
+            self._monitor = Monitor(
+                self._cfg, run_traits(run.config, run.log_prob_check), print_line, self._write
+            )
             best_effort(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
             if "jsonl" in run.config.trainer.logger:
                 self.last = self._replay(self._monitor, after_step)
@@ -70,14 +74,18 @@ class HealthWatch:
         for _, row in read_rows(self._directory / METRICS_FILE):
             if 0 < row["step"] <= after_step:
                 step_health = monitor.replay(row["step"], numeric_metrics(row))
-                acting = [(event.rule.name, event.text) for event in step_health.acting if event.action != "stop"]
+                acting = [
+                    (event.rule.name, event.text)
+                    for event in step_health.acting
+                    if event.action != "stop"
+                ]
                 health = Health(step_health.is_healthy, tuple(acting))
                 self._acting = step_health.acting
         return health
 
     def step_done(self, state: StepState) -> None:
-        """Check the rules on the metrics of a complete step, and add the metric of their number. The run has not acted
-        on them yet."""
+        """Check the rules on the metrics of a complete step, and add the metric of their number.
+        The run has not acted on them yet."""
         if not self._cfg.enable:
             return
         health = Health()
@@ -91,8 +99,8 @@ class HealthWatch:
         self.last, state.metrics["health/num_active"] = gather_objects((health, num_active))[0]
 
     def rolled_back(self, rule: str, to: int) -> None:
-        """Record in health.jsonl that a rule of the last complete step has rolled the run back to a step. A resume from
-        that step keeps the record."""
+        """Record in health.jsonl that a rule of the last complete step has rolled the run back to a
+        step. A resume from that step keeps the record."""
         for event in self._acting:
             if event.rule.name == rule:
                 text = f"{event.text}; rolled back to step {to}"
@@ -115,7 +123,9 @@ class HealthWatch:
 
 def run_traits(cfg: Config, log_prob_check: LogProbCheck) -> RunTraits:
     """Return the properties of a run that the rules depend on."""
-    updates = math.ceil(cfg.data.train_batch_size / cfg.actor.ppo_mini_batch_size) * cfg.actor.ppo_epochs
+    updates = (
+        math.ceil(cfg.data.train_batch_size / cfg.actor.ppo_mini_batch_size) * cfg.actor.ppo_epochs
+    )
     bound = None if cfg.algorithm.rollout_correction.bypass_mode else log_prob_check.mean_bound
     return RunTraits(updates, estimator_needs(cfg.algorithm).group, bound)
 
@@ -147,12 +157,16 @@ def act(
     cfg = run.config.health
     rules = {rule.name: rule for rule in RULES}
     changes = {
-        rules[name].response(cfg): (name, text.removeprefix("health: ")) for name, text in reversed(health.last.acting)
+        rules[name].response(cfg): (name, text.removeprefix("health: "))
+        for name, text in reversed(health.last.acting)
     }
     if "stop" in changes:
         name, text = changes["stop"]
         rule = rules[name]
-        line = f"{text}: {rule.meaning}; {rule.setting}; the response to {name} is stop: nothing is exported"
+        line = (
+            f"{text}: {rule.meaning}; {rule.setting}; the response to {name} is stop: nothing is "
+            "exported"
+        )
         raise Unhealthy(line, saves=True)
     if "roll_back" in changes:
         name, text = changes["roll_back"]
@@ -172,33 +186,37 @@ def roll_back(run: Run, roll_back_checkpoints: RollBack, step: int, reason: str)
     done = adjustments.count("learning_rate_factor")
     if done >= cfg.max_rollbacks:
         raise Unhealthy(
-            f"{reason}; the run was rolled back {done} times before (health.max_rollbacks). Its settings have to "
-            "change: a lower actor.optim.lr, fewer actor.ppo_epochs, a higher KL coefficient; remove "
-            "adjustments.jsonl to begin with the learning rates of the config",
+            f"{reason}; the run was rolled back {done} times before (health.max_rollbacks). Its "
+            "settings have to change: a lower actor.optim.lr, fewer actor.ppo_epochs, a higher KL "
+            "coefficient; remove adjustments.jsonl to begin with the learning rates of the config",
             saves=False,
         )
     start = roll_back_checkpoints()
     if start is None:
         raise Unhealthy(
-            f"{reason}; there is no checkpoint of a healthy step to roll back to; set a lower actor.optim.lr, or "
-            "resume another checkpoint with trainer.resume_from_path",
+            f"{reason}; there is no checkpoint of a healthy step to roll back to; set a lower "
+            "actor.optim.lr, or resume another checkpoint with trainer.resume_from_path",
             saves=False,
         )
     adjustments.add(Adjustment("learning_rate_factor", cfg.rollback_lr_factor, start, reason))
     factor = adjustments.learning_rate_factor(start + 1)
     print_line(
-        f"warning: rolled back from step {step} to step {start}; learning rates are those of the config times "
-        f"{factor:g} from there on",
+        f"warning: rolled back from step {step} to step {start}; learning rates are those of the "
+        f"config times {factor:g} from there on",
         rank_0_only=True,
     )
     return start
 
 
 def fix_kl_coef(cfg: HealthConfig, adjustments: Adjustments, step: int, reason: str) -> None:
-    """Give the KL term the coefficient health.kl_coef from the next step on. Every rank must call it."""
+    """Give the KL term the coefficient health.kl_coef from the next step on. Every rank must call
+    it."""
     coef = cfg.kl_coef
     assert coef is not None, "config/checks.py ensures it"
     if adjustments.kl_coef(step + 1) == coef:
         return
     adjustments.add(Adjustment("kl_coef", coef, step, reason))
-    print_line(f"warning: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)
+    print_line(
+        f"warning: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)",
+        rank_0_only=True,
+    )

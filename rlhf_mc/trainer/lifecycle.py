@@ -42,7 +42,8 @@ from rlhf_mc.trainer.step_state import StepState, begin_step
 
 
 class Lifecycle:
-    """All that surrounds the steps of a run. Every rank must call each method. As a context, it ends the run
+    """All that surrounds the steps of a run. Every rank must call each method. As a context, it
+    ends the run
     according to what ends the steps."""
 
     def __init__(self, run: Run, status: RankStatus, stop: StopRequests) -> None:
@@ -62,8 +63,8 @@ class Lifecycle:
     # ------------------------------------------------------------ steps
 
     def remaining_steps(self) -> Iterator[int]:
-        """Yield the number of each step from the checkpoint that the run resumes from to the last one, then export and
-        close. After a roll-back the steps continue from an earlier one."""
+        """Yield the number of each step from the checkpoint that the run resumes from to the last
+        one, then export and close. After a roll-back the steps continue from an earlier one."""
         run = self._run
         if run.config.trainer.val_only:
             self._validate_only()
@@ -95,23 +96,34 @@ class Lifecycle:
         return begin_step(step, self._status, self._saver.position.num_prompts)
 
     def save_step(self, state: StepState, accuracy: float | None) -> None:
-        """Check the health of a complete step, and export and save where that is due. accuracy: of the validation after
-        the step, if any."""
+        """Check the health of a complete step, and export and save where that is due. accuracy: of
+        the validation after the step, if any."""
         run = self._run
         self._health.step_done(state)
         healthy = self._health.last
         if run.schedule.is_export_due(state.step) and not healthy.acting:
-            export(run, state, self._directory / EXPORT / f"global_step_{state.step}", self._saver.start.run_id)
+            export(
+                run,
+                state,
+                self._directory / EXPORT / f"global_step_{state.step}",
+                self._saver.start.run_id,
+            )
         self._saver.step_done(state, accuracy, healthy.is_healthy)
-        if run.schedule.is_save_due(state.step, state.num_prompts, accuracy) or self._saver.is_due():
+        if (
+            run.schedule.is_save_due(state.step, state.num_prompts, accuracy)
+            or self._saver.is_due()
+        ):
             self._saver.begin(state.timer)
 
     def log_step(self, state: StepState, batch: RaggedBatch) -> None:
-        """Log the metrics and some responses of a complete step, and commit a checkpoint that is written."""
+        """Log the metrics and some responses of a complete step, and commit a checkpoint that is
+        written."""
         with self._saver.naming_last_checkpoint():
             log(self._sinks, state)
         record_tokens(self._run, state, batch)
-        record_histograms(self._run.config, self._run.groups.rank, self._saver.start.run_id, state.step, batch)
+        record_histograms(
+            self._run.config, self._run.groups.rank, self._saver.start.run_id, state.step, batch
+        )
         self._saver.finish_if_written()
         self._stop.steps_done += 1
 
@@ -131,14 +143,16 @@ class Lifecycle:
             warn_of_unreached(run.config, start.position.step, run.schedule.total_steps)
 
     def _start(self) -> None:
-        """Open the sinks, record the start, show who holds what, and validate and save the weights before the first
-        step where that is due."""
+        """Open the sinks, record the start, show who holds what, and validate and save the weights
+        before the first step where that is due."""
         run = self._run
         position = self._saver.position
         after = self._saver.start.resumed_step
         run_id = self._saver.start.run_id
         total = run.schedule.total_steps
-        self._sinks = on_every_rank(lambda: build_sinks(run.groups.rank, run.config, total, after, run_id))
+        self._sinks = on_every_rank(
+            lambda: build_sinks(run.groups.rank, run.config, total, after, run_id)
+        )
         self._opened.callback(self._sinks.close)
         record_start(run.config, run_id, position.step)
         self._health = HealthWatch(run, run_id, position.step)
@@ -148,33 +162,49 @@ class Lifecycle:
             state = begin_step(0, self._status)
             position.accuracy = evaluate.validate(run, state)
             log(self._sinks, state)
-        if rolls_back(run.config.health) and position.step == 0 and position.last_healthy_step is None:
+        if (
+            rolls_back(run.config.health)
+            and position.step == 0
+            and position.last_healthy_step is None
+        ):
             # A health rule may roll the run back to the weights before the first step.
             self._saver.begin(begin_step(0, self._status).timer)
 
     def _validate_only(self) -> None:
-        """Validate the initial weights or a checkpoint's. Metrics and samples go to the console and to validation/;
+        """Validate the initial weights or a checkpoint's. Metrics and samples go to the console and
+        to validation/;
         no file of a run is changed."""
         run = self._run
         step = self._resume.load_read_only(begin_step(0, self._status).timer)
-        on_rank_0(lambda: _check_no_samples(run.config.trainer, step), "trainer.validation_data_dir")
+        on_rank_0(
+            lambda: _check_no_samples(run.config.trainer, step), "trainer.validation_data_dir"
+        )
         state = begin_step(step, self._status)
         show_start(run)
         evaluate.validate(run, state)
         for name, value in sorted(state.metrics.items()):
             if name.startswith("val-core/"):
                 print_on_console(run.config, f"step {state.step}: {name} {value:.4f}")
-        on_rank_0(lambda: evaluate.write_metrics(self._directory, step, state.metrics), str(self._directory))
+        on_rank_0(
+            lambda: evaluate.write_metrics(self._directory, step, state.metrics),
+            str(self._directory),
+        )
 
     # ------------------------------------------------------------ end
 
     def _finish(self) -> None:
-        """Export the trained actor, close the sinks, write plot and report and, last of all, the success marker."""
+        """Export the trained actor, close the sinks, write plot and report and, last of all, the
+        success marker."""
         run = self._run
         position = self._saver.position
         self._health.close(position.step)
         self._saver.finish()
-        export(run, begin_step(position.step, self._status), self._directory / HF, self._saver.start.run_id)
+        export(
+            run,
+            begin_step(position.step, self._status),
+            self._directory / HF,
+            self._saver.start.run_id,
+        )
         reached = run.schedule.reaches_target(position.accuracy)
         reason = "the target accuracy is reached" if reached else "all steps are done"
         on_every_rank(self._sinks.close)
@@ -183,13 +213,19 @@ class Lifecycle:
             write_plot_and_report(run.config)
         self._write_success(position.step)
         hf = self._directory / HF
-        print_on_console(run.config, f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it")
+        print_on_console(
+            run.config,
+            f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it",
+        )
 
     def __enter__(self) -> Lifecycle:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         try:
             return self._end(error)
@@ -198,19 +234,23 @@ class Lifecycle:
                 self._lock.release()
 
     def _end(self, error: BaseException | None) -> bool:
-        """End the run because of an error, a stop request or a caller that leaves (GeneratorExit). Return True for a
-        stop request: it is obeyed."""
+        """End the run because of an error, a stop request or a caller that leaves (GeneratorExit).
+        Return True for a stop request: it is obeyed."""
         run = self._run
         if isinstance(error, GeneratorExit):
             step = self._saver.position.step
             if not all_have_left(step):  # the caller raised an exception on this rank
-                raise UserError(f"this rank has left the loop after step {step}, and another continues") from None
+                raise UserError(
+                    f"this rank has left the loop after step {step}, and another continues"
+                ) from None
             self._saver.finish()
             self._opened.close()
             self._record_end("left", "the caller has left the run")
         elif isinstance(error, StopRequested):
             saved = self._save_last_step()
-            again = "resumes from there" if self._saver.is_resumable else "begins anew, as another run,"
+            again = (
+                "resumes from there" if self._saver.is_resumable else "begins anew, as another run,"
+            )
             line = f"asked to stop ({error}): {saved}; the run {again} when it is started again"
             self._opened.close()
             print_on_console(run.config, line)
@@ -221,29 +261,41 @@ class Lifecycle:
             line = f"{error}; {self._save_last_step()}" if saves else str(error)
             self._opened.close()
             self._record_end("failed", line)
-            on_rank_0(lambda: write_plot_and_report(run.config))  # a rank that ended meanwhile would be taken for lost
+            # a rank that ended meanwhile would be taken for lost
+            on_rank_0(lambda: write_plot_and_report(run.config))
             raise UserError(line) from None
         elif isinstance(error, Exception):
             self._record_end("failed", str(error))
         return False
 
     def _save_last_step(self) -> str:
-        """Save the last complete step, whose weights the models still hold. Return what is saved, in words."""
+        """Save the last complete step, whose weights the models still hold. Return what is saved,
+        in words."""
         step = self._saver.position.step
         self._saver.save_last_step(begin_step(step, self._status).timer)
         is_saved = step or self._saver.is_resumable
-        return f"the checkpoint of step {step} is complete" if is_saved else "no step is complete yet, so none is saved"
+        return (
+            f"the checkpoint of step {step} is complete"
+            if is_saved
+            else "no step is complete yet, so none is saved"
+        )
 
-    def _record_end(self, how: Literal["finished", "stopped", "left", "failed", "rolled back"], text: str) -> None:
+    def _record_end(
+        self, how: Literal["finished", "stopped", "left", "failed", "rolled back"], text: str
+    ) -> None:
         record_end(self._run.config, self._run.groups.rank, self._saver.position.step, how, text)
 
     def _write_success(self, step: int) -> None:
         run_id = self._saver.start.run_id
-        on_rank_0(lambda: ownership.write_success(self._directory, run_id, step), "trainer.default_local_dir")
+        on_rank_0(
+            lambda: ownership.write_success(self._directory, run_id, step),
+            "trainer.default_local_dir",
+        )
 
 
 def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:
-    """Write the actor as a Hugging Face checkpoint. run_id: the run that the checkpoint names, None for none."""
+    """Write the actor as a Hugging Face checkpoint. run_id: the run that the checkpoint names, None
+    for none."""
     with run.offload_schedule.phase(state.timer, "export"):
         export_hf(
             run.actor.params,
@@ -260,18 +312,22 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
 
 def _check_no_samples(cfg: TrainerConfig, step: int) -> None:
     """Raise UserError if a run has written the samples of a validation of the step."""
-    if cfg.validation_data_dir is not None and (path := samples_path(Path(cfg.validation_data_dir), step)).exists():
+    if (
+        cfg.validation_data_dir is not None
+        and (path := samples_path(Path(cfg.validation_data_dir), step)).exists()
+    ):
         raise UserError(
-            f"trainer.validation_data_dir: {path} is there already; give another directory, since trainer.val_only "
-            "changes no file of a run"
+            f"trainer.validation_data_dir: {path} is there already; give another directory, since "
+            "trainer.val_only changes no file of a run"
         )
 
 
 def write_plot_and_report(cfg: Config) -> None:
-    """Write training.png and report.html of the run so far, if it has a metrics.jsonl. One rank alone calls it, and the
-    others wait."""
+    """Write training.png and report.html of the run so far, if it has a metrics.jsonl. One rank
+    alone calls it, and the others wait."""
     if "jsonl" in cfg.trainer.logger and not cfg.trainer.val_only:
         root = Path(cfg.trainer.default_local_dir)
-        runs = functools.cache(lambda: read_runs([root]))  # once for both, each of which reports its own errors
+        # once for both, each of which reports its own errors
+        runs = functools.cache(lambda: read_runs([root]))
         best_effort(PLOT, lambda: plot_run(runs()[0].rows, root / PLOT, title=root.name))
         best_effort(REPORT, lambda: write_report(runs(), root / REPORT))

@@ -1,4 +1,5 @@
-"""Forward passes over a batch: log-probs of actor and reference, values of the critic. No weight changes here."""
+"""Forward passes over a batch: log-probs of actor and reference, values of the critic. No weight
+changes here."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from rlhf_mc.trainer.token_budget import my_micro_batches
 
 
 def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
-    """Compute old log-probs (actor), compared with the rollout engine's, and, if the run has these models, reference
-    log-probs and values (critic)."""
+    """Compute old log-probs (actor), compared with the rollout engine's, and, if the run has these
+    models, reference log-probs and values (critic)."""
     head = heads.log_prob_head(run.actor.shape.vocab_size, run.config.rollout.temperature)
     bypass = run.config.algorithm.rollout_correction.bypass_mode
     passes: dict[str, tuple[str, ModelEngine, Head]] = {}
@@ -34,7 +35,8 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     if "old_log_probs" in parts:
         start_slowest_rank(state, "old_log_prob")
     if parts:
-        # Once for all passes: a rank that is the slower one in the first may be the faster one in the next.
+        # Once for all passes: a rank that is the slower one in the first may be the faster one in
+        # the next.
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):
             summed = sum_over_ranks(torch.stack(list(parts.values())))
         batch = batch.with_fields(**dict(zip(parts, summed, strict=True)))
@@ -42,7 +44,9 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         if run.actor.replay is not None and run.actor.replay.mode == "rollout":
             share, by_layer = run.actor.replay.differing_shares()
             state.metrics["training/expert_choices_diff"] = share
-            state.metrics |= {f"training/expert_choices_diff/layer_{n}": one for n, one in by_layer.items()}
+            state.metrics |= {
+                f"training/expert_choices_diff/layer_{n}": one for n, one in by_layer.items()
+            }
         run.log_prob_check.check(batch, state.step)
     # With bypass_mode in the first step too, so that a resumed run computes the same.
     return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch

@@ -1,5 +1,6 @@
-"""The check that the rollout engine and the trainer compute the same model: after each rollout their log-probs of the
-sampled tokens are compared. A trainer that disagrees with the engine would learn from samples of another distribution.
+"""The check that the rollout engine and the trainer compute the same model: after each rollout
+their log-probs of the sampled tokens are compared. A trainer that disagrees with the engine would
+learn from samples of another distribution.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from rlhf_mc.health.conditions import TAIL
 logger = logging.getLogger(__name__)
 
 DEFAULT_BOUND = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.3}
-"""Default of trainer.max_rollout_logprob_diff by the type in which the less exact engine multiplies.
+"""Default of trainer.max_rollout_logprob_diff by the type in which the less exact engine
+multiplies.
 
-On a CPU, models of 4 to 24 layers with random weights and 10,000 tokens each had means of 6e-7 in float32 and of 0.006
-to 0.04 in bfloat16 (99th percentiles to 0.14, largest differences to 0.54). Wrong rotary angles, a layer without
-attention and a head of zeros had means of 0.4 to 0.8 in bfloat16, and 99th percentiles of 1.6 to 2.5. With vLLM in fp8
-models of 4 to 24 layers had means of 0.09 to 0.15 where bfloat16 had 0.010 to 0.017."""
+On a CPU, models of 4 to 24 layers with random weights and 10,000 tokens each had means of 6e-7 in
+float32 and of 0.006 to 0.04 in bfloat16 (99th percentiles to 0.14, largest differences to 0.54).
+Wrong rotary angles, a layer without attention and a head of zeros had means of 0.4 to 0.8 in
+bfloat16, and 99th percentiles of 1.6 to 2.5. With vLLM in fp8 models of 4 to 24 layers had means of
+0.09 to 0.15 where bfloat16 had 0.010 to 0.017."""
 WORST = 3
 """Number of tokens that a message names."""
 
@@ -33,13 +36,14 @@ class Difference:
 
     mean: float
     p99: float
-    """The 99th percentile: the k-th smallest difference, k = 0.99 x the number of tokens, rounded down, at least 1."""
+    """The 99th percentile: the k-th smallest difference, k = 0.99 x the number of tokens, rounded
+    down, at least 1."""
     max: float
 
     @classmethod
     def from_batch(cls, batch: RaggedBatch) -> Difference | None:
-        """Return the statistics of the batch's tokens of the trained weights; None: older weights have drawn all of
-        them. They are NaN if a log-prob is NaN."""
+        """Return the statistics of the batch's tokens of the trained weights; None: older weights
+        have drawn all of them. They are NaN if a log-prob is NaN."""
         each = token_differences(batch)
         if batch.token_ages is not None:
             each = each[batch.token_ages == 0]
@@ -57,7 +61,8 @@ def token_differences(batch: RaggedBatch) -> torch.Tensor:
 
 @dataclass
 class LogProbCheck:
-    """The check of each rollout of a run. Every rank has the whole batch, so all ranks raise together."""
+    """The check of each rollout of a run. Every rank has the whole batch, so all ranks raise
+    together."""
 
     bound: float
     """Bound of the mean, at temperature 1."""
@@ -76,15 +81,16 @@ class LogProbCheck:
         return self.bound / self.temperature
 
     def check(self, batch: RaggedBatch, step: int) -> None:
-        """Raise UserError if the difference exceeds the bounds in the first rollout with a token of the trained
-        weights. Of later ones the first that does is a warning with its worst tokens; the health rule rollout_mismatch
-        counts them."""
+        """Raise UserError if the difference exceeds the bounds in the first rollout with a token of
+        the trained weights. Of later ones the first that does is a warning with its worst tokens;
+        the health rule rollout_mismatch counts them."""
         gap = Difference.from_batch(batch)
         problem = self._not_finite(batch) or (None if gap is None else self._exceeded(batch, gap))
         if problem is not None and self.is_first:
             raise UserError(
-                f"step {step}: {problem}; check that config.json means the same to vLLM and to Megatron-Core (rope "
-                "scaling, a tied or untied lm_head), and that the weights arrive (reshard.verify=always)"
+                f"step {step}: {problem}; check that config.json means the same to vLLM and to "
+                "Megatron-Core (rope scaling, a tied or untied lm_head), and that the weights "
+                "arrive (reshard.verify=always)"
             )
         self.is_first = self.is_first and gap is None
         if problem is not None and not self.has_warned:
@@ -94,13 +100,16 @@ class LogProbCheck:
     def _not_finite(self, batch: RaggedBatch) -> str | None:
         """Return a description of log-probs that are not finite; None if all are."""
         assert batch.old_log_probs is not None
-        engines = {"Megatron-Core (trainer)": batch.old_log_probs, "vLLM (rollout)": batch.rollout_log_probs}
+        engines = {
+            "Megatron-Core (trainer)": batch.old_log_probs,
+            "vLLM (rollout)": batch.rollout_log_probs,
+        }
         for engine, log_probs in engines.items():
             broken = ~log_probs.isfinite()
             if broken.any():
                 return (
-                    f"{int(broken.sum())} of {len(broken)} log-probs of {engine} are not finite; the first: "
-                    f"{self._token(batch, int(broken.nonzero()[0]))}"
+                    f"{int(broken.sum())} of {len(broken)} log-probs of {engine} are not finite; "
+                    f"the first: {self._token(batch, int(broken.nonzero()[0]))}"
                 )
         return None
 
@@ -115,15 +124,19 @@ class LogProbCheck:
         if batch.token_ages is not None:
             num_compared = int((batch.token_ages == 0).sum())
             each = each.where(batch.token_ages == 0, 0.0)
-        worst = "; ".join(self._token(batch, i) for i in each.topk(min(WORST, num_compared)).indices.tolist())
+        worst = "; ".join(
+            self._token(batch, i) for i in each.topk(min(WORST, num_compared)).indices.tolist()
+        )
         return (
-            f"the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by {gap.mean:.3g} on average and "
-            f"by {gap.p99:.3g} at the 99th percentile of {num_compared} tokens, where trainer.max_rollout_logprob_diff "
-            f"allows {mean:.3g} and {tail:.3g} ({self.dtype}, temperature {self.temperature:g}); the worst: {worst}"
+            "the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by "
+            f"{gap.mean:.3g} on average and by {gap.p99:.3g} at the 99th percentile of "
+            f"{num_compared} tokens, where trainer.max_rollout_logprob_diff allows {mean:.3g} and "
+            f"{tail:.3g} ({self.dtype}, temperature {self.temperature:g}); the worst: {worst}"
         )
 
     def _token(self, batch: RaggedBatch, index: int) -> str:
-        """Return a description of the index-th drawn token: its position, its text and both log-probs."""
+        """Return a description of the index-th drawn token: its position, its text and both
+        log-probs."""
         assert batch.old_log_probs is not None
         ends = batch.response_lens.cumsum(0)
         row = int(torch.searchsorted(ends, index, right=True))

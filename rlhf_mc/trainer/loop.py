@@ -1,5 +1,5 @@
-"""PPO: the phases of a step, one line each, and the loop over the steps. Every rank runs the same lines. What resumes,
-rolls back, stops and closes a run is in lifecycle.py.
+"""PPO: the phases of a step, one line each, and the loop over the steps. Every rank runs the same
+lines. What resumes, rolls back, stops and closes a run is in lifecycle.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rlhf_mc.trainer.update import update_actor, update_critic
 
 
 def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
-    """Run the phases of one step. Return its batch with all per-token results. Raise StopRequested, if a stop is
-    requested, before the first update."""
+    """Run the phases of one step. Return its batch with all per-token results. Raise StopRequested,
+    if a stop is requested, before the first update."""
     stop.check()
     with state.timer.phase("step"):
         update_weights(run, state.timer)  # the actor's, into the engine's parameters
@@ -56,10 +56,11 @@ class Step:
 
 
 def steps(run: Run, status: RankStatus, stop: StopRequests) -> Iterator[Step]:
-    """Train until the last step, the target accuracy or a stop request, and yield each step once its metrics are
-    logged. Then export the trained actor, unless the run was stopped (stop.is_obeyed). If the caller leaves the
-    generator, a checkpoint that is being written is completed, and nothing is exported; all ranks must leave it after
-    the same step. `status` is kept up to date with step and phase."""
+    """Train until the last step, the target accuracy or a stop request, and yield each step once
+    its metrics are logged. Then export the trained actor, unless the run was stopped
+    (stop.is_obeyed). If the caller leaves the generator, a checkpoint that is being written is
+    completed, and nothing is exported; all ranks must leave it after the same step. `status` is
+    kept up to date with step and phase."""
     with Lifecycle(run, status, stop) as life:
         for number in life.remaining_steps():
             state = life.begin_step(number)
@@ -73,7 +74,8 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Iterator[Step]:
 
 
 def fit(run: Run, status: RankStatus | None = None, stop: StopRequests | None = None) -> bool:
-    """Train as `steps`. Return False if the run was stopped and is to be requeued. Every rank must call it."""
+    """Train as `steps`. Return False if the run was stopped and is to be requeued. Every rank must
+    call it."""
     stop = stop or StopRequests(run.config.trainer)
     deque(steps(run, status or RankStatus(), stop), maxlen=0)  # which holds no step
     return not stop.is_obeyed

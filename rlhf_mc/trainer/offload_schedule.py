@@ -1,5 +1,6 @@
-"""The offload schedule: what changes between the device placements of two phases (config/device_placement.py) is
-offloaded and onloaded. Tensors are moved by models/offload.py, the rollout engine sleeps by its own method.
+"""The offload schedule: what changes between the device placements of two phases
+(config/device_placement.py) is offloaded and onloaded. Tensors are moved by models/offload.py, the
+rollout engine sleeps by its own method.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class OffloadSchedule:
         self._peak_bytes: dict[str, int] = {}
 
     def add(self, role: str, engine: ModelEngine) -> None:
-        """Add a model and offload it until a phase needs it, so that the next model can be built."""
+        """Add a model and offload it until a phase needs it, so that the next model can be
+        built."""
         self._engines[role] = engine
         engine.offload.offload_all_but(())
         self._record_peak()
@@ -35,8 +37,8 @@ class OffloadSchedule:
 
     @contextmanager
     def phase(self, timer: PhaseTimer, name: str) -> Iterator[None]:
-        """Establish the phase's row of TABLE, then run and time the body. Moves are timed as "offload"; without a move
-        there is no such time."""
+        """Establish the phase's row of TABLE, then run and time the body. Moves are timed as
+        "offload"; without a move there is no such time."""
         row = parts_on_device(name)
         if row is not None and self._differs(row):
             with timer.phase("offload"):
@@ -45,11 +47,19 @@ class OffloadSchedule:
             yield
 
     def metrics(self) -> dict[str, float]:
-        """Return the largest amount of offloaded device memory, in GiB, of each role that has offloaded any."""
-        return {f"memory/{role}_offloaded_gb": size / 2**30 for role, size in self._peak_bytes.items() if size}
+        """Return the largest amount of offloaded device memory, in GiB, of each role that has
+        offloaded any."""
+        return {
+            f"memory/{role}_offloaded_gb": size / 2**30
+            for role, size in self._peak_bytes.items()
+            if size
+        }
 
     def _differs(self, row: Row) -> bool:
-        moves = any(engine.offload.differs_from(row.get(role, _NOTHING)) for role, engine in self._engines.items())
+        moves = any(
+            engine.offload.differs_from(row.get(role, _NOTHING))
+            for role, engine in self._engines.items()
+        )
         return moves or (self._rollout is not None and self._rollout.awake != row["rollout"])
 
     def _enter(self, row: Row) -> None:
@@ -57,8 +67,8 @@ class OffloadSchedule:
         for role, engine in self._engines.items():
             engine.offload.offload_all_but(row.get(role, _NOTHING))
         if self._rollout is not None and self._rollout.awake - row["rollout"]:
-            # The engine discards the weights with the KV cache. The one phase that needs the weights alone overwrites
-            # them.
+            # The engine discards the weights with the KV cache. The one phase that needs the
+            # weights alone overwrites them.
             self._rollout.sleep()
         for role, engine in self._engines.items():
             engine.offload.onload(row.get(role, _NOTHING))
@@ -70,4 +80,6 @@ class OffloadSchedule:
 
     def _record_peak(self) -> None:
         for role, engine in self._engines.items():
-            self._peak_bytes[role] = max(self._peak_bytes.get(role, 0), engine.offload.offloaded_bytes)
+            self._peak_bytes[role] = max(
+                self._peak_bytes.get(role, 0), engine.offload.offloaded_bytes
+            )

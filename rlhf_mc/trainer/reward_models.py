@@ -1,5 +1,5 @@
-"""Reward models: frozen models whose scores of responses are parts of the training score. A model reads the actor's
-tokens, or conversations of its own chat template and tokenizer.
+"""Reward models: frozen models whose scores of responses are parts of the training score. A model
+reads the actor's tokens, or conversations of its own chat template and tokenizer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class RewardModel:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of a conversation; of a longer one the last are read, with the end of the response."""
+        """The most tokens of a conversation; of a longer one the last are read, with the end of the
+        response."""
         limit = longest_sequence(self.budget, self.engine.groups.mesh.cp)
         return min(self.engine.shape.max_position_embeddings, limit)
 
@@ -73,8 +74,8 @@ def score(
     batch: RaggedBatch,
     indices: Sequence[int],
 ) -> ModelScores:
-    """Return the model's scores of the sequences `indices`. Raise UserError if a conversation cannot be rendered. Every
-    rank must call it.
+    """Return the model's scores of the sequences `indices`. Raise UserError if a conversation
+    cannot be rendered. Every rank must call it.
 
     tokenizer: the actor's. prompts: of each sequence of the batch."""
     values = torch.zeros(batch.num_sequences)
@@ -84,7 +85,9 @@ def score(
     if model.conversations is not None:
         responses = batch.responses()
         pairs = [(prompts[i], responses[i]) for i in indices]
-        sequences, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
+        sequences, num_truncated = _conversations(
+            model.conversations, tokenizer, pairs, model.max_tokens
+        )
     else:
         sequences = batch.select(indices)
     values[list(indices)] = score_sequences(model.engine, sequences, model.budget)
@@ -97,15 +100,21 @@ def _conversations(
     pairs: Sequence[tuple[Prompt, list[int]]],
     max_tokens: int,
 ) -> tuple[RaggedBatch, int]:
-    """Return the conversations of (prompt, response of the actor's tokens), each of its last `max_tokens` tokens, and
-    the number of longer ones. Each rank renders a share: every rank must call it."""
+    """Return the conversations of (prompt, response of the actor's tokens), each of its last
+    `max_tokens` tokens, and the number of longer ones. Each rank renders a share: every rank must
+    call it."""
     rank = dist.get_rank()
     world = dist.get_world_size()
 
     def share() -> list[np.ndarray]:
         my_pairs = pairs[rank::world]
-        texts = tokenizer.batch_decode([response for _, response in my_pairs], skip_special_tokens=True)
-        return [conversations.tokens(prompt, text) for (prompt, _), text in zip(my_pairs, texts, strict=True)]
+        texts = tokenizer.batch_decode(
+            [response for _, response in my_pairs], skip_special_tokens=True
+        )
+        return [
+            conversations.tokens(prompt, text)
+            for (prompt, _), text in zip(my_pairs, texts, strict=True)
+        ]
 
     read: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
     for r, part in enumerate(gather_results(share)):
@@ -115,6 +124,7 @@ def _conversations(
 
 
 def score_sequences(engine: ModelEngine, batch: RaggedBatch, budget: int) -> torch.Tensor:
-    """Return a reward model's score of each sequence, its value at the last token: [S] float32, on every rank."""
+    """Return a reward model's score of each sequence, its value at the last token: [S] float32, on
+    every rank."""
     micro_batches = my_micro_batches(engine, batch, budget)
     return engine.score(batch, micro_batches, value_head, per_sequence=True)

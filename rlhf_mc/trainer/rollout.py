@@ -1,5 +1,5 @@
-"""The rollout of a step. With algorithm.filter_groups (dynamic sampling) it draws batches of prompts until enough
-groups have responses that differ.
+"""The rollout of a step. With algorithm.filter_groups (dynamic sampling) it draws batches of
+prompts until enough groups have responses that differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import CallPlan, EngineCall, new_groups, repeat_prompts, wake_weights
 from rlhf_mc.trainer.pool.group_pool import Group
-from rlhf_mc.trainer.pool.strategies import PoolStrategy, choose_strategy, next_position, off_policy_metrics
+from rlhf_mc.trainer.pool.strategies import (
+    PoolStrategy,
+    choose_strategy,
+    next_position,
+    off_policy_metrics,
+)
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import GroupScores, ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
@@ -31,13 +36,13 @@ PROGRESS_EVERY = 10
 """Batches of a step between two lines on its progress."""
 BATCHES_IN_VAIN = 10
 GROUPS_IN_VAIN = 1000
-"""A step ends in error after as many consecutive batches and groups of which none is kept: a rate of usable groups that
-could fill a batch would have brought one."""
+"""A step ends in error after as many consecutive batches and groups of which none is kept: a rate
+of usable groups that could fill a batch would have brought one."""
 
 
 class TooFewGroups(UserError):
-    """Too few groups are kept of all batches that a step may draw, or none of many consecutive ones. Every rank raises
-    it."""
+    """Too few groups are kept of all batches that a step may draw, or none of many consecutive
+    ones. Every rank raises it."""
 
 
 @dataclass
@@ -78,7 +83,11 @@ class SampledGroups:
     def first(self, count: int) -> tuple[list[Prompt], RaggedBatch, list[Score]]:
         """Return the first `count` groups that are kept: prompts, responses and scores."""
         rows = count * self.n
-        return self.prompts[:rows], concatenate(self.batches).select(range(rows)), self.kept_scores[:rows]
+        return (
+            self.prompts[:rows],
+            concatenate(self.batches).select(range(rows)),
+            self.kept_scores[:rows],
+        )
 
     @property
     def num_drawn(self) -> int:
@@ -87,10 +96,14 @@ class SampledGroups:
 
 
 def metric_values(scores: Sequence[Score], metric: GroupMetric) -> torch.Tensor:
-    """Return algorithm.filter_groups.metric of each response: [S] float32. A response that could not be scored has
-    reward.default_score in all of them."""
+    """Return algorithm.filter_groups.metric of each response: [S] float32. A response that could
+    not be scored has reward.default_score in all of them."""
     values = [
-        score.score if metric == "seq_reward" else score.by_functions if metric == "score" else score.accuracy
+        score.score
+        if metric == "seq_reward"
+        else score.by_functions
+        if metric == "score"
+        else score.accuracy
         for score in scores
     ]
     return torch.tensor(values, dtype=torch.float32)
@@ -103,10 +116,12 @@ def differ(values: torch.Tensor) -> torch.Tensor:
     return (values != values[:, :1]).any(dim=1)
 
 
-def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch, ScoreStream | None]:
-    """Generate the responses of the step, which the reward workers score meanwhile. Return the prompt of each response,
-    the batch, and its scores to come; None where algorithm.filter_groups has scored the responses to choose them. Raise
-    StopRequested if a stop is requested."""
+def rollout(
+    run: Run, state: StepState, stop: StopRequests
+) -> tuple[list[Prompt], RaggedBatch, ScoreStream | None]:
+    """Generate the responses of the step, which the reward workers score meanwhile. Return the
+    prompt of each response, the batch, and its scores to come; None where algorithm.filter_groups
+    has scored the responses to choose them. Raise StopRequested if a stop is requested."""
     stream: ScoreStream | None = None
     if run.actor.replay is not None:
         run.actor.replay.held = run.group_pool.experts(run.actor.replay.held)
@@ -120,8 +135,11 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
     return prompts, batch, stream
 
 
-def sample_groups(run: Run, state: StepState, needed: int) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
-    """Sample groups by the strategy of the run, with the current weights, and greedy responses if the
+def sample_groups(
+    run: Run, state: StepState, needed: int
+) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
+    """Sample groups by the strategy of the run, with the current weights, and greedy responses if
+    the
     advantage estimator needs them. needed: groups that the step can use; without a pool a whole
     batch of prompts is sampled. Return the prompt of each response, the batch, and the scores to
     come. All ranks know which responses have ended, and so decide alike."""
@@ -174,7 +192,9 @@ def _split(groups: Sequence[Group], is_used: np.ndarray) -> tuple[list[Group], l
     return [group for group, used in pairs if used], [group for group, used in pairs if not used]
 
 
-def _greedy(run: Run, state: StepState, groups: Sequence[Group], stream: ScoreStream) -> RaggedBatch:
+def _greedy(
+    run: Run, state: StepState, groups: Sequence[Group], stream: ScoreStream
+) -> RaggedBatch:
     """Return a greedy response to the prompt of each group. stream: of their scores, numbered after
     all sampled responses."""
     sampling = Sampling(0.0, run.config.data.max_response_length, run.stop_token_ids)
@@ -188,11 +208,13 @@ def _greedy(run: Run, state: StepState, groups: Sequence[Group], stream: ScoreSt
     return batch
 
 
-def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch]:
+def filtered_rollout(
+    run: Run, state: StepState, stop: StopRequests
+) -> tuple[list[Prompt], RaggedBatch]:
     """Generate and score groups until data.train_batch_size of them differ. Return the prompt
-    of each response, and the batch with its scores. Raise TooFewGroups if there are too few in the batches that a step
-    may draw, or none in many consecutive ones, StopRequested if a stop is requested. All ranks have all scores, and so
-    decide alike."""
+    of each response, and the batch with its scores. Raise TooFewGroups if there are too few in the
+    batches that a step may draw, or none in many consecutive ones, StopRequested if a stop is
+    requested. All ranks have all scores, and so decide alike."""
     cfg = run.config
     wanted = cfg.data.train_batch_size
     size = prompts_per_batch(cfg.data)
@@ -203,9 +225,14 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
     in_vain = 0
     while groups.num_kept < wanted:
         if groups.num_drawn >= most * size or in_vain >= most_in_vain:
-            raise TooFewGroups(_too_few(cfg, groups, num_batches, in_vain >= most_in_vain, state.step))
+            raise TooFewGroups(
+                _too_few(cfg, groups, num_batches, in_vain >= most_in_vain, state.step)
+            )
         if num_batches and num_batches % PROGRESS_EVERY == 0:
-            print_line(f"step {state.step}: {_progress(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
+            print_line(
+                f"step {state.step}: {_progress(cfg, groups, num_batches)}; it draws on",
+                rank_0_only=True,
+            )
         prompts, batch, stream = sample_groups(run, state, wanted - groups.num_kept)
         num_batches += 1
         stop.check()
@@ -232,19 +259,26 @@ def _progress(cfg: Config, groups: SampledGroups, num_batches: int) -> str:
     common += ", ..." if len(groups.dropped) > 2 else ""
     others = f" (the others have one value: {common})" if common else ""
     return (
-        f"in {num_batches} batches {groups.num_kept} of {groups.num_drawn} groups have responses that differ in"
-        f" {groups.metric}{others}, and data.train_batch_size is {cfg.data.train_batch_size}"
+        f"in {num_batches} batches {groups.num_kept} of {groups.num_drawn} groups have responses "
+        f"that differ in {groups.metric}{others}, and data.train_batch_size is "
+        f"{cfg.data.train_batch_size}"
     )
 
 
-def _too_few(cfg: Config, groups: SampledGroups, num_batches: int, is_in_vain: bool, step: int) -> str:
+def _too_few(
+    cfg: Config, groups: SampledGroups, num_batches: int, is_in_vain: bool, step: int
+) -> str:
     """Return the message of TooFewGroups."""
     key = "algorithm.filter_groups.max_num_gen_batches"
     most = cfg.algorithm.filter_groups.max_num_gen_batches
-    bound = f"{key} is {most}: raise it, or" if most else f"{key} is 0, one pass over the training prompts:"
+    bound = (
+        f"{key} is {most}: raise it, or"
+        if most
+        else f"{key} is 0, one pass over the training prompts:"
+    )
     if is_in_vain:
         bound = "the last ones have brought none for so long that more will not help:"
     return (
-        f"step {step}: {_progress(cfg, groups, num_batches)}; {bound} use prompts that the model answers partly right,"
-        " a larger rollout.n or a smaller data.train_batch_size"
+        f"step {step}: {_progress(cfg, groups, num_batches)}; {bound} use prompts that the model "
+        "answers partly right, a larger rollout.n or a smaller data.train_batch_size"
     )

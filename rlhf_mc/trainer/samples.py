@@ -1,4 +1,5 @@
-"""Generations on disk as JSONL, one file for each step or validation: for reading, and for training something else."""
+"""Generations on disk as JSONL, one file for each step or validation: for reading, and for training
+something else."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ FEW_OF_PROMPT = 4
 
 
 def some_of_each_prompt(num_responses: int, n: int, count: int) -> list[int]:
-    """Return the indices of `count` responses of a batch, or of all if it has fewer: the first FEW_OF_PROMPT responses
-    of each prompt, prompt by prompt, then the next of each. n: responses per prompt, which are consecutive."""
+    """Return the indices of `count` responses of a batch, or of all if it has fewer: the first
+    FEW_OF_PROMPT responses of each prompt, prompt by prompt, then the next of each. n: responses
+    per prompt, which are consecutive."""
     return sorted(range(num_responses), key=lambda i: (i % n // FEW_OF_PROMPT, i))[:count]
 
 
@@ -44,15 +46,25 @@ def write_samples(
     scores: Sequence[Score],
     batch: RaggedBatch | None = None,
 ) -> None:
-    """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names them; data_source,
-    length in tokens, parts (each part's contribution to the score), extra (further numbers of the reward functions)
-    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has them. batch: of these
-    responses, for tokens, as `token_columns` has them; None: without. One rank calls it.
+    """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names
+    them; data_source, length in tokens, parts (each part's contribution to the score), extra
+    (further numbers of the reward functions)
+    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has
+    them. batch: of these responses, for tokens, as `token_columns` has them; None: without. One
+    rank calls it.
 
     A file of the same step, from before a resume, is replaced."""
-    inputs = tokenizer.batch_decode([list(prompt.token_ids) for prompt in prompts], skip_special_tokens=True)
-    outputs = tokenizer.batch_decode([list(response) for response in responses], skip_special_tokens=True)
-    tokens = [{}] * len(prompts) if batch is None else [{"tokens": one} for one in token_columns(tokenizer, batch)]
+    inputs = tokenizer.batch_decode(
+        [list(prompt.token_ids) for prompt in prompts], skip_special_tokens=True
+    )
+    outputs = tokenizer.batch_decode(
+        [list(response) for response in responses], skip_special_tokens=True
+    )
+    tokens = (
+        [{}] * len(prompts)
+        if batch is None
+        else [{"tokens": one} for one in token_columns(tokenizer, batch)]
+    )
     directory.mkdir(parents=True, exist_ok=True)
     path = samples_path(directory, step)
     unfinished = path.with_suffix(".jsonl.part")
@@ -84,47 +96,77 @@ OBSERVATION = "observation"
 def split_turns(
     tokenizer: PreTrainedTokenizerBase, response: Sequence[int], episode: Episode | None
 ) -> list[tuple[str, str]]:
-    """Return the parts of a response as pairs: RESPONSE or OBSERVATION, and the text. Without an environment there is
-    one."""
+    """Return the parts of a response as pairs: RESPONSE or OBSERVATION, and the text. Without an
+    environment there is one."""
     observations = () if episode is None else episode.observations
     places = [0, *itertools.chain.from_iterable(observations), len(response)]
     kinds = itertools.cycle((RESPONSE, OBSERVATION))
-    parts = [(kind, response[start:end]) for kind, (start, end) in zip(kinds, itertools.pairwise(places), strict=False)]
-    return [(kind, tokenizer.decode(part, skip_special_tokens=False)) for kind, part in parts if part]
+    parts = [
+        (kind, response[start:end])
+        for kind, (start, end) in zip(kinds, itertools.pairwise(places), strict=False)
+    ]
+    return [
+        (kind, tokenizer.decode(part, skip_special_tokens=False)) for kind, part in parts if part
+    ]
 
 
 MAX_TOKENS = 512
 """Tokens of a response that `token_columns` has."""
-TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "kept")
+TOKEN_FIELDS = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "kept",
+)
 """Fields of RaggedBatch that `token_columns` has."""
 
 
-def token_columns(tokenizer: PreTrainedTokenizerBase, batch: RaggedBatch) -> list[dict[str, list[Any]]]:
-    """Return of each response its first MAX_TOKENS tokens, as columns of one length: text, as `token_texts`;
-    response_mask, 0 for the tokens of observations; those of TOKEN_FIELDS that the batch has, with 6 decimals, None for
-    the tokens of observations and what is not finite."""
+def token_columns(
+    tokenizer: PreTrainedTokenizerBase, batch: RaggedBatch
+) -> list[dict[str, list[Any]]]:
+    """Return of each response its first MAX_TOKENS tokens, as columns of one length: text, as
+    `token_texts`; response_mask, 0 for the tokens of observations; those of TOKEN_FIELDS that the
+    batch has, with 6 decimals, None for the tokens of observations and what is not finite."""
     numbers = {
         name: [round(value, 6) if math.isfinite(value) else None for value in field.tolist()]
         for name in TOKEN_FIELDS
         if (field := getattr(batch, name)) is not None
     }
-    mask = [True] * len(batch.tokens) if batch.response_mask is None else batch.response_mask.tolist()
+    mask = (
+        [True] * len(batch.tokens) if batch.response_mask is None else batch.response_mask.tolist()
+    )
     drawn = itertools.count()
     rows: list[dict[str, list[Any]]] = []
     for response, end in zip(batch.responses(), batch.seq_lens.cumsum(0).tolist(), strict=True):
-        places = [next(drawn) if is_drawn else None for is_drawn in mask[end - len(response) : end]][:MAX_TOKENS]
-        columns = {name: [None if at is None else values[at] for at in places] for name, values in numbers.items()}
+        places = [
+            next(drawn) if is_drawn else None for is_drawn in mask[end - len(response) : end]
+        ][:MAX_TOKENS]
+        columns = {
+            name: [None if at is None else values[at] for at in places]
+            for name, values in numbers.items()
+        }
         texts = token_texts(tokenizer, response[:MAX_TOKENS])
-        rows.append({"text": texts, "response_mask": [int(place is not None) for place in places], **columns})
+        rows.append(
+            {
+                "text": texts,
+                "response_mask": [int(place is not None) for place in places],
+                **columns,
+            }
+        )
     return rows
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds to the text before it, special tokens included. A character of several
-    tokens is at its last one, and the others are empty."""
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    """Return the text that each token adds to the text before it, special tokens included. A
+    character of several tokens is at its last one, and the others are empty."""
+    decode = functools.partial(
+        tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     texts = [""] * len(token_ids)
-    start = end = 0  # tokens whose text is complete, decoded anew: a space may depend on the token before it
+    # tokens whose text is complete, decoded anew: a space may depend on the token before it
+    start = end = 0
     for i in range(len(token_ids)):
         text = decode(token_ids[start : i + 1])
         if not text.endswith("\ufffd") or i + 1 == len(token_ids):
@@ -137,17 +179,21 @@ MAX_BINS = 64
 
 
 def record_histograms(cfg: Config, rank: int, run_id: str, step: int, batch: RaggedBatch) -> None:
-    """Add the step's histogram of response lengths to histograms.jsonl. Any rank may call it; rank 0 writes. An error
-    is a warning."""
+    """Add the step's histogram of response lengths to histograms.jsonl. Any rank may call it; rank
+    0 writes. An error is a warning."""
     if rank == 0:
         lengths = histogram(batch.response_lens, length_edges(cfg.data.max_response_length))
         row = {"step": step, "run_id": run_id, "response_length": lengths}
-        best_effort(HISTOGRAMS_FILE, lambda: _append(Path(cfg.trainer.default_local_dir) / HISTOGRAMS_FILE, row))
+        best_effort(
+            HISTOGRAMS_FILE,
+            lambda: _append(Path(cfg.trainer.default_local_dir) / HISTOGRAMS_FILE, row),
+        )
 
 
 def length_edges(longest: int) -> list[int]:
-    """Return the edges of at most MAX_BINS bins of one width for lengths in tokens from 1 to `longest`, the same in
-    every step: bin i holds the lengths above edges[i], up to edges[i + 1]."""
+    """Return the edges of at most MAX_BINS bins of one width for lengths in tokens from 1 to
+    `longest`, the same in every step: bin i holds the lengths above edges[i], up to edges[i +
+    1]."""
     width = -(-longest // MAX_BINS)
     return list(range(0, longest + width, width))
 
@@ -172,7 +218,11 @@ def keep_samples(
     scores: list[Score],
     batch: RaggedBatch | None = None,
 ) -> None:
-    """Write all generations to <directory>/<step>.jsonl, unless there is none. Only rank 0 calls it."""
+    """Write all generations to <directory>/<step>.jsonl, unless there is none. Only rank 0 calls
+    it."""
     if directory is not None:
         root = Path(directory)
-        best_effort(directory, lambda: write_samples(root, step, tokenizer, prompts, responses, scores, batch))
+        best_effort(
+            directory,
+            lambda: write_samples(root, step, tokenizer, prompts, responses, scores, batch),
+        )

@@ -1,4 +1,5 @@
-"""The scores of responses: by the reward workers of all ranks, which score while other phases run, and by models."""
+"""The scores of responses: by the reward workers of all ranks, which score while other phases run,
+and by models."""
 
 from __future__ import annotations
 
@@ -31,12 +32,19 @@ _TRAIN_LOG_STEPS = 10
 
 
 class SpecialTokenTexts:
-    """The texts of responses for the parts of the score that read special tokens, which other parts do not see."""
+    """The texts of responses for the parts of the score that read special tokens, which other parts
+    do not see."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, Sequence[str] | None]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, Sequence[str] | None]
+    ) -> None:
         """special_tokens: as of RewardManager."""
         self._tokenizer = tokenizer
-        numbers = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        numbers = {
+            token.content: number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
         self.read = {
             part: [text for text in numbers if tokens is None or text in tokens]
             for part, tokens in special_tokens.items()
@@ -58,8 +66,8 @@ class SpecialTokenTexts:
 
 
 class ScoreStream:
-    """The scores of responses that are submitted to reward workers as they end, while others are generated. A response
-    is named by its number, and scored by one rank, whichever that is."""
+    """The scores of responses that are submitted to reward workers as they end, while others are
+    generated. A response is named by its number, and scored by one rank, whichever that is."""
 
     def __init__(
         self,
@@ -82,14 +90,18 @@ class ScoreStream:
         self._pending = rewards.submit([], [], training)
 
     def submit(self, responses: Mapping[int, Sequence[int]], others_follow: bool = False) -> None:
-        """Submit the tokens of responses to this rank's workers, by number. With others_follow those of an async
-        function or an endpoint, which score several at a time, wait for others while the workers are busy; those of a
-        function that takes all rows in one call wait for all."""
+        """Submit the tokens of responses to this rank's workers, by number. With others_follow
+        those of an async function or an endpoint, which score several at a time, wait for others
+        while the workers are busy; those of a function that takes all rows in one call wait for
+        all."""
         self._held |= responses
-        waits = self._rewards.is_batched or (self._rewards.scores_together and self._pending.is_busy)
+        waits = self._rewards.is_batched or (
+            self._rewards.scores_together and self._pending.is_busy
+        )
         if not self._held or (others_follow and waits):
             return
-        # In the order in which they have ended, in parts that depend on time: a worker's rows do not.
+        # In the order in which they have ended, in parts that depend on time: a worker's rows do
+        # not.
         numbers = sorted(self._held) if self._rewards.is_batched else list(self._held)
         prompts = [self._prompts[number] for number in numbers]
         decode = self._tokenizer.batch_decode
@@ -101,23 +113,30 @@ class ScoreStream:
         ]
         prompt_texts = None
         if self._rewards.needs_prompts:
-            prompt_texts = decode([prompt.token_ids for prompt in prompts], skip_special_tokens=True)
+            prompt_texts = decode(
+                [prompt.token_ids for prompt in prompts], skip_special_tokens=True
+            )
         self._held.clear()
         self._numbers += numbers
         episodes = [self.episodes.pop(number, None) for number in numbers]
-        self._rewards.submit(prompts, texts, self._training, prompt_texts, self._pending, episodes, special)
+        self._rewards.submit(
+            prompts, texts, self._training, prompt_texts, self._pending, episodes, special
+        )
 
     def select(self, numbers: Sequence[int]) -> None:
-        """Number these responses 0, 1, ... in this order. No other response has been or may be submitted."""
+        """Number these responses 0, 1, ... in this order. No other response has been or may be
+        submitted."""
         new = {number: i for i, number in enumerate(numbers)}
         self._prompts = [self._prompts[number] for number in numbers]
         self._numbers = [new[number] for number in self._numbers]
         self._held = {new[number]: tokens for number, tokens in self._held.items()}
-        self.episodes = {new[number]: self.episodes[number] for number in self.episodes.keys() & new.keys()}
+        self.episodes = {
+            new[number]: self.episodes[number] for number in self.episodes.keys() & new.keys()
+        }
 
     def collect(self) -> list[Score]:
-        """Return the scores of all responses on every rank. Raise UserError on all ranks if a response on any cannot be
-        scored. Every rank must call it."""
+        """Return the scores of all responses on every rank. Raise UserError on all ranks if a
+        response on any cannot be scored. Every rank must call it."""
         count(responses=len(self._numbers))
 
         def result() -> dict[int, Score]:
@@ -129,17 +148,23 @@ class ScoreStream:
         by_number: dict[int, Score] = {}
         for part in gather_results(result):
             by_number |= part
-        assert len(by_number) == len(self._prompts), f"{len(by_number)} scores of {len(self._prompts)} responses"
-        return self._pending.names.limit([by_number[number] for number in range(len(self._prompts))])
+        assert len(by_number) == len(self._prompts), (
+            f"{len(by_number)} scores of {len(self._prompts)} responses"
+        )
+        return self._pending.names.limit(
+            [by_number[number] for number in range(len(self._prompts))]
+        )
 
     def hidden_seconds(self) -> float:
-        """Return the seconds since the first submission, or up to the last score, in which the rank did other work."""
+        """Return the seconds since the first submission, or up to the last score, in which the rank
+        did other work."""
         return self._pending.seconds_until(time.perf_counter())
 
 
 class GroupScores:
-    """The scores of groups of which a step trains on some. A response waits until it is certain that the step trains on
-    its group: none is scored in vain, or twice. Each response that has ended is on one rank."""
+    """The scores of groups of which a step trains on some. A response waits until it is certain
+    that the step trains on its group: none is scored in vain, or twice. Each response that has
+    ended is on one rank."""
 
     def __init__(self, stream: ScoreStream, n: int, first: int = 0) -> None:
         """n: responses of a group. stream: response i of group g has number first + g * n + i."""
@@ -148,7 +173,9 @@ class GroupScores:
         self._first = first
         self._waiting: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
 
-    def add(self, group: int, response: int, token_ids: Sequence[int], episode: Episode | None = None) -> None:
+    def add(
+        self, group: int, response: int, token_ids: Sequence[int], episode: Episode | None = None
+    ) -> None:
         """Add a response that has ended. episode: what its environment gave."""
         number = self._first + group * self._n + response
         self._waiting[group][number] = token_ids
@@ -156,7 +183,8 @@ class GroupScores:
             self._stream.episodes[number] = episode
 
     def submit(self, is_taken: np.ndarray) -> None:
-        """Submit the responses to this rank's workers that wait, of groups that are taken: [groups] bool."""
+        """Submit the responses to this rank's workers that wait, of groups that are taken: [groups]
+        bool."""
         ready: dict[int, Sequence[int]] = {}
         for group in sorted(self._waiting.keys() & set(np.flatnonzero(is_taken).tolist())):
             ready |= self._waiting.pop(group)
@@ -171,8 +199,8 @@ def rewards(
     pending: ScoreStream | None,
     stop: StopRequests,
 ) -> RaggedBatch:
-    """Return the batch with its scores, and record them. pending: of `rollout`; None: the batch has its scores. Raise
-    StopRequested if a stop is requested: no update has begun."""
+    """Return the batch with its scores, and record them. pending: of `rollout`; None: the batch has
+    its scores. Raise StopRequested if a stop is requested: no update has begun."""
     end_check = stop.start_check()
     if pending is not None:
         batch, scores = await_rewards(run, state, prompts, batch, pending)
@@ -186,9 +214,10 @@ def rewards(
 def await_rewards(
     run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: ScoreStream
 ) -> tuple[RaggedBatch, list[Score]]:
-    """Return the batch with the score of each response, and of the greedy response to its prompt if there is one: the
-    weighted sum of its parts, by the reward workers and the reward models, less the penalty on long responses. Return
-    the scores of the batch's responses with their parts too."""
+    """Return the batch with the score of each response, and of the greedy response to its prompt if
+    there is one: the weighted sum of its parts, by the reward workers and the reward models, less
+    the penalty on long responses. Return the scores of the batch's responses with their parts
+    too."""
     n = run.config.rollout.n
     greedy_prompts = [] if state.greedy is None else prompts[::n]
     by_model = {
@@ -219,17 +248,21 @@ def await_rewards(
 
 
 def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.Tensor:
-    """Return the environment's reward of each turn before the last, on the turn's last token: [R] float32. scores: of
-    each response."""
+    """Return the environment's reward of each turn before the last, on the turn's last token: [R]
+    float32. scores: of each response."""
     rewards = torch.zeros(int(response_lens.sum()))
-    for score, start in zip(scores, (response_lens.cumsum(0) - response_lens).tolist(), strict=True):
+    for score, start in zip(
+        scores, (response_lens.cumsum(0) - response_lens).tolist(), strict=True
+    ):
         for place, reward in () if score.episode is None else score.episode.rewards[:-1]:
             if place >= 0:
                 rewards[start + place] += reward
     return rewards
 
 
-def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:
+def record_samples(
+    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]
+) -> None:
     """Write the responses that are trained on to trainer.rollout_data_dir."""
     state.scores = scores
     if run.groups.rank == 0:
@@ -238,8 +271,8 @@ def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: Rag
 
 
 def record_tokens(run: Run, state: StepState, batch: RaggedBatch) -> None:
-    """Write some responses, token by token, to train_generations/ in the first step and every tenth one. Any rank may
-    call it; rank 0 writes."""
+    """Write some responses, token by token, to train_generations/ in the first step and every tenth
+    one. Any rank may call it; rank 0 writes."""
     cfg = run.config.trainer
     rows = some_of_each_prompt(batch.num_sequences, run.config.rollout.n, cfg.log_train_generations)
     if run.groups.rank != 0 or not rows or (state.step > 1 and state.step % _TRAIN_LOG_STEPS):
@@ -254,9 +287,12 @@ def record_tokens(run: Run, state: StepState, batch: RaggedBatch) -> None:
 def score_by_reward_model(
     run: Run, state: StepState, model: RewardModel, prompts: list[Prompt], batch: RaggedBatch
 ) -> list[float | None]:
-    """Return the contribution of a reward model's part to each score, None where the mixture of the data source has no
-    such part. prompts: of each response, the greedy ones last. Raise UserError if a score is not finite."""
-    weights = [run.rewards.mixture.training(prompt.data_source).get(model.part) for prompt in prompts]
+    """Return the contribution of a reward model's part to each score, None where the mixture of the
+    data source has no such part. prompts: of each response, the greedy ones last. Raise UserError
+    if a score is not finite."""
+    weights = [
+        run.rewards.mixture.training(prompt.data_source).get(model.part) for prompt in prompts
+    ]
     num_sampled = batch.num_sequences
     passes = [(batch, slice(num_sampled))]
     if state.greedy is not None:
@@ -270,8 +306,13 @@ def score_by_reward_model(
             values += scores.values.tolist()
             num_truncated += scores.num_truncated
     if not all(map(math.isfinite, values)):  # the same on every rank
-        raise UserError(f"{model.role}.model_path: {model.path}: a score is not finite in step {state.step}")
+        raise UserError(
+            f"{model.role}.model_path: {model.path}: a score is not finite in step {state.step}"
+        )
     if model.conversations is not None:
         key = f"reward/num_truncated/{model.part}"
         state.metrics[key] = state.metrics.get(key, 0) + num_truncated
-    return [None if weight is None else weight * value for weight, value in zip(weights, values, strict=True)]
+    return [
+        None if weight is None else weight * value
+        for weight, value in zip(weights, values, strict=True)
+    ]

@@ -23,7 +23,8 @@ MOST_CONSECUTIVE = 3
 
 @dataclass
 class SkippedUpdates:
-    """The count of updates that were skipped because loss or gradient were not finite, with the limit of the run."""
+    """The count of updates that were skipped because loss or gradient were not finite, with the
+    limit of the run."""
 
     limit: int
     """The run is aborted after this number of consecutive skipped updates of one model."""
@@ -43,12 +44,14 @@ class SkippedUpdates:
         on_rank_0(lambda: write_samples(path, name, mini), f"{path}: cannot be written")
         if self.consecutive[name] >= self.limit:
             raise UserError(
-                f"{name}: loss or gradient not finite in {self.limit} consecutive updates, the last in step {step}; "
-                f"their samples are in {path}; {_find_not_finite(name, mini, engine.params)}"
+                f"{name}: loss or gradient not finite in {self.limit} consecutive updates, the "
+                f"last in step {step}; their samples are in {path}; "
+                f"{_find_not_finite(name, mini, engine.params)}"
             )
 
     def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
-        """Set the counts to a checkpoint's. On rank 0 delete the samples of later steps, which are repeated."""
+        """Set the counts to a checkpoint's. On rank 0 delete the samples of later steps, which are
+        repeated."""
         self.consecutive = dict(consecutive)
         for path in self.directory.glob(NONFINITE_FILE.format("*")) if dist.get_rank() == 0 else ():
             if int(path.stem.rpartition("_")[2]) > step:
@@ -56,25 +59,47 @@ class SkippedUpdates:
 
 
 def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
-    """Return a description of the values that are not finite: weights, fields of the batch, or neither. Every rank must
-    call it."""
+    """Return a description of the values that are not finite: weights, fields of the batch, or
+    neither. Every rank must call it."""
     first = next((local for local, param in params.items() if num_not_finite(param)), None)
     for rank, local in enumerate(gather_objects(first)):
         if local is not None:
-            return f"the model's weights are not finite ({local} on rank {rank}): resume from an earlier checkpoint"
-    per_token = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "scores", "advantages", "returns")
+            return (
+                f"the model's weights are not finite ({local} on rank {rank}): resume from an "
+                "earlier checkpoint"
+            )
+    per_token = (
+        "rollout_log_probs",
+        "old_log_probs",
+        "ref_log_probs",
+        "values",
+        "scores",
+        "advantages",
+        "returns",
+    )
     fields = {key: getattr(mini, key) for key in per_token}
-    bad = [f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))]
+    bad = [
+        f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))
+    ]
     if bad:
-        return f"weights are finite, and of the batch these have values that are not: {', '.join(bad)}"
-    return f"weights and batch are finite, so the loss or its gradient overflows: try a smaller {name}.optim.lr"
+        return (
+            f"weights are finite, and of the batch these have values that are not: {', '.join(bad)}"
+        )
+    return (
+        "weights and batch are finite, so the loss or its gradient overflows: try a smaller "
+        f"{name}.optim.lr"
+    )
 
 
 def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
     """Append the mini-batch to a JSON file: one list of sequences per update of the step."""
     seq_lens = mini.seq_lens.tolist()
     response_lens = mini.response_lens.tolist()
-    advantages = mini.advantages.split(response_lens) if mini.advantages is not None else [None] * len(seq_lens)
+    advantages = (
+        mini.advantages.split(response_lens)
+        if mini.advantages is not None
+        else [None] * len(seq_lens)
+    )
     sequences = [
         {
             "token_ids": tokens.tolist(),

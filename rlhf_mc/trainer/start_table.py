@@ -1,5 +1,6 @@
-"""The console's table of a run's start: roles, layouts, and the memory that each holds on a rank. All numbers come from
-the engines that are built and from the plan of the weight update; before, there are the planner's.
+"""The console's table of a run's start: roles, layouts, and the memory that each holds on a rank.
+All numbers come from the engines that are built and from the plan of the weight update; before,
+there are the planner's.
 """
 
 from __future__ import annotations
@@ -73,14 +74,20 @@ def _precisions(run: Run) -> list[str]:
         megatron = layouts(run.config)[engine.name]
         kind = f"{megatron.dtype}{', sequence parallel' if megatron.sequence_parallel else ''}"
         roles.setdefault(kind, []).append(engine.name)
-    return [f"{layers} layers; " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in roles.items())]
+    return [
+        f"{layers} layers; "
+        + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in roles.items())
+    ]
 
 
 def table(rows: Sequence[ModelRow]) -> list[str]:
     """Return header and rows, of at most 80 columns: of each number the largest of all ranks."""
     lines = [_line("a rank holds", _TITLES)]
     for row in rows:
-        most = [max(getattr(share, name) for share in row.shares) for name in ("weights", "gradients", "optimizer")]
+        most = [
+            max(getattr(share, name) for share in row.shares)
+            for name in ("weights", "gradients", "optimizer")
+        ]
         moved = {name for share in row.shares for name in share.offloaded}
         cells = [
             size(num_bytes) + ("*" if name in moved else "") if num_bytes else "-"
@@ -96,14 +103,21 @@ def table(rows: Sequence[ModelRow]) -> list[str]:
 def notes(texts: Sequence[str]) -> list[str]:
     """Return the texts as indented lines of at most 80 columns."""
     wrapper = textwrap.TextWrapper(
-        COLUMNS, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=True
+        COLUMNS,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        break_long_words=True,
     )
     return [line for text in texts for line in wrapper.wrap(text)]
 
 
 def _line(role: str, cells: Sequence[str]) -> str:
     role = role if len(role) <= ROLE_WIDTH else ".." + role[2 - ROLE_WIDTH :]
-    parts = [role.ljust(ROLE_WIDTH), *(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))]
+    parts = [
+        role.ljust(ROLE_WIDTH),
+        *(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True)),
+    ]
     return " ".join(parts).rstrip()
 
 

@@ -1,4 +1,5 @@
-"""The metrics of a step as a whole, and the console lines of a run. docs/metrics.md lists the metrics."""
+"""The metrics of a step as a whole, and the console lines of a run. docs/metrics.md lists the
+metrics."""
 
 from __future__ import annotations
 
@@ -32,15 +33,20 @@ from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
-    """Add the metrics of the step as a whole: lengths, balance, throughput, memory. Every rank must call it."""
+    """Add the metrics of the step as a whole: lengths, balance, throughput, memory. Every rank must
+    call it."""
     data = run.config.data
     lens = batch.conversation_lens
-    state.metrics |= summarize_lengths("response_length", batch.response_lens, data.max_response_length, lens)
+    state.metrics |= summarize_lengths(
+        "response_length", batch.response_lens, data.max_response_length, lens
+    )
     state.metrics |= summarize_lengths("prompt_length", batch.prompt_lens, data.max_prompt_length)
     if not run.config.algorithm.rollout_correction.bypass_mode:
         state.metrics.update(difference_metrics(batch))
     seq_lens = batch.seq_lens.tolist()
-    state.metrics.update(balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost))
+    state.metrics.update(
+        balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost)
+    )
     if run.config.rollout.n > 1:
         state.metrics["train/equal_groups_ratio"] = equal_groups_ratio(batch, run.config.rollout.n)
     if run.config.actor.use_kl_loss:
@@ -64,14 +70,18 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             **memory_metrics(),
             **per_token_metrics(batch, state.num_generated, times),
-            **utilization_metrics(run.actor, run.critic, run.config, batch, {**times, **slowest_rank_times(state)}),
+            **utilization_metrics(
+                run.actor, run.critic, run.config, batch, {**times, **slowest_rank_times(state)}
+            ),
             **run.weight_sync.metrics,
             **run.offload_schedule.metrics(),
         }
     )
 
 
-def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit: int) -> dict[str, float]:
+def response_lengths_by_source(
+    batch: RaggedBatch, sources: Sequence[str], limit: int
+) -> dict[str, float]:
     """Return the lengths of the responses of each data source. sources: one entry per response."""
     rows: dict[str, list[int]] = {}
     for i, source in enumerate(sources):
@@ -79,20 +89,24 @@ def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit
     metrics: dict[str, float] = {}
     for source, indices in sorted(rows.items()):
         lens = batch.conversation_lens[indices]
-        metrics |= summarize_lengths(f"response_length/{source}", batch.response_lens[indices], limit, lens)
+        metrics |= summarize_lengths(
+            f"response_length/{source}", batch.response_lens[indices], limit, lens
+        )
     return metrics
 
 
 def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Return the differences between the engine's and the trainer's log-probs of the sampled tokens. The correlation of
-    their probabilities is 1 where one of them is the same for all tokens. Those of log-probs are absent where older
-    weights have drawn all tokens."""
+    """Return the differences between the engine's and the trainer's log-probs of the sampled
+    tokens. The correlation of their probabilities is 1 where one of them is the same for all
+    tokens. Those of log-probs are absent where older weights have drawn all tokens."""
     assert batch.old_log_probs is not None
     probs = torch.stack([batch.old_log_probs, batch.rollout_log_probs]).double().exp()
     probs_diff = (probs[0] - probs[1]).abs()
     centred = probs - probs.mean(dim=1, keepdim=True)
     is_constant = bool((probs == probs[:, :1]).all(dim=1).any())
-    correlation = 1.0 if is_constant else float((centred[0] @ centred[1]) / centred.norm(dim=1).prod())
+    correlation = (
+        1.0 if is_constant else float((centred[0] @ centred[1]) / centred.norm(dim=1).prod())
+    )
     difference = Difference.from_batch(batch)
     compared = {} if difference is None else asdict(difference)
     return {
@@ -105,8 +119,9 @@ def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
 
 
 def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> dict[str, float]:
-    """Return the tokens per data-parallel replica, assigned round-robin and by cost (balance.py), and the share of the
-    replicas' time that they spend waiting for the one with the highest cost."""
+    """Return the tokens per data-parallel replica, assigned round-robin and by cost (balance.py),
+    and the share of the replicas' time that they spend waiting for the one with the highest
+    cost."""
     round_robin = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
     parts = assign_to_replicas(seq_lens, num_replicas, cost)
     balanced = [sum(seq_lens[i] for i in part) for part in parts]
@@ -131,8 +146,8 @@ def equal_groups_ratio(batch: RaggedBatch, responses_per_prompt: int) -> float:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return the memory in use: on this rank's device at the peak of torch's tensors so far, and on its machine now.
-    The used share is the device's; on a CPU the machine's."""
+    """Return the memory in use: on this rank's device at the peak of torch's tensors so far, and on
+    its machine now. The used share is the device's; on a CPU the machine's."""
     machine, available = memory()
     total, free = platform.free_device_memory() if platform.use_cuda() else (machine, available)
     return {
@@ -161,9 +176,12 @@ _PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_acto
 _PRODUCTS = 5
 
 
-def per_token_metrics(batch: RaggedBatch, num_generated: int, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return `{timing_per_token_ms/<phase>: milliseconds}`, without a phase that had no tokens. num_generated: response
-    tokens that the step has generated. seconds: `timing_s/<phase>` of the step."""
+def per_token_metrics(
+    batch: RaggedBatch, num_generated: int, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Return `{timing_per_token_ms/<phase>: milliseconds}`, without a phase that had no tokens.
+    num_generated: response tokens that the step has generated. seconds: `timing_s/<phase>` of the
+    step."""
     num_tokens = {"gen": num_generated, **dict.fromkeys(_PHASES, int(batch.seq_lens.sum()))}
     return {
         f"timing_per_token_ms/{phase}": 1000 * seconds[f"timing_s/{phase}"] / count
@@ -173,11 +191,15 @@ def per_token_metrics(batch: RaggedBatch, num_generated: int, seconds: Mapping[s
 
 
 def utilization_metrics(
-    actor: ModelEngine, critic: ModelEngine | None, cfg: Config, batch: RaggedBatch, seconds: Mapping[str, float]
+    actor: ModelEngine,
+    critic: ModelEngine | None,
+    cfg: Config,
+    batch: RaggedBatch,
+    seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the MFU of the step's updates and of the old log-probs: FLOPs of the pass, per rank and second of its
-    phase, over the rank's peak; none if the peak is not known. seconds: as above, of the slowest rank; a phase that the
-    step does not have has no MFU."""
+    """Return the MFU of the step's updates and of the old log-probs: FLOPs of the pass, per rank
+    and second of its phase, over the rank's peak; none if the peak is not known. seconds: as above,
+    of the slowest rank; a phase that the step does not have has no MFU."""
     peak = peak_flops(cfg.actor.megatron.dtype)
     if peak is None:
         return {}
@@ -197,8 +219,8 @@ def utilization_metrics(
 
 
 def update_flops(shape: ModelShape, batch: RaggedBatch, epochs: int) -> float:
-    """Return the FLOPs of an update, summed over all ranks: forward and backward passes over the batch, once an epoch.
-    Frozen tensors count as trained ones, as they do in verl."""
+    """Return the FLOPs of an update, summed over all ranks: forward and backward passes over the
+    batch, once an epoch. Frozen tensors count as trained ones, as they do in verl."""
     return epochs * training_flops(shape, batch.seq_lens.tolist(), int(batch.response_lens.sum()))
 
 
@@ -209,8 +231,9 @@ def log_prob_flops(shape: ModelShape, batch: RaggedBatch) -> float:
 
 @lru_cache
 def peak_flops(dtype: str) -> float | None:
-    """Return the peak FLOP/s of a rank: of its GPU for dense bfloat16 by the data sheet, as verl's. Of a CPU, or of a
-    GPU that is not in planner/gpus.py, the rate of the fastest of some large products in `dtype`, measured once;
+    """Return the peak FLOP/s of a rank: of its GPU for dense bfloat16 by the data sheet, as verl's.
+    Of a CPU, or of a GPU that is not in planner/gpus.py, the rate of the fastest of some large
+    products in `dtype`, measured once;
     None, with a warning, if there is no memory for that."""
     rate = device_bfloat16(torch.cuda.get_device_name()) if platform.use_cuda() else None
     try:
@@ -218,12 +241,16 @@ def peak_flops(dtype: str) -> float | None:
     except RuntimeError as error:
         if not platform.is_out_of_memory(error):
             raise
-        print_line("warning: no memory to measure the device's FLOP/s; perf/mfu is left out", rank_0_only=True)
+        print_line(
+            "warning: no memory to measure the device's FLOP/s; perf/mfu is left out",
+            rank_0_only=True,
+        )
         return None
 
 
 def measured_flops(dtype: torch.dtype, size: int) -> float:
-    """Return the FLOP/s of the fastest of some products of two matrices [size, size] on this rank's device."""
+    """Return the FLOP/s of the fastest of some products of two matrices [size, size] on this rank's
+    device."""
     factor = torch.ones(size, size, dtype=dtype, device=platform.device())
     seconds = []
     for _ in range(_PRODUCTS):

@@ -1,4 +1,5 @@
-"""The state of one step: its timer, and what its phases pass to later ones. The position of a run between two steps."""
+"""The state of one step: its timer, and what its phases pass to later ones. The position of a run
+between two steps."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class Position:
     step: int = 0
     """The last complete step."""
     num_prompts: int = 0
-    """Position in the order of prompts (data/order.py) after those that the steps up to it have drawn. Kept groups do
-    not count, groups that were dropped as too stale do."""
+    """Position in the order of prompts (data/order.py) after those that the steps up to it have
+    drawn. Kept groups do not count, groups that were dropped as too stale do."""
     accuracy: float | None = None
     """Mean validation accuracy after that step; None without a validation."""
     best_step: int | None = None
@@ -32,7 +33,8 @@ class Position:
     best_metric: str | None = None
     """The trainer.best_metric of best_accuracy."""
     last_healthy_step: int | None = None
-    """The latest saved step after which the next one was healthy too: the metrics of a step show the weights before
+    """The latest saved step after which the next one was healthy too: the metrics of a step show
+    the weights before
     its updates."""
 
 
@@ -45,7 +47,8 @@ class StepState:
     timer: PhaseTimer
     metrics: dict[str, float] = field(default_factory=dict)
     num_prompts: int = 0
-    """Position in the order of prompts (data/order.py) after those that the run has drawn so far."""
+    """Position in the order of prompts (data/order.py) after those that the run has drawn so
+    far."""
     num_rollouts: int = 0
     """Rollouts of this step that were replayed (trainer.replay)."""
     num_generated: int = 0
@@ -63,19 +66,20 @@ class StepState:
 
 
 def begin_step(step: int, status: RankStatus, num_prompts: int = 0) -> StepState:
-    """Return the state of a new step, whose timer keeps `status` up to date. num_prompts: position in the order of
-    prompts after those that earlier steps have drawn."""
+    """Return the state of a new step, whose timer keeps `status` up to date. num_prompts: position
+    in the order of prompts after those that earlier steps have drawn."""
     status.step = step
     return StepState(step, PhaseTimer(platform.synchronize, status), num_prompts=num_prompts)
 
 
 def start_slowest_rank(state: StepState, phase: str) -> None:
-    """Start to compute the time of a phase that has ended on its slowest rank. Only phases at whose end no rank waits
-    for the others need it. Every rank must call it."""
+    """Start to compute the time of a phase that has ended on its slowest rank. Only phases at whose
+    end no rank waits for the others need it. Every rank must call it."""
     key = f"timing_s/{phase}"
     state.slowest[key] = start_max_over_ranks(state.timer.result()[key])
 
 
 def slowest_rank_times(state: StepState) -> dict[str, float]:
-    """Return `timing_s/<phase>` of the slowest rank, of the phases of `start_slowest_rank`. Every rank must call it."""
+    """Return `timing_s/<phase>` of the slowest rank, of the phases of `start_slowest_rank`. Every
+    rank must call it."""
     return {key: seconds() for key, seconds in state.slowest.items()}

@@ -37,31 +37,40 @@ class TokenBudget:
         return self.tokens if made is None else min(self.tokens, made)
 
     def halve(self, number: int, rank: int) -> None:
-        """Halve the budget from an update of the step on. Raise UserError if it is no more than the longest sequence.
-        Every rank must call it. rank: the one that is out of memory."""
+        """Halve the budget from an update of the step on. Raise UserError if it is no more than the
+        longest sequence. Every rank must call it. rank: the one that is out of memory."""
         tokens = self.update_limit(number)
         if tokens <= self.longest:
             raise UserError(self.advice(number, rank))
         half = max(tokens // 2, self.longest)
         reason = f"{self._where(number, rank)}, with micro-batches of {tokens} tokens"
-        self.adjustments.add(Adjustment("max_token_len", half, self.step - 1, reason, f"update_{self.role}", number))
-        print_line(f"warning: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
+        self.adjustments.add(
+            Adjustment("max_token_len", half, self.step - 1, reason, f"update_{self.role}", number)
+        )
+        print_line(
+            f"warning: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True
+        )
 
     def advice(self, number: int, rank: int) -> str:
         """Return what a user can do where the budget is not halved."""
         return (
-            f"{self._where(number, rank)}, with micro-batches of {self.update_limit(number)} tokens; lower "
-            f"{self.role}.ppo_max_token_len_per_gpu, or shard the model over more ranks ({self.role}.megatron)"
+            f"{self._where(number, rank)}, with micro-batches of {self.update_limit(number)} "
+            f"tokens; lower {self.role}.ppo_max_token_len_per_gpu, or shard the model over more "
+            f"ranks ({self.role}.megatron)"
         )
 
     def _where(self, number: int, rank: int) -> str:
-        return f"{self.role}: rank {rank} is out of memory in update {number + 1} of step {self.step}"
+        return (
+            f"{self.role}: rank {rank} is out of memory in update {number + 1} of step {self.step}"
+        )
 
 
-def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: TokenBudget, number: int) -> OptimizerStep:
-    """Take the optimizer step of one update, as ModelEngine.train_step does. Where a rank runs out of memory in it,
-    repeat it with half the token budget if the engine recovers memory; else add to that rank's error what to lower.
-    number: of the update in its step, from 0."""
+def train_step(
+    engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: TokenBudget, number: int
+) -> OptimizerStep:
+    """Take the optimizer step of one update, as ModelEngine.train_step does. Where a rank runs out
+    of memory in it, repeat it with half the token budget if the engine recovers memory; else add to
+    that rank's error what to lower. number: of the update in its step, from 0."""
     while True:
         micro_batches = my_micro_batches(engine, mini, budget.update_limit(number))
         try:
@@ -76,18 +85,21 @@ def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: Token
 
 
 def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Sequence[list[int]]:
-    """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: a rank's tokens of one."""
+    """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: a
+    rank's tokens of one."""
     mesh = engine.groups.mesh
     at = engine.groups.coordinate
-    plan = micro_batches_by_replica(batch.seq_lens.tolist(), mesh, budget, engine.shape.sequence_cost)
+    plan = micro_batches_by_replica(
+        batch.seq_lens.tolist(), mesh, budget, engine.shape.sequence_cost
+    )
     return plan[at.dp * mesh.cp + at.cp]
 
 
 def micro_batches_by_replica(
     seq_lens: Sequence[int], mesh: Mesh, budget: int, cost: Cost
 ) -> Sequence[Sequence[list[int]]]:
-    """Return the sequences of the micro-batches of each replica, context-parallel ranks included: [replica][number].
-    budget: a rank's tokens of one."""
+    """Return the sequences of the micro-batches of each replica, context-parallel ranks included:
+    [replica][number]. budget: a rank's tokens of one."""
     if mesh.dynamic_cp:
         return plan_shared(seq_lens, mesh.replicas, mesh.cp, budget, cost, tokens_on_rank)
     padded = [tokens_on_rank(length, mesh.cp) * mesh.cp for length in seq_lens]

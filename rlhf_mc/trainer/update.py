@@ -31,11 +31,18 @@ from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 
 def mini_batches(
-    num_prompts: int, responses_per_prompt: int, mini_batch_size: int, epochs: int, shuffle: bool, seed: tuple[int, ...]
+    num_prompts: int,
+    responses_per_prompt: int,
+    mini_batch_size: int,
+    epochs: int,
+    shuffle: bool,
+    seed: tuple[int, ...],
 ) -> Iterator[list[int]]:
-    """Yield the sequences of each mini-batch, epoch after epoch. A prompt's responses stay together.
+    """Yield the sequences of each mini-batch, epoch after epoch. A prompt's responses stay
+    together.
 
-    mini_batch_size: in prompts. The order is a function of `seed` alone: layout and resume do not change it."""
+    mini_batch_size: in prompts. The order is a function of `seed` alone: layout and resume do not
+    change it."""
     n = responses_per_prompt
     for epoch in range(epochs):
         order = np.arange(num_prompts)
@@ -65,13 +72,15 @@ def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
     """Return the coefficient of the entropy bonus in a step, from 1 to total_steps."""
     if cfg.entropy_coeff_end is None or total_steps == 1:
         return cfg.entropy_coeff
-    done = min((step - 1) / (total_steps - 1), 1.0)  # more steps after a resume with smaller batches
+    # more steps after a resume with smaller batches
+    done = min((step - 1) / (total_steps - 1), 1.0)
     return cfg.entropy_coeff + done * (cfg.entropy_coeff_end - cfg.entropy_coeff)
 
 
 def kl_loss_coef(cfg: Config, controller: KLController, adjusted: float | None) -> float:
-    """Return the coefficient of the KL loss in this step; 0 without one. The controller, where it sets the coefficient,
-    has seen the KL of this step. adjusted: the coefficient that the run has set by itself, if any."""
+    """Return the coefficient of the KL loss in this step; 0 without one. The controller, where it
+    sets the coefficient, has seen the KL of this step. adjusted: the coefficient that the run has
+    set by itself, if any."""
     if not cfg.actor.use_kl_loss:
         return 0.0
     if adjusted is not None and not cfg.algorithm.use_kl_in_reward:
@@ -88,28 +97,37 @@ def step_generator(seed: int, step: int) -> torch.Generator:
 def actor_objective(
     mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float, terms: ActorTerms
 ) -> Loss:
-    """Return the actor's loss of this mini-batch, as a function of a micro-batch that returns its share."""
+    """Return the actor's loss of this mini-batch, as a function of a micro-batch that returns its
+    share."""
     assert mini.old_log_probs is not None and mini.advantages is not None
     mode = cfg.loss_agg_mode
     selection = terms.policy_loss.selection
     per_token = {
         "old_log_probs": mini.old_log_probs,
         "advantages": mini.advantages,
-        "weights": aggregation_weights(mini.response_lens, mode, terms.loss_scale_factor, mini.kept),
+        "weights": aggregation_weights(
+            mini.response_lens, mode, terms.loss_scale_factor, mini.kept
+        ),
         "sequence": torch.repeat_interleave(mini.response_lens),
     }
     if selection is not None:
-        per_token["selected"] = selection(mini.old_log_probs, mini.advantages, cfg.policy_loss, terms.draws)
+        per_token["selected"] = selection(
+            mini.old_log_probs, mini.advantages, cfg.policy_loss, terms.draws
+        )
     if mini.is_weights is not None:
         is_geometric = terms.policy_loss.has_geometric_weights
         per_token["is_weights"] = (
-            geometric_means(mini.is_weights, mini.response_lens) if is_geometric else mini.is_weights
+            geometric_means(mini.is_weights, mini.response_lens)
+            if is_geometric
+            else mini.is_weights
         )
     if cfg.use_kl_loss and mini.ref_log_probs is not None:
         per_token["ref_log_probs"] = mini.ref_log_probs
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
 
-    def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(
+        model: object, states: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         own = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
         log_probs, entropy = map(micro.all_results, own)
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
@@ -117,7 +135,9 @@ def actor_objective(
             log_probs=log_probs,
             old_log_probs=fields["old_log_probs"],
             advantages=fields["advantages"],
-            weights=fields["weights"] * fields["is_weights"] if "is_weights" in fields else fields["weights"],
+            weights=fields["weights"] * fields["is_weights"]
+            if "is_weights" in fields
+            else fields["weights"],
             sequence=fields["sequence"],
             num_tokens=len(per_token["weights"]),
             num_sequences=mini.num_sequences,
@@ -147,12 +167,15 @@ def actor_objective(
 
 
 def critic_objective(mini: RaggedBatch, cfg: CriticConfig, loss_scale_factor: int) -> Loss:
-    """Return the critic's loss of this mini-batch, as a function of a micro-batch that returns its share."""
+    """Return the critic's loss of this mini-batch, as a function of a micro-batch that returns its
+    share."""
     assert mini.values is not None and mini.returns is not None
     weights = aggregation_weights(mini.response_lens, cfg.loss_agg_mode, loss_scale_factor)
     old_values, returns, weights = platform.to_device([mini.values, mini.returns, weights])
 
-    def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(
+        model: object, states: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return value_loss(
             value_head(model, states, micro),
             old_values[micro.response_index],
@@ -173,8 +196,9 @@ def update(
     budget: TokenBudget,
     skipped: SkippedUpdates,
 ) -> dict[str, float]:
-    """Take one optimizer step per mini-batch. Return the mean of each statistic over the steps that were taken, and the
-    share of steps that were skipped, under "{role}/{statistic}". Every rank must call it."""
+    """Take one optimizer step per mini-batch. Return the mean of each statistic over the steps that
+    were taken, and the share of steps that were skipped, under "{role}/{statistic}". Every rank
+    must call it."""
     minis = list(mini_batch_indices)
     steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
@@ -220,19 +244,25 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
             draws=step_generator(cfg.trainer.seed, state.step),
         )
         vocab_size = run.actor.shape.vocab_size
-        objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature, terms)  # noqa: E731
+        objective = lambda mini: actor_objective(
+            mini, actor, vocab_size, cfg.rollout.temperature, terms
+        )  # noqa: E731
         budget = token_budget(run, "actor", state.step)
         state.metrics |= update(run.actor, batch, minis, objective, budget, run.skipped)
         if run.actor.replay is not None:
             state.metrics["actor/expert_choices_diff"] = run.actor.replay.differing_shares()[0]
         if run.actor.balance is not None:
-            state.metrics |= {f"actor/{name}": value for name, value in run.actor.balance.losses().items()}
+            state.metrics |= {
+                f"actor/{name}": value for name, value in run.actor.balance.losses().items()
+            }
 
 
 def step_mini_batches(cfg: Config, step: int, size: int, epochs: int) -> Iterator[list[int]]:
     """Yield the mini-batches of a model's updates in a step. size: in prompts."""
     seed = (cfg.trainer.seed, step)
-    return mini_batches(cfg.data.train_batch_size, cfg.rollout.n, size, epochs, cfg.actor.shuffle, seed)
+    return mini_batches(
+        cfg.data.train_batch_size, cfg.rollout.n, size, epochs, cfg.actor.shuffle, seed
+    )
 
 
 def token_budget(run: Run, role: str, step: int) -> TokenBudget:

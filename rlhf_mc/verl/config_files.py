@@ -1,4 +1,5 @@
-"""verl's YAML files, composed of others as Hydra does: the `defaults:` of each, with config groups and packages.
+"""verl's YAML files, composed of others as Hydra does: the `defaults:` of each, with config groups
+and packages.
 
 A file that is not there is left out if it is verl's own, whose defaults conversion.py knows.
 """
@@ -51,7 +52,8 @@ class Composition:
     """Settings of a YAML file and of those that its `defaults:` name."""
 
     choices: dict[str, str] = field(default_factory=dict)
-    """Chosen file by config group, as on verl's command line: `model_engine`, `actor@actor_rollout_ref.actor`."""
+    """Chosen file by config group, as on verl's command line: `model_engine`,
+    `actor@actor_rollout_ref.actor`."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Value by dotted key. An empty section is a setting."""
     bases: list[str] = field(default_factory=list)
@@ -72,26 +74,35 @@ class Composition:
         return "megatron" if "megatron" in names[-1] else "fsdp"
 
     def _add(self, name: str, package: str, outer: str | None, by: str, depth: int) -> None:
-        """Add the file of a config group by its name, such as actor/dp_actor. outer: the package in which the file's
-        header names another package; None: the header does not count."""
+        """Add the file of a config group by its name, such as actor/dp_actor. outer: the package in
+        which the file's header names another package; None: the header does not count."""
         path = self._directory / f"{name}.yaml"
         if os.path.isfile(path):
             self._add_file(path, posixpath.dirname(name), package, outer, depth)
         elif name in BASES:
             self.bases.append(name)
         elif not _OF_VERL.fullmatch(name):
-            raise UserError(f"{by}: defaults: {name}.yaml is not in {self._directory}; put its settings into this file")
+            raise UserError(
+                f"{by}: defaults: {name}.yaml is not in {self._directory}; put its settings into "
+                "this file"
+            )
 
-    def _add_file(self, path: Path, group: str, package: str, outer: str | None, depth: int) -> None:
+    def _add_file(
+        self, path: Path, group: str, package: str, outer: str | None, depth: int
+    ) -> None:
         self._num_files += 1
         if self._num_files > _MOST_FILES:
-            raise UserError(f"{path}: defaults: more than {_MOST_FILES} files; does one name itself?")
+            raise UserError(
+                f"{path}: defaults: more than {_MOST_FILES} files; does one name itself?"
+            )
         text = read_text(str(path))
         tree = parse_yaml(text, str(path)) if text.strip() else {}
         if tree is None and depth:
             tree = {}
         if not isinstance(tree, dict):
-            raise UserError(f"{path}: expected sections (data:, actor_rollout_ref:, ...), found {tree!r}"[:200])
+            raise UserError(
+                f"{path}: expected sections (data:, actor_rollout_ref:, ...), found {tree!r}"[:200]
+            )
         if outer is not None and (header := _PACKAGE.match(text)) and header[1] != "_group_":
             package = _inside(outer, header[1])
         defaults = tree.pop("defaults", None) or []
@@ -106,15 +117,25 @@ class Composition:
                 continue
             if isinstance(entry, str):
                 name, _, to = entry.partition("@")
-                self._add(_join(group, name), _inside(package, to), None if to else package, str(path), depth + 1)
+                self._add(
+                    _join(group, name),
+                    _inside(package, to),
+                    None if to else package,
+                    str(path),
+                    depth + 1,
+                )
                 continue
             if not isinstance(entry, dict) or len(entry) != 1:
-                raise UserError(f"{path}: defaults: expected a name, or `group: name`, found {entry!r}"[:200])
+                raise UserError(
+                    f"{path}: defaults: expected a name, or `group: name`, found {entry!r}"[:200]
+                )
             ((key, value),) = _pairs([entry])
             if not key.startswith("override "):
                 self._add_choice(key, value, group, package, str(path), depth)
 
-    def _add_choice(self, key: str, value: Any, group: str, package: str, by: str, depth: int) -> None:
+    def _add_choice(
+        self, key: str, value: Any, group: str, package: str, by: str, depth: int
+    ) -> None:
         """Add the files of `group@package: name`, or of a list of names."""
         inner, at, to = key.removeprefix("optional ").strip().partition("@")
         outer = None if at else package
@@ -126,7 +147,10 @@ class Composition:
         for item in name if isinstance(name, list) else [name]:
             if item is None or item == "null":
                 continue
-            file = _join(group, f"{inner}/{_CHOICE.sub(lambda match: self.choices.get(match[1], match[0]), str(item))}")
+            file = _join(
+                group,
+                f"{inner}/{_CHOICE.sub(lambda match: self.choices.get(match[1], match[0]), str(item))}",
+            )
             if not key.startswith("optional ") or os.path.isfile(self._directory / f"{file}.yaml"):
                 self._add(file, package, outer, by, depth + 1)
 
@@ -139,7 +163,11 @@ class Composition:
                 continue
             for above in _above(key):
                 self.settings.pop(above, None)
-            for inner in [other for other in self.settings if other.startswith(f"{key}.")] if key in sections else ():
+            for inner in (
+                [other for other in self.settings if other.startswith(f"{key}.")]
+                if key in sections
+                else ()
+            ):
                 del self.settings[inner]
             self.settings[key] = value
 

@@ -1,8 +1,9 @@
-"""From the settings of a verl run to ours, with a report on each: what keeps its name, what is renamed, what rlhf_mc
-does anyway, what is not needed, and what is not supported.
+"""From the settings of a verl run to ours, with a report on each: what keeps its name, what is
+renamed, what rlhf_mc does anyway, what is not needed, and what is not supported.
 
-A setting that schema.py has under the same name passes, and load.py checks its value. table.yaml has the others, and
-the converters of values. verl's files and command lines are read in verl/input.py.
+A setting that schema.py has under the same name passes, and load.py checks its value. table.yaml
+has the others, and the converters of values. verl's files and command lines are read in
+verl/input.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from rlhf_mc.verl.values import OF_SEQUENCES, uses_critic
 
 _MOST_NAMED = 10
 VERL = "0.10.0.dev of 2026-08-22"
-"""The version of verl whose defaults are written out, as in its generated ppo_megatron_trainer and ppo_trainer."""
+"""The version of verl whose defaults are written out, as in its generated ppo_megatron_trainer and
+ppo_trainer."""
 
 _CORRECTION = "algorithm.rollout_correction."
 _LORA = ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
@@ -49,13 +51,21 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     "algorithm.filter_groups.": ("algorithm.filter_groups.enable",),
     "algorithm.pf_ppo.": ("algorithm.use_pf_ppo",),
     _CORRECTION: tuple(
-        _CORRECTION + name for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
+        _CORRECTION + name
+        for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
     ),
 }
 """Sections that have no effect while their switches are off."""
 _REWARD_FUNCTIONS = tuple(
     f"reward_model.{name}"
-    for name in ("reward_manager", "reward_kwargs", "reward_loop", "sandbox", "overlong_buffer", "launch_reward_fn")
+    for name in (
+        "reward_manager",
+        "reward_kwargs",
+        "reward_loop",
+        "sandbox",
+        "overlong_buffer",
+        "launch_reward_fn",
+    )
 )
 """Settings of reward_model that belong to reward functions."""
 
@@ -107,7 +117,14 @@ class Conversion:
 
     def text(self) -> str:
         """Return the report, one line for each setting, by kind."""
-        order: tuple[Kind, ...] = ("not supported", "default", "renamed", "same", "implied", "not needed")
+        order: tuple[Kind, ...] = (
+            "not supported",
+            "default",
+            "renamed",
+            "same",
+            "implied",
+            "not needed",
+        )
         lines = [f"{subject}: {text}" for subject, text in self.notes]
         for kind in order:
             for key, line in self.report:
@@ -116,7 +133,8 @@ class Conversion:
         return "\n".join([*(f"{subject}: {text}" for subject, text in self.hints), *lines])
 
     def overrides(self) -> list[str]:
-        """Return the settings as overrides for load_config. Raise UserError if a setting is not supported."""
+        """Return the settings as overrides for load_config. Raise UserError if a setting is not
+        supported."""
         if refused := self.refused():
             listed = "; ".join(f"{key}: {line.text}" for key, line in refused[:_MOST_NAMED])
             more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
@@ -128,7 +146,10 @@ class Conversion:
         run = f"torchrun --standalone --nproc-per-node {self.processes} -m rlhf_mc THIS_FILE"
         if self.nodes > 1:
             run = f"sbatch --nodes {self.nodes} slurm/ppo_2nodes.sh THIS_FILE"
-        lines = [f"# Converted from {source} (docs/from_verl.md). To run it: {run}", *_nested(self.settings)]
+        lines = [
+            f"# Converted from {source} (docs/from_verl.md). To run it: {run}",
+            *_nested(self.settings),
+        ]
         return "\n".join(lines) + "\n"
 
 
@@ -139,16 +160,23 @@ def _outcome(key: str, line: Line) -> str:
         shown = f" -> {line.ours}: {yaml_text(line.value)}"
     elif line.ours is not None:
         shown = f": {yaml_text(line.value)}"
-    return f"{shown}  ({line.text})" if line.text and shown else shown + (f": {line.text}" if line.text else "")
+    return (
+        f"{shown}  ({line.text})"
+        if line.text and shown
+        else shown + (f": {line.text}" if line.text else "")
+    )
 
 
 def convert(given: Mapping[str, Given], engine: str | None = None) -> Conversion:
-    """Return our settings for verl's. given: verl's settings without actor_rollout_ref, with references replaced.
-    engine: fsdp or megatron, where no setting names it."""
+    """Return our settings for verl's. given: verl's settings without actor_rollout_ref, with
+    references replaced. engine: fsdp or megatron, where no setting names it."""
     verl = {key: item.value for key, item in given.items()}
     if engine is not None and named_engine(verl) is None:
         verl["model_engine"] = engine
-    result = Conversion(nodes=number(verl, "trainer.nnodes", 1), processes=number(verl, "trainer.n_gpus_per_node", 8))
+    result = Conversion(
+        nodes=number(verl, "trainer.nnodes", 1),
+        processes=number(verl, "trainer.n_gpus_per_node", 8),
+    )
     settings: dict[str, Any] = {}
     for key, item in given.items():
         line = _line(key, item.value, verl)
@@ -163,7 +191,9 @@ def convert(given: Mapping[str, Given], engine: str | None = None) -> Conversion
         settings[line.ours] = line.value
     defaults = ("verl's defaults", f"those of version {VERL}")
     result.hints += [defaults, *layout_hints(verl, settings), *_reward_hints(verl)]
-    result.settings = dict(sorted(settings.items(), key=lambda setting: dotted_keys().index(setting[0])))
+    result.settings = dict(
+        sorted(settings.items(), key=lambda setting: dotted_keys().index(setting[0]))
+    )
     return result
 
 
@@ -225,10 +255,15 @@ def _equal(value: Any, other: Any) -> bool:
 def _absent_section(key: str, verl: Settings) -> Line | None:
     """Return the line of a setting of a model or feature that verl's run does not have, or None."""
     if key.startswith("critic.") and key != "critic.enable" and not uses_critic(verl):
-        return Line("not needed", f"algorithm.adv_estimator {verl.get('algorithm.adv_estimator')} has no critic")
+        return Line(
+            "not needed",
+            f"algorithm.adv_estimator {verl.get('algorithm.adv_estimator')} has no critic",
+        )
     for section, switches in _SWITCHES.items():
         is_inside = key.startswith(section) and key not in switches
-        is_inside = is_inside and not (section == "reward_model." and key.startswith(_REWARD_FUNCTIONS))
+        is_inside = is_inside and not (
+            section == "reward_model." and key.startswith(_REWARD_FUNCTIONS)
+        )
         if is_inside and all(verl.get(switch) in OFF for switch in switches):
             return Line("not needed", f"{switches[0]} is off")
     return None
@@ -249,32 +284,61 @@ def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[Line]:
             yield Line("default", text, key, value)
     loss = settings.get("actor.policy_loss.loss_mode")
     if loss in SEQUENCE_LOSSES and "actor.loss_agg_mode" not in settings:
-        yield Line("default", f"verl's {loss} has no other; ours: token-mean", "actor.loss_agg_mode", OF_SEQUENCES)
+        yield Line(
+            "default",
+            f"verl's {loss} has no other; ours: token-mean",
+            "actor.loss_agg_mode",
+            OF_SEQUENCES,
+        )
     roles = _roles(verl)
     yield from layout_defaults(verl, settings, roles)
     yield from turn_defaults(verl, settings)
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
-        if is_used and key not in settings and source in settings and settings[source] != our_default(key):
-            yield Line("default", f"as {source}; ours: {yaml_text(our_default(key))}", key, settings[source])
+        if (
+            is_used
+            and key not in settings
+            and source in settings
+            and settings[source] != our_default(key)
+        ):
+            yield Line(
+                "default",
+                f"as {source}; ours: {yaml_text(our_default(key))}",
+                key,
+                settings[source],
+            )
     lower = f"{_CORRECTION}rollout_rs_threshold_lower"
     if f"{_CORRECTION}rollout_rs_threshold" in settings and lower not in settings:
         bound = rejection_lower_bound(verl)
         if bound is not None:
             yield Line("default", "of rollout_rs_threshold", lower, bound)
     path = settings.get("reward_model.model_path")
-    if "reward_model" in roles and path is not None and "reward_model.model.input_tokenizer" not in verl:
+    if (
+        "reward_model" in roles
+        and path is not None
+        and "reward_model.model.input_tokenizer" not in verl
+    ):
         text = "it reads conversations in its own chat template; ours: the actor's tokens"
         yield Line("default", text, "reward_model.tokenizer_path", path)
     if settings.get("custom_reward_function.path") is None and "reward.math_rule" not in settings:
-        text = "verl's comparison of strings; ours: math, which finds more answers equal (docs/rewards.md)"
+        text = (
+            "verl's comparison of strings; ours: math, which finds more answers equal "
+            "(docs/rewards.md)"
+        )
         yield Line("default", text, "reward.math_rule", "math_string")
     if settings.get("actor.megatron.param_offload"):
-        yield Line("default", "weights that vLLM shares cannot be offloaded", "reshard.share_weights", False)
+        yield Line(
+            "default",
+            "weights that vLLM shares cannot be offloaded",
+            "reshard.share_weights",
+            False,
+        )
     if "trainer.default_local_dir" not in settings:
         project = verl.get("trainer.project_name") or "verl_examples"
         path = f"checkpoints/{project}/{verl.get('trainer.experiment_name') or 'gsm8k'}"
-        yield Line("default", "of project_name and experiment_name", "trainer.default_local_dir", path)
+        yield Line(
+            "default", "of project_name and experiment_name", "trainer.default_local_dir", path
+        )
 
 
 def _reward_hints(verl: Settings) -> Iterator[tuple[str, str]]:
@@ -282,10 +346,11 @@ def _reward_hints(verl: Settings) -> Iterator[tuple[str, str]]:
     if verl.get("custom_reward_function.path") in OFF:
         yield (
             "note: rewards",
-            "no rule scores codecontests, apps, codeforces, taco (in verl prime_code.py), hiyouga/geometry3k (geo3k.py)"
-            " and searchR1_* (search_r1_like_qa_em.py). For them, set custom_reward_function.path to a function of your"
-            " own, or to a file with the line `from verl.utils.reward_score import default_compute_score`, and"
-            " custom_reward_function.name to default_compute_score",
+            "no rule scores codecontests, apps, codeforces, taco (in verl prime_code.py), "
+            "hiyouga/geometry3k (geo3k.py) and searchR1_* (search_r1_like_qa_em.py). For them, set "
+            "custom_reward_function.path to a function of your own, or to a file with the line "
+            "`from verl.utils.reward_score import default_compute_score`, and "
+            "custom_reward_function.name to default_compute_score",
         )
 
 

@@ -1,5 +1,6 @@
-"""Conversions of verl's rejection of tokens and sequences: statistics and thresholds in one string each, with commas.
-And of what else deals with the difference between rollout and trainer, and of the losses of routers.
+"""Conversions of verl's rejection of tokens and sequences: statistics and thresholds in one string
+each, with commas. And of what else deals with the difference between rollout and trainer, and of
+the losses of routers.
 
 verl's k1 is log(1 / rho), and its bounds "lower_upper" bound 1 / rho. Ours bound rho.
 """
@@ -25,31 +26,46 @@ def rejection_statistics(key: str, value: Any, verl: Settings) -> Line:
 
 
 def rejection_thresholds(key: str, value: Any, verl: Settings) -> Line:
-    """Convert rollout_rs_threshold: one number for each statistic. verl's one number holds for all of them."""
+    """Convert rollout_rs_threshold: one number for each statistic. verl's one number holds for all
+    of them."""
     names = _statistics(verl.get(f"{_SECTION}.rollout_rs"))
     if value in OFF or not names:
         return _unused(value)
     specs = _specs(value, names)
-    if len(specs) != len(names) or not all(_is_threshold(*pair) for pair in zip(names, specs, strict=True)):
-        return Line("not supported", f"expected a number, or lower_upper for ..._k1, for each of {', '.join(names)}")
+    if len(specs) != len(names) or not all(
+        _is_threshold(*pair) for pair in zip(names, specs, strict=True)
+    ):
+        return Line(
+            "not supported",
+            f"expected a number, or lower_upper for ..._k1, for each of {', '.join(names)}",
+        )
     if len(_lower_bounds(names, specs)) > 1:
-        return Line("not supported", "the ..._k1 statistics have one lower bound: rollout_rs_threshold_lower")
+        return Line(
+            "not supported",
+            "the ..._k1 statistics have one lower bound: rollout_rs_threshold_lower",
+        )
     text = "bounds of rho; verl's are of 1 / rho" if "_" in str(value) else ""
     return same(key, [_upper(spec) for spec in specs], text)
 
 
 def rejection_lower_threshold(key: str, value: Any, verl: Settings) -> Line:
-    """Convert rollout_rs_threshold_lower, which earlier versions of verl have, as a bound of rho."""
+    """Convert rollout_rs_threshold_lower, which earlier versions of verl have, as a bound of
+    rho."""
     used = _statistics(verl.get(f"{_SECTION}.rollout_rs"))
     return same(key, value) if used and value not in OFF else _unused(value)
 
 
 def _unused(value: Any) -> Line:
-    return Line("implied", "none") if value in OFF else Line("not needed", f"{_SECTION}.rollout_rs is off")
+    return (
+        Line("implied", "none")
+        if value in OFF
+        else Line("not needed", f"{_SECTION}.rollout_rs is off")
+    )
 
 
 def rejection_lower_bound(verl: Settings) -> float | None:
-    """Return the lower bound of rho of the ..._k1 statistics that verl's thresholds contain, or None."""
+    """Return the lower bound of rho of the ..._k1 statistics that verl's thresholds contain, or
+    None."""
     names = _statistics(verl.get(f"{_SECTION}.rollout_rs"))
     bounds = _lower_bounds(names, _specs(verl.get(f"{_SECTION}.rollout_rs_threshold"), names))
     return next(iter(bounds), None)
@@ -62,7 +78,13 @@ def _statistics(value: Any) -> list[str]:
 
 
 def _items(value: Any) -> list[str]:
-    listed = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    listed = (
+        value.split(",")
+        if isinstance(value, str)
+        else value
+        if isinstance(value, list)
+        else [value]
+    )
     return [text for item in listed if (text := str(item).strip())]
 
 
@@ -100,7 +122,11 @@ def trainer_mode(key: str, value: Any, verl: Settings) -> Line | None:
     """Convert verl's mode in which a step continues responses that an earlier one has begun."""
     if value != "colocate_async":
         return None  # as the table has it
-    return renamed("rollout.partial_rollout", True, "verl's colocate_async; it needs algorithm.rollout_correction")
+    return renamed(
+        "rollout.partial_rollout",
+        True,
+        "verl's colocate_async; it needs algorithm.rollout_correction",
+    )
 
 
 def off_policy_bound(key: str, value: Any, verl: Settings) -> Line:
@@ -117,13 +143,18 @@ def truncated_weights(key: str, value: Any, verl: Settings) -> Line | None:
     try:
         return same(key, float(value))
     except ValueError:
-        text = "IcePop's bounds, between which weights are kept; here they are truncated at one upper bound"
+        text = (
+            "IcePop's bounds, between which weights are kept; here they are truncated at one upper "
+            "bound"
+        )
         return Line("not supported", f"{value}: {text}")
 
 
 def router_replay(key: str, value: Any, verl: Settings) -> Line | None:
     """Return the line of the actor's router_replay.mode; None where verl replays nothing."""
-    mode = {"R2": "recompute", "R3": "rollout"}.get(str(value)) if key.startswith("actor.") else None
+    mode = (
+        {"R2": "recompute", "R3": "rollout"}.get(str(value)) if key.startswith("actor.") else None
+    )
     return None if mode is None else renamed("algorithm.router_replay", mode, f"verl's {value}")
 
 

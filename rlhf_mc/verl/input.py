@@ -1,6 +1,8 @@
-"""Reads verl's settings: a YAML file, a shell script that starts verl, or `key=value` overrides in Hydra's syntax.
+"""Reads verl's settings: a YAML file, a shell script that starts verl, or `key=value` overrides in
+Hydra's syntax.
 
-References between settings (${a.b}, ${oc.select:a.b,default}) are replaced. conversion.py makes our settings of them.
+References between settings (${a.b}, ${oc.select:a.b,default}) are replaced. conversion.py makes our
+settings of them.
 """
 
 from __future__ import annotations
@@ -25,16 +27,32 @@ from rlhf_mc.verl.shell_words import Word
 ENV = "--env"
 COMMAND = "--command"
 _YAML = (".yaml", ".yml")
-_PROGRAMS = ("verl.trainer.main_ppo", "main_ppo.py", "dapo.main_dapo", "dapo.src.main_dapo", "main_dapo.py")
+_PROGRAMS = (
+    "verl.trainer.main_ppo",
+    "main_ppo.py",
+    "dapo.main_dapo",
+    "dapo.src.main_dapo",
+    "main_dapo.py",
+)
 """Ends of the words by which a command starts verl."""
-_REFERENCE = re.compile(r"\$\{(?:(oc\.select|oc\.env):)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}")
+_REFERENCE = re.compile(
+    r"\$\{(?:(oc\.select|oc\.env):)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}"
+)
 _MOST_REFERENCES = 10
-_COPIES = (*REFERENCES, ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"))
+_COPIES = (
+    *REFERENCES,
+    ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
+)
 """Settings whose default in verl is another setting, also those without a setting of ours."""
 _HOME = re.compile(r"\$(?:HOME\b|\{HOME\})")
 _NAMES = ("trainer.experiment_name", "trainer.project_name")
 """Settings that only name a run: an unresolved part of them becomes a plain word."""
-_DIRECTORIES = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir", "hydra.run.dir")
+_DIRECTORIES = (
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "hydra.run.dir",
+)
 """Settings in which $(date) becomes a plain word."""
 _FUNCTION = "custom_reward_function"
 _SETTING = re.compile(
@@ -74,21 +92,26 @@ class Reading:
         self.notes += [line] if line not in self.notes else []
 
 
-def read_verl(source: str | None, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> Reading:
+def read_verl(
+    source: str | None, overrides: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Reading:
     """Return the settings of a YAML file or shell script (None: no file) and of overrides."""
     files = [] if source is None else [source]
     return read_arguments(Arguments(files, list(overrides), dict(environment or {})))
 
 
 def read_arguments(arguments: Arguments) -> Reading:
-    """Return the settings of a YAML file, of a script and of overrides, each of which replace those before. ~key
-    removes a setting, or a section. Raise UserError with the file and line of a mistake."""
+    """Return the settings of a YAML file, of a script and of overrides, each of which replace those
+    before. ~key removes a setting, or a section. Raise UserError with the file and line of a
+    mistake."""
     reading = Reading(environment=arguments.environment)
     given = reading.settings
     configs = [file for file in arguments.files if file.endswith(_YAML)]
     scripts = [file for file in arguments.files if file not in configs]
     if len(configs) > 1 or len(scripts) > 1:
-        raise UserError(f"{', '.join(arguments.files)}: expected one YAML file, one script, or one of each")
+        raise UserError(
+            f"{', '.join(arguments.files)}: expected one YAML file, one script, or one of each"
+        )
     overrides = [(f"override {_shown(text)!r}", Word(0, text)) for text in arguments.overrides]
     config = configs[0] if configs else None
     words: list[tuple[str, Word]] = []
@@ -98,19 +121,29 @@ def read_arguments(arguments: Arguments) -> Reading:
         words = [(f"{scripts[0]}, line {word.line}", word) for word in of_script]
         config = config or _named_config(option, scripts[0], composition)
         if config is not None:
-            reading.note("config", config, "in place of the script's" if configs else "the script's --config-name")
+            reading.note(
+                "config",
+                config,
+                "in place of the script's" if configs else "the script's --config-name",
+            )
     if config is not None:
         texts = [word.text.lstrip("+").partition("=") for _, word in (*words, *overrides)]
-        composition.choices = {key: name for key, _, name in texts if "@" in key or key == "model_engine"}
+        composition.choices = {
+            key: name for key, _, name in texts if "@" in key or key == "model_engine"
+        }
         composition.read(config)
-        given.update((plain_key(key), Given(value, key)) for key, value in composition.settings.items())
+        given.update(
+            (plain_key(key), Given(value, key)) for key, value in composition.settings.items()
+        )
     all_words = [*words, *overrides]
     for part in (range(len(words)), range(len(words), len(all_words))):
         for number in part:
             origin, word = all_words[number]
             name = word.text.partition("=")[0].lstrip("+")
             if "@" not in name or name not in composition.choices:
-                _add_word(reading, origin, word, [later.text for _, later in all_words[number + 1 :]])
+                _add_word(
+                    reading, origin, word, [later.text for _, later in all_words[number + 1 :]]
+                )
         if arguments.files and reading.engine is None:
             reading.engine = engine_by_keys(given)
     reading.settings = _resolved(reading)
@@ -123,14 +156,17 @@ def _add_word(reading: Reading, origin: str, word: Word, later: Sequence[str]) -
     """Apply one word, unless its value is not known or no YAML and a later word replaces it."""
     key = _word_key(word.text)
     is_replaced = any(
-        _word_key(text) == key or (text.startswith("~") and key.startswith(f"{_word_key(text)}.")) for text in later
+        _word_key(text) == key or (text.startswith("~") and key.startswith(f"{_word_key(text)}."))
+        for text in later
     )
     try:
         if word.problem is not None and not is_replaced:
             if not _names_only(key, word):
                 way = f"{_way(word)}{', or' if word.variable else 'give'} {_shown(key)}=VALUE"
                 raise UserError(f"{origin}: {_shown(key)}: {_shown(word.problem, 300)}; {way}")
-            reading.note("replaced", word.text, f"{_shown(word.problem)}; a plain word stands for it")
+            reading.note(
+                "replaced", word.text, f"{_shown(word.problem)}; a plain word stands for it"
+            )
         _apply(reading.settings, word.text, origin)
     except UserError:
         if not is_replaced or word.text.startswith("~"):
@@ -147,21 +183,24 @@ def _names_only(key: str, word: Word) -> bool:
 
 
 def _check_function(given: Mapping[str, Given]) -> None:
-    """Raise UserError if a reward function is named without its file: the built-in rules would decide."""
+    """Raise UserError if a reward function is named without its file: the built-in rules would
+    decide."""
     for section in (_FUNCTION, f"reward.{_FUNCTION}"):
         name = given.get(f"{section}.name")
         path = given.get(f"{section}.path")
         is_named = name is not None and name.value not in (None, "", "compute_score")
         if name is not None and is_named and (path is None or path.value in (None, "")):
             raise UserError(
-                f"{name.written}={name.value} without {section}.path: give the function's file, or ~{section}"
+                f"{name.written}={name.value} without {section}.path: give the function's file, or "
+                f"~{section}"
             )
 
 
 def converted_arguments(arguments: Sequence[str]) -> Conversion:
-    """Return our settings for a file or script of verl's, or both, and overrides, or for overrides alone. --env
-    NAME=VALUE gives a variable of the script, --env NAME takes it from the environment, and --command N chooses one of
-    its commands. Raise UserError for a mistake in them."""
+    """Return our settings for a file or script of verl's, or both, and overrides, or for overrides
+    alone. --env NAME=VALUE gives a variable of the script, --env NAME takes it from the
+    environment, and --command N chooses one of its commands. Raise UserError for a mistake in
+    them."""
     reading = read_arguments(split_arguments(arguments))
     conversion = convert(reading.settings, reading.engine)
     conversion.notes = reading.notes
@@ -218,7 +257,9 @@ def _apply(given: dict[str, Given], word: str, origin: str) -> None:
             del given[name]
         return
     if written and not written.strip():
-        raise UserError(f"{origin}: a space after the backslash ends the command here; remove the space")
+        raise UserError(
+            f"{origin}: a space after the backslash ends the command here; remove the space"
+        )
     if not equals or not re.fullmatch(r"\+{0,2}[\w.@/-]+", written):
         raise UserError(f"{origin}: {_shown(word)!r}: expected key=value, as Hydra reads it")
     value = parse_yaml(text, f"{origin}: {_shown(key)}") if text else ""
@@ -229,7 +270,9 @@ def _apply(given: dict[str, Given], word: str, origin: str) -> None:
 # ---------------------------------------------------------------- files
 
 
-def _script_words(path: str, reading: Reading, number: int | None) -> tuple[list[Word], _ConfigOption]:
+def _script_words(
+    path: str, reading: Reading, number: int | None
+) -> tuple[list[Word], _ConfigOption]:
     """Return the overrides of the command in a script that starts verl, and its config."""
     script = read_script(read_text(path), path, reading.environment)
     commands = [words for words in map(_arguments, script.commands) if words is not None]
@@ -237,16 +280,26 @@ def _script_words(path: str, reading: Reading, number: int | None) -> tuple[list
     for command in script.commands:
         if command[0].text in ("source", "."):
             reading.note(
-                "not read", command[-1].text, f"line {command[0].line} sources it; give its variables by {ENV}"
+                "not read",
+                command[-1].text,
+                f"line {command[0].line} sources it; give its variables by {ENV}",
             )
     for name, value in script.environment.items():
-        reading.note("environment", f"{name}: {value}", "given" if name in reading.environment else "of this process")
+        reading.note(
+            "environment",
+            f"{name}: {value}",
+            "given" if name in reading.environment else "of this process",
+        )
     overrides, option = _without_options(words, path)
     given = {_word_key(word.text) for word in overrides}
     for line, text in script.written:
         for key in _SETTING.findall(text):
             if plain_key(key) not in given:
-                reading.note("not given", key, f"line {line} has it, but the command that starts verl does not get it")
+                reading.note(
+                    "not given",
+                    key,
+                    f"line {line} has it, but the command that starts verl does not get it",
+                )
     return overrides, option
 
 
@@ -260,10 +313,14 @@ def _chosen(path: str, script: Script, commands: list[list[Word]], number: int |
     if commands:
         lines = ", ".join(str(words[0].line if words else "?") for words in commands)
         raise UserError(
-            f"{path}: {len(commands)} commands (lines {lines}) {program}; choose one by {COMMAND} 1 to {len(commands)}"
+            f"{path}: {len(commands)} commands (lines {lines}) {program}; choose one by {COMMAND} "
+            f"1 to {len(commands)}"
         )
     others = {
-        words[at + 1].text for words in script.commands for at, word in enumerate(words[:-1]) if word.text == "-m"
+        words[at + 1].text
+        for words in script.commands
+        for at, word in enumerate(words[:-1])
+        if word.text == "-m"
     }
     ended = f"; {script.ended}" if script.ended else ""
     ended = f"; it starts {_shown(', '.join(sorted(others)))}" if others and not ended else ended
@@ -274,7 +331,9 @@ def _arguments(words: list[Word]) -> list[Word] | None:
     """Return the words after verl's program, or None if the command does not start it."""
     texts = [word.text for word in words]
     for at, text in enumerate(texts):
-        if text.endswith(_PROGRAMS) and (texts[at - 1] == "-m" or any("python" in other for other in texts[:at])):
+        if text.endswith(_PROGRAMS) and (
+            texts[at - 1] == "-m" or any("python" in other for other in texts[:at])
+        ):
             return words[at + 1 :]
     return None
 
@@ -302,7 +361,8 @@ def _without_options(words: list[Word], path: str) -> tuple[list[Word], _ConfigO
         value_word = word if equals else next(rest, word)
         if value_word.problem:
             raise UserError(
-                f"{path}, line {word.line}: {option}: {_shown(value_word.problem, 300)}; {_way(value_word)}"
+                f"{path}, line {word.line}: {option}: {_shown(value_word.problem, 300)}; "
+                f"{_way(value_word)}"
             )
         value = value if equals else value_word.text
         if option in ("--config-name", "-cn"):
@@ -315,17 +375,24 @@ def _without_options(words: list[Word], path: str) -> tuple[list[Word], _ConfigO
 
 
 def _named_config(option: _ConfigOption, script: str, composition: Composition) -> str | None:
-    """Return the file of --config-name and --config-path; None: none, or verl's own, which is then a base."""
+    """Return the file of --config-name and --config-path; None: none, or verl's own, which is then
+    a base."""
     if option.name is None:
         return None
     places = [base / (option.path or "") for base in (Path(), Path(script).parent)]
     file = next(
-        (place / f"{option.name}.yaml" for place in places if os.path.isfile(place / f"{option.name}.yaml")), None
+        (
+            place / f"{option.name}.yaml"
+            for place in places
+            if os.path.isfile(place / f"{option.name}.yaml")
+        ),
+        None,
     )
     if file is None and option.name not in BASES:
         raise UserError(
-            f"{script}, line {option.line}: --config-name: {_shown(option.name)}.yaml is not in"
-            f" {_shown(' or '.join(dict.fromkeys(map(str, places))), 200)}; give the file before the script"
+            f"{script}, line {option.line}: --config-name: {_shown(option.name)}.yaml is not in "
+            f"{_shown(' or '.join(dict.fromkeys(map(str, places))), 200)}; give the file before "
+            "the script"
         )
     composition.bases += [option.name] if file is None else []
     return None if file is None else str(file)
@@ -335,25 +402,32 @@ def _named_config(option: _ConfigOption, script: str, composition: Composition) 
 
 
 def _resolved(reading: Reading) -> dict[str, Given]:
-    """Replace references between settings. A setting that takes the value of one that is absent, as verl's own default
-    does, is left out, and the report says so."""
+    """Replace references between settings. A setting that takes the value of one that is absent, as
+    verl's own default does, is left out, and the report says so."""
     out: dict[str, Given] = {}
     for key, item in reading.settings.items():
         value = _resolved_value(item, reading, _MOST_REFERENCES)
         if value is _ABSENT:
-            reading.note("default", item.written, f"{_shown(str(item.value))} is not given: verl's default of both")
+            reading.note(
+                "default",
+                item.written,
+                f"{_shown(str(item.value))} is not given: verl's default of both",
+            )
         else:
             out[key] = Given(value, item.written)
     return out
 
 
 def _resolved_value(item: Given, reading: Reading, rest: int) -> Any:
-    """Return the value of a setting without references. rest: references that may follow one another."""
+    """Return the value of a setting without references. rest: references that may follow one
+    another."""
     value = _with_home(item.value, item.written, reading)
     if not isinstance(value, str) or not _REFERENCE.search(value):
         return value
     if not rest:
-        raise UserError(f"{item.written}: {_shown(value)}: more than {_MOST_REFERENCES} references in turn")
+        raise UserError(
+            f"{item.written}: {_shown(value)}: more than {_MOST_REFERENCES} references in turn"
+        )
     return _replaced(value, item.written, reading, rest - 1)
 
 
@@ -367,12 +441,17 @@ def _with_home(value: Any, written: str, reading: Reading) -> Any:
     home = reading.environment.get("HOME", os.environ.get("HOME"))
     if not isinstance(value, str) or home is None or not _HOME.search(value):
         return value
-    reading.note("environment", f"HOME: {home}", "given" if "HOME" in reading.environment else "of this process")
+    reading.note(
+        "environment",
+        f"HOME: {home}",
+        "given" if "HOME" in reading.environment else "of this process",
+    )
     return _HOME.sub(lambda _: home, value)
 
 
 def _replaced(value: str, written: str, reading: Reading, rest: int) -> Any:
-    """Replace the references of a value. A value that is one reference takes the type of the other setting."""
+    """Replace the references of a value. A value that is one reference takes the type of the other
+    setting."""
     if (whole := _REFERENCE.fullmatch(value)) is not None:
         return _lookup(whole, written, reading, rest)
     out = value
@@ -415,7 +494,10 @@ def _lookup(match: re.Match[str], written: str, reading: Reading, rest: int) -> 
 def _absent(match: re.Match[str], written: str) -> UserError:
     name = match[3]
     if "." in name:
-        return UserError(f"{written}: {match[0]}: {name} is not given; give {name}=VALUE, or {written}=VALUE")
+        return UserError(
+            f"{written}: {match[0]}: {name} is not given; give {name}=VALUE, or {written}=VALUE"
+        )
     return UserError(
-        f"{written}: {match[0]} is no setting of verl's; of a variable of the shell give the value: {written}=VALUE"
+        f"{written}: {match[0]} is no setting of verl's; of a variable of the shell give the "
+        f"value: {written}=VALUE"
     )

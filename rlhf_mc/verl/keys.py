@@ -1,4 +1,5 @@
-"""The outcome of one of verl's settings (a Line), and verl's keys without the sections around ours."""
+"""The outcome of one of verl's settings (a Line), and verl's keys without the sections around
+ours."""
 
 from __future__ import annotations
 
@@ -45,10 +46,21 @@ def number(verl: Settings, key: str, default: int = 0) -> int:
 
 
 def plain_key(key: str) -> str:
-    """Return verl's key without Hydra's + and without the sections that contain sections of ours."""
+    """Return verl's key without Hydra's + and without the sections that contain sections of
+    ours."""
     name = key.lstrip("+~").removeprefix("actor_rollout_ref.")
     inner = name.removeprefix("reward.")
-    sections = ("custom_reward_function", "reward_model", "reward_manager", "reward_kwargs", "sandbox_fusion")
+    sections = (
+        "custom_reward_function",
+        "reward_model",
+        "reward_manager",
+        "reward_kwargs",
+        "sandbox_fusion",
+    )
     if inner.partition(".")[0] not in sections:
         return name
-    return inner if inner.startswith(("custom_reward_function", "reward_model")) else f"reward_model.{inner}"
+    return (
+        inner
+        if inner.startswith(("custom_reward_function", "reward_model"))
+        else f"reward_model.{inner}"
+    )

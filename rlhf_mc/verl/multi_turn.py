@@ -1,4 +1,5 @@
-"""Conversions of verl's settings of turns, tools and agent loops to those of rollout.environment."""
+"""Conversions of verl's settings of turns, tools and agent loops to those of
+rollout.environment."""
 
 from __future__ import annotations
 
@@ -42,11 +43,17 @@ def multi_turn(key: str, value: Any, verl: Settings) -> Line | None:
         turns = [bound + (i == 0) for i, bound in enumerate(bounds) if type(bound) is int and bound]
         return renamed(f"{_OURS}max_turns", min(turns, default=value), "turns of the model")
     if name == "tool_response_truncate_side":
-        return renamed(f"{_OURS}truncate", _SIDES.get(value, value), "the part that is left out, in verl kept")
+        return renamed(
+            f"{_OURS}truncate", _SIDES.get(value, value), "the part that is left out, in verl kept"
+        )
     if name == "max_tool_response_length":
         return renamed(f"{_OURS}max_observation_length", value)
     if key in TOOL_PATHS:
-        return renamed(_OURS + name, value, "rewards of tools are added to the score; verl leaves that to its function")
+        return renamed(
+            _OURS + name,
+            value,
+            "rewards of tools are added to the score; verl leaves that to its function",
+        )
     if name == "format":
         return renamed(_OURS + name, _FORMATS.get(value, value))
     return renamed(_OURS + name, value) if name == "max_parallel_calls" else None
@@ -56,7 +63,10 @@ def agent(key: str, value: Any, verl: Settings) -> Line | None:
     """Return the line of a setting of agent."""
     name = key.removeprefix("rollout.agent.")
     if name == "default_agent_loop" and value in ("tool_agent", "single_turn_agent"):
-        return Line("implied", "with tools all rows have them but those with the agent_name single_turn_agent")
+        return Line(
+            "implied",
+            "with tools all rows have them but those with the agent_name single_turn_agent",
+        )
     if name in ("default_agent_loop", "agent_loop_config_path") and value not in OFF:
         return Line("not supported", _ENVIRONMENT)
     return None
@@ -66,7 +76,10 @@ def tools_of_data(key: str, value: Any, verl: Settings) -> Line:
     """Return the line of the tools in verl's prompts, whose default is those of the rollout."""
     if value in OFF or value == verl.get(MULTI_TURN + key.removeprefix("data.")):
         return Line("implied", "prompts have the tools of the rollout")
-    return Line("not supported", f"prompts have the tools of {MULTI_TURN}{key.removeprefix('data.')}, which are others")
+    return Line(
+        "not supported",
+        f"prompts have the tools of {MULTI_TURN}{key.removeprefix('data.')}, which are others",
+    )
 
 
 def turn_defaults(verl: Settings, given: Settings) -> Iterator[Line]:

@@ -1,5 +1,6 @@
-"""verl's layouts: settings of its Megatron sections whose value changes, what FSDP's settings become, and the defaults
-of each model's layout. Numbers that are trained do not depend on any of them.
+"""verl's layouts: settings of its Megatron sections whose value changes, what FSDP's settings
+become, and the defaults of each model's layout. Numbers that are trained do not depend on any of
+them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _VERL_MEGATRON: dict[str, Any] = {
     "num_layers_in_last_pipeline_stage": None,
     "dtype": "bfloat16",
 }
-"""Settings of megatron that a role inherits from the actor here, with verl's defaults for actor and critic. verl's
-reference has the actor's sizes and offload, and this type."""
+"""Settings of megatron that a role inherits from the actor here, with verl's defaults for actor and
+critic. verl's reference has the actor's sizes and offload, and this type."""
 FULL = "full"
 _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
 """Those that a role of verl's does not inherit from the actor."""
@@ -39,7 +40,8 @@ def is_fsdp(verl: Settings) -> bool:
 
 
 def without_roles_layouts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of ours without the layouts of the models beside the actor, which then follow the actor's."""
+    """Return settings of ours without the layouts of the models beside the actor, which then follow
+    the actor's."""
     layout = (*_VERL_MEGATRON, "sequence_parallel", "dynamic_context_parallel", "cp_comm_type")
     kept = ("dtype", "use_distributed_optimizer")
 
@@ -58,12 +60,17 @@ def named_engine(verl: Settings) -> str | None:
 def engine_by_keys(keys: Iterable[str]) -> str:
     """Return megatron if the sections of models are Megatron's alone, else fsdp."""
     names = set(keys)
-    is_megatron = any(".megatron." in key for key in names) and not any(".fsdp" in key for key in names)
+    is_megatron = any(".megatron." in key for key in names) and not any(
+        ".fsdp" in key for key in names
+    )
     return "megatron" if is_megatron else "fsdp"
 
 
-def layout_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
-    """Yield verl's defaults of each model's layout that differ from what the model would have here. settings:
+def layout_defaults(
+    verl: Settings, settings: Mapping[str, Any], roles: list[str]
+) -> Iterator[Line]:
+    """Yield verl's defaults of each model's layout that differ from what the model would have here.
+    settings:
     ours. roles: the models besides the actor."""
     if is_fsdp(verl):
         yield from _fsdp_defaults(settings, roles)
@@ -75,17 +82,29 @@ def layout_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str
                 yield Line("default", "ours: the actor's", key, default)
     for role in ("actor", *roles):
         key = f"{role}.megatron.sequence_parallel"
-        if key not in settings and number(settings, f"{role}.megatron.tensor_model_parallel_size", 1) > 1:
-            yield Line("default", "ours: false" if role == "actor" else "ours: the actor's", key, True)
+        if (
+            key not in settings
+            and number(settings, f"{role}.megatron.tensor_model_parallel_size", 1) > 1
+        ):
+            yield Line(
+                "default", "ours: false" if role == "actor" else "ours: the actor's", key, True
+            )
 
 
 def _fsdp_defaults(settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
     actor = "actor.megatron.recompute_granularity"
     critic = "critic.megatron.recompute_granularity"
     if actor not in settings:
-        yield Line("default", "verl's enable_gradient_checkpointing is true; ours: null", actor, FULL)
+        yield Line(
+            "default", "verl's enable_gradient_checkpointing is true; ours: null", actor, FULL
+        )
     if "critic" in roles and critic not in settings and settings.get(actor, FULL) != FULL:
-        yield Line("default", "verl's enable_gradient_checkpointing is true; ours: the actor's", critic, FULL)
+        yield Line(
+            "default",
+            "verl's enable_gradient_checkpointing is true; ours: the actor's",
+            critic,
+            FULL,
+        )
     freed = "actor.megatron.grad_offload"
     if freed not in settings:
         yield Line("default", "FSDP has no gradients outside the update; ours: false", freed, True)
@@ -96,8 +115,9 @@ def layout_hints(verl: Settings, settings: Mapping[str, Any]) -> Iterator[tuple[
     if is_fsdp(verl) and "actor.megatron.tensor_model_parallel_size" not in settings:
         yield (
             "note: layout",
-            "FSDP shards each layer over all GPUs; here tensor and pipeline parallelism do, of size 1 if none is given."
-            " With `--nodes N --gpus-per-node N --gpu h100` tools/from_verl.py chooses them by the planner's search",
+            "FSDP shards each layer over all GPUs; here tensor and pipeline parallelism do, of "
+            "size 1 if none is given. With `--nodes N --gpus-per-node N --gpu h100` "
+            "tools/from_verl.py chooses them by the planner's search",
         )
 
 
@@ -105,16 +125,27 @@ def layout_hints(verl: Settings, settings: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def is_dynamic(key: str, verl: Settings) -> bool:
-    """Return whether verl's micro-batches of the pass that the key belongs to are by token budget."""
+    """Return whether verl's micro-batches of the pass that the key belongs to are by token
+    budget."""
     role = key.partition(".")[0]
-    own = f"{role}.log_prob_use_dynamic_bsz" if role in ("rollout", "ref") else f"{role}.use_dynamic_bsz"
+    own = (
+        f"{role}.log_prob_use_dynamic_bsz"
+        if role in ("rollout", "ref")
+        else f"{role}.use_dynamic_bsz"
+    )
     switches = (own, "critic.use_dynamic_bsz") if role == "reward_model" else (own,)
-    values = [value for switch in (*switches, "actor.use_dynamic_bsz") if (value := verl.get(switch)) is not None]
+    values = [
+        value
+        for switch in (*switches, "actor.use_dynamic_bsz")
+        if (value := verl.get(switch)) is not None
+    ]
     return bool(values and values[0])
 
 
 def longest_sequence(verl: Settings) -> int:
-    return number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
+    return number(verl, "data.max_prompt_length", 512) + number(
+        verl, "data.max_response_length", 512
+    )
 
 
 def micro_batch(key: str, value: Any, verl: Settings) -> Line:
@@ -126,7 +157,9 @@ def micro_batch(key: str, value: Any, verl: Settings) -> Line:
     name = key.partition("micro_batch_size")[0]
     name = "reward_model.forward_" if name == "reward_model." else name
     longest = tokens_on_rank(longest_sequence(verl), context_size(key, verl))
-    return renamed(f"{name}max_token_len_per_gpu", value * longest, f"{value} sequences of {longest} tokens")
+    return renamed(
+        f"{name}max_token_len_per_gpu", value * longest, f"{value} sequences of {longest} tokens"
+    )
 
 
 def token_budget(key: str, value: Any, verl: Settings) -> Line:
@@ -138,7 +171,10 @@ def token_budget(key: str, value: Any, verl: Settings) -> Line:
 def dynamic(key: str, value: Any, verl: Settings) -> Line:
     if value:
         return Line("implied", "micro-batches are by token budget")
-    return Line("not needed", "a number of sequences is converted to a token budget; no number depends on it")
+    return Line(
+        "not needed",
+        "a number of sequences is converted to a token budget; no number depends on it",
+    )
 
 
 def micro_batch_of_all(key: str, value: Any, verl: Settings) -> Line:
@@ -157,25 +193,32 @@ def gradient_checkpointing(key: str, value: Any, verl: Settings) -> Line:
     """Convert enable_gradient_checkpointing, which verl reads with FSDP alone."""
     if not is_fsdp(verl):
         return Line(
-            "not needed", "Megatron's is megatron.override_transformer_config.recompute_granularity, in verl too"
+            "not needed",
+            "Megatron's is megatron.override_transformer_config.recompute_granularity, in verl too",
         )
     role = "critic" if key.startswith("critic.") else "actor"
     return renamed(f"{role}.megatron.recompute_granularity", FULL if value else None)
 
 
 def fsdp_offload(key: str, value: Any, verl: Settings) -> Line:
-    """Convert param_offload, optimizer_offload and offload_policy of FSDP, and VeOmni's of the same meaning."""
+    """Convert param_offload, optimizer_offload and offload_policy of FSDP, and VeOmni's of the same
+    meaning."""
     role = key.partition(".")[0]
     name = key.rpartition(".")[2]
     if name in ("offload_policy", "enable_fsdp_offload"):
-        return renamed(f"{role}.megatron.param_offload", value=True) if value else Line("implied", "off")
+        return (
+            renamed(f"{role}.megatron.param_offload", value=True)
+            if value
+            else Line("implied", "off")
+        )
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
         return Line("not needed", "it does nothing for a model that is never trained")
     return renamed(f"{role}.megatron.{name}", bool(value))
 
 
 def ulysses(key: str, value: Any, verl: Settings) -> Line:
-    """Convert Ulysses' sequence parallelism, which is context parallelism. A token budget is of one rank in both."""
+    """Convert Ulysses' sequence parallelism, which is context parallelism. A token budget is of one
+    rank in both."""
     if value in (None, 1):
         return Line("implied", "off")
     if not is_fsdp(verl):
@@ -185,11 +228,18 @@ def ulysses(key: str, value: Any, verl: Settings) -> Line:
 
 
 def context_size(key: str, verl: Settings) -> int:
-    """Return the ranks that share each sequence in a role's passes, by Ulysses or by context parallelism."""
+    """Return the ranks that share each sequence in a role's passes, by Ulysses or by context
+    parallelism."""
     role = key.partition(".")[0]
-    ulysses_keys = [f"{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config.", "fsdp.")]
+    ulysses_keys = [
+        f"{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config.", "fsdp.")
+    ]
     names = ulysses_keys if is_fsdp(verl) else ["megatron.context_parallel_size"]
-    sizes = (verl.get(f"{of}.{name}") for of in ([role] if role == "critic" else [role, "actor"]) for name in names)
+    sizes = (
+        verl.get(f"{of}.{name}")
+        for of in ([role] if role == "critic" else [role, "actor"])
+        for name in names
+    )
     return next((size for size in sizes if type(size) is int), 1)
 
 
@@ -223,10 +273,14 @@ def sequence_parallel(key: str, value: Any, verl: Settings) -> Line:
 
 
 def dynamic_context(key: str, value: Any, verl: Settings) -> Line:
-    """Convert dynamic_context_parallel. verl's sizes are up to all replicas, here up to context_parallel_size."""
+    """Convert dynamic_context_parallel. verl's sizes are up to all replicas, here up to
+    context_parallel_size."""
     size = _size(key, "context_parallel_size", verl)
     if value and (size == 1 or size & (size - 1)):
-        return Line("not supported", "it needs context_parallel_size, the largest size, as a power of two from 2 on")
+        return Line(
+            "not supported",
+            "it needs context_parallel_size, the largest size, as a power of two from 2 on",
+        )
     return same(key, value)
 
 
@@ -235,8 +289,15 @@ def expert_parallel(key: str, value: Any, verl: Settings) -> Line:
     tp = _size(key, "tensor_model_parallel_size", verl)
     ranks = number(verl, key, 1) * _size(key, "expert_tensor_parallel_size", verl, tp)
     if ranks % tp and ranks > tp:
-        return Line("not supported", f"experts are over {ranks} ranks, no multiple of the tensor-parallel size, {tp}")
-    text = "" if ranks == number(verl, key, 1) * tp else f"experts are sharded over the {tp} tensor-parallel ranks too"
+        return Line(
+            "not supported",
+            f"experts are over {ranks} ranks, no multiple of the tensor-parallel size, {tp}",
+        )
+    text = (
+        ""
+        if ranks == number(verl, key, 1) * tp
+        else f"experts are sharded over the {tp} tensor-parallel ranks too"
+    )
     return same(key, max(1, ranks // tp), text)
 
 
@@ -245,11 +306,14 @@ def expert_tensor(key: str, value: Any, verl: Settings) -> Line:
     sharded = "experts are sharded over the tensor-parallel ranks too"
     if value in (None, _size(key, "tensor_model_parallel_size", verl)):
         return Line("implied", sharded)
-    return Line("not needed", f"{sharded}; expert_model_parallel_size is converted to as many shards")
+    return Line(
+        "not needed", f"{sharded}; expert_model_parallel_size is converted to as many shards"
+    )
 
 
 def _size(key: str, name: str, verl: Settings, default: int = 1) -> int:
-    """Return a parallel size of the role of `key`. The reference's is the actor's where it is not given."""
+    """Return a parallel size of the role of `key`. The reference's is the actor's where it is not
+    given."""
     role = key.partition(".")[0]
     if role == "ref" and verl.get(f"ref.megatron.{name}") is None:
         role = "actor"

@@ -21,7 +21,9 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
 
 def bracket_status(expander: Expander, nodes: Sequence[Node]) -> bool | None:
     """Return the result of [ ... ], None if it is not known."""
-    expander.unset_is_empty = any((node.get("Parts") or [{}])[0].get("Value") in ("-z", "-n") for node in nodes)
+    expander.unset_is_empty = any(
+        (node.get("Parts") or [{}])[0].get("Value") in ("-z", "-n") for node in nodes
+    )
     try:
         words = [word for node in nodes for word in expander.fields(node)]
     finally:
@@ -37,7 +39,11 @@ def _tested(expander: Expander, words: list[Word]) -> bool | None:
         if op in texts:
             at = texts.index(op)
             rest = words[at + 1 :]
-            return _joined(op == "-a", _tested(expander, words[:at]), functools.partial(_tested, expander, rest))
+            return _joined(
+                op == "-a",
+                _tested(expander, words[:at]),
+                functools.partial(_tested, expander, rest),
+            )
     if texts[:1] == ["!"]:
         status = _tested(expander, words[1:])
         return None if status is None else not status
@@ -66,13 +72,21 @@ def condition_status(expander: Expander, node: Node) -> bool | None:
     if kind == "ParenTest":
         return condition_status(expander, node["X"])
     if op in ("&&", "||"):
-        return _joined(op == "&&", condition_status(expander, node["X"]), lambda: condition_status(expander, node["Y"]))
+        return _joined(
+            op == "&&",
+            condition_status(expander, node["X"]),
+            lambda: condition_status(expander, node["Y"]),
+        )
     if op == "!":
         status = condition_status(expander, node["X"])
         return None if status is None else not status
     expander.unset_is_empty = kind == "Word" or op in ("-z", "-n")
     try:
-        sides = [expander.text(side) for side in ([node] if kind == "Word" else [node["X"], node.get("Y")]) if side]
+        sides = [
+            expander.text(side)
+            for side in ([node] if kind == "Word" else [node["X"], node.get("Y")])
+            if side
+        ]
     finally:
         expander.unset_is_empty = False
     if any(side.problem for side in sides):

@@ -1,4 +1,5 @@
-"""The syntax tree of a shell script, by shfmt. Limits keep the parser within a second for any text."""
+"""The syntax tree of a shell script, by shfmt. Limits keep the parser within a second for any
+text."""
 
 from __future__ import annotations
 
@@ -51,20 +52,28 @@ def _tree(text: str) -> Node:
     if len(text.encode()) > _MOST_BYTES:
         raise UserError(f"line 1: a script of more than {_MOST_BYTES >> 10} KiB")
     if line := line_too_deep(text, _OPENING, _CLOSING, _DEEPEST):
-        raise UserError(f"line {line}: nested too deeply, more than {_DEEPEST} brackets or statements")
+        raise UserError(
+            f"line {line}: nested too deeply, more than {_DEEPEST} brackets or statements"
+        )
     local = Path(sys.executable).with_name("shfmt")
     program = str(local) if local.exists() else shutil.which("shfmt")
     if program is None:
-        raise UserError("line 1: shfmt, which parses scripts, is not installed: pip install shfmt-py")
+        raise UserError(
+            "line 1: shfmt, which parses scripts, is not installed: pip install shfmt-py"
+        )
     command = [program, "--to-json", "-ln", "bash"]
     try:
-        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, input=text.encode(), capture_output=True, timeout=_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise UserError("line 1: shfmt cannot parse it in time") from error
     except OSError as error:
         raise UserError(f"line 1: {program}: {error}") from error
     if done.returncode:
-        match = re.match(r"(?:<standard input>:)?(\d+):\S*?:? (.*)", done.stderr.decode(errors="replace"))
+        match = re.match(
+            r"(?:<standard input>:)?(\d+):\S*?:? (.*)", done.stderr.decode(errors="replace")
+        )
         raise UserError(f"line {match[1]}: {match[2]}" if match else "line 1: nested too deeply")
     tree: Node = json_files.parse(done.stdout)
     return tree

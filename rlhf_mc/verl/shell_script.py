@@ -1,8 +1,9 @@
 """The commands of a shell script, with the variables that it assigns replaced. Nothing is run.
 
-The statements of the tree of shell_parser.py are followed: assignments, conditions, loops, functions. Where a condition
-cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words are in
-shell_words.py, the reader of a verl script in verl/input.py.
+The statements of the tree of shell_parser.py are followed: assignments, conditions, loops,
+functions. Where a condition cannot be decided, each branch is followed, and a variable that then
+differs has no value. The values of words are in shell_words.py, the reader of a verl script in
+verl/input.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.verl.shell_conditions import bracket_status, condition_status
 from rlhf_mc.verl.shell_parser import parsed, written
-from rlhf_mc.verl.shell_words import Expander, Node, State, Unresolved, Variable, Word, matches, node_line
+from rlhf_mc.verl.shell_words import (
+    Expander,
+    Node,
+    State,
+    Unresolved,
+    Variable,
+    Word,
+    matches,
+    node_line,
+)
 
 _STEP = 400
 """Work of a statement, beside the bytes of its values."""
@@ -57,25 +67,30 @@ class _Break(_Exit):
 
 
 def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
-    """Return the commands of a script. environment: variables that are given, beside HOME and PWD. Raise UserError with
-    the line of a mistake."""
+    """Return the commands of a script. environment: variables that are given, beside HOME and PWD.
+    Raise UserError with the line of a mistake."""
     try:
         text = text.rstrip().removesuffix("\\") + "\n"
         text, tree = parsed(text)
         home = {name: os.environ[name] for name in _TAKEN if name in os.environ}
         given = {**home, "PWD": str(Path.cwd()), **environment}
-        variables: dict[str, Variable] = {name: {"0": Word(0, value)} for name, value in given.items()}
+        variables: dict[str, Variable] = {
+            name: {"0": Word(0, value)} for name, value in given.items()
+        }
         variables.update({name: {"0": Word(1, path)} for name in ("0", "BASH_SOURCE")})
         script = Script(written=[*written(tree)])
         arguments = [
-            variables[name]["0"] for name in itertools.takewhile(given.__contains__, map(str, itertools.count(1)))
+            variables[name]["0"]
+            for name in itertools.takewhile(given.__contains__, map(str, itertools.count(1)))
         ]
         run = _Interpreter(State(text.encode(), variables, arguments), script.commands, environment)
         try:
             run.statements(tree.get("Stmts", []))
         except _Exit as error:
             missing = ", ".join(f"--env {name}=VALUE" for name in sorted(run.state.missing))
-            script.ended = f"the script ends in line {error.args[0]}" + (f"; it asks for {missing}" if missing else "")
+            script.ended = f"the script ends in line {error.args[0]}" + (
+                f"; it asks for {missing}" if missing else ""
+            )
     except RecursionError as error:
         raise UserError(f"{path}: nested too deeply") from error
     except UserError as error:
@@ -100,7 +115,8 @@ class _Interpreter:
         self.output: list[str] | None = None
         """Inside $(...): what has been printed."""
         self.local: dict[str, Variable | None] | None = None
-        """Local variables of the function, with their values outside of it; None outside a function."""
+        """Local variables of the function, with their values outside of it; None outside a
+        function."""
 
     def statements(self, nodes: Sequence[Node]) -> bool | None:
         """Follow statements. Return whether the last succeeds, None if that is not known."""
@@ -156,7 +172,9 @@ class _Interpreter:
         start = node["Position"] if "Position" in node else node["Pos"]
         branches = [node["Then"], []]
         if "Else" in node:
-            branches[1] = [{"Cmd": {**node["Else"], "Type": "IfClause"}, "Pos": start, "End": node["End"]}]
+            branches[1] = [
+                {"Cmd": {**node["Else"], "Type": "IfClause"}, "Pos": start, "End": node["End"]}
+            ]
         if status is None:
             self._fork(branches, condition[0], condition[-1])
             return None
@@ -169,7 +187,9 @@ class _Interpreter:
             self._fork([*(item.get("Stmts", []) for item in items), []], node["Word"])
             return None
         for item in items:
-            if any(matches(word.text, self.words.text(pattern).text) for pattern in item["Patterns"]):
+            if any(
+                matches(word.text, self.words.text(pattern).text) for pattern in item["Patterns"]
+            ):
                 return self.statements(item.get("Stmts", []))
         return True
 
@@ -224,7 +244,8 @@ class _Interpreter:
         return other
 
     def _fork(self, branches: list[list[Node]], first: Node, last: Node | None = None) -> None:
-        """Follow each branch by itself. A variable that differs then, and is not given, has no value."""
+        """Follow each branch by itself. A variable that differs then, and is not given, has no
+        value."""
         outcomes: list[dict[str, Variable]] = []
         for branch in branches:
             other = self._copy()
@@ -239,20 +260,31 @@ class _Interpreter:
         line = node_line(first)
         if not outcomes:
             raise _Exit(line)
-        condition = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())
+        condition = " ".join(
+            self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split()
+        )
         condition = condition[:80].rstrip("; ")
         variable = self._unknown(first)
         for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
             values = [
-                [word.problem or word.text for word in outcome[name].values()] if name in outcome else None
+                [word.problem or word.text for word in outcome[name].values()]
+                if name in outcome
+                else None
                 for outcome in outcomes
             ]
             if all(texts == values[0] for texts in values):
                 self.state.variables[name] = outcomes[0][name]
                 continue
-            named = list(dict.fromkeys("not set" if texts is None else repr(" ".join(texts))[:60] for texts in values))
+            named = list(
+                dict.fromkeys(
+                    "not set" if texts is None else repr(" ".join(texts))[:60] for texts in values
+                )
+            )
             listed = " or ".join(named[:_MOST_SHOWN])
-            problem = f"${name} is {listed}, by the condition `{condition}` in line {line}, which is not decided"
+            problem = (
+                f"${name} is {listed}, by the condition `{condition}` in line {line}, which is not "
+                "decided"
+            )
             self._set(name, {"0": Word(line, name, problem, variable or name)})
 
     def _unknown(self, tree: Any) -> str | None:
@@ -260,7 +292,11 @@ class _Interpreter:
         name = (tree.get("Param") or {}).get("Value", "") if isinstance(tree, dict) else ""
         if name.isidentifier():
             value = self.state.variables.get(name)
-            bad = next((word for word in value.values() if word.problem), None) if value else Word(0, "", "", name)
+            bad = (
+                next((word for word in value.values() if word.problem), None)
+                if value
+                else Word(0, "", "", name)
+            )
             if bad is not None:
                 return bad.variable or name
         for item in tree.values() if isinstance(tree, dict) else tree:
@@ -269,13 +305,16 @@ class _Interpreter:
         return None
 
     def _set(self, name: str, value: Variable) -> None:
-        """Assign a variable. One that has no value takes the value that was given for it, if there is one."""
+        """Assign a variable. One that has no value takes the value that was given for it, if there
+        is one."""
         problem = next((word for word in value.values() if word.problem), None)
         if problem is not None and name in self.given:
             self.state.variables[name] = {"0": Word(0, self.given[name])}
             return
         if problem is not None:
-            value = {key: replace(word, variable=word.variable or name) for key, word in value.items()}
+            value = {
+                key: replace(word, variable=word.variable or name) for key, word in value.items()
+            }
         self.state.variables[name] = value
 
     # ------------------------------------------------------------ commands
@@ -312,19 +351,31 @@ class _Interpreter:
     def _assign(self, node: Node) -> None:
         name = node["Name"]["Value"]
         line = node_line(node)
-        older = dict(self.state.variables.get(name, {})) if node.get("Append") or node.get("Index") else {}
+        older = (
+            dict(self.state.variables.get(name, {}))
+            if node.get("Append") or node.get("Index")
+            else {}
+        )
         if "Array" in node:
             value = dict(older)
             for item in node["Array"].get("Elems", []):
                 key = self.words.index(item["Index"]) if item.get("Index") else None
-                for word in [self.words.text(item.get("Value"), line)] if key else self.words.fields(item["Value"]):
+                for word in (
+                    [self.words.text(item.get("Value"), line)]
+                    if key
+                    else self.words.fields(item["Value"])
+                ):
                     value[str(len(value)) if key is None else key] = word
             self._set(name, value)
             return
         key = self.words.index(node["Index"]) if node.get("Index") else "0"
         word = self.words.text(node.get("Value"), line)
         parts = (node.get("Value") or {}).get("Parts") or [{}]
-        if parts[0].get("Type") == "Lit" and re.match(r"~(/|\Z)", word.text) and (home := self.words.lookup("HOME")):
+        if (
+            parts[0].get("Type") == "Lit"
+            and re.match(r"~(/|\Z)", word.text)
+            and (home := self.words.lookup("HOME"))
+        ):
             word = replace(word, text=home["0"].text + word.text[1:])
         if node.get("Append") and key in older:
             bad = older[key] if older[key].problem else word
@@ -334,7 +385,9 @@ class _Interpreter:
 
     def _do_DeclClause(self, node: Node) -> bool:
         arguments = node.get("Args", [])
-        options = "".join(self.words.text(arg.get("Value"), 0).text for arg in arguments if "Name" not in arg)
+        options = "".join(
+            self.words.text(arg.get("Value"), 0).text for arg in arguments if "Name" not in arg
+        )
         is_local = node["Variant"]["Value"] not in ("export", "readonly") and "g" not in options
         local = self.local if is_local else None
         for assign in (arg for arg in arguments if "Name" in arg):
@@ -367,7 +420,9 @@ class _Interpreter:
         finally:
             self.state.arguments = arguments
             restored = {**self.state.variables, **self.local}
-            self.state.variables = {key: value for key, value in restored.items() if value is not None}
+            self.state.variables = {
+                key: value for key, value in restored.items() if value is not None
+            }
             self.local = local
 
     def _substitute(self, nodes: Sequence[Node]) -> Word | None:
@@ -378,7 +433,9 @@ class _Interpreter:
             other.statements(nodes)
         except (_Exit, Unresolved):
             return None
-        return Word(node_line(nodes[0]), "".join(other.output).rstrip("\n")) if nodes else Word(0, "")
+        return (
+            Word(node_line(nodes[0]), "".join(other.output).rstrip("\n")) if nodes else Word(0, "")
+        )
 
     def _print(self, text: str, word: Word) -> bool:
         if self.output is not None:
@@ -389,7 +446,9 @@ class _Interpreter:
 
     def _run_echo(self, words: list[Word]) -> bool:
         bad = next((word for word in words if word.problem), words[0])
-        return self._print(" ".join(word.text for word in words[1:] if word.text not in ("-n", "-e")), bad)
+        return self._print(
+            " ".join(word.text for word in words[1:] if word.text not in ("-n", "-e")), bad
+        )
 
     def _run_pwd(self, words: list[Word]) -> bool:
         value = self.words.lookup("PWD") or {"0": words[0]}
@@ -403,16 +462,22 @@ class _Interpreter:
 
     def _run_dirname(self, words: list[Word]) -> bool:
         path = words[-1].text.rstrip("/")
-        return self._print(os.path.dirname(path) or ("/" if path.startswith("/") else "."), words[-1])
+        return self._print(
+            os.path.dirname(path) or ("/" if path.startswith("/") else "."), words[-1]
+        )
 
     def _run_realpath(self, words: list[Word]) -> bool:
-        return self._print(os.path.normpath(os.path.join(self._directory(), words[-1].text)), words[-1])
+        return self._print(
+            os.path.normpath(os.path.join(self._directory(), words[-1].text)), words[-1]
+        )
 
     def _directory(self) -> str:
         return (self.words.lookup("PWD") or {"0": Word(0, "/")})["0"].text
 
     def _run_cd(self, words: list[Word]) -> bool:
-        to = words[-1] if len(words) > 1 else (self.words.lookup("HOME") or {"0": Word(0, "~")})["0"]
+        to = (
+            words[-1] if len(words) > 1 else (self.words.lookup("HOME") or {"0": Word(0, "~")})["0"]
+        )
         path = os.path.normpath(os.path.join(self._directory(), to.text))
         self.state.variables["PWD"] = {"0": replace(to, text=path)}
         return True
@@ -436,7 +501,10 @@ class _Interpreter:
     def _run_read(self, words: list[Word]) -> None:
         for word in words[1:]:
             if word.text.isidentifier():
-                self._set(word.text, {"0": Word(word.line, word.text, f"${word.text} is read in line {word.line}")})
+                self._set(
+                    word.text,
+                    {"0": Word(word.line, word.text, f"${word.text} is read in line {word.line}")},
+                )
 
     def _run_exit(self, words: list[Word]) -> bool:
         raise _Exit(words[0].line)

@@ -1,7 +1,8 @@
-"""The value of a word of a shell script: quotes, variables, $((...)), and $(...) of a few commands. Nothing is run.
+"""The value of a word of a shell script: quotes, variables, $((...)), and $(...) of a few commands.
+Nothing is run.
 
-The words come from shfmt's syntax tree. A part that cannot be known, such as $(date), becomes a plain word, with the
-problem beside it. Statements are in shell_script.py.
+The words come from shfmt's syntax tree. A part that cannot be known, such as $(date), becomes a
+plain word, with the problem beside it. Statements are in shell_script.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 
 MOST_WORK = 1 << 22
-"""Bytes of values and statements that a script may take in all: a variable that doubles itself ends there."""
+"""Bytes of values and statements that a script may take in all: a variable that doubles itself ends
+there."""
 Node = Mapping[str, Any]
 _INTEGER = re.compile(r"\s*-?(?:(0[0-7]{0,18})|[1-9]\d{0,17})\s*")
 """An integer; the group is one in octal."""
@@ -65,7 +67,10 @@ class State:
         """Count work. Raise UserError at the limit."""
         self.work[0] -= amount
         if self.work[0] < 0:
-            raise UserError(f"line {line}: the values of the script's variables grow beyond {MOST_WORK >> 20} MiB")
+            raise UserError(
+                f"line {line}: the values of the script's variables grow beyond {MOST_WORK >> 20} "
+                "MiB"
+            )
 
     def shown(self, node: Node) -> str:
         """Return the script's text of a node."""
@@ -89,7 +94,9 @@ class _Fields:
         """Append text to the last word."""
         last = self.last or Word(self.line, "")
         problem = last if last.problem else word
-        self.last = replace(last, text=last.text + word.text, problem=problem.problem, variable=problem.variable)
+        self.last = replace(
+            last, text=last.text + word.text, problem=problem.problem, variable=problem.variable
+        )
 
     def end(self) -> None:
         """End the last word."""
@@ -104,7 +111,9 @@ class _Fields:
         if text != word.text:
             self.end()
         space = f"[{blanks}]*" if blanks else ""
-        between = [f"{space}[{re.escape(marks)}]{space}"] * bool(marks) + [f"[{blanks}]+"] * bool(blanks)
+        between = [f"{space}[{re.escape(marks)}]{space}"] * bool(marks) + [f"[{blanks}]+"] * bool(
+            blanks
+        )
         pieces = re.split("|".join(between), text) if between else [text]
         for number, piece in enumerate(pieces):
             if number:
@@ -116,7 +125,8 @@ class _Fields:
 
 
 class Expander:
-    """Expands words in a state. substitute: returns the output of the statements of $(...), or None."""
+    """Expands words in a state. substitute: returns the output of the statements of $(...), or
+    None."""
 
     def __init__(self, state: State, substitute: Callable[[list[Node]], Word | None]) -> None:
         self.state = state
@@ -161,7 +171,11 @@ class Expander:
         elif kind == "SglQuoted":
             text = part.get("Value", "")
             names = {"n": "\n", "t": "\t"}
-            text = re.sub(r"\\(.)", lambda match: names.get(match[1], match[1]), text) if part.get("Dollar") else text
+            text = (
+                re.sub(r"\\(.)", lambda match: names.get(match[1], match[1]), text)
+                if part.get("Dollar")
+                else text
+            )
             out.add(Word(out.line, text))
         elif kind == "DblQuoted":
             parts = part.get("Parts", [])
@@ -222,7 +236,11 @@ class Expander:
             if index in ("@", "*"):
                 return [Word(node_line(node), key) for key in value or {}]
             name = value["0"].text if value and "0" in value else name
-            value = self.lookup(name) if not (value and any(word.problem for word in value.values())) else value
+            value = (
+                self.lookup(name)
+                if not (value and any(word.problem for word in value.values()))
+                else value
+            )
         is_list = _is_list(node)
         values = None
         if value is not None and is_list:
@@ -258,13 +276,18 @@ class Expander:
         expression = node.get("Exp")
         op = expression["Op"] if expression else ""
         word = expression.get("Word") if expression else None
-        is_given = values is not None and (":" not in op or any(item.text or item.problem for item in values))
+        is_given = values is not None and (
+            ":" not in op or any(item.text or item.problem for item in values)
+        )
         is_given = is_given and not (is_list and not values)
         line = node_line(node)
         if op in ("-", ":-", "=", ":=", "+", ":+") and is_given == ("+" in op):
             fields = [self.text(word, line)] if quoted else self.fields(word) if word else []
             if op in ("-", ":-"):
-                fields = [item if item.text else replace(item, variable=item.variable or name) for item in fields]
+                fields = [
+                    item if item.text else replace(item, variable=item.variable or name)
+                    for item in fields
+                ]
             if "=" in op:
                 self.state.variables[name] = {"0": self.text(word, line)}
             return fields
@@ -292,7 +315,8 @@ class Expander:
             regex = fnmatch.translate(pattern.text).removesuffix(r"\Z")
             bad = next((word for word in (pattern, other) if word.problem), None)
             return [
-                bad or replace(word, text=re.sub(regex, lambda _: other.text, word.text, count=count))
+                bad
+                or replace(word, text=re.sub(regex, lambda _: other.text, word.text, count=count))
                 for word in values
             ]
         if not expression:
@@ -304,12 +328,17 @@ class Expander:
         if op in ("#", "##", "%", "%%"):
             pattern = self.text(expression.get("Word"))
             self.state.spend(sum(len(word.text) ** 2 >> 2 for word in values), node_line(node))
-            return [pattern if pattern.problem else replace(w, text=_trimmed(w.text, op, pattern.text)) for w in values]
+            return [
+                pattern if pattern.problem else replace(w, text=_trimmed(w.text, op, pattern.text))
+                for w in values
+            ]
         if op in ("?", ":?", ":-", "-", ":=", "="):
             return values
         return [Word(node_line(node), "value", f"{self.state.shown(node)} is not evaluated")]
 
-    def _sliced(self, node: Node, values: list[Word], is_list: bool, is_arguments: bool) -> list[Word]:
+    def _sliced(
+        self, node: Node, values: list[Word], is_list: bool, is_arguments: bool
+    ) -> list[Word]:
         try:
             start = self.integer(node["Offset"]) - is_arguments
             length = self.integer(node["Length"]) if node.get("Length") else None
@@ -331,7 +360,9 @@ class Expander:
             word = self.text(node, node_line(node))
             if word.problem is None and re.fullmatch(r"[A-Za-z_]\w*", word.text):
                 variable = self.lookup(word.text) or {}
-                word = variable.get("0") or Word(word.line, word.text, f"${word.text} is not set", word.text)
+                word = variable.get("0") or Word(
+                    word.line, word.text, f"${word.text} is not set", word.text
+                )
             if word.problem is None and (digits := _INTEGER.fullmatch(word.text)):
                 return int(word.text, 8 if digits[1] else 10)
             raise Unresolved(word if word.problem else self._not_evaluated(node))

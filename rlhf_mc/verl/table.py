@@ -67,10 +67,16 @@ def key_hint(key: str) -> str | None:
 def _row(entry: dict[str, Any]) -> Row:
     kind = next((kind for kind in get_args(Kind) if kind in entry), None)
     convert = entry.get("convert")
-    function = next((getattr(m, convert) for m in _MODULES if convert and hasattr(m, convert)), None)
+    function = next(
+        (getattr(m, convert) for m in _MODULES if convert and hasattr(m, convert)), None
+    )
     assert (function is None) == (convert is None), convert
     return Row(
-        kind, entry[kind] if kind is not None else "", tuple(entry.get("values", OFF)), function, entry.get("hint")
+        kind,
+        entry[kind] if kind is not None else "",
+        tuple(entry.get("values", OFF)),
+        function,
+        entry.get("hint"),
     )
 
 

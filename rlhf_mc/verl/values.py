@@ -1,7 +1,9 @@
-"""Conversions of the verl settings whose value changes on the way to ours, or whose meaning depends on other settings.
+"""Conversions of the verl settings whose value changes on the way to ours, or whose meaning depends
+on other settings.
 
-A converter takes verl's key, its value and all of verl's settings, and returns a Line, or None for what the table says.
-table.yaml names it. Converters of layouts, turns and corrections are in files of their own.
+A converter takes verl's key, its value and all of verl's settings, and returns a Line, or None for
+what the table says. table.yaml names it. Converters of layouts, turns and corrections are in files
+of their own.
 """
 
 from __future__ import annotations
@@ -23,8 +25,17 @@ def uses_critic(verl: Settings) -> bool:
 
 # ---------------------------------------------------------------- converters
 
-_KL = {"kl": "k1", "mse": "k2", "k3": "low_var_kl", "k3+": "low_var_kl+", "kl+": "k1+", "mse+": "k2", "k2+": "k2"}
-"""verl's KL estimators by another name here. Its k3 is clipped at 10, and k2 has the gradient of k2+."""
+_KL = {
+    "kl": "k1",
+    "mse": "k2",
+    "k3": "low_var_kl",
+    "k3+": "low_var_kl+",
+    "kl+": "k1+",
+    "mse+": "k2",
+    "k2+": "k2",
+}
+"""verl's KL estimators by another name here. Its k3 is clipped at 10, and k2 has the gradient of
+k2+."""
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """verl's estimators by another name here: the same numbers, computed in another way."""
 OF_SEQUENCES = "seq-mean-token-mean"
@@ -33,7 +44,11 @@ _SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 
 
 def kl_estimator(key: str, value: Any, verl: Settings) -> Line:
-    name = value.removesuffix("+") if isinstance(value, str) and key == "algorithm.kl_penalty" else value
+    name = (
+        value.removesuffix("+")
+        if isinstance(value, str) and key == "algorithm.kl_penalty"
+        else value
+    )
     ours = _KL.get(name, name) if isinstance(name, str) else name
     return same(key, ours, "" if ours == value else f"verl's {value}")
 
@@ -58,7 +73,9 @@ def logger(key: str, value: Any, verl: Settings) -> Line:
 
 def warmup_steps(key: str, value: Any, verl: Settings) -> Line:
     if value is None or (type(value) is int and value <= 0):
-        return Line("implied", "by lr_warmup_steps_ratio" if verl.get(f"{key}_ratio") else "no warm-up")
+        return Line(
+            "implied", "by lr_warmup_steps_ratio" if verl.get(f"{key}_ratio") else "no warm-up"
+        )
     return same(key, value, "the first step has lr / lr_warmup_steps, in verl 0")
 
 
@@ -90,7 +107,11 @@ def frequency(key: str, value: Any, verl: Settings) -> Line:
 def checkpoints_to_keep(key: str, value: Any, verl: Settings) -> Line:
     if value is None or number(verl, "trainer.save_freq", -1) < 1:
         return Line("implied", "all checkpoints are kept" if value is None else "nothing is saved")
-    if key == "trainer.max_critic_ckpt_to_keep" and uses_critic(verl) and "trainer.max_actor_ckpt_to_keep" in verl:
+    if (
+        key == "trainer.max_critic_ckpt_to_keep"
+        and uses_critic(verl)
+        and "trainer.max_actor_ckpt_to_keep" in verl
+    ):
         return Line("implied", "by max_actor_ckpt_to_keep: actor and critic are one checkpoint")
     return renamed("trainer.max_ckpt_to_keep", value, "actor and critic are one checkpoint")
 
@@ -109,12 +130,15 @@ def model_length(key: str, value: Any, verl: Settings) -> Line:
         return Line("implied", f"data.max_prompt_length + data.max_response_length, {longest}")
     return Line(
         "not supported",
-        f"it is below data.max_prompt_length + data.max_response_length, {longest}: use a shorter response",
+        f"it is below data.max_prompt_length + data.max_response_length, {longest}: use a shorter "
+        "response",
     )
 
 
 def length(key: str, value: Any, verl: Settings) -> Line:
-    data = "data.max_prompt_length" if key == "rollout.prompt_length" else "data.max_response_length"
+    data = (
+        "data.max_prompt_length" if key == "rollout.prompt_length" else "data.max_response_length"
+    )
     if value is None or value == number(verl, data, 512):
         return Line("implied", f"by {data}")
     return Line("not supported", f"use {data}, which is {number(verl, data, 512)}")
@@ -124,14 +148,20 @@ def greedy(key: str, value: Any, verl: Settings) -> Line:
     temperature = verl.get("rollout.val_kwargs.temperature", 0)
     if value or not temperature:
         return Line(
-            "implied", f"by rollout.val_kwargs.temperature, {temperature}" + ("" if temperature else ": greedy")
+            "implied",
+            f"by rollout.val_kwargs.temperature, {temperature}"
+            + ("" if temperature else ": greedy"),
         )
-    return Line("not supported", f"greedy, and val_kwargs.temperature is {temperature}: give one of the two")
+    return Line(
+        "not supported", f"greedy, and val_kwargs.temperature is {temperature}: give one of the two"
+    )
 
 
 def val_temperature(key: str, value: Any, verl: Settings) -> Line:
     is_unclear = bool(value) and "rollout.val_kwargs.do_sample" not in verl
-    return same(key, value, "verl's synchronous engine samples only with do_sample" if is_unclear else "")
+    return same(
+        key, value, "verl's synchronous engine samples only with do_sample" if is_unclear else ""
+    )
 
 
 def val_sampling(key: str, value: Any, verl: Settings) -> Line:
@@ -141,7 +171,11 @@ def val_sampling(key: str, value: Any, verl: Settings) -> Line:
 
 
 def rollout_name(key: str, value: Any, verl: Settings) -> Line | None:
-    return None if value in ("vllm", "custom") else same(key, "vllm", f"{value} in verl: another engine")
+    return (
+        None
+        if value in ("vllm", "custom")
+        else same(key, "vllm", f"{value} in verl: another engine")
+    )
 
 
 def rollout_dtype(key: str, value: Any, verl: Settings) -> Line:
@@ -168,7 +202,10 @@ def generation_batch(key: str, value: Any, verl: Settings) -> Line:
         return Line("implied", "by data.train_batch_size")
     if verl.get("algorithm.filter_groups.enable"):
         return same(key, value)
-    text = "a step has data.train_batch_size prompts, as in verl's trainer v1; v0 trains on all of these"
+    text = (
+        "a step has data.train_batch_size prompts, as in verl's trainer v1; v0 trains on all of "
+        "these"
+    )
     return Line("not needed", text)
 
 
@@ -177,23 +214,31 @@ def group_metric(key: str, value: Any, verl: Settings) -> Line:
         return same(key, value)
     if not verl.get("algorithm.use_kl_in_reward"):
         return same(key, "seq_reward", "the same without algorithm.use_kl_in_reward")
-    return Line("not supported", "groups are chosen before the log-probs of the KL term: use seq_reward")
+    return Line(
+        "not supported", "groups are chosen before the log-probs of the KL term: use seq_reward"
+    )
 
 
 def most_batches(key: str, value: Any, verl: Settings) -> Line:
     if type(value) is int and value <= 0:
-        return same(key, 0, "at most one pass over the training prompts in a step, in verl no limit")
+        return same(
+            key, 0, "at most one pass over the training prompts in a step, in verl no limit"
+        )
     return same(key, value)
 
 
-_VISION = re.compile(r"[-_.\d]vl\d*([-_./]|$)|llava|minicpm-?[ov]|[-_]omni|[-_]vision|glm-?4\.?[15]v", re.IGNORECASE)
+_VISION = re.compile(
+    r"[-_.\d]vl\d*([-_./]|$)|llava|minicpm-?[ov]|[-_]omni|[-_]vision|glm-?4\.?[15]v", re.IGNORECASE
+)
 """Names of models that read images."""
 
 
 def model_path(key: str, value: Any, verl: Settings) -> Line | None:
     if not _VISION.search(str(value)):
         return None
-    return Line("not supported", f"{value} is a vision-language model by its name: prompts have text alone")
+    return Line(
+        "not supported", f"{value} is a vision-language model by its name: prompts have text alone"
+    )
 
 
 def images(key: str, value: Any, verl: Settings) -> Line:
@@ -201,7 +246,9 @@ def images(key: str, value: Any, verl: Settings) -> Line:
     has_all = {"data.image_key", "data.video_key"} <= verl.keys()
     if value is None or (has_all and not _VISION.search(str(verl.get("model.path")))):
         return Line("not needed", "the model reads text, and other columns are not read")
-    return Line("not supported", "prompts have text alone; remove it by '~' if the data has no such column")
+    return Line(
+        "not supported", "prompts have text alone; remove it by '~' if the data has no such column"
+    )
 
 
 def clip_ratio(key: str, value: Any, verl: Settings) -> Line:
@@ -216,8 +263,13 @@ def clip_ratio(key: str, value: Any, verl: Settings) -> Line:
 def save_contents(key: str, value: Any, verl: Settings) -> Line:
     frequency = number(verl, "trainer.save_freq", -1)
     if key == "actor.checkpoint.save_contents" and "hf_model" in _listed(value) and frequency > 0:
-        return renamed("trainer.export_freq", frequency, "hf_model; a checkpoint holds all that a resume needs")
-    return Line("not needed", "a checkpoint holds all that a resume needs, and the last step exports the actor to hf/")
+        return renamed(
+            "trainer.export_freq", frequency, "hf_model; a checkpoint holds all that a resume needs"
+        )
+    return Line(
+        "not needed",
+        "a checkpoint holds all that a resume needs, and the last step exports the actor to hf/",
+    )
 
 
 def dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
@@ -226,19 +278,28 @@ def dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
     if value in OFF or not verl.get(uses):
         return Line("implied", "weights are read from the safetensors of model.path")
     if key == "actor.megatron.dist_checkpointing_path":
-        return renamed("model.dist_checkpointing_path", value, "written by tools/convert_hf_to_mcore.py")
+        return renamed(
+            "model.dist_checkpointing_path", value, "written by tools/convert_hf_to_mcore.py"
+        )
     if key == "actor.megatron.use_dist_checkpointing" and path:
         return Line("implied", "by model.dist_checkpointing_path")
     if key.startswith("ref.") and path and verl.get("ref.megatron.dist_checkpointing_path") == path:
         return Line("implied", "the reference starts from the actor's weights")
-    return Line("not supported", "only the actor and the reference start from a Megatron checkpoint, the same one")
+    return Line(
+        "not supported",
+        "only the actor and the reference start from a Megatron checkpoint, the same one",
+    )
 
 
 def max_positions(key: str, value: Any, verl: Settings) -> Line:
     longest = longest_sequence(verl)
     if type(value) is int and value >= longest:
-        return Line("not needed", "config.json's must hold prompt and response, and is checked at the start")
-    return Line("not supported", f"it is below data.max_prompt_length + data.max_response_length, {longest}")
+        return Line(
+            "not needed", "config.json's must hold prompt and response, and is checked at the start"
+        )
+    return Line(
+        "not supported", f"it is below data.max_prompt_length + data.max_response_length, {longest}"
+    )
 
 
 def reference_model(key: str, value: Any, verl: Settings) -> Line:
@@ -251,13 +312,18 @@ def critic_enable(key: str, value: Any, verl: Settings) -> Line:
     needs = uses_critic(verl)
     if value is None or bool(value) == needs:
         return Line("implied", "by algorithm.adv_estimator")
-    return Line("not supported", f"algorithm.adv_estimator {'needs a' if needs else 'does not use a'} critic")
+    return Line(
+        "not supported",
+        f"algorithm.adv_estimator {'needs a' if needs else 'does not use a'} critic",
+    )
 
 
 def critic_shuffle(key: str, value: Any, verl: Settings) -> Line:
     if value is None or bool(value) == bool(verl.get("actor.shuffle")):
         return Line("implied", "by actor.shuffle")
-    return Line("not supported", "the critic's mini-batches are shuffled as the actor's: actor.shuffle")
+    return Line(
+        "not supported", "the critic's mini-batches are shuffled as the actor's: actor.shuffle"
+    )
 
 
 def overlong(key: str, value: Any, verl: Settings) -> Line | None:
@@ -266,7 +332,9 @@ def overlong(key: str, value: Any, verl: Settings) -> Line | None:
             return Line("implied", "by data.max_response_length")
         return Line("not supported", "it is data.max_response_length")
     if key.endswith(".enable") and value:
-        return Line("implied", "by reward.overlong_buffer.len; the penalty is part of training scores alone")
+        return Line(
+            "implied", "by reward.overlong_buffer.len; the penalty is part of training scores alone"
+        )
     if not verl.get(f"{key.rpartition('.')[0]}.enable"):
         return Line("not needed", "there is no overlong buffer: enable is false")
     return None
@@ -276,7 +344,11 @@ def aggregation(key: str, value: Any, verl: Settings) -> Line:
     loss = verl.get("actor.policy_loss.loss_mode")
     if loss not in SEQUENCE_LOSSES or value == OF_SEQUENCES:
         return same(key, value)
-    return renamed(key, OF_SEQUENCES, f"verl's {loss} too; its entropy and KL losses have {value}, here this one")
+    return renamed(
+        key,
+        OF_SEQUENCES,
+        f"verl's {loss} too; its entropy and KL losses have {value}, here this one",
+    )
 
 
 def function_name(key: str, value: Any, verl: Settings) -> Line | None:
@@ -304,7 +376,9 @@ def input_tokenizer(key: str, value: Any, verl: Settings) -> Line:
         return Line("implied", "the reward model reads the actor's tokens")
     if path is None:
         return Line("not supported", "it needs reward_model.model.path")
-    return renamed("reward_model.tokenizer_path", path, "the reward model's own; verl's key is the actor's")
+    return renamed(
+        "reward_model.tokenizer_path", path, "the reward model's own; verl's key is the actor's"
+    )
 
 
 def profile_ranks(key: str, value: Any, verl: Settings) -> Line:
@@ -316,7 +390,11 @@ def profile_ranks(key: str, value: Any, verl: Settings) -> Line:
 
 
 def all_profile_ranks(key: str, value: Any, verl: Settings) -> Line:
-    return renamed("profile.ranks", None, "null: all") if value else Line("implied", "by the list of ranks")
+    return (
+        renamed("profile.ranks", None, "null: all")
+        if value
+        else Line("implied", "by the list of ranks")
+    )
 
 
 def profile_contents(key: str, value: Any, verl: Settings) -> Line:

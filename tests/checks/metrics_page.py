@@ -1,4 +1,5 @@
-"""Write docs/metrics.md and docs/health.md from the declarations in rlhf_mc/observability/catalog and rlhf_mc/health.
+"""Write docs/metrics.md and docs/health.md from the declarations in rlhf_mc/observability/catalog
+and rlhf_mc/health.
 
 python tests/checks/metrics_page.py
 """
@@ -62,7 +63,10 @@ for 5 steps, so that rule is only noted; none had a warning.
 def pages() -> dict[Path, str]:
     """Return the text of each page."""
     metrics = "\n".join([METRICS_HEAD, *map(_section, SECTIONS)])
-    return {DOCS / "metrics.md": wrapped(f"{metrics.rstrip()}\n"), DOCS / "health.md": wrapped(_health())}
+    return {
+        DOCS / "metrics.md": wrapped(f"{metrics.rstrip()}\n"),
+        DOCS / "health.md": wrapped(_health()),
+    }
 
 
 def _section(section: Section) -> str:
@@ -73,11 +77,16 @@ def _section(section: Section) -> str:
 
 def _row(metric: Metric) -> str:
     keys = ", ".join(f"`{key}`" for key in metric.keys.split())
-    return f"| {keys} | {metric.meaning} | {metric.unit} | {metric.reduction} | {metric.watch_for} |"
+    return (
+        f"| {keys} | {metric.meaning} | {metric.unit} | {metric.reduction} | {metric.watch_for} |"
+    )
 
 
 def _health() -> str:
-    columns = ["| symptom | for | meaning | setting to turn | rule: response |", "|---|---|---|---|---|"]
+    columns = [
+        "| symptom | for | meaning | setting to turn | rule: response |",
+        "|---|---|---|---|---|",
+    ]
     return "\n".join([HEALTH_HEAD, *columns, *map(_rule, RULES), "", HEALTH_TAIL])
 
 
@@ -87,13 +96,20 @@ def _rule(rule: HealthRule) -> str:
     condition = rule.condition
     bounds = [name for name, value in vars(defaults).items() if isinstance(value, int | float)]
     for name in sorted(bounds, key=len, reverse=True):
-        condition = re.sub(rf"\b{name}\b", f"`health.{name}` ({getattr(defaults, name)})", condition)
+        condition = re.sub(
+            rf"\b{name}\b", f"`health.{name}` ({getattr(defaults, name)})", condition
+        )
     steps = rule.steps_needed(defaults)
-    count = {"at once": "1 step", "patience": f"{steps} steps", "window": f"{steps} steps"}[rule.after]
+    count = {"at once": "1 step", "patience": f"{steps} steps", "window": f"{steps} steps"}[
+        rule.after
+    ]
     more = f" {_with_code(rule.more)}" if rule.more else ""
     response = f"`{rule.name}`: {rule.default}"
     meaning = f"{rule.meaning}.{more}"
-    return f"| {_with_code(condition)} | {count} | {meaning} | {_with_code(rule.setting)} | {response} |"
+    return (
+        f"| {_with_code(condition)} | {count} | {meaning} | {_with_code(rule.setting)} | "
+        f"{response} |"
+    )
 
 
 def _with_code(text: str) -> str:

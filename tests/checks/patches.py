@@ -1,4 +1,5 @@
-"""Fail if a library's attribute is replaced outside of the files of patches, or if a Patch has no test.
+"""Fail if a library's attribute is replaced outside of the files of patches, or if a Patch has no
+test.
 
 Part of `make checks`, run from the repository's root. docs/architecture.md describes patches.
 """
@@ -32,8 +33,14 @@ def library_names(tree: ast.Module) -> set[str]:
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {(a.asname or a.name).partition(".")[0] for a in node.names if not a.name.startswith(PACKAGE)}
-        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith((PACKAGE, "__future__")):
+            names |= {
+                (a.asname or a.name).partition(".")[0]
+                for a in node.names
+                if not a.name.startswith(PACKAGE)
+            }
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith(
+            (PACKAGE, "__future__")
+        ):
             names |= {alias.asname or alias.name for alias in node.names}
     return names
 
@@ -87,13 +94,24 @@ def main() -> int:
             tests = Path(FILES[name]).read_text()
             patched = list(patched_names(tree))
             num_patches += len(patched)
-            problems += [f"{path}: {FILES[name]} does not name the patch of {p}" for p in patched if p not in tests]
+            problems += [
+                f"{path}: {FILES[name]} does not name the patch of {p}"
+                for p in patched
+                if p not in tests
+            ]
         elif name not in (MECHANISM, WHILE_BUILT):
             problems += [
-                f"{path}:{line}: {text.splitlines()[0][:80]}: a replacement outside of the files of patches"
+                (
+                    f"{path}:{line}: {text.splitlines()[0][:80]}: a replacement outside of the "
+                    "files of patches"
+                )
                 for line, text in replacements(tree)
             ]
-    print("\n".join(problems) if problems else f"patches: {num_patches}, each in a file of patches and in a test")
+    print(
+        "\n".join(problems)
+        if problems
+        else f"patches: {num_patches}, each in a file of patches and in a test"
+    )
     return 1 if problems else 0
 
 

@@ -68,26 +68,40 @@ def page() -> str:
         key = field.name if named is None else f"{field.name}.{NAME}"
         lines += _section(key, section, field_docs(Config)[field.name], sections)
     lines += [DEPENDENT, "| with | settings |", "|---|---|"]
-    lines += [f"| {_escaped(row.condition)} | {', '.join(f'`{key}`' for key in row.keys)} |" for row in DEPENDENCES]
+    lines += [
+        f"| {_escaped(row.condition)} | {', '.join(f'`{key}`' for key in row.keys)} |"
+        for row in DEPENDENCES
+    ]
     return wrapped("\n".join(lines).rstrip() + "\n")
 
 
 def _section(key: str, section: Any, doc: str, sections: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a section and the sections within it. doc: of the field that has the section. sections: those
-    whose settings the page has, by key, to which the section is added."""
+    """Yield the lines of a section and the sections within it. doc: of the field that has the
+    section. sections: those whose settings the page has, by key, to which the section is added."""
     cls = type(section)
     yield f"{'##' if '.' not in key.removesuffix(f'.{NAME}') else '###'} {key}\n"
-    if (known := next((key for key, other in sections.items() if isinstance(other, cls)), None)) is not None:
+    if (
+        known := next((key for key, other in sections.items() if isinstance(other, cls)), None)
+    ) is not None:
         yield f"{_escaped(doc)} {_as_in(section, sections[known], known)}\n"
         return
     sections[key] = section
     yield f"{_escaped(' '.join((inspect.getdoc(cls) or '').split()))}\n"
-    rows = [_row(key, field, section) for field in dataclasses.fields(section) if not _is_section(section, field)]
-    yield from ["| setting | values | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
+    rows = [
+        _row(key, field, section)
+        for field in dataclasses.fields(section)
+        if not _is_section(section, field)
+    ]
+    yield from (
+        ["| setting | values | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
+    )
     for field in dataclasses.fields(section):
         if _is_section(section, field):
             yield from _section(
-                f"{key}.{field.name}", getattr(section, field.name), field_docs(cls)[field.name], sections
+                f"{key}.{field.name}",
+                getattr(section, field.name),
+                field_docs(cls)[field.name],
+                sections,
             )
 
 
@@ -96,10 +110,15 @@ def _is_section(section: Any, field: dataclasses.Field[Any]) -> bool:
 
 
 def _as_in(section: Any, known: Any, key: str) -> str:
-    """Return in words how the settings of a section differ from the known ones of another, which has the key."""
+    """Return in words how the settings of a section differ from the known ones of another, which
+    has the key."""
     names = [field.name for field in dataclasses.fields(known)]
     missing = [f"`{name}`" for name in names if not hasattr(section, name)]
-    other = [name for name in names if hasattr(section, name) and getattr(section, name) != getattr(known, name)]
+    other = [
+        name
+        for name in names
+        if hasattr(section, name) and getattr(section, name) != getattr(known, name)
+    ]
     values = [f"`{name}` is `{yaml_text(getattr(section, name))}`" for name in other]
     without = f", without {', '.join(missing)}" if missing else ""
     defaults = f" By default {', '.join(values)}." if values else ""
@@ -108,7 +127,9 @@ def _as_in(section: Any, known: Any, key: str) -> str:
 
 def _row(key: str, field: dataclasses.Field[Any], section: Any) -> str:
     hint = field_types(type(section))[field.name]
-    is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    is_required = (
+        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
     default = "required" if is_required else f"`{_text(getattr(section, field.name))}`"
     doc = _escaped(field_docs(type(section))[field.name])
     doc += " Free on a resume." if is_free_on_resume(f"{key}.{field.name}") else ""
@@ -116,20 +137,27 @@ def _row(key: str, field: dataclasses.Field[Any], section: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return the text with links to pages, and with the characters escaped that Markdown would read."""
+    """Return the text with links to pages, and with the characters escaped that Markdown would
+    read."""
     return re.sub(r"\bdocs/([\w/]+\.md)", r"[\1](\1)", re.sub(r"([|<*])", r"\\\1", text))
 
 
 def _text(value: Any) -> str:
     has_lines = isinstance(value, str) and "\n" in value
-    return json.dumps(value) if has_lines else yaml_text(list(value) if isinstance(value, tuple) else value)
+    return (
+        json.dumps(value)
+        if has_lines
+        else yaml_text(list(value) if isinstance(value, tuple) else value)
+    )
 
 
 def _values(hint: Any) -> str:
     """Return the values of a setting in words."""
     is_null = type(None) in typing.get_args(hint)
     inner = next(arg for arg in typing.get_args(hint) if arg is not type(None)) if is_null else hint
-    text = ", ".join(f"`{choice}`" for choice in choices(inner)) or re.sub(r"\ban? (finite )?", "", describe(inner))
+    text = ", ".join(f"`{choice}`" for choice in choices(inner)) or re.sub(
+        r"\ban? (finite )?", "", describe(inner)
+    )
     text = f"list of {text}" if choices(inner) and typing.get_origin(inner) is list else text
     limits = number_range(inner)
     bounds = "" if limits is None else f", {_bounds(limits)}"
@@ -139,9 +167,12 @@ def _values(hint: Any) -> str:
 def _bounds(limits: Range) -> str:
     also = "" if limits.also is None else f"{limits.also} or "
     low, high = (
-        f"{bound:,.0f}" if bound == int(bound) and bound < 1e10 else f"{bound:g}" for bound in (limits.low, limits.high)
+        f"{bound:,.0f}" if bound == int(bound) and bound < 1e10 else f"{bound:g}"
+        for bound in (limits.low, limits.high)
     )
-    return f"{also}{'above ' if limits.open else ''}{low} to {'below ' if limits.open else ''}{high}"
+    return (
+        f"{also}{'above ' if limits.open else ''}{low} to {'below ' if limits.open else ''}{high}"
+    )
 
 
 if __name__ == "__main__":

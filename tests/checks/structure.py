@@ -1,6 +1,6 @@
-"""Fail if a file or a function is longer than a reader can take in, if two modules of the package, or two of its public
-classes, have one name, or if all exceptions are caught without a reason. Part of `make checks`, run from the
-repository's root."""
+"""Fail if a file or a function is longer than a reader can take in, if two modules of the package,
+or two of its public classes, have one name, or if all exceptions are caught without a reason. Part
+of `make checks`, run from the repository's root."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ def oversized(path: Path, tree: ast.Module, num_lines: int) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
-                problems.append(f"{path}:{node.lineno}: {node.name}() has {length} lines; at most {MAX_FUNCTION_LINES}")
+                problems.append(
+                    f"{path}:{node.lineno}: {node.name}() has {length} lines; at most "
+                    f"{MAX_FUNCTION_LINES}"
+                )
     return problems
 
 
 def broad_excepts(path: Path, tree: ast.Module, lines: list[str]) -> list[str]:
     """Return one line for each `except` of every exception without its reason in a comment."""
     return [
-        f"{path}:{node.lineno}: name the exceptions, or say in a comment on this line why all are caught"
+        f"{path}:{node.lineno}: name the exceptions, or say in a comment here why all are caught"
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler)
         and getattr(node.type, "id", "BaseException" if node.type is None else "") in BROAD
-        and "  # " not in lines[node.lineno - 1]
+        and not re.search(r"(^|  )# ", "\n".join(lines[node.lineno - 1 : node.lineno + 1]).replace("\n" + " " * (node.col_offset + 4), "\n"), re.M)
     ]
 
 
@@ -76,7 +79,11 @@ def main() -> int:
             *broad_excepts(path, trees[path], lines),
         )
     ] + shared_names({path: tree for path, tree in trees.items() if path.parts[0] == PACKAGE})
-    print("\n".join(problems) if problems else f"structure: {len(files)} files, sizes and names are right")
+    print(
+        "\n".join(problems)
+        if problems
+        else f"structure: {len(files)} files, sizes and names are right"
+    )
     return 1 if problems else 0
 
 

@@ -1,4 +1,5 @@
-"""Wrap the prose of the pages at one width: paragraphs and items of lists. Headings, tables and code stay.
+"""Wrap the prose of the pages at one width: paragraphs and items of lists. Headings, tables and
+code stay.
 
 python tests/checks/wrap.py [PAGE ...]
 """
@@ -38,7 +39,9 @@ def wrapped(text: str) -> str:
             mark = _MARK.match(line)
             start = mark[0] if mark else re.match(" *", line)[0]  # type: ignore[index]
             paragraph = [line.removeprefix(start)]
-            while lines and not (_MARK.match(lines[0]) or _FENCE.match(lines[0]) or _KEPT.match(lines[0].lstrip())):
+            while lines and not (
+                _MARK.match(lines[0]) or _FENCE.match(lines[0]) or _KEPT.match(lines[0].lstrip())
+            ):
                 paragraph.append(lines.pop(0).strip())
             result += _filled(" ".join(paragraph), start)
     return "\n".join(result)

@@ -1,4 +1,5 @@
-"""Functions that the ranks run in the tests of this folder. Each is called on every rank with the same arguments."""
+"""Functions that the ranks run in the tests of this folder. Each is called on every rank with the
+same arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ from rlhf_mc.trainer.scores import ScoreStream
 
 @contextlib.contextmanager
 def built_run(config_path: str, overrides: list[str]) -> Iterator[Run]:
-    """Build a whole run (models, vLLM, data) and close it afterwards, so that the next layout can follow.
+    """Build a whole run (models, vLLM, data) and close it afterwards, so that the next layout can
+    follow.
 
     An engine that is left to the garbage collector would destroy the world."""
     torch.manual_seed(0)
@@ -74,7 +76,9 @@ def two_steps(
     with built_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
         headlines = start_table.start_lines(run)
         for step in (1, 2):
-            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
+            state = step_state.begin_step(
+                step, RankStatus(), (step - 1) * run.config.data.train_batch_size
+            )
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             steps.append(dict(state.metrics))
@@ -82,7 +86,11 @@ def two_steps(
         lifecycle.export(run, state, Path(export_to))
         dist.barrier()
         shared = aliased_params(run)
-        segments = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line]
+        segments = [
+            line
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "/dev/shm/psm_" in line
+        ]
         different = params_unlike_export(run, Path(export_to), config_path, rollout_tp)
     return {
         "steps": steps,
@@ -107,7 +115,8 @@ def aliased_params(run: Run) -> list[str]:
 def corrupt_a_weight_update(
     config_path: str, tp: int, rollout_tp: int, rank: int, name: str, overrides: list[str]
 ) -> None:
-    """Change an element of the vLLM parameter `name` on `rank` between the weight update and its verification."""
+    """Change an element of the vLLM parameter `name` on `rank` between the weight update and its
+    verification."""
     with built_run(config_path, [*layout_overrides(tp, 1, rollout_tp), *overrides]) as run:
         original = weight_sync.verify
 
@@ -124,9 +133,14 @@ def corrupt_a_weight_update(
 
 
 def run_two_steps(
-    workers: Any, config: Path, layout: tuple[int, int, int], export_to: Path, overrides: Sequence[str] = ()
+    workers: Any,
+    config: Path,
+    layout: tuple[int, int, int],
+    export_to: Path,
+    overrides: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Run two_steps on all workers in the layout (tp, pp, rollout TP). Return each rank's result."""
+    """Run two_steps on all workers in the layout (tp, pp, rollout TP). Return each rank's
+    result."""
     tp, pp, rollout_tp = layout
     results: list[dict[str, Any]] = workers.run(
         two_steps,
@@ -140,8 +154,11 @@ def run_two_steps(
     return results
 
 
-def params_unlike_export(run: Run, checkpoint: Path, config_path: str, rollout_tp: int) -> list[str]:
-    """Return the names of vLLM's parameters that differ in any bit from those that vLLM loads from the checkpoint."""
+def params_unlike_export(
+    run: Run, checkpoint: Path, config_path: str, rollout_tp: int
+) -> list[str]:
+    """Return the names of vLLM's parameters that differ in any bit from those that vLLM loads from
+    the checkpoint."""
     updated = {name: param.clone() for name, param in run.rollout.params.items()}
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         tensors = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
@@ -178,7 +195,8 @@ def try_to_build(directory: str, sections: dict[str, Any]) -> None:
 
 
 def build_where_a_read_fails(directory: str, failing_rank: int) -> None:
-    """Build a run on TP 2 where one rank cannot read a tensor of the model, though it has opened its file."""
+    """Build a run on TP 2 where one rank cannot read a tensor of the model, though it has opened
+    its file."""
     original = hf_format.execute
 
     def execute(*args: Any, **kwargs: Any) -> None:
@@ -220,10 +238,16 @@ def step_with_nan_reference(config_path: str) -> None:
 
 
 def score_fixed_responses(directory: str, num_prompts: int, **reward: Any) -> list[Score]:
-    """Score one response for each of num_prompts prompts by the directory's reward.py. reward: its settings."""
+    """Score one response for each of num_prompts prompts by the directory's reward.py. reward: its
+    settings."""
     tokenizer = load_tokenizer(str(Path(directory) / "model"))
-    prompts = [Prompt(i, np.array([5], np.int32), "arithmetic", "2", {"index": i}) for i in range(num_prompts)]
-    rewards = RewardManager(CustomRewardFunctionConfig(path=str(Path(directory) / "reward.py")), RewardConfig(**reward))
+    prompts = [
+        Prompt(i, np.array([5], np.int32), "arithmetic", "2", {"index": i})
+        for i in range(num_prompts)
+    ]
+    rewards = RewardManager(
+        CustomRewardFunctionConfig(path=str(Path(directory) / "reward.py")), RewardConfig(**reward)
+    )
     try:
         stream = ScoreStream(rewards, tokenizer, prompts)
         submit_share(stream, [[6, 7]] * num_prompts)
@@ -234,12 +258,14 @@ def score_fixed_responses(directory: str, num_prompts: int, **reward: Any) -> li
 
 def submit_share(stream: ScoreStream, responses: Sequence[Sequence[int]]) -> None:
     """Submit this rank's share, round-robin, of all responses, which all ranks have."""
-    stream.submit({i: responses[i] for i in range(dist.get_rank(), len(responses), dist.get_world_size())})
+    stream.submit(
+        {i: responses[i] for i in range(dist.get_rank(), len(responses), dist.get_world_size())}
+    )
 
 
 def gather_strings(sizes: Sequence[int], members: Sequence[int] | None = None) -> list[str] | None:
-    """Gather from each rank a string of this many letters, its number in the alphabet; None outside of `members`, the
-    ranks of the group. Every rank must call it with the same arguments."""
+    """Gather from each rank a string of this many letters, its number in the alphabet; None outside
+    of `members`, the ranks of the group. Every rank must call it with the same arguments."""
     group = None if members is None else dist.new_group(list(members), backend="gloo")
     rank = dist.get_rank()
     if members is not None and rank not in members:

@@ -1,5 +1,5 @@
-"""Functions that a rank runs in test_decode.py: vLLM's own scheduler and output processor beside the rollout engine's,
-over the same requests."""
+"""Functions that a rank runs in test_decode.py: vLLM's own scheduler and output processor beside
+the rollout engine's, over the same requests."""
 
 from __future__ import annotations
 
@@ -42,26 +42,43 @@ def _schedule(output: Any) -> dict[str, Any]:
     cached = output.scheduled_cached_reqs
     return {
         "new": [
-            (_number(new.req_id), new.prompt_token_ids, new.prefill_token_ids, new.block_ids, new.num_computed_tokens)
+            (
+                _number(new.req_id),
+                new.prompt_token_ids,
+                new.prefill_token_ids,
+                new.block_ids,
+                new.num_computed_tokens,
+            )
             for new in output.scheduled_new_reqs
         ],
         "cached": [_number(name) for name in cached.req_ids],
         "resumed": sorted(map(_number, cached.resumed_req_ids)),
         "tokens": {_number(name): tokens for name, tokens in cached.all_token_ids.items()},
-        "lists": (cached.new_token_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens),
-        "scheduled": [(_number(name), count) for name, count in output.num_scheduled_tokens.items()],
+        "lists": (
+            cached.new_token_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            cached.num_output_tokens,
+        ),
+        "scheduled": [
+            (_number(name), count) for name, count in output.num_scheduled_tokens.items()
+        ],
         "total": output.total_num_scheduled_tokens,
         "finished": sorted(map(_number, output.finished_req_ids)),
         "preempted": sorted(map(_number, output.preempted_req_ids or ())),
         "zeroed": output.new_block_ids_to_zero,
         "copied": [vars(copy) for copy in output.kv_cache_block_copies or ()],
         "experts": output.aux_output_connector_metadata
-        and {_number(name): first for name, first in output.aux_output_connector_metadata.requests.items()},
+        and {
+            _number(name): first
+            for name, first in output.aux_output_connector_metadata.requests.items()
+        },
     }
 
 
 def _state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's state, blocks of the cache included, with numbers in place of vLLM's names."""
+    """Return a scheduler's state, blocks of the cache included, with numbers in place of vLLM's
+    names."""
     pool = scheduler.kv_cache_manager.block_pool
     manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     return {
@@ -83,20 +100,28 @@ def _state(scheduler: Any) -> dict[str, Any]:
         },
         "free": [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
         "hashes": [(block.block_hash, block.ref_cnt) for block in pool.blocks],
-        "blocks": {_number(name): [b.block_id for b in blocks] for name, blocks in manager.req_to_blocks.items()},
+        "blocks": {
+            _number(name): [b.block_id for b in blocks]
+            for name, blocks in manager.req_to_blocks.items()
+        },
         "num_cached": {_number(name): count for name, count in manager.num_cached_block.items()},
     }
 
 
 def _requests(rng: random.Random, count: int) -> list[Request]:
-    """Return requests of which some share a prompt, are begun already, or would exceed the model's length."""
+    """Return requests of which some share a prompt, are begun already, or would exceed the model's
+    length."""
     prompts = [rng.choices(range(3, 250), k=rng.randrange(1, 70)) for _ in range(count // 3)]
     out = []
     for number in range(count):
         num_begun = rng.choice([0, 0, 5, 17])
-        begun = Generation(rng.choices(range(3, 250), k=num_begun), [-0.5] * num_begun, finished=False)
+        begun = Generation(
+            rng.choices(range(3, 250), k=num_begun), [-0.5] * num_begun, finished=False
+        )
         prompt = np.array(rng.choice(prompts), np.int32)
-        out.append(Request(number, prompt, number, begun, num_begun + rng.choice([1, 2, 40, 70, 100])))
+        out.append(
+            Request(number, prompt, number, begun, num_begun + rng.choice([1, 2, 40, 70, 100]))
+        )
     return out
 
 
@@ -117,8 +142,9 @@ class Case(NamedTuple):
 
 
 def host_steps(cases: Sequence[Case]) -> list[dict[str, int]]:
-    """Step vLLM's scheduler and the rollout engine's through the same requests, over a runner that computes nothing.
-    Compare schedule, states and responses of each step. Return for each case how often what happened."""
+    """Step vLLM's scheduler and the rollout engine's through the same requests, over a runner that
+    computes nothing. Compare schedule, states and responses of each step. Return for each case how
+    often what happened."""
     import decode_host
 
     engine = decode_host.build_engine(8, MAX_MODEL_LEN, step_tokens=MAX_MODEL_LEN)
@@ -131,7 +157,9 @@ def host_steps(cases: Sequence[Case]) -> list[dict[str, int]]:
             found = _trace(engine, decode_host.EngineSteps, case, ours)
             assert len(wanted) == len(found), case
             for place, (one, other) in enumerate(zip(wanted, found, strict=True)):
-                differs = {key: (one[key], other.get(key)) for key in one if one[key] != other.get(key)}
+                differs = {
+                    key: (one[key], other.get(key)) for key in one if one[key] != other.get(key)
+                }
                 assert one == other, (case, place, differs)
             assert {**vllms, "fast": ours["fast"]} == ours
             counts.append(dict(ours))
@@ -140,7 +168,9 @@ def host_steps(cases: Sequence[Case]) -> list[dict[str, int]]:
     return counts
 
 
-def _trace(engine: VLLMEngine, variant: Any, case: Case, counts: Counter[str]) -> list[dict[Any, Any]]:
+def _trace(
+    engine: VLLMEngine, variant: Any, case: Case, counts: Counter[str]
+) -> list[dict[Any, Any]]:
     """Return what a variant does in each step."""
     import decode_host
 
@@ -160,7 +190,9 @@ def _trace(engine: VLLMEngine, variant: Any, case: Case, counts: Counter[str]) -
         output = schedule(*args)
         counts["steps"] += 1
         counts["preempted"] += len(output.preempted_req_ids or ())
-        counts["stale"] += sum(request.num_stale_output_tokens > 0 for request in scheduler.requests.values())
+        counts["stale"] += sum(
+            request.num_stale_output_tokens > 0 for request in scheduler.requests.values()
+        )
         counts["shared"] += sum(new.num_computed_tokens > 0 for new in output.scheduled_new_reqs)
         trace.append(_schedule(output))
         return output
@@ -190,7 +222,9 @@ def _trace(engine: VLLMEngine, variant: Any, case: Case, counts: Counter[str]) -
             if aborted:
                 decode_host.drain(engine)
             left += [
-                Request(number, np.array([number + 3], np.int32), number, one, len(one.token_ids) + 9)
+                Request(
+                    number, np.array([number + 3], np.int32), number, one, len(one.token_ids) + 9
+                )
                 for number, one in sorted(aborted.items())
             ]
             trace += [_state(scheduler), _comparable(ended), _comparable(aborted)]
@@ -203,14 +237,22 @@ def _trace(engine: VLLMEngine, variant: Any, case: Case, counts: Counter[str]) -
 
 def _comparable(responses: dict[int, Generation]) -> dict[int, Any]:
     return {
-        n: (one.token_ids, one.log_probs, one.finished, None if one.experts is None else one.experts.tolist())
+        n: (
+            one.token_ids,
+            one.log_probs,
+            one.finished,
+            None if one.experts is None else one.experts.tolist(),
+        )
         for n, one in responses.items()
     }
 
 
-def model_steps(checkpoint: str, greedy: bool, kv_cache_bytes: int) -> tuple[list[Generation], list[Generation], int]:
-    """Generate responses by vLLM's model runner, with vLLM's own scheduler and output processor and then with the
-    rollout engine's. Return both, and how many requests vLLM has preempted in each."""
+def model_steps(
+    checkpoint: str, greedy: bool, kv_cache_bytes: int
+) -> tuple[list[Generation], list[Generation], int]:
+    """Generate responses by vLLM's model runner, with vLLM's own scheduler and output processor and
+    then with the rollout engine's. Return both, and how many requests vLLM has preempted in
+    each."""
     import decode_host
 
     rng = random.Random(3)
@@ -220,9 +262,14 @@ def model_steps(checkpoint: str, greedy: bool, kv_cache_bytes: int) -> tuple[lis
     num_preempted = 0
     with (
         replaced(CPUWorker, "determine_available_memory", lambda worker: kv_cache_bytes),
-        built_engine(checkpoint, 1, MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=MAX_MODEL_LEN) as engine,
+        built_engine(
+            checkpoint, 1, MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=MAX_MODEL_LEN
+        ) as engine,
     ):
-        for variant, kind in ((decode_host.VLLMsSteps, Scheduler), (decode_host.EngineSteps, DecodeScheduler)):
+        for variant, kind in (
+            (decode_host.VLLMsSteps, Scheduler),
+            (decode_host.EngineSteps, DecodeScheduler),
+        ):
             scheduler = decode_host.make_scheduler(engine, kind)
             preempt = scheduler._preempt_request
 
@@ -231,7 +278,10 @@ def model_steps(checkpoint: str, greedy: bool, kv_cache_bytes: int) -> tuple[lis
                 num_preempted += 1
                 preempt(*args, **kwargs)
 
-            with replaced(engine._core, "scheduler", scheduler), replaced(scheduler, "_preempt_request", counted):
+            with (
+                replaced(engine._core, "scheduler", scheduler),
+                replaced(scheduler, "_preempt_request", counted),
+            ):
                 steps = variant(engine)
                 steps.add(requests, sampling)
                 responses: dict[int, Generation] = {}
@@ -244,7 +294,8 @@ def model_steps(checkpoint: str, greedy: bool, kv_cache_bytes: int) -> tuple[lis
 
 
 def benchmarks() -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, float]]]:
-    """Return the results of benchmarks/decode_host.py and benchmarks/gpu/decode.py for a few requests."""
+    """Return the results of benchmarks/decode_host.py and benchmarks/gpu/decode.py for a few
+    requests."""
     import decode
     import decode_host
 

@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_family_models.py, in addition to cases.py and model_cases.py."""
+"""Functions that the ranks run in test_family_models.py, in addition to cases.py and
+model_cases.py."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ from rlhf_mc.trainer import generate, log_probs, rollout, step_state
 
 
 def save_and_load(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:
-    """Save the model as a Megatron checkpoint with its experts over `ep` ranks, and load it with them over `other_ep`.
-    Return the names of this rank's parameters that then differ from the Hugging Face checkpoint.
+    """Save the model as a Megatron checkpoint with its experts over `ep` ranks, and load it with
+    them over `other_ep`. Return the names of this rank's parameters that then differ from the
+    Hugging Face checkpoint.
     """
     with mesh_groups(1, 1, ep) as groups:
         save_mcore(make_engine(checkpoint, "actor", groups).model, directory, HFReader(checkpoint))
@@ -38,16 +40,24 @@ def save_and_load(checkpoint: str, directory: str, ep: int, other_ep: int) -> li
         for param in loaded.params.values():
             param.fill_(torch.nan)
         load_mcore(loaded.model, directory)
-        return [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
+        return [
+            name
+            for name, param in loaded.params.items()
+            if not torch.equal(param, wanted.params[name])
+        ]
 
 
 def load_without_extra_states(checkpoint: str, directory: str) -> tuple[set[str], list[str]]:
-    """Save the model as a Megatron checkpoint that has the weights alone, and load it. Return (names of the tensors in
-    the checkpoint, this rank's parameters that then differ)."""
+    """Save the model as a Megatron checkpoint that has the weights alone, and load it. Return
+    (names of the tensors in the checkpoint, this rank's parameters that then differ)."""
     sharded = megatron_format._sharded
 
     def weights(model: PackedGPT) -> dict[str, object]:
-        return {name: value for name, value in sharded(model).items() if not isinstance(value, ShardedObject)}
+        return {
+            name: value
+            for name, value in sharded(model).items()
+            if not isinstance(value, ShardedObject)
+        }
 
     with mesh_groups(1, 1) as groups:
         wanted = make_engine(checkpoint, "actor", groups)
@@ -55,13 +65,18 @@ def load_without_extra_states(checkpoint: str, directory: str) -> tuple[set[str]
             save_mcore(wanted.model, directory, HFReader(checkpoint))
         loaded = ModelEngine("actor", wanted.shape, wanted._megatron, groups)
         load_mcore(loaded.model, directory)
-        different = [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
+        different = [
+            name
+            for name, param in loaded.params.items()
+            if not torch.equal(param, wanted.params[name])
+        ]
         return set(megatron_format._stored_tensors(directory)), different
 
 
 def derived_after_update(config_path: str) -> list[bool]:
-    """Return whether the weights that vLLM derives from kv_b_proj are those of the weights after an update: if they are
-    no views of it and nothing derives them again, as views, and derived again into tensors of their own."""
+    """Return whether the weights that vLLM derives from kv_b_proj are those of the weights after an
+    update: if they are no views of it and nothing derives them again, as views, and derived again
+    into tensors of their own."""
     found = []
     with built_run(config_path, []) as run:
         model = run.rollout._model
@@ -79,7 +94,11 @@ def derived_after_update(config_path: str) -> list[bool]:
                 )
                 views = (wanted[0].permute(1, 2, 0), wanted[1].transpose(0, 1))
                 for name, view in zip(("W_UK_T", "W_UV"), views, strict=True):
-                    setattr(layer, name, torch.nn.Parameter(view.clone() if own else view, requires_grad=False))
+                    setattr(
+                        layer,
+                        name,
+                        torch.nn.Parameter(view.clone() if own else view, requires_grad=False),
+                    )
             for param in run.actor.params.values():
                 param.add_(1.0)
             with contextlib.ExitStack() as stack:
@@ -87,10 +106,13 @@ def derived_after_update(config_path: str) -> list[bool]:
                     stack.enter_context(replaced(vllm_engine, "derive_weights", lambda model: None))
                 generate.update_weights(run, PhaseTimer())
             pairs = [
-                (layer.W_UV.transpose(0, 1), layer.W_UK_T.permute(2, 0, 1), layer.kv_b_proj.weight) for layer in layers
+                (layer.W_UV.transpose(0, 1), layer.W_UK_T.permute(2, 0, 1), layer.kv_b_proj.weight)
+                for layer in layers
             ]
             joined = [torch.cat((k, v), dim=-1).flatten(1).T for v, k, _ in pairs]
-            found.append(all(torch.equal(got, pair[2]) for got, pair in zip(joined, pairs, strict=True)))
+            found.append(
+                all(torch.equal(got, pair[2]) for got, pair in zip(joined, pairs, strict=True))
+            )
     return found
 
 

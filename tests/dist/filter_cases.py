@@ -15,8 +15,8 @@ from rlhf_mc.trainer import loop
 
 
 def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
-    """Run the whole loop. Return of each step its number, its prompts, a digest of its tokens, its scores and its
-    metrics; the last weights; and the UserError that ended the run, if any."""
+    """Run the whole loop. Return of each step its number, its prompts, a digest of its tokens, its
+    scores and its metrics; the last weights; and the UserError that ended the run, if any."""
     steps = []
     error = ""
     with built_run(config_path, overrides) as run:

@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_fp8_rollout.py. Each is called on every rank with the same arguments."""
+"""Functions that the ranks run in test_fp8_rollout.py. Each is called on every rank with the same
+arguments."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from rlhf_mc.trainer import loop, step_state
 
 
 def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Write the weights of each checkpoint into one fp8 engine over all ranks. Return for each what was written, what
-    the engine then holds and where, and its responses."""
+    """Write the weights of each checkpoint into one fp8 engine over all ranks. Return for each what
+    was written, what the engine then holds and where, and its responses."""
     world = dist.get_world_size()
     shape = HFReader(checkpoints[0]).shape()
     layout = vllm_layout(shape, dist.get_rank(), world)
@@ -52,7 +53,9 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
 
 def build_without_kernels(checkpoint: str) -> None:
     """Build an fp8 engine where vLLM has no kernel for fp8."""
-    with replaced(vllm.model_executor.kernels.linear, "_POSSIBLE_FP8_KERNELS", {PlatformEnum.CPU: []}):
+    with replaced(
+        vllm.model_executor.kernels.linear, "_POSSIBLE_FP8_KERNELS", {PlatformEnum.CPU: []}
+    ):
         with built_engine(checkpoint, 1, 72, dtype="bfloat16", quantization="fp8"):
             pass
 
@@ -62,7 +65,9 @@ def steps(config_path: str, overrides: list[str]) -> list[dict[str, float]]:
     metrics = []
     with built_run(config_path, overrides) as run:
         for step in (1, 2):
-            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
+            state = step_state.begin_step(
+                step, RankStatus(), (step - 1) * run.config.data.train_batch_size
+            )
             loop.one_step(run, state, StopRequests(run.config.trainer))
             metrics.append(dict(state.metrics))
     return metrics

@@ -9,7 +9,15 @@ from unittest import mock
 
 import torch
 from gpu_parts.engines import score_tokens
-from model_cases import TEMPERATURE, Role, _my_micro_batches, _objective, logical_tensors, make_engine, mesh_groups
+from model_cases import (
+    TEMPERATURE,
+    Role,
+    _my_micro_batches,
+    _objective,
+    logical_tensors,
+    make_engine,
+    mesh_groups,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.config.schema import OptimConfig
@@ -48,10 +56,11 @@ def train_step_with_frozen_tensors(
     recompute_modules: list[str] | None = None,
     **megatron: Any,
 ) -> dict[str, Any]:
-    """Run one update with the tensors that match `patterns` frozen. Return their names, the weights before and after,
-    the metrics, the number of parameters that train on this rank, and the gradient of each logical tensor after the
-    update: NaN for frozen ones, and only this rank's shard with the distributed optimizer. recompute_modules: those of
-    selective recomputation, in place of a CPU's.
+    """Run one update with the tensors that match `patterns` frozen. Return their names, the weights
+    before and after, the metrics, the number of parameters that train on this rank, and the
+    gradient of each logical tensor after the update: NaN for frozen ones, and only this rank's
+    shard with the distributed optimizer. recompute_modules: those of selective recomputation, in
+    place of a CPU's.
     """
     patch = mock.patch.object(gpt_model, "recompute_modules", lambda *args: recompute_modules)
     with mesh_groups(tp, pp) as groups, patch if recompute_modules else contextlib.nullcontext():
@@ -82,8 +91,9 @@ def train_step_with_frozen_tensors(
 def matrix_products(
     checkpoint: str, tp: int, batch: RaggedBatch, patterns: Sequence[str], **megatron: Any
 ) -> dict[str, list[Product]]:
-    """Return the matrix products of the log-prob pass of a frozen and of a trainable model, and of a forward and
-    backward pass with the tensors that match `patterns` frozen. Each pass is one micro-batch.
+    """Return the matrix products of the log-prob pass of a frozen and of a trainable model, and of
+    a forward and backward pass with the tensors that match `patterns` frozen. Each pass is one
+    micro-batch.
     """
     out = {}
     every = [list(range(batch.num_sequences))]
@@ -91,13 +101,19 @@ def matrix_products(
         for kind in ("frozen", "trainable", "partly frozen"):
             engine = make_engine(checkpoint, "actor", groups, **megatron)
             if kind != "frozen":
-                tensors = frozen_tensors("actor.freeze", patterns, engine.shape) if kind == "partly frozen" else ()
+                tensors = (
+                    frozen_tensors("actor.freeze", patterns, engine.shape)
+                    if kind == "partly frozen"
+                    else ()
+                )
                 frozen = frozen_parameters(tensors, engine_layouts(engine)[groups.rank])
                 engine.make_trainable(OptimConfig(), total_steps=1, frozen=frozen)
             with Products() as products:
                 if kind == "partly frozen":
                     engine.backward(batch, every, _objective(engine, batch, "token-mean"))
                 else:
-                    score_tokens(engine, batch, log_prob_head(engine.shape.vocab_size, TEMPERATURE), 1 << 20)
+                    score_tokens(
+                        engine, batch, log_prob_head(engine.shape.vocab_size, TEMPERATURE), 1 << 20
+                    )
             out[kind] = products.seen
     return out

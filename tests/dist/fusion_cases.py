@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_fusions.py: engines with the fusions of a GPU, as far as a CPU computes them."""
+"""Functions that the ranks run in test_fusions.py: engines with the fusions of a GPU, as far as a
+CPU computes them."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ FUNCTIONS = {
 
 @contextlib.contextmanager
 def fused_activations() -> Iterator[Calls]:
-    """Build models with Megatron-Core's fused activations, whose functions are interpreted instead of compiled. Yield
-    the names of those whose backward pass runs."""
+    """Build models with Megatron-Core's fused activations, whose functions are interpreted instead
+    of compiled. Yield the names of those whose backward pass runs."""
     calls: Calls = []
 
     def on_gpu(shape: ModelShape) -> dict[str, Any]:
@@ -56,8 +57,9 @@ def fused_activations() -> Iterator[Calls]:
 
 @contextlib.contextmanager
 def fused_accumulation() -> Iterator[Calls]:
-    """Build models whose linear layers add to main_grad in the backward pass. Apex's kernel for it runs on GPUs only:
-    its definition, out += grad^T input, takes its place. Yield an entry for each of its calls."""
+    """Build models whose linear layers add to main_grad in the backward pass. Apex's kernel for it
+    runs on GPUs only: its definition, out += grad^T input, takes its place. Yield an entry for each
+    of its calls."""
     calls: Calls = []
 
     def accumulate(inputs: torch.Tensor, grads: torch.Tensor, out: torch.Tensor) -> None:
@@ -68,7 +70,11 @@ def fused_accumulation() -> Iterator[Calls]:
         return {**fusions(shape), "gradient_accumulation_fusion": True}
 
     with (
-        replaced(layers, "fused_weight_gradient_mlp_cuda", SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)),
+        replaced(
+            layers,
+            "fused_weight_gradient_mlp_cuda",
+            SimpleNamespace(wgrad_gemm_accum_fp32=accumulate),
+        ),
         replaced(layers, "_grad_accum_fusion_available", True),
         replaced(gpt_model, "fusions", on_gpu),
     ):
@@ -81,7 +87,8 @@ KINDS = {"activations": fused_activations, "accumulation": fused_accumulation}
 def gradients(
     kind: str, jobs: Sequence[Job], tp: int, pp: int, batch: RaggedBatch, **megatron: Any
 ) -> tuple[set[str], dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]]:
-    """Return (names of the fused functions that ran, model_cases.gradients) with a kind of fusion."""
+    """Return (names of the fused functions that ran, model_cases.gradients) with a kind of
+    fusion."""
     with KINDS[kind]() as calls:
         found = model_cases.gradients(jobs, tp, pp, batch, **megatron)
     return set(calls), found
@@ -98,7 +105,8 @@ def padded_gradients(
 def partly_frozen_gradients(
     job: Job, patterns: Sequence[str], tp: int, pp: int, batch: RaggedBatch, **megatron: Any
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients with fused accumulation while the tensors that match `patterns` are frozen; theirs is
+    """Return the gradients with fused accumulation while the tensors that match `patterns` are
+    frozen; theirs is
     NaN."""
     with fused_accumulation(), model_cases.mesh_groups(tp, pp) as groups:
         model = model_cases.make_engine(job.checkpoint, job.role, groups, **megatron)

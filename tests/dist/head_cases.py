@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_heads.py: the output layer alone, on given hidden states and weights."""
+"""Functions that the ranks run in test_heads.py: the output layer alone, on given hidden states and
+weights."""
 
 from __future__ import annotations
 
@@ -26,11 +27,14 @@ def chunked_log_probs(
     terms: tuple[str, ...],
     wide: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return log-probs [R] and entropies [R], with the vocabulary split over all ranks, and the gradients of
-    sum(upstream * [log-probs, entropies]) over `terms` with respect to the hidden states [R, hidden] and to this
-    rank's rows of the weight [vocab, hidden]. Padding rows are large, so that a padding row taken for a token shows.
+    """Return log-probs [R] and entropies [R], with the vocabulary split over all ranks, and the
+    gradients of sum(upstream * [log-probs, entropies]) over `terms` with respect to the hidden
+    states [R, hidden] and to this
+    rank's rows of the weight [vocab, hidden]. Padding rows are large, so that a padding row taken
+    for a token shows.
 
-    wide: products of bfloat16 matrices are float32, as on a GPU, by the definition of CUDA's kernel.
+    wide: products of bfloat16 matrices are float32, as on a GPU, by the definition of CUDA's
+    kernel.
     """
     vocab, size = weight.shape
     padded = padded_vocab_size(vocab, dist.get_world_size())
@@ -68,18 +72,29 @@ def chunked_log_probs(
 
 
 def _addmm_of_cuda(
-    self: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out_dtype: Any, beta: float, alpha: float, out: Any
+    self: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out_dtype: Any,
+    beta: float,
+    alpha: float,
+    out: Any,
 ) -> torch.Tensor:
-    """Compute torch.addmm with out_dtype, which a CPU lacks: CUDA's takes bfloat16 matrices and a float32 result."""
-    assert a.dtype == b.dtype == torch.bfloat16 and self.dtype == out.dtype == out_dtype == torch.float32
+    """Compute torch.addmm with out_dtype, which a CPU lacks: CUDA's takes bfloat16 matrices and a
+    float32 result."""
+    assert (
+        a.dtype == b.dtype == torch.bfloat16
+        and self.dtype == out.dtype == out_dtype == torch.float32
+    )
     product = alpha * (a.float() @ b.float())
     result: torch.Tensor = out.copy_(product if beta == 0.0 else beta * self + product)
     return result
 
 
 def largest_tensor(vocab: int, num_tokens: int, size: int, chunk_logits: int) -> int:
-    """Return the number of elements of the largest tensor in the forward and backward pass, except tensors with a
-    dimension of `size` (states, weight rows and their gradients).
+    """Return the number of elements of the largest tensor in the forward and backward pass, except
+    tensors with a dimension of `size` (states, weight rows and their gradients).
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 

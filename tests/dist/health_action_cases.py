@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_health_actions.py: whole runs that health rules roll back or adjust."""
+"""Functions that the ranks run in test_health_actions.py: whole runs that health rules roll back or
+adjust."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from rlhf_mc.trainer import loop
 
 
 def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
-    """Run the whole loop. Return the rows of metrics.jsonl, adjustments.jsonl and health.jsonl, the lines that this
-    rank has printed, the last weights or the error."""
+    """Run the whole loop. Return the rows of metrics.jsonl, adjustments.jsonl and health.jsonl, the
+    lines that this rank has printed, the last weights or the error."""
     printed = io.StringIO()
     with (
         built_run(config_path, overrides) as run,

@@ -18,13 +18,17 @@ from rlhf_mc.trainer import loop
 
 
 def train(
-    config_path: str, overrides: list[str], change: str = "", bounds: Mapping[str, float] | None = None
+    config_path: str,
+    overrides: list[str],
+    change: str = "",
+    bounds: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Run the whole loop. Return the events of health.jsonl, the rows of metrics.jsonl, what this rank has printed to
-    standard error, and the error that ended the run, if any.
+    """Run the whole loop. Return the events of health.jsonl, the rows of metrics.jsonl, what this
+    rank has printed to standard error, and the error that ended the run, if any.
 
-    change: "nan reference" sets a weight of the reference to NaN; "checked" lets the first rollout count as a later
-    one, of which mismatches are warnings. bounds: constants of rlhf_mc that no setting changes, by "module.NAME"."""
+    change: "nan reference" sets a weight of the reference to NaN; "checked" lets the first rollout
+    count as a later one, of which mismatches are warnings. bounds: constants of rlhf_mc that no
+    setting changes, by "module.NAME"."""
     error = None
     with contextlib.ExitStack() as stack:
         for name, bound in (bounds or {}).items():

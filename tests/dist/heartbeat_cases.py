@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_heartbeat.py: real threads and connections, but exits are only recorded."""
+"""Functions that the ranks run in test_heartbeat.py: real threads and connections, but exits are
+only recorded."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ LOCK_SECONDS = 4.0
 
 
 def exchange_heartbeats(case: str) -> dict[str, Any]:
-    """Exchange heartbeats; rank 1 is "silent", "disconnected" or "signed off", opens an "unauthenticated" connection or
-    floods rank 0 with them ("flooded"), or asks for the "diagnosis".
+    """Exchange heartbeats; rank 1 is "silent", "disconnected" or "signed off", opens an
+    "unauthenticated" connection or floods rank 0 with them ("flooded"), or asks for the
+    "diagnosis".
 
     Return under "exits" the lines with which this rank would have ended."""
     rank = dist.get_rank()
@@ -66,8 +68,9 @@ def exchange_heartbeats(case: str) -> dict[str, Any]:
 
 
 def hold_the_lock(rank: int) -> dict[str, Any]:
-    """Let a rank hold Python's lock for LOCK_SECONDS in the phase in which profiles are written. Return the lines with
-    which this rank would have ended ("exits"), and the seconds that the rank was in the phase."""
+    """Let a rank hold Python's lock for LOCK_SECONDS in the phase in which profiles are written.
+    Return the lines with which this rank would have ended ("exits"), and the seconds that the rank
+    was in the phase."""
     exits: list[str] = []
 
     def exit_from_thread(line: str, code: int = 1, is_printed: bool = True) -> NoReturn:
@@ -107,7 +110,10 @@ def _act(client: HeartbeatClient, case: str) -> str:
         client._connection.shutdown(socket.SHUT_RDWR)
     elif case == "unauthenticated":
         mine = json.loads(client._line())
-        for text in (b"GET / HTTP/1.0\r\n\r\n", json.dumps({**mine, "token": "no"}).encode() + b"\n"):
+        for text in (
+            b"GET / HTTP/1.0\r\n\r\n",
+            json.dumps({**mine, "token": "no"}).encode() + b"\n",
+        ):
             with socket.create_connection(client._address, timeout=60) as connection:
                 connection.sendall(text)
                 assert connection.recv(100) == b""  # closed without an answer
@@ -122,8 +128,11 @@ def _act(client: HeartbeatClient, case: str) -> str:
 
 
 def _open_too_many(address: tuple[str, int]) -> None:
-    """Open more connections than are kept, and send nothing: the oldest are closed at once, the others in time."""
-    opened = [socket.create_connection(address, timeout=60) for _ in range(2 * MAX_UNAUTHENTICATED + 2)]
+    """Open more connections than are kept, and send nothing: the oldest are closed at once, the
+    others in time."""
+    opened = [
+        socket.create_connection(address, timeout=60) for _ in range(2 * MAX_UNAUTHENTICATED + 2)
+    ]
     start = time.monotonic()
     for connection in opened[: MAX_UNAUTHENTICATED // 2]:
         assert connection.recv(1) == b""

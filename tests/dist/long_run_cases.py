@@ -22,7 +22,8 @@ from rlhf_mc.trainer.generate import EngineCall
 
 @contextmanager
 def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]:
-    """Record every step's generations in a file, or replay them from such a file instead of generating."""
+    """Record every step's generations in a file, or replay them from such a file instead of
+    generating."""
     original = EngineCall.sample
     replayed = iter(pickle.loads(replay_from.read_bytes())) if replay_from else None
     generations: list[Any] = []
@@ -53,14 +54,21 @@ def num_trained_models() -> int:
 
 
 def run_steps(
-    config_path: str, overrides: list[str], steps: int, export_to: str, record_to: str = "", replay_from: str = ""
+    config_path: str,
+    overrides: list[str],
+    steps: int,
+    export_to: str,
+    record_to: str = "",
+    replay_from: str = "",
 ) -> list[float]:
     """Run the steps and export the last weights. Return each step's mean score."""
     scores = []
     paths = [Path(path) if path else None for path in (record_to, replay_from)]
     with built_run(config_path, overrides) as run, rollouts(*paths):
         for step in range(1, steps + 1):
-            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
+            state = step_state.begin_step(
+                step, RankStatus(), (step - 1) * run.config.data.train_batch_size
+            )
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             assert isinstance(batch.scores, torch.Tensor)
             scores.append(float(batch.scores.mean()))

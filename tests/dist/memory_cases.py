@@ -23,14 +23,16 @@ from rlhf_mc.trainer.token_budget import TokenBudget
 from rlhf_mc.trainer.update import update
 
 BYTES_PER_TOKEN = 16 << 20
-"""Of the memory that each micro-batch's loss asks for: far more than all else, so that the limit is sharp."""
+"""Of the memory that each micro-batch's loss asks for: far more than all else, so that the limit is
+sharp."""
 
 
 def updates(
     checkpoint: str, batch: RaggedBatch, budget: int, tokens_in_memory: int | None, directory: str
 ) -> dict[str, Any]:
-    """Take two optimizer steps with micro-batches of at most `budget` tokens, of which rank 1 has memory for
-    `tokens_in_memory` in the second. Return the metrics or the error, the weights after them and the budgets used."""
+    """Take two optimizer steps with micro-batches of at most `budget` tokens, of which rank 1 has
+    memory for `tokens_in_memory` in the second. Return the metrics or the error, the weights after
+    them and the budgets used."""
     used: list[int] = []
     with mesh_groups(1, 1) as groups:
         engine = make_engine(checkpoint, "actor", groups)
@@ -40,8 +42,11 @@ def updates(
         limits = contextlib.ExitStack()
 
         def objective(mini: RaggedBatch) -> Loss:
-            if used and tokens_in_memory is not None and dist.get_rank() == 1:  # from the second update on
-                limits.enter_context(measure.limited_memory(tokens_in_memory * BYTES_PER_TOKEN + (64 << 20)))
+            # from the second update on
+            if used and tokens_in_memory is not None and dist.get_rank() == 1:
+                limits.enter_context(
+                    measure.limited_memory(tokens_in_memory * BYTES_PER_TOKEN + (64 << 20))
+                )
             loss = _objective(engine, mini, "token-mean")
 
             def hungry(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
@@ -61,7 +66,9 @@ def updates(
         try:
             with limits:
                 skipped = SkippedUpdates(1, Path(directory))
-                result["metrics"] = update(engine, batch, iter([whole, whole]), objective, token_budget, skipped)
+                result["metrics"] = update(
+                    engine, batch, iter([whole, whole]), objective, token_budget, skipped
+                )
         except UserError as error:
             result["error"] = str(error)
         result["weights"] = {name: tensor.clone() for name, tensor in engine.params.items()}
@@ -69,5 +76,8 @@ def updates(
         result["used"] = used
         again = Adjustments(Path(directory))
         again.load()
-        result["after_resume"] = [again.max_token_len("update_actor", 1, 0), again.max_token_len("update_actor", 1, 1)]
+        result["after_resume"] = [
+            again.max_token_len("update_actor", 1, 0),
+            again.max_token_len("update_actor", 1, 1),
+        ]
     return result

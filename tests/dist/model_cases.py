@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_models.py and test_convert.py: engines alone, without vLLM and the loop. Each
+"""Functions that the ranks run in test_models.py and test_convert.py: engines alone, without vLLM
+and the loop. Each
 is called on every rank with the same arguments."""
 
 from __future__ import annotations
@@ -68,8 +69,12 @@ def log_probs(
             engine = make_engine(checkpoint, "actor", groups, **megatron)
             vocab = engine.shape.vocab_size
 
-            def entropy_head(model: object, states: torch.Tensor, micro: MicroBatch, v: int = vocab) -> torch.Tensor:
-                return micro.all_results(log_probs_and_entropy(model, states, micro.targets, v, TEMPERATURE)[1])
+            def entropy_head(
+                model: object, states: torch.Tensor, micro: MicroBatch, v: int = vocab
+            ) -> torch.Tensor:
+                return micro.all_results(
+                    log_probs_and_entropy(model, states, micro.targets, v, TEMPERATURE)[1]
+                )
 
             out[checkpoint] = (
                 score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), budget),
@@ -81,17 +86,23 @@ def log_probs(
 def scores_and_values(
     checkpoint: str, tp: int, pp: int, batch: RaggedBatch, cp: int = 1, **megatron: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (each sequence's score, each response token's value) by the checkpoint's own value head."""
+    """Return (each sequence's score, each response token's value) by the checkpoint's own value
+    head."""
     with mesh_groups(tp, pp, cp=cp) as groups:
         engine = reward_engine(checkpoint, groups, **megatron)
         return score_sequences(engine, batch, 32), score_tokens(engine, batch, value_head, 32)
 
 
 def conversation_scores(
-    checkpoint: str, actor: str, pp: int, prompts: Sequence[Prompt], batch: RaggedBatch, asked: Sequence[int]
+    checkpoint: str,
+    actor: str,
+    pp: int,
+    prompts: Sequence[Prompt],
+    batch: RaggedBatch,
+    asked: Sequence[int],
 ) -> list[reward_models.ModelScores]:
-    """Return the scores of the sequences `asked`, by a reward model that reads the tokens of its own tokenizer, in
-    micro-batches of at most 40, and by one that reads the actor's."""
+    """Return the scores of the sequences `asked`, by a reward model that reads the tokens of its
+    own tokenizer, in micro-batches of at most 40, and by one that reads the actor's."""
     with mesh_groups(1, pp) as groups:
         conversations = ConversationTokenizer("reward_model", checkpoint, None)
         engine = reward_engine(checkpoint, groups)
@@ -125,8 +136,8 @@ def gradients(
     dynamic_cp: bool = False,
     **megatron: Any,
 ) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
-    """Return for each job (statistics, gradient of each logical tensor as gathered on this rank). `chunk_logits`
-    replaces heads.CHUNK_LOGITS; `megatron` are further settings of the engine.
+    """Return for each job (statistics, gradient of each logical tensor as gathered on this rank).
+    `chunk_logits` replaces heads.CHUNK_LOGITS; `megatron` are further settings of the engine.
     """
     out = {}
     engines: dict[tuple[str, Role], ModelEngine] = {}
@@ -140,9 +151,15 @@ def gradients(
             engine = engines[key]
             mini = batch.select(job.sequences)
             stats = engine.backward(
-                mini, _my_micro_batches(engine, mini, job.budget), _objective(engine, mini, job.mode)
+                mini,
+                _my_micro_batches(engine, mini, job.budget),
+                _objective(engine, mini, job.mode),
             )
-            grads = {name: param.main_grad for name, param in engine.named_parameters().items() if param.requires_grad}
+            grads = {
+                name: param.main_grad
+                for name, param in engine.named_parameters().items()
+                if param.requires_grad
+            }
             out[job] = (stats, logical_tensors(engine, grads))
     return out
 
@@ -150,7 +167,8 @@ def gradients(
 def saved_activations(
     checkpoint: str, batch: RaggedBatch, cp: int = 1, **megatron: Any
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return (bytes of activations that the forward pass of one micro-batch saves for backward, the gradients)."""
+    """Return (bytes of activations that the forward pass of one micro-batch saves for backward, the
+    gradients)."""
     saved: dict[int, int] = {}
     bytes_at_loss: list[int] = []
 
@@ -166,7 +184,9 @@ def saved_activations(
         params = {param.untyped_storage().data_ptr() for param in engine.model.parameters()}
 
         def loss(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
-            bytes_at_loss.append(sum(size for pointer, size in saved.items() if pointer not in params))
+            bytes_at_loss.append(
+                sum(size for pointer, size in saved.items() if pointer not in params)
+            )
             return objective(model, states, micro)
 
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
@@ -191,20 +211,28 @@ def weights_after_steps(
     steps: int,
     cp: int = 1,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return (the first step's gradient norm, each logical weight after the steps as gathered on this rank)."""
+    """Return (the first step's gradient norm, each logical weight after the steps as gathered on
+    this rank)."""
     norms = []
     with mesh_groups(tp, pp, cp=cp) as groups:
-        engine = make_engine(checkpoint, "actor", groups, use_distributed_optimizer=distributed_optimizer)
+        engine = make_engine(
+            checkpoint, "actor", groups, use_distributed_optimizer=distributed_optimizer
+        )
         engine.make_trainable(optim, total_steps=1)
         for _ in range(steps):
             micro_batches = _my_micro_batches(engine, batch, 48)
-            norms.append(engine.train_step(batch, micro_batches, _objective(engine, batch, "token-mean")).grad_norm)
+            norms.append(
+                engine.train_step(
+                    batch, micro_batches, _objective(engine, batch, "token-mean")
+                ).grad_norm
+            )
         return norms[0], logical_tensors(engine, engine.params)
 
 
 def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[str, float]:
-    """Return the metrics of one update whose old log-probs come from the same weights in other micro-batches. The k2
-    loss against them is half the mean square of the log-ratio, in which nothing cancels.
+    """Return the metrics of one update whose old log-probs come from the same weights in other
+    micro-batches. The k2 loss against them is half the mean square of the log-ratio, in which
+    nothing cancels.
     """
     config = ActorConfig(use_kl_loss=True, kl_loss_type="k2")
     with mesh_groups(tp, pp) as groups:
@@ -214,7 +242,9 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
         terms = ActorTerms(POLICY_LOSSES["vanilla"], 0.0, 0.0, 1, torch.Generator())
         old = score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), 64)
         batch = batch.with_fields(old_log_probs=old, ref_log_probs=old)
-        order = mini_batches(batch.num_sequences, 1, batch.num_sequences, epochs=1, shuffle=True, seed=(1, 2))
+        order = mini_batches(
+            batch.num_sequences, 1, batch.num_sequences, epochs=1, shuffle=True, seed=(1, 2)
+        )
         return update(
             engine,
             batch,
@@ -226,10 +256,16 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
 
 
 def updates_with_bad_losses(
-    checkpoint: str, batch: RaggedBatch, bad: Sequence[bool], limit: int, directory: str, **megatron: Any
+    checkpoint: str,
+    batch: RaggedBatch,
+    bad: Sequence[bool],
+    limit: int,
+    directory: str,
+    **megatron: Any,
 ) -> list[dict[str, Any]]:
-    """Run an update of one mini-batch per item of `bad`; where it is true, the last rank's loss is NaN. Return for each
-    update its error message or metrics, and the parameters and optimizer states that it changed.
+    """Run an update of one mini-batch per item of `bad`; where it is true, the last rank's loss is
+    NaN. Return for each update its error message or metrics, and the parameters and optimizer
+    states that it changed.
     """
     out = []
     world = dist.get_world_size()
@@ -264,7 +300,9 @@ def updates_with_bad_losses(
             except UserError as error:
                 result["error"] = str(error)
             after = _parameters_and_states(engine)
-            result["changed"] = [n for n, x in after.items() if n not in before or not torch.equal(before[n], x)]
+            result["changed"] = [
+                n for n, x in after.items() if n not in before or not torch.equal(before[n], x)
+            ]
             out.append(result)
     return out
 
@@ -274,19 +312,28 @@ def _parameters_and_states(engine: ModelEngine) -> dict[str, torch.Tensor]:
     out = {name: param.clone() for name, param in engine.params.items()}
     for part in engine._optimizer.chained_optimizers:
         for number, state in enumerate(part.optimizer.state.values()):
-            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            tensors = {
+                key: value for key, value in state.items() if isinstance(value, torch.Tensor)
+            }
             out.update({f"{number}.{key}": value.clone() for key, value in tensors.items()})
     return out
 
 
-def bfloat16_steps(checkpoint: str, batch: RaggedBatch, distributed_optimizer: bool, steps: int) -> dict[str, Any]:
-    """Train bfloat16 weights in steps of 4e-5 in one direction. Return the dtypes of weights, main parameters,
-    gradients and moments, and the share of large weights that differ from the start after one step and after all.
+def bfloat16_steps(
+    checkpoint: str, batch: RaggedBatch, distributed_optimizer: bool, steps: int
+) -> dict[str, Any]:
+    """Train bfloat16 weights in steps of 4e-5 in one direction. Return the dtypes of weights, main
+    parameters, gradients and moments, and the share of large weights that differ from the start
+    after one step and after all.
     """
     optim = OptimConfig(lr=4e-5, weight_decay=0.0, clip_grad=0.0, eps=1e-20)
     with mesh_groups(1, 1) as groups:
         engine = make_engine(
-            checkpoint, "actor", groups, dtype="bfloat16", use_distributed_optimizer=distributed_optimizer
+            checkpoint,
+            "actor",
+            groups,
+            dtype="bfloat16",
+            use_distributed_optimizer=distributed_optimizer,
         )
         engine.make_trainable(optim, total_steps=1)
         name = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -311,7 +358,8 @@ def bfloat16_steps(checkpoint: str, batch: RaggedBatch, distributed_optimizer: b
 
 
 def params_unlike_hf(checkpoint: str, converted: str, tp: int, pp: int) -> list[str]:
-    """Return the names of this rank's parameters that differ between the Megatron and the Hugging Face checkpoint."""
+    """Return the names of this rank's parameters that differ between the Megatron and the Hugging
+    Face checkpoint."""
     with mesh_groups(tp, pp) as groups:
         dtype = HFReader(checkpoint).dtype_name()
         wanted = make_engine(checkpoint, "actor", groups, dtype=dtype)
@@ -319,11 +367,16 @@ def params_unlike_hf(checkpoint: str, converted: str, tp: int, pp: int) -> list[
         for param in loaded.params.values():
             param.fill_(torch.nan)
         load_mcore(loaded.model, converted)
-        return [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
+        return [
+            name
+            for name, param in loaded.params.items()
+            if not torch.equal(param, wanted.params[name])
+        ]
 
 
 def error_of_loading_nan(checkpoint: str, directory: str, tp: int) -> str:
-    """Save a Megatron checkpoint with one NaN on the last rank. Return the error message of loading it."""
+    """Save a Megatron checkpoint with one NaN on the last rank. Return the error message of loading
+    it."""
 
     def set_nan(params: dict[str, torch.Tensor]) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -332,9 +385,11 @@ def error_of_loading_nan(checkpoint: str, directory: str, tp: int) -> str:
     return _error_of_loading_changed(checkpoint, directory, tp, 1, set_nan)
 
 
-def error_of_loading_zeros(checkpoint: str, directory: str, tp: int, pp: int, ranks: list[int]) -> str:
-    """Save a Megatron checkpoint whose first query, key and value weights of these ranks are zero. Return the error
-    message of loading it."""
+def error_of_loading_zeros(
+    checkpoint: str, directory: str, tp: int, pp: int, ranks: list[int]
+) -> str:
+    """Save a Megatron checkpoint whose first query, key and value weights of these ranks are zero.
+    Return the error message of loading it."""
 
     def set_zero(params: dict[str, torch.Tensor]) -> None:
         if dist.get_rank() in ranks:
@@ -344,7 +399,11 @@ def error_of_loading_zeros(checkpoint: str, directory: str, tp: int, pp: int, ra
 
 
 def _error_of_loading_changed(
-    checkpoint: str, directory: str, tp: int, pp: int, change: Callable[[dict[str, torch.Tensor]], None]
+    checkpoint: str,
+    directory: str,
+    tp: int,
+    pp: int,
+    change: Callable[[dict[str, torch.Tensor]], None],
 ) -> str:
     with mesh_groups(tp, pp) as groups:
         engine = make_engine(checkpoint, "actor", groups)

@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_offload_schedule.py. Each is called on every rank with the same arguments."""
+"""Functions that the ranks run in test_offload_schedule.py. Each is called on every rank with the
+same arguments."""
 
 from __future__ import annotations
 
@@ -33,9 +34,10 @@ OFFLOAD_ALL = {"param_offload": True, "grad_offload": True, "optimizer_offload":
 
 
 def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> dict[str, Any]:
-    """Run the whole loop. Return its metrics (on rank 0), the calls of vLLM's sleep and wake_up, by phase and role the
-    tensor groups on the device, and each step and phase of the rank status. With vllm_sleeps vLLM's sleep is simulated:
-    its weights are lost as on a GPU, except those that alias the actor's.
+    """Run the whole loop. Return its metrics (on rank 0), the calls of vLLM's sleep and wake_up, by
+    phase and role the tensor groups on the device, and each step and phase of the rank status. With
+    vllm_sleeps vLLM's sleep is simulated: its weights are lost as on a GPU, except those that alias
+    the actor's.
     """
     vllm_calls: list[str] = []
     on_device: dict[str, dict[str, list[str]]] = {}
@@ -44,7 +46,10 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
 
     def record_phase(timer: PhaseTimer, name: str) -> Any:
         if name in TABLE:
-            on_device[name] = {role: groups_on_device(engine) for role, engine in run.offload_schedule._engines.items()}
+            on_device[name] = {
+                role: groups_on_device(engine)
+                for role, engine in run.offload_schedule._engines.items()
+            }
         return phase(timer, name)
 
     def sleep(llm: Any, level: int) -> None:
@@ -62,14 +67,18 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
         mock.patch.multiple(vllm_engine.vllm.LLM, sleep=sleep, wake_up=wake_up),
         mock.patch.object(PhaseTimer, "phase", record_phase),
         mock.patch.object(lifecycle, "write_plot_and_report", lambda *args: None),
-        built_run(config_path, [*overrides, f"rollout.free_cache_engine={str(vllm_sleeps).lower()}"]) as run,
+        built_run(
+            config_path, [*overrides, f"rollout.free_cache_engine={str(vllm_sleeps).lower()}"]
+        ) as run,
     ):
         status = RankStatus()
         status.on_move = lambda: reported.append((status.step, status.phases[-1]))
         loop.fit(run, status)
         steps = []
         if dist.get_rank() == 0:
-            lines = (Path(run.config.trainer.default_local_dir) / METRICS_FILE).read_text().splitlines()
+            lines = (
+                (Path(run.config.trainer.default_local_dir) / METRICS_FILE).read_text().splitlines()
+            )
             steps = [json.loads(line) for line in lines]
     return {"steps": steps, "vllm_calls": vllm_calls, "on_device": on_device, "reported": reported}
 
@@ -80,7 +89,8 @@ def model_of(llm: Any) -> torch.nn.Module:
 
 
 def groups_on_device(engine: ModelEngine) -> list[str]:
-    """Return the names of the model's tensor groups on the device. Each group must be there entirely or not at all."""
+    """Return the names of the model's tensor groups on the device. Each group must be there
+    entirely or not at all."""
     tensors: dict[str, list[torch.Tensor]] = {"params": list(engine.named_parameters().values())}
     if engine._optimizer is not None:
         params = {param.untyped_storage()._cdata for param in tensors["params"]}
@@ -99,14 +109,16 @@ def groups_on_device(engine: ModelEngine) -> list[str]:
 def steps_with_offload(
     checkpoint: str, mesh: dict[str, int], batch: RaggedBatch, offload: bool, **megatron: Any
 ) -> tuple[list[torch.Tensor], list[float], list[int]]:
-    """Run two updates; with `offload`, all tensor groups are offloaded before each. The optimizer state comes for the
-    step alone, and after the second one stays. Return the weights and all tensors of the optimizer, the gradient norms,
-    and the bytes offloaded each time.
+    """Run two updates; with `offload`, all tensor groups are offloaded before each. The optimizer
+    state comes for the step alone, and after the second one stays. Return the weights and all
+    tensors of the optimizer, the gradient norms, and the bytes offloaded each time.
     """
     offloaded = []
     norms = []
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
-        engine = make_engine(checkpoint, "actor", groups, **megatron, **(OFFLOAD_ALL if offload else {}))
+        engine = make_engine(
+            checkpoint, "actor", groups, **megatron, **(OFFLOAD_ALL if offload else {})
+        )
         engine.make_trainable(OptimConfig(lr=1e-3), total_steps=1)
         for stays in (False, True):
             engine.offload.optimizer_stays = stays
@@ -130,10 +142,13 @@ def steps_with_offload(
 
 
 def frozen_scores(checkpoint: str, batch: RaggedBatch) -> dict[str, Any]:
-    """Return the scores of a frozen model before offload and after each of two offloads, the error message of scoring
-    while it is offloaded, and the number of copies to the host.
+    """Return the scores of a frozen model before offload and after each of two offloads, the error
+    message of scoring while it is offloaded, and the number of copies to the host.
     """
-    with mesh_groups(1, 1) as groups, mock.patch.object(SideStream, "to_host", autospec=True) as to_host:
+    with (
+        mesh_groups(1, 1) as groups,
+        mock.patch.object(SideStream, "to_host", autospec=True) as to_host,
+    ):
         to_host.side_effect = lambda *args: contextlib.nullcontext()
         engine = make_engine(checkpoint, "actor", groups, param_offload=True)
         head = log_prob_head(engine.shape.vocab_size, 1.0)

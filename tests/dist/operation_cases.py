@@ -23,9 +23,10 @@ RESPONSES = (6, 2, 8)
 
 
 def counted_flops(checkpoint: str, role: Role, **megatron: Any) -> dict[str, dict[str, int]]:
-    """Return the FLOPs by operation that torch counts in a scoring pass and in an update, all sequences in one
-    micro-batch. Attention on CPUs, which torch's counter does not know, is counted as torch counts it on GPUs: all
-    pairs, and five products of such a matrix in the backward pass, one of them the scores again."""
+    """Return the FLOPs by operation that torch counts in a scoring pass and in an update, all
+    sequences in one micro-batch. Attention on CPUs, which torch's counter does not know, is counted
+    as torch counts it on GPUs: all pairs, and five products of such a matrix in the backward pass,
+    one of them the scores again."""
     with mesh_groups(1, 1) as groups:
         engine = make_engine(checkpoint, role, groups, **megatron)
         engine.make_trainable(OptimConfig(), 1)
@@ -44,8 +45,8 @@ def counted_flops(checkpoint: str, role: Role, **megatron: Any) -> dict[str, dic
 
 
 def counted_update(checkpoint: str, role: Role) -> tuple[dict[str, int], float]:
-    """Return the FLOPs by operation that torch counts in an update of two epochs with mini-batches of two sequences and
-    micro-batches of at most 20 tokens, and the FLOPs of its MFU."""
+    """Return the FLOPs by operation that torch counts in an update of two epochs with mini-batches
+    of two sequences and micro-batches of at most 20 tokens, and the FLOPs of its MFU."""
     epochs = 2
     with mesh_groups(1, 1) as groups:
         engine = make_engine(checkpoint, role, groups)
@@ -77,7 +78,9 @@ def _counted(action: Callable[[], object]) -> dict[str, int]:
     counter = flop_counter.FlopCounterMode(display=False, custom_mapping=on_cpu)
     with counter:
         action()
-    return {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+    return {
+        str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()
+    }
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

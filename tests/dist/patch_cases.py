@@ -1,5 +1,5 @@
-"""Functions of the ranks in test_megatron_patches.py: Megatron-Core and torch with one patch reverted. Each is called
-on every rank with the same arguments."""
+"""Functions of the ranks in test_megatron_patches.py: Megatron-Core and torch with one patch
+reverted. Each is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -68,7 +68,11 @@ def _step(checkpoint: str, tp: int, pp: int, **megatron: Any) -> None:
     with mesh_groups(tp, pp) as groups:
         model = make_engine(checkpoint, "actor", groups, sequence_parallel=tp > 1, **megatron)
         model.make_trainable(OptimConfig(), total_steps=1)
-        model.train_step(small_batch(), [[0], [1]], lambda model, states, micro: (states.float().square().mean(), {}))
+        model.train_step(
+            small_batch(),
+            [[0], [1]],
+            lambda model, states, micro: (states.float().square().mean(), {}),
+        )
 
 
 def step_without(target: str, checkpoint: str, tp: int, pp: int) -> None:
@@ -80,16 +84,28 @@ def step_without(target: str, checkpoint: str, tp: int, pp: int) -> None:
 
 
 def kept_routing(checkpoint: str, original: bool) -> list[str]:
-    """Return the tensors of tokens that the dispatchers of experts keep after a step, by the attribute's name."""
+    """Return the tensors of tokens that the dispatchers of experts keep after a step, by the
+    attribute's name."""
     target = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.combine_postprocess"
-    with reverted(PATCHES[target]) if original else contextlib.nullcontext(), mesh_groups(1, 1) as groups:
+    with (
+        reverted(PATCHES[target]) if original else contextlib.nullcontext(),
+        mesh_groups(1, 1) as groups,
+    ):
         model = make_engine(checkpoint, "actor", groups)
         dispatcher = next(
-            module.token_dispatcher for module in model.model.modules() if hasattr(module, "token_dispatcher")
+            module.token_dispatcher
+            for module in model.model.modules()
+            if hasattr(module, "token_dispatcher")
         )
-        before = {name for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}
+        before = {
+            name for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)
+        }
         model.my_scores(small_batch(), [[0], [1]], log_prob_head(model.shape.vocab_size, 1.0))
-        kept = {name: value for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}
+        kept = {
+            name: value
+            for name, value in vars(dispatcher).items()
+            if isinstance(value, torch.Tensor)
+        }
     experts = model.shape.num_experts
     return sorted(name for name in kept.keys() - before if kept[name].numel() > experts)
 
@@ -103,7 +119,8 @@ def save_without_synchronize(checkpoint: str, directory: str) -> None:
 
 
 class DeviceOnly(TorchFunctionMode):
-    """Creates CPU tensors where "cuda" is asked for, as CudaMeansCpu does, but reports their own types."""
+    """Creates CPU tensors where "cuda" is asked for, as CudaMeansCpu does, but reports their own
+    types."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.type:
@@ -112,13 +129,19 @@ class DeviceOnly(TorchFunctionMode):
 
 
 def step_in_mode(checkpoint: str, mode: str) -> None:
-    """Build a model and take one step of the distributed optimizer in another mode than CudaMeansCpu."""
-    with replaced(megatron_patches, "CudaMeansCpu", {"none": contextlib.nullcontext, "device only": DeviceOnly}[mode]):
+    """Build a model and take one step of the distributed optimizer in another mode than
+    CudaMeansCpu."""
+    with replaced(
+        megatron_patches,
+        "CudaMeansCpu",
+        {"none": contextlib.nullcontext, "device only": DeviceOnly}[mode],
+    ):
         _step(checkpoint, 1, 2, use_distributed_optimizer=True)
 
 
 def step_without_random_states(checkpoint: str) -> None:
-    """Build a model with sequence parallelism and take one optimizer step without add_random_states."""
+    """Build a model with sequence parallelism and take one optimizer step without
+    add_random_states."""
     mcore_random.get_cuda_rng_tracker().reset()
     with replaced(gpt_model, "add_random_states", lambda: None):
         _step(checkpoint, 2, 1)
@@ -132,7 +155,8 @@ def gather_different_sizes() -> None:
 
 
 def queued_random_states() -> int:
-    """Return the number of calls that Megatron-Core's own _set_cuda_rng_state has queued for a GPU, of one."""
+    """Return the number of calls that Megatron-Core's own _set_cuda_rng_state has queued for a GPU,
+    of one."""
     patch = PATCHES[f"{mcore_random.__name__}._set_cuda_rng_state"]
     before = len(torch.cuda._queued_calls)
     with reverted(patch):
@@ -143,8 +167,12 @@ def queued_random_states() -> int:
 
 
 def unmarked_parameters(checkpoint: str) -> list[str]:
-    """Return the parameters that differ between tensor-parallel ranks and that Megatron-Core alone does not mark."""
-    with mesh_groups(2, 1) as groups, replaced(gpt_model, "mark_tensor_parallel", lambda model: None):
+    """Return the parameters that differ between tensor-parallel ranks and that Megatron-Core alone
+    does not mark."""
+    with (
+        mesh_groups(2, 1) as groups,
+        replaced(gpt_model, "mark_tensor_parallel", lambda model: None),
+    ):
         params = make_engine(checkpoint, "actor", groups).named_parameters()
     unmarked = []
     for name, param in params.items():
@@ -155,10 +183,12 @@ def unmarked_parameters(checkpoint: str) -> list[str]:
     return unmarked
 
 
-def groups_of_gloo(original: bool = False, variables: Sequence[str] = ()) -> tuple[int, float, float]:
-    """Make two groups of one rank and one of all, as this process makes them or by torch's original, with these
-    environment variables set. Return the threads that this has started, the groups' timeout in seconds, and the sum of
-    ones over the last group."""
+def groups_of_gloo(
+    original: bool = False, variables: Sequence[str] = ()
+) -> tuple[int, float, float]:
+    """Make two groups of one rank and one of all, as this process makes them or by torch's
+    original, with these environment variables set. Return the threads that this has started, the
+    groups' timeout in seconds, and the sum of ones over the last group."""
     patch = PATCHES["torch.distributed.distributed_c10d.ProcessGroupGloo.__init__"]
     timeout = datetime.timedelta(seconds=90)
     expected = 3 if original or variables else 0
@@ -167,36 +197,47 @@ def groups_of_gloo(original: bool = False, variables: Sequence[str] = ()) -> tup
         reverted(patch) if original else contextlib.nullcontext(),
         mock.patch.dict(os.environ, dict.fromkeys(variables, "1")),
     ):
-        alone = [dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True) for _ in range(2)]
+        alone = [
+            dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+            for _ in range(2)
+        ]
         everyone = dist.new_group(list(range(dist.get_world_size())), timeout=timeout)
     wait_until(lambda: _gloo_threads() - before >= expected, seconds=10 if expected else 0.1)
     started = _gloo_threads() - before
     ones = torch.ones(1)
     dist.all_reduce(ones, group=everyone)
     (seconds,) = {
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (*alone, everyone)
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (*alone, everyone)
     }
     return started, seconds, float(ones)
 
 
 def _gloo_threads() -> int:
-    """Return the number of gloo's threads. A new one has its starter's name until it sets its own; one that has just
-    ended has none."""
+    """Return the number of gloo's threads. A new one has its starter's name until it sets its own;
+    one that has just ended has none."""
     tasks = [path.name for path in Path("/proc/self/task").iterdir()]
     return sum(read_of(os.getpid(), f"task/{task}/comm") == b"gloo_tcp_loop\n" for task in tasks)
 
 
 def batched_products(checkpoint: str) -> int:
-    """Return the number of batched matrix products of a frozen model without multiply_as_matrices."""
-    with mesh_groups(2, 1) as groups, replaced(gpt_model, "multiply_as_matrices", lambda model: None):
+    """Return the number of batched matrix products of a frozen model without
+    multiply_as_matrices."""
+    with (
+        mesh_groups(2, 1) as groups,
+        replaced(gpt_model, "multiply_as_matrices", lambda model: None),
+    ):
         model = make_engine(checkpoint, "actor", groups, dtype="bfloat16")
         with Products() as products:
-            model.score(small_batch(), [[0], [1]], lambda model, states, micro: states.float().mean((1, 2)))
+            model.score(
+                small_batch(), [[0], [1]], lambda model, states, micro: states.float().mean((1, 2))
+            )
     return sum("bmm" in name for name, _ in products.seen)
 
 
 def output_layer_with_fused_accumulation(checkpoint: str, patched: bool) -> None:
-    """Build a model with gradient_accumulation_fusion, as Transformer Engine's layers have it without Apex."""
+    """Build a model with gradient_accumulation_fusion, as Transformer Engine's layers have it
+    without Apex."""
     patch = PATCHES[f"{layers.__name__}._grad_accum_fusion_available"]
 
     def with_fusion(shape: Any) -> dict[str, Any]:
@@ -211,7 +252,8 @@ def output_layer_with_fused_accumulation(checkpoint: str, patched: bool) -> None
 
 
 def gathered_parameters(checkpoint: str, patched: bool) -> int:
-    """Return the bytes that are gathered in an optimizer step of a model whose experts are sharded."""
+    """Return the bytes that are gathered in an optimizer step of a model whose experts are
+    sharded."""
     unpatched = mock.patch.object(engine, "gather_parameters_once", lambda optimizer: None)
     with contextlib.nullcontext() if patched else unpatched:
         mesh = {"ep": dist.get_world_size()}
@@ -220,8 +262,11 @@ def gathered_parameters(checkpoint: str, patched: bool) -> int:
 
 
 def tie_by_parallel_state(checkpoint: str) -> None:
-    """Call GPTModel's own tie_embeddings_and_output_weights_state_dict on the last of two stages."""
+    """Call GPTModel's own tie_embeddings_and_output_weights_state_dict on the last of two
+    stages."""
     with mesh_groups(1, 2) as groups:
         model: Any = make_engine(checkpoint, "actor", groups).model
         if groups.is_last_stage:
-            GPTModel.tie_embeddings_and_output_weights_state_dict(model, {"weight": None}, "weight", "embedding")
+            GPTModel.tie_embeddings_and_output_weights_state_dict(
+                model, {"weight": None}, "weight", "embedding"
+            )

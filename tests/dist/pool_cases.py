@@ -17,7 +17,8 @@ from rlhf_mc.trainer import loop
 
 @contextmanager
 def submitted_rows(run: Any) -> Iterator[Counter[str]]:
-    """Count the rows that are submitted to the reward workers, and those that are while the engine generates."""
+    """Count the rows that are submitted to the reward workers, and those that are while the engine
+    generates."""
     rows: Counter[str] = Counter()
     submit = run.rewards.submit
 
@@ -31,9 +32,9 @@ def submitted_rows(run: Any) -> Iterator[Counter[str]]:
 
 
 def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
-    """Run the whole loop. Return of each step its number, prompts, responses, the ages of their tokens, importance
-    weights, scores and metrics, and the rows that this rank's reward workers have got, in all and while its engine
-    generated; and the last weights."""
+    """Run the whole loop. Return of each step its number, prompts, responses, the ages of their
+    tokens, importance weights, scores and metrics, and the rows that this rank's reward workers
+    have got, in all and while its engine generated; and the last weights."""
     steps = []
     with built_run(config_path, overrides) as run, submitted_rows(run) as rows:
         for step in loop.steps(run, RankStatus(), StopRequests(run.config.trainer)):
@@ -48,10 +49,14 @@ def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
                     "ages": None if ages is None else ages.tolist(),
                     "is_weights": None if weights is None else weights.tolist(),
                     "metrics": dict(step.metrics),
-                    "texts": run.tokenizer.batch_decode(step.batch.responses(), skip_special_tokens=True),
+                    "texts": run.tokenizer.batch_decode(
+                        step.batch.responses(), skip_special_tokens=True
+                    ),
                     "truths": [prompt.ground_truth for prompt in step.prompts],
                     "scores": step.batch.scores.tolist(),
-                    "greedy_scores": None if step.batch.greedy_scores is None else step.batch.greedy_scores.tolist(),
+                    "greedy_scores": None
+                    if step.batch.greedy_scores is None
+                    else step.batch.greedy_scores.tolist(),
                     "submitted": dict(rows),
                 }
             )

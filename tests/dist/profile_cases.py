@@ -23,8 +23,11 @@ DELAY = 0.2
 """Seconds by which rank 1 is late for each collective."""
 
 
-def train(config_path: str, overrides: list[str], profile_directory: str = profile.PROFILE) -> dict[str, Any]:
-    """Run the whole loop. Return what the rank prints to standard output and standard error, and its weights."""
+def train(
+    config_path: str, overrides: list[str], profile_directory: str = profile.PROFILE
+) -> dict[str, Any]:
+    """Run the whole loop. Return what the rank prints to standard output and standard error, and
+    its weights."""
     out = io.StringIO()
     err = io.StringIO()
     with (
@@ -39,7 +42,8 @@ def train(config_path: str, overrides: list[str], profile_directory: str = profi
 
 
 def times_of_the_slowest_rank() -> dict[str, float]:
-    """Return `slowest_rank_times` where rank 1 takes longer for the old log-probs, and less for the rest."""
+    """Return `slowest_rank_times` where rank 1 takes longer for the old log-probs, and less for the
+    rest."""
     rank = dist.get_rank()
     state = begin_step(1, RankStatus())
     state.timer._seconds = {"old_log_prob": 1.0 + rank, "update_actor": 2.0 - rank}
@@ -76,7 +80,9 @@ def waiting_by_collective() -> dict[str, float]:
 
 def _batch_of_messages() -> None:
     vector = torch.ones(4)
-    operation = dist.P2POp(dist.irecv if dist.get_rank() == 0 else dist.isend, vector, 1 - dist.get_rank())
+    operation = dist.P2POp(
+        dist.irecv if dist.get_rank() == 0 else dist.isend, vector, 1 - dist.get_rank()
+    )
     for request in dist.batch_isend_irecv([operation]):
         request.wait()
 

@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_shared_prompts.py: each tokenises its part of the prompts."""
+"""Functions that the ranks run in test_shared_prompts.py: each tokenises its part of the
+prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from rlhf_mc.trainer import evaluate, step_state
 
 
 def load(files: list[str], model: str, max_samples: int = -1, **settings: Any) -> list[Prompt]:
-    """Return the prompts as this rank has them. `{rank}` in a file's or the cache's name is this rank's number."""
+    """Return the prompts as this rank has them. `{rank}` in a file's or the cache's name is this
+    rank's number."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     names = [file.replace("{rank}", str(rank)) for file in files]
     if "cache_dir" in settings:
@@ -27,10 +29,15 @@ def load(files: list[str], model: str, max_samples: int = -1, **settings: Any) -
 
 
 def decoded_by_validation(config_path: str) -> tuple[int, str]:
-    """Validate. Return how many texts this rank decodes with their special tokens, as samples are, and the samples that
-    are written."""
+    """Validate. Return how many texts this rank decodes with their special tokens, as samples are,
+    and the samples that are written."""
     with built_run(
-        config_path, ["trainer.log_val_generations=3", "rollout.val_kwargs.n=2", "rollout.val_kwargs.temperature=1"]
+        config_path,
+        [
+            "trainer.log_val_generations=3",
+            "rollout.val_kwargs.n=2",
+            "rollout.val_kwargs.temperature=1",
+        ],
     ) as run:
         decoded = []
         decode = run.tokenizer.decode

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from gpu_parts.engines import Role, logical_tensors, make_engine, mesh_groups, my_micro_batches, objective, token_batch
+from gpu_parts.engines import (
+    Role,
+    logical_tensors,
+    make_engine,
+    mesh_groups,
+    my_micro_batches,
+    objective,
+    token_batch,
+)
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
@@ -56,7 +64,8 @@ def train(
     clip_grad: float,
     **megatron: Any,
 ) -> Training:
-    """Take one optimizer step per mini-batch. frozen: part of the names of parameters that are not trained."""
+    """Take one optimizer step per mini-batch. frozen: part of the names of parameters that are not
+    trained."""
     small = functools.partial(DistributedDataParallelConfig, bucket_size=BUCKET)
     steps = []
     with (
@@ -64,7 +73,9 @@ def train(
         mock.patch.object(engine_module, "DistributedDataParallelConfig", small),
     ):
         engine = make_engine(checkpoint, role, groups, **megatron)
-        names = [name for name in engine.named_parameters() if frozen is not None and frozen in name]
+        names = [
+            name for name in engine.named_parameters() if frozen is not None and frozen in name
+        ]
         engine.make_trainable(OptimConfig(lr=1e-2, eps=1e-3, clip_grad=clip_grad), 1, names)
         for indices in minis:
             if offload:
@@ -73,7 +84,9 @@ def train(
             mini = batch.select(indices)
             micro_batches = my_micro_batches(engine, mini, budget)
             with _events() as events:
-                steps.append(engine.train_step(mini, micro_batches, objective(engine, mini, "token-mean")))
+                steps.append(
+                    engine.train_step(mini, micro_batches, objective(engine, mini, "token-mean"))
+                )
         last = max((i for i, event in enumerate(events) if event == "gradient"), default=0)
         return Training(
             engine.statistics(steps),
@@ -84,10 +97,16 @@ def train(
 
 
 def steps_with_faults(
-    checkpoint: str, mesh: dict[str, int], batch: RaggedBatch, budget: int, faults: Sequence[str], **megatron: Any
+    checkpoint: str,
+    mesh: dict[str, int],
+    batch: RaggedBatch,
+    budget: int,
+    faults: Sequence[str],
+    **megatron: Any,
 ) -> list[tuple[dict[str, float], bool]]:
-    """Take one step per item of `faults`: on the last rank "loss" makes the loss of one micro-batch NaN, and
-    "statistic" one of its statistics infinite. Return the statistics of each step, and whether a weight changed."""
+    """Take one step per item of `faults`: on the last rank "loss" makes the loss of one micro-batch
+    NaN, and "statistic" one of its statistics infinite. Return the statistics of each step, and
+    whether a weight changed."""
     steps = []
     changed = []
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
@@ -96,7 +115,9 @@ def steps_with_faults(
         plain = objective(engine, batch, "token-mean")
         pending: list[str] = []
 
-        def loss(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
+        def loss(
+            model: PackedGPT, states: torch.Tensor, micro: MicroBatch
+        ) -> tuple[torch.Tensor, Any]:
             value, stats = plain(model, states, micro)
             fault = pending.pop() if pending and groups.rank == groups.mesh.world - 1 else ""
             if fault == "statistic":
@@ -107,7 +128,9 @@ def steps_with_faults(
             before = {name: param.clone() for name, param in engine.params.items()}
             pending[:] = [fault]
             steps.append(engine.train_step(batch, my_micro_batches(engine, batch, budget), loss))
-            changed.append(any(not torch.equal(param, before[name]) for name, param in engine.params.items()))
+            changed.append(
+                any(not torch.equal(param, before[name]) for name, param in engine.params.items())
+            )
         return list(zip(engine.statistics(steps), changed, strict=True))
 
 

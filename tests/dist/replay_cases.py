@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_router_replay.py. Each is called on every rank with the same arguments."""
+"""Functions that the ranks run in test_router_replay.py. Each is called on every rank with the same
+arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cases import built_run
-from gpu_parts.engines import TEMPERATURE, logical_tensors, make_engine, mesh_groups, my_micro_batches, objective
+from gpu_parts.engines import (
+    TEMPERATURE,
+    logical_tensors,
+    make_engine,
+    mesh_groups,
+    my_micro_batches,
+    objective,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 
 from rlhf_mc.config.schema import ActorConfig, OptimConfig
@@ -31,13 +39,17 @@ from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer import loop, step_state
 
 BUDGET = 24
-BALANCE = ActorConfig(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02, moe_router_bias_update_rate=0.01)
+BALANCE = ActorConfig(
+    moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02, moe_router_bias_update_rate=0.01
+)
 Results = tuple[torch.Tensor, dict[str, np.ndarray], float]
-"""Log-probs [R], gradients by the checkpoint's names (arrays: each tensor would be sent as an open file), the share of
-choices that the routers would not have made."""
+"""Log-probs [R], gradients by the checkpoint's names (arrays: each tensor would be sent as an open
+file), the share of choices that the routers would not have made."""
 
 
-def replaying_engine(checkpoint: str, groups: ProcessGroups, mode: str, **megatron: Any) -> ModelEngine:
+def replaying_engine(
+    checkpoint: str, groups: ProcessGroups, mode: str, **megatron: Any
+) -> ModelEngine:
     """Return a trainable actor that replays."""
     engine = make_engine(checkpoint, "actor", groups, **megatron)
     engine.make_trainable(OptimConfig(), total_steps=1)
@@ -46,14 +58,22 @@ def replaying_engine(checkpoint: str, groups: ProcessGroups, mode: str, **megatr
 
 
 def _gradients(engine: ModelEngine, batch: RaggedBatch) -> dict[str, np.ndarray]:
-    engine.backward(batch, my_micro_batches(engine, batch, BUDGET), objective(engine, batch, "token-mean"))
-    grads = {name: param.main_grad for name, param in engine.named_parameters().items() if param.requires_grad}
+    engine.backward(
+        batch, my_micro_batches(engine, batch, BUDGET), objective(engine, batch, "token-mean")
+    )
+    grads = {
+        name: param.main_grad
+        for name, param in engine.named_parameters().items()
+        if param.requires_grad
+    }
     return {name: grad.numpy() for name, grad in logical_tensors(engine, grads).items()}
 
 
 def _log_probs(engine: ModelEngine, batch: RaggedBatch) -> torch.Tensor:
     return engine.score(
-        batch, my_micro_batches(engine, batch, BUDGET), log_prob_head(engine.shape.vocab_size, TEMPERATURE)
+        batch,
+        my_micro_batches(engine, batch, BUDGET),
+        log_prob_head(engine.shape.vocab_size, TEMPERATURE),
     )
 
 
@@ -65,15 +85,18 @@ def replay(
     dynamic_cp: bool = False,
     **megatron: Any,
 ) -> dict[str, tuple[Results, dict[str, float], dict[int, np.ndarray]]]:
-    """Return for each checkpoint the results with these choices of each sequence, which some rank holds, and with
-    BALANCE; the losses of the routers; and the correction biases after a step, by layer. layout: TP, PP, EP, VPP,
+    """Return for each checkpoint the results with these choices of each sequence, which some rank
+    holds, and with BALANCE; the losses of the routers; and the correction biases after a step, by
+    layer. layout: TP, PP, EP, VPP,
     CP."""
     out = {}
     with mesh_groups(*layout, dynamic_cp=dynamic_cp) as groups:
         for name, checkpoint in checkpoints.items():
             engine = replaying_engine(checkpoint, groups, "rollout", **megatron)
             assert engine.replay is not None
-            for i, (number, of_sequence) in enumerate(zip(batch.numbers.tolist(), choices[name], strict=True)):
+            for i, (number, of_sequence) in enumerate(
+                zip(batch.numbers.tolist(), choices[name], strict=True)
+            ):
                 if (5 * i + 1) % groups.mesh.world == groups.rank:
                     engine.replay.held[number] = of_sequence
             rate = BALANCE.moe_router_bias_update_rate if engine.shape.sigmoid_router else 0.0
@@ -85,16 +108,24 @@ def replay(
             engine.balance.step()
             modules = itertools.chain(*(chunk.modules() for chunk in engine.chunks))
             routers = [module for module in modules if isinstance(module, TopKRouter)]
-            biases = {r.layer_number - 1: r.expert_bias.numpy() for r in routers if r.expert_bias is not None}
+            biases = {
+                r.layer_number - 1: r.expert_bias.numpy()
+                for r in routers
+                if r.expert_bias is not None
+            }
             out[name] = results, engine.balance.losses(), biases
     return out
 
 
 def record(
-    checkpoints: Mapping[str, str], batch: RaggedBatch, layout: Sequence[int], dynamic_cp: bool = False, **megatron: Any
+    checkpoints: Mapping[str, str],
+    batch: RaggedBatch,
+    layout: Sequence[int],
+    dynamic_cp: bool = False,
+    **megatron: Any,
 ) -> dict[str, tuple[Results, Results]]:
-    """Return for each checkpoint the results of a pass that records the choices and an update that replays them, and
-    the same where the routers are reversed between the two."""
+    """Return for each checkpoint the results of a pass that records the choices and an update that
+    replays them, and the same where the routers are reversed between the two."""
     out = {}
     with mesh_groups(*layout, dynamic_cp=dynamic_cp) as groups:
         for name, checkpoint in checkpoints.items():
@@ -103,7 +134,9 @@ def record(
             results = []
             log_probs = _log_probs(engine, batch)
             for _ in range(2):
-                results.append((log_probs, _gradients(engine, batch), engine.replay.differing_shares()[0]))
+                results.append(
+                    (log_probs, _gradients(engine, batch), engine.replay.differing_shares()[0])
+                )
                 for param_name, param in engine.params.items():
                     if param_name.endswith("router.weight"):
                         param.neg_()
@@ -112,23 +145,29 @@ def record(
 
 
 def without_choices(checkpoint: str, batch: RaggedBatch) -> None:
-    """Score a batch of whose last sequences one has no choices and another those of one layer less."""
+    """Score a batch of whose last sequences one has no choices and another those of one layer
+    less."""
     with mesh_groups(1, 1) as groups:
         engine = replaying_engine(checkpoint, groups, "rollout")
         assert engine.replay is not None and batch.numbers is not None
         shape = engine.shape
         *numbers, last, _ = batch.numbers.tolist()
         for number, length in zip([*numbers, last], batch.seq_lens.tolist(), strict=False):
-            size = (length - 1, len(shape.expert_layers) - (number == last), shape.experts_per_token)
+            size = (
+                length - 1,
+                len(shape.expert_layers) - (number == last),
+                shape.experts_per_token,
+            )
             engine.replay.held[number] = np.zeros(size, np.uint8)
         _log_probs(engine, batch)
 
 
 @contextlib.contextmanager
 def counted_choices(engine: ModelEngine) -> Iterator[Callable[[], float]]:
-    """Compare what the routers choose in the updates with the choices that the ranks held at the end of the rollout,
-    token by token up to the last drawn one: the body gets the share of (token, layer) whose experts are others, over
-    all ranks. For layouts whose ranks have whole micro-batches: neither sequence nor context parallelism."""
+    """Compare what the routers choose in the updates with the choices that the ranks held at the
+    end of the rollout, token by token up to the last drawn one: the body gets the share of (token,
+    layer) whose experts are others, over all ranks. For layouts whose ranks have whole
+    micro-batches: neither sequence nor context parallelism."""
     totals = torch.zeros(2, dtype=torch.int64)
     held: dict[int, np.ndarray] = {}
     batches: list[RaggedBatch] = []
@@ -159,7 +198,9 @@ def counted_choices(engine: ModelEngine) -> Iterator[Callable[[], float]]:
             for row, source in enumerate(micros[-1].sources.tolist()):
                 sequence = int(torch.searchsorted(ends, source, right=True))
                 mask = batch.response_mask
-                has_further = source + 1 < ends[sequence] and (mask is None or mask[source + 1 : ends[sequence]].any())
+                has_further = source + 1 < ends[sequence] and (
+                    mask is None or mask[source + 1 : ends[sequence]].any()
+                )
                 if source < 0 or not has_further:
                     continue
                 place = source - int(ends[sequence] - batch.seq_lens[sequence])
@@ -177,14 +218,22 @@ def counted_choices(engine: ModelEngine) -> Iterator[Callable[[], float]]:
         yield lambda: float(torch.divide(*sum_over_ranks(totals)))
 
 
-def two_steps(config_path: str, overrides: Sequence[str]) -> list[tuple[str, dict[str, float], float]]:
-    """Return of two steps a digest of the tokens, the metrics, and the share of tokens whose experts in the updates are
-    not those that are held; -1 without replay."""
+def two_steps(
+    config_path: str, overrides: Sequence[str]
+) -> list[tuple[str, dict[str, float], float]]:
+    """Return of two steps a digest of the tokens, the metrics, and the share of tokens whose
+    experts in the updates are not those that are held; -1 without replay."""
     out = []
     with built_run(config_path, list(overrides)) as run:
         for step in (1, 2):
-            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
-            watch = contextlib.nullcontext(lambda: -1.0) if run.actor.replay is None else counted_choices(run.actor)
+            state = step_state.begin_step(
+                step, RankStatus(), (step - 1) * run.config.data.train_batch_size
+            )
+            watch = (
+                contextlib.nullcontext(lambda: -1.0)
+                if run.actor.replay is None
+                else counted_choices(run.actor)
+            )
             with watch as share:
                 batch = loop.one_step(run, state, StopRequests(run.config.trainer))
                 differing = share()

@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_reshard_ranks.py: plans on plain tensors, between processes."""
+"""Functions that the ranks run in test_reshard_ranks.py: plans on plain tensors, between
+processes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ SHAPE = ModelShape.from_hf_config(
 
 
 def numbered_tensors(layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the layout's tensors. Each element is the number of its logical element; padding is -1."""
+    """Return the layout's tensors. Each element is the number of its logical element; padding is
+    -1."""
     starts = {}
     start = 0
     for name, size in logical_shapes(SHAPE).items():
@@ -48,18 +50,27 @@ def numbered_tensors(layout: Layout) -> dict[str, torch.Tensor]:
     for shard in layout.shards:
         size = logical_shapes(SHAPE)[shard.tensor]
         full = torch.arange(starts[shard.tensor], starts[shard.tensor] + math.prod(size)).view(size)
-        there = tuple(slice(o, o + b - a) for o, (a, b) in zip(shard.offset, shard.box, strict=True))
+        there = tuple(
+            slice(o, o + b - a) for o, (a, b) in zip(shard.offset, shard.box, strict=True)
+        )
         out[shard.local][there] = full[tuple(slice(a, b) for a, b in shard.box)].float()
     return out
 
 
 def update_weights(
-    kind: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int, ranks_per_node: int
+    kind: str,
+    tp: int,
+    pp: int,
+    first_layers: int | None,
+    rollout_tp: int,
+    bucket: int,
+    ranks_per_node: int,
 ) -> tuple[bool, int]:
-    """Run one weight update through shared memory ("shared"), through sockets ("sockets"), or through sockets because
-    the last rank cannot open the others' memory ("refused") or allocate its own ("limited"). With "late" the last rank
-    reads what shared memory has long after the others. Return whether the rank has exactly the expected tensors, and
-    the number of ranks that share memory.
+    """Run one weight update through shared memory ("shared"), through sockets ("sockets"), or
+    through sockets because the last rank cannot open the others' memory ("refused") or allocate its
+    own ("limited"). With "late" the last rank reads what shared memory has long after the others.
+    Return whether the rank has exactly the expected tensors, and the number of ranks that share
+    memory.
     """
     rank = dist.get_rank()
     world = dist.get_world_size()
@@ -70,9 +81,13 @@ def update_weights(
     transport: Transport = PointToPoint(dist.group.WORLD)
     if kind != "sockets":
         is_last = rank == world - 1
-        opener = (lambda self, *args: False) if kind == "refused" and is_last else SharedMemory._open
+        opener = (
+            (lambda self, *args: False) if kind == "refused" and is_last else SharedMemory._open
+        )
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 if kind == "limited" and is_last else soft, hard))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1 if kind == "limited" and is_last else soft, hard)
+        )
         try:
             with mock.patch.object(SharedMemory, "_open", opener):
                 transport = host_transport(part.outbox_bytes, dist.group.WORLD)

@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_resume.py and test_bad_checkpoints.py: whole runs, and resuming them."""
+"""Functions that the ranks run in test_resume.py and test_bad_checkpoints.py: whole runs, and
+resuming them."""
 
 from __future__ import annotations
 
@@ -38,14 +39,20 @@ def blocks(run: Run) -> Blocks:
     """Return all blocks that this rank holds of a checkpoint, whichever rank writes them."""
     found = [block for model in saved_models(run) for block in model_blocks(model)]
     return [
-        (block.key, block.global_shape, block.box, block.data.detach().contiguous().view(torch.uint8).numpy().copy())
+        (
+            block.key,
+            block.global_shape,
+            block.box,
+            block.data.detach().contiguous().view(torch.uint8).numpy().copy(),
+        )
         for block in found
     ]
 
 
 def train(config_path: str, overrides: list[str], record_at: int) -> dict[str, Any]:
-    """Run the whole loop. Return the steps that it ran, the state of the models at step `record_at` ("then", if the run
-    passed or resumed at that step) and after the last step ("last"), and whether the run was marked as a success.
+    """Run the whole loop. Return the steps that it ran, the state of the models at step `record_at`
+    ("then", if the run passed or resumed at that step) and after the last step ("last"), and
+    whether the run was marked as a success.
     """
     recorded: dict[str, Any] = {"steps": []}
     with built_run(config_path, overrides) as run, _recording(run, recorded, record_at):
@@ -91,8 +98,8 @@ def load(run: Run) -> int:
 
 
 def resume_attempts(config_path: str, root: str, attempts: list[list[str]]) -> list[str]:
-    """Build a run once and make several attempts to resume, each with trainer settings "key=value" and environment
-    variables "NAME=value". Return "step N" or the error message of each attempt.
+    """Build a run once and make several attempts to resume, each with trainer settings "key=value"
+    and environment variables "NAME=value". Return "step N" or the error message of each attempt.
     """
     out = []
     with built_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
@@ -101,7 +108,9 @@ def resume_attempts(config_path: str, root: str, attempts: list[list[str]]) -> l
         for attempt in attempts:
             settings = dict(item.split("=", 1) for item in attempt)
             variables = {key: value for key, value in settings.items() if key.isupper()}
-            vars(trainer).update({key: value for key, value in settings.items() if key not in variables})
+            vars(trainer).update(
+                {key: value for key, value in settings.items() if key not in variables}
+            )
             with mock.patch.dict(os.environ, variables):
                 try:
                     out.append(f"step {load(run)}")
@@ -112,7 +121,8 @@ def resume_attempts(config_path: str, root: str, attempts: list[list[str]]) -> l
 
 
 def resume_with_read_error_on_rank_1(config_path: str, roots: dict[str, str]) -> list[int]:
-    """Resume in each directory while rank 1 cannot read one file of step 3, the key. Return the steps resumed from."""
+    """Resume in each directory while rank 1 cannot read one file of step 3, the key. Return the
+    steps resumed from."""
     read = directory.read_file
     steps = []
 
@@ -131,9 +141,15 @@ def resume_with_read_error_on_rank_1(config_path: str, roots: dict[str, str]) ->
 
 
 def train_on_a_full_disk(config_path: str, root: str, is_async: bool) -> tuple[str, list[str]]:
-    """Train a step and then another one, in which a synchronous save finds the disk full, or metrics.jsonl does while
-    a checkpoint is written. Return the error, and the names of the files that are left in the directory."""
-    overrides = [f"trainer.default_local_dir={root}", "trainer.save_freq=1", f"trainer.async_save={is_async}"]
+    """Train a step and then another one, in which a synchronous save finds the disk full, or
+    metrics.jsonl does while
+    a checkpoint is written. Return the error, and the names of the files that are left in the
+    directory."""
+    overrides = [
+        f"trainer.default_local_dir={root}",
+        "trainer.save_freq=1",
+        f"trainer.async_save={is_async}",
+    ]
     metrics = Path(root) / METRICS_FILE
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     with built_run(config_path, overrides) as run:
@@ -164,8 +180,9 @@ def _fill_disk_of(path: Path) -> None:
 
 
 def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
-    """Save a checkpoint synchronously and one in the background while files may have at most `limit` bytes, which
-    stands for a full disk, then one after which the old checkpoint cannot be deleted. Return the message of each.
+    """Save a checkpoint synchronously and one in the background while files may have at most
+    `limit` bytes, which stands for a full disk, then one after which the old checkpoint cannot be
+    deleted. Return the message of each.
     """
     out = []
     with built_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
@@ -188,7 +205,9 @@ def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         run.config.trainer.max_ckpt_to_keep = 1
-        with mock.patch.object(directory, "remove", side_effect=PermissionError(13, "Permission denied", "old")):
+        with mock.patch.object(
+            directory, "remove", side_effect=PermissionError(13, "Permission denied", "old")
+        ):
             saver.step_done(StepState(4, PhaseTimer(), num_prompts=4), None)
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
                 saver.save_last_step(PhaseTimer())

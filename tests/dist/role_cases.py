@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_roles.py: models of several roles on the same ranks, each in its own layout."""
+"""Functions that the ranks run in test_roles.py: models of several roles on the same ranks, each in
+its own layout."""
 
 from __future__ import annotations
 
@@ -42,24 +43,34 @@ class RolePlacement(NamedTuple):
 
 
 def step_all_roles(placements: Mapping[str, RolePlacement], batch: RaggedBatch) -> dict[str, Any]:
-    """Run the passes of a PPO step on all roles' models, built together: scores, gradients, an optimizer step of actor
-    and critic, and scores again. Return the results, tensors gathered on this rank, and the groups ("connected") in
-    which building them ran an all-reduce, and those ("exchanging") in which batches of messages were sent later. Also
-    return the groups in which building them sent messages one by one ("paired"), and those of later such messages
+    """Run the passes of a PPO step on all roles' models, built together: scores, gradients, an
+    optimizer step of actor and critic, and scores again. Return the results, tensors gathered on
+    this rank, and the groups ("connected") in which building them ran an all-reduce, and those
+    ("exchanging") in which batches of messages were sent later. Also return the groups in which
+    building them sent messages one by one ("paired"), and those of later such messages
     ("messaging")."""
-    with recorded_groups(dist, "all_reduce") as connected, recorded_groups(p2p_communication, "_p2p_ops") as paired:
+    with (
+        recorded_groups(dist, "all_reduce") as connected,
+        recorded_groups(p2p_communication, "_p2p_ops") as paired,
+    ):
         groups = build_role_groups(meshes_of(placements))
     with (
         recorded_groups(dist, "batch_isend_irecv") as exchanging,
         recorded_groups(p2p_communication, "_p2p_ops") as messaging,
     ):
         out = _step(placements, groups, batch)
-    return {**out, "connected": connected, "exchanging": exchanging, "paired": paired, "messaging": messaging}
+    return {
+        **out,
+        "connected": connected,
+        "exchanging": exchanging,
+        "paired": paired,
+        "messaging": messaging,
+    }
 
 
 def connect_late(seconds: float) -> str:
-    """Connect the world while rank 1 joins after the others have given up. Return this rank's error, if any. All have
-    connected at the end."""
+    """Connect the world while rank 1 joins after the others have given up. Return this rank's
+    error, if any. All have connected at the end."""
     store = dist.distributed_c10d._get_default_store()
     error = ""
     if dist.get_rank() == 1:
@@ -86,8 +97,8 @@ def meshes_of(placements: Mapping[str, RolePlacement]) -> dict[str, Mesh]:
 
 @contextlib.contextmanager
 def recorded_groups(module: Any, name: str) -> Iterator[set[tuple[int, ...]]]:
-    """Yield a set of the ranks of each group in which a function of torch.distributed or of Megatron-Core is called
-    while the body runs."""
+    """Yield a set of the ranks of each group in which a function of torch.distributed or of
+    Megatron-Core is called while the body runs."""
     found: set[tuple[int, ...]] = set()
     original = getattr(module, name)
 
@@ -118,9 +129,13 @@ def _step(
         engine.make_trainable(OptimConfig(lr=1e-2, eps=1e-3), total_steps=1)
     out["before"] = {role: _scores(role, engine, batch) for role, engine in engines.items()}
     for engine in trained.values():
-        engine.backward(batch, _my_micro_batches(engine, batch, BUDGET), _objective(engine, batch, "token-mean"))
+        engine.backward(
+            batch, _my_micro_batches(engine, batch, BUDGET), _objective(engine, batch, "token-mean")
+        )
     # After all passes, to catch one model's pass overwriting the other's gradients.
-    out["gradients"] = {role: logical_tensors(engine, _main_grads(engine)) for role, engine in trained.items()}
+    out["gradients"] = {
+        role: logical_tensors(engine, _main_grads(engine)) for role, engine in trained.items()
+    }
     out["steps"] = {
         role: engine.train_step(
             batch, _my_micro_batches(engine, batch, BUDGET), _objective(engine, batch, "token-mean")
@@ -128,7 +143,9 @@ def _step(
         for role, engine in trained.items()
     }
     out["after"] = {role: _scores(role, engine, batch) for role, engine in engines.items()}
-    out["weights"] = {role: logical_tensors(engine, engine.params) for role, engine in engines.items()}
+    out["weights"] = {
+        role: logical_tensors(engine, engine.params) for role, engine in engines.items()
+    }
     assert not parallel_state.is_initialized()
     return out
 
@@ -140,7 +157,11 @@ def _main_grads(engine: ModelEngine) -> dict[str, torch.Tensor]:
 def _scores(role: str, engine: ModelEngine, batch: RaggedBatch) -> torch.Tensor:
     if role == "reward_model":
         return score_sequences(engine, batch, BUDGET)
-    head = value_head if engine.name == "critic" else log_prob_head(engine.shape.vocab_size, TEMPERATURE)
+    head = (
+        value_head
+        if engine.name == "critic"
+        else log_prob_head(engine.shape.vocab_size, TEMPERATURE)
+    )
     return score_tokens(engine, batch, head, BUDGET)
 
 

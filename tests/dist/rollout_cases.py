@@ -1,5 +1,5 @@
-"""Functions that the ranks run in test_rollout.py and test_engines_agree.py: vLLM engines alone, and steps with chunked
-prefill. Each is called on every rank with the same arguments."""
+"""Functions that the ranks run in test_rollout.py and test_engines_agree.py: vLLM engines alone,
+and steps with chunked prefill. Each is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -57,9 +57,14 @@ def built_engine(
     dtype: str = "float32",
     **cfg: Any,
 ) -> Iterator[VLLMEngine]:
-    """Build engines over all ranks with the checkpoint's weights. `shape` replaces the checkpoint's shape.
-    groups: the ranks of each engine; None: consecutive ones. With `quantization` the caller writes the weights."""
-    groups = groups or [list(range(first, first + rollout_tp)) for first in range(0, dist.get_world_size(), rollout_tp)]
+    """Build engines over all ranks with the checkpoint's weights. `shape` replaces the checkpoint's
+    shape.
+    groups: the ranks of each engine; None: consecutive ones. With `quantization` the caller writes
+    the weights."""
+    groups = groups or [
+        list(range(first, first + rollout_tp))
+        for first in range(0, dist.get_world_size(), rollout_tp)
+    ]
     engine = VLLMEngine(
         checkpoint,
         shape or HFReader(checkpoint).shape(),
@@ -73,7 +78,9 @@ def built_engine(
     )
     try:
         if "quantization" not in cfg:  # vLLM's loaders do not know of staged weights
-            engine._model.load_weights(iter(load_file(Path(checkpoint) / "model.safetensors").items()))
+            engine._model.load_weights(
+                iter(load_file(Path(checkpoint) / "model.safetensors").items())
+            )
         yield engine
     finally:
         engine.close()
@@ -83,7 +90,10 @@ def respond(
     engine: RolloutEngine, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
 ) -> Responses:
     """Return one response to each prompt."""
-    requests = [Request(i, prompt, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
+    requests = [
+        Request(i, prompt, seed, NOTHING)
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
     return generate_responses(engine, requests, sampling, VirtualClock())
 
 
@@ -95,13 +105,18 @@ def generate(
     temperature: float,
     budgets: Sequence[int],
 ) -> list[list[Generation]]:
-    """Return the responses to the prompts, for each value of max_num_batched_tokens in `budgets`."""
+    """Return the responses to the prompts, for each value of max_num_batched_tokens in
+    `budgets`."""
     seeds = list(range(1000, 1000 + len(prompts)))
     vectors = [np.array(prompt, np.int32) for prompt in prompts]
     responses = []
     for budget in budgets:
-        with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
-            responses.append(respond(engine, vectors, seeds, Sampling(temperature, 8, ())).generations())
+        with built_engine(
+            checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget
+        ) as engine:
+            responses.append(
+                respond(engine, vectors, seeds, Sampling(temperature, 8, ())).generations()
+            )
     return responses
 
 
@@ -119,7 +134,8 @@ def build_with_kv_cache_of(num_bytes: int, checkpoint: str, max_model_len: int) 
 
 
 def update_during_a_request(checkpoint: str, max_model_len: int, prompt: Sequence[int]) -> str:
-    """Report new weights while a request is unfinished, and after its end. Return the first call's error."""
+    """Report new weights while a request is unfinished, and after its end. Return the first call's
+    error."""
     with built_engine(checkpoint, 1, max_model_len) as engine:
         requests = engine._llm.llm_engine
         requests.add_request(
@@ -140,14 +156,16 @@ def update_during_a_request(checkpoint: str, max_model_len: int, prompt: Sequenc
 
 
 def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:
-    """Build engines for a shape with `changes`, so that the trainer expects another model than vLLM loads."""
+    """Build engines for a shape with `changes`, so that the trainer expects another model than vLLM
+    loads."""
     shape = replace(HFReader(checkpoint).shape(), **changes)
     with built_engine(checkpoint, rollout_tp, 64, shape=shape):
         pass
 
 
 def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]:
-    """Run two PPO steps. Triple vLLM's last norm in each step from `from_step` on. Return the warnings."""
+    """Run two PPO steps. Triple vLLM's last norm in each step from `from_step` on. Return the
+    warnings."""
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -162,7 +180,9 @@ def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]
         logprob_check.logger.addHandler(handler)
         try:
             for step in (1, 2):
-                state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
+                state = step_state.begin_step(
+                    step, RankStatus(), (step - 1) * run.config.data.train_batch_size
+                )
                 loop.one_step(run, state, StopRequests(run.config.trainer))
         finally:
             logprob_check.logger.removeHandler(handler)
@@ -176,9 +196,13 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
     prompt_tokens = []
     with built_run(config_path, []) as run:
         for step in (1, 2):
-            state = step_state.begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
+            state = step_state.begin_step(
+                step, RankStatus(), (step - 1) * run.config.data.train_batch_size
+            )
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
-            prompt_tokens.append(int(batch.prompt_lens[dist.get_rank() :: dist.get_world_size()].sum()))
+            prompt_tokens.append(
+                int(batch.prompt_lens[dist.get_rank() :: dist.get_world_size()].sum())
+            )
             steps.append(dict(state.metrics))
         evaluate.validate(run, state)
         samples = Path(run.config.trainer.default_local_dir) / "generations/step_000002.txt"
@@ -194,11 +218,17 @@ def shared(
     clock: str = "virtual",
     slow_rank: int | None = None,
 ) -> list[tuple[list[Generation], list[int]]]:
-    """Generate responses twice with engines that run max_running requests at once. Return for each time the responses
-    and the requests of this rank's engine, in the order in which it took them. slow_rank: waits in each step."""
-    requests = [Request(i, np.array(prompt, np.int32), 1000 + i, NOTHING) for i, prompt in enumerate(prompts)]
+    """Generate responses twice with engines that run max_running requests at once. Return for each
+    time the responses and the requests of this rank's engine, in the order in which it took them.
+    slow_rank: waits in each step."""
+    requests = [
+        Request(i, np.array(prompt, np.int32), 1000 + i, NOTHING)
+        for i, prompt in enumerate(prompts)
+    ]
     out = []
-    with built_engine(checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running) as engine:
+    with built_engine(
+        checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running
+    ) as engine:
         step = engine.step
 
         def slow_step() -> dict[int, Generation]:
@@ -225,21 +255,34 @@ def _recording(add: Callable[..., None], taken: list[int]) -> Callable[..., None
 
 
 def in_parts(
-    checkpoint: str, groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_running: int, part: int
+    checkpoint: str,
+    groups: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    max_running: int,
+    part: int,
 ) -> tuple[list[list[int]], list[Generation]]:
-    """Generate responses in several calls: each ends as soon as `part` more responses have ended, and the next one
-    continues the others. Return the lengths after each call, and the responses."""
+    """Generate responses in several calls: each ends as soon as `part` more responses have ended,
+    and the next one continues the others. Return the lengths after each call, and the responses."""
     sampling = Sampling(1.0, 64, (1, 2, 3))
     drawn = [NOTHING] * len(prompts)
     lens: list[list[int]] = []
-    with built_engine(checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running) as engine:
-        while left := [i for i, one in enumerate(drawn) if not one.finished and len(one.token_ids) < 64]:
+    with built_engine(
+        checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running
+    ) as engine:
+        while left := [
+            i for i, one in enumerate(drawn) if not one.finished and len(one.token_ids) < 64
+        ]:
             requests = [
-                Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i]) for number, i in enumerate(left)
+                Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i])
+                for number, i in enumerate(left)
             ]
             wanted = min(part, len(left))
             responses = generate_responses(
-                engine, requests, sampling, VirtualClock(), enough=lambda ended, n=wanted: len(ended) >= n
+                engine,
+                requests,
+                sampling,
+                VirtualClock(),
+                enough=lambda ended, n=wanted: len(ended) >= n,
             )
             for i, one in zip(left, responses.generations(), strict=True):
                 drawn[i] = one
@@ -247,13 +290,18 @@ def in_parts(
     return lens, drawn
 
 
-def scored_meanwhile(checkpoint: str, prompts: Sequence[Sequence[int]], directory: str) -> tuple[list[float], bool]:
-    """Generate responses and score them by directory/reward.py. Return the scores, and whether directory/scored, which
-    the reward function makes, was there before the last step of the engine."""
+def scored_meanwhile(
+    checkpoint: str, prompts: Sequence[Sequence[int]], directory: str
+) -> tuple[list[float], bool]:
+    """Generate responses and score them by directory/reward.py. Return the scores, and whether
+    directory/scored, which the reward function makes, was there before the last step of the
+    engine."""
     where = Path(directory)
     rows = [Prompt(i, np.array(prompt, np.int32), "mine", None) for i, prompt in enumerate(prompts)]
     requests = [Request(i, row.token_ids, 1000 + i, NOTHING) for i, row in enumerate(rows)]
-    rewards = RewardManager(CustomRewardFunctionConfig(path=str(where / "reward.py")), RewardConfig())
+    rewards = RewardManager(
+        CustomRewardFunctionConfig(path=str(where / "reward.py")), RewardConfig()
+    )
     was_there = []
     try:
         with built_engine(checkpoint, 1, 128, max_num_seqs=4) as engine:
@@ -271,7 +319,9 @@ def scored_meanwhile(checkpoint: str, prompts: Sequence[Sequence[int]], director
                 requests,
                 Sampling(1.0, 64, (1, 2, 3)),
                 VirtualClock(),
-                on_ended=lambda ended: stream.submit({i: r.token_ids for i, r in ended.items()}, others_follow=True),
+                on_ended=lambda ended: stream.submit(
+                    {i: r.token_ids for i, r in ended.items()}, others_follow=True
+                ),
             )
             stream.submit({})
             return [score.score for score in stream.collect()], was_there[-1]
@@ -280,10 +330,14 @@ def scored_meanwhile(checkpoint: str, prompts: Sequence[Sequence[int]], director
 
 
 def conversations(
-    checkpoint: str, layouts: Sequence[Sequence[Sequence[int]]], prompts: Sequence[Sequence[int]], path: str
+    checkpoint: str,
+    layouts: Sequence[Sequence[Sequence[int]]],
+    prompts: Sequence[Sequence[int]],
+    path: str,
 ) -> list[tuple[list[Generation], dict[int, Episode], int]]:
-    """Let the engines of each layout, with few places, have a conversation for each prompt with the environment of this
-    file. Return the responses, their episodes, and the tokens that this rank's engine has computed."""
+    """Let the engines of each layout, with few places, have a conversation for each prompt with the
+    environment of this file. Return the responses, their episodes, and the tokens that this rank's
+    engine has computed."""
     limit = 60
     results = []
     rows = [Prompt(i, np.array(prompt, np.int32), "mine", i) for i, prompt in enumerate(prompts)]
@@ -307,11 +361,15 @@ def conversations(
             num_computed = 0
             with (
                 replaced(DecodeScheduler, "schedule", counted),
-                built_engine(checkpoint, len(groups[0]), 256, groups=groups, max_num_seqs=4) as engine,
+                built_engine(
+                    checkpoint, len(groups[0]), 256, groups=groups, max_num_seqs=4
+                ) as engine,
             ):
                 turns = Conversations(environments, requests, rows)
                 sampling = Sampling(TEMPERATURE, limit, (1, 2, 3))
-                responses = generate_responses(engine, turns.requests, sampling, VirtualClock(), turns=turns)
+                responses = generate_responses(
+                    engine, turns.requests, sampling, VirtualClock(), turns=turns
+                )
             episodes = {number: state.episode for number, state in turns.states().items()}
             results.append((responses.generations(), episodes, num_computed))
     finally:
@@ -319,9 +377,11 @@ def conversations(
     return results
 
 
-def preempted(checkpoint: str, groups: Sequence[Sequence[int]], kv_cache_bytes: int) -> tuple[list[list[int]], int]:
-    """Generate long responses on engines with a KV cache of this size. Return them, and how many requests vLLM has
-    preempted on this rank."""
+def preempted(
+    checkpoint: str, groups: Sequence[Sequence[int]], kv_cache_bytes: int
+) -> tuple[list[list[int]], int]:
+    """Generate long responses on engines with a KV cache of this size. Return them, and how many
+    requests vLLM has preempted on this rank."""
     requests = [Request(i, np.arange(4, 14, dtype=np.int32), 1000 + i, NOTHING) for i in range(12)]
     count = 0
     preempt = Scheduler._preempt_request

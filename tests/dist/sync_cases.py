@@ -17,10 +17,16 @@ from rlhf_mc.models.heads import log_prob_head, value_head
 
 
 def waits(
-    checkpoint: str, role: Role, layout: tuple[int, int, int], batch: RaggedBatch, reading: bool, **megatron: Any
+    checkpoint: str,
+    role: Role,
+    layout: tuple[int, int, int],
+    batch: RaggedBatch,
+    reading: bool,
+    **megatron: Any,
 ) -> dict[str, list[dict[str, int]]]:
-    """Return for a scoring pass and a gradient what makes the host wait with all sequences in one micro-batch, and with
-    one sequence in each. reading: the loss reads a number in each micro-batch.
+    """Return for a scoring pass and a gradient what makes the host wait with all sequences in one
+    micro-batch, and with one sequence in each. reading: the loss reads a number in each
+    micro-batch.
 
     layout: (tensor-parallel, pipeline-parallel, virtual pipeline chunks)."""
     tp, pp, vpp = layout
@@ -28,8 +34,14 @@ def waits(
     with mesh_groups(tp, pp, vpp=vpp) as groups:
         engine = make_engine(checkpoint, role, groups, **megatron)
         engine.make_trainable(OptimConfig(), total_steps=1)
-        head = value_head if role == "critic" else log_prob_head(engine.shape.vocab_size, TEMPERATURE)
-        loss = _reading(objective(engine, batch, "token-mean")) if reading else objective(engine, batch, "token-mean")
+        head = (
+            value_head if role == "critic" else log_prob_head(engine.shape.vocab_size, TEMPERATURE)
+        )
+        loss = (
+            _reading(objective(engine, batch, "token-mean"))
+            if reading
+            else objective(engine, batch, "token-mean")
+        )
         everything = list(range(batch.num_sequences))
         for micro_batches in ([everything], [[i] for i in everything]):
             passes = {
@@ -45,7 +57,9 @@ def waits(
 
 
 def _reading(loss: Loss) -> Loss:
-    def read(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+    def read(
+        model: PackedGPT, states: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         value, stats = loss(model, states, micro)
         assert float(value) == float(value)
         return value, stats

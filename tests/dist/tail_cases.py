@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
 def measured(kind: str) -> dict[str, dict[str, Any]]:
-    """Measure all variants on this rank's engine, which compares its schedule with the simulator's. Return their
-    figures, those of the simulator as "simulated"."""
+    """Measure all variants on this rank's engine, which compares its schedule with the simulator's.
+    Return their figures, those of the simulator as "simulated"."""
     import rollout_simulator
     import rollout_tail
     import rollout_workload
@@ -27,7 +27,9 @@ def measured(kind: str) -> dict[str, dict[str, Any]]:
     try:
         for name, variant in rollout_workload.VARIANTS.items():
             figures, _ = rollout_tail.measure(engine, workload, variant)
-            records = [{"steps": engine.steps, "added": engine.added, "exchanges": engine.exchanges}]
+            records = [
+                {"steps": engine.steps, "added": engine.added, "exchanges": engine.exchanges}
+            ]
             costs = rollout_tail.fit_costs(records, engine)
             simulated = rollout_simulator.simulate(workload, variant, costs)
             results[name] = asdict(figures) | {"simulated": asdict(simulated)}

@@ -1,5 +1,5 @@
-"""Training checkpoints that are corrupt, of another kind or model, or cannot be written: one clear line each, and
-complete checkpoints stay."""
+"""Training checkpoints that are corrupt, of another kind or model, or cannot be written: one clear
+line each, and complete checkpoints stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from rlhf_mc.run_files import steps_logged
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = make_workspace(tmp_path_factory.mktemp("bad"), num_hidden_layers=1)
-    return write_config(workspace, trainer={"total_training_steps": 3, "save_freq": 1, "val_before_train": False})
+    return write_config(
+        workspace, trainer={"total_training_steps": 3, "save_freq": 1, "val_before_train": False}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +79,15 @@ def replace_file(path: Path, step: int, name: str, text: str) -> None:
     manifest = directory.read_manifest(path)
     files = manifest.files
     path.rename(directory.staging_path(path.parent, step))
-    files[name] = directory.write_bytes(directory.staging_path(path.parent, step) / name, text.encode())
+    files[name] = directory.write_bytes(
+        directory.staging_path(path.parent, step) / name, text.encode()
+    )
     directory.commit(path.parent, step, files, manifest.run_id)
 
 
 def set_start(start: Path, config_of_step_3: bytes | None) -> Callable[[Path], None]:
-    """Return a change to checkpoints of a run that began at `start`; the newest one's settings are unreadable, or
-    missing if None.
+    """Return a change to checkpoints of a run that began at `start`; the newest one's settings are
+    unreadable, or missing if None.
     """
 
     def rewrite(path: Path) -> None:
@@ -130,7 +134,9 @@ def make_directory(name: str) -> Callable[[Path], None]:
 
 
 def randomise(name: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).write_bytes(random.Random(name).randbytes((path / name).stat().st_size))
+    return lambda path: (path / name).write_bytes(
+        random.Random(name).randbytes((path / name).stat().st_size)
+    )
 
 
 def halve(name: str) -> Callable[[Path], None]:
@@ -146,7 +152,15 @@ def flip_one_bit(name: str) -> Callable[[Path], None]:
     return change
 
 
-FILES = (".metadata", "metadata.json", "common.pt", "state.json", "config.yaml", "manifest.json", "__0_0.distcp")
+FILES = (
+    ".metadata",
+    "metadata.json",
+    "common.pt",
+    "state.json",
+    "config.yaml",
+    "manifest.json",
+    "__0_0.distcp",
+)
 CORRUPTIONS = (remove_file, make_directory, randomise, halve, flip_one_bit)
 
 
@@ -157,13 +171,19 @@ def rewrite(name: str, text: str) -> Callable[[Path], None]:
 
 def copy_as(name: str) -> Callable[[Path], None]:
     """Return a change that copies step 2 under another name."""
-    return lambda path: shutil.copytree(path.with_name("global_step_2"), path.with_name(name)) and None
+    return lambda path: (
+        shutil.copytree(path.with_name("global_step_2"), path.with_name(name)) and None
+    )
 
 
 def drop_metrics(step: int) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         file = path.with_name("metrics.jsonl")
-        rows = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] != step]
+        rows = [
+            line
+            for line in file.read_text().splitlines(keepends=True)
+            if json.loads(line)["step"] != step
+        ]
         file.write_text("".join(rows))
 
     return change
@@ -179,7 +199,9 @@ def set_owner(run_id: str) -> Callable[[Path], None]:
 def set_job(number: int) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         about = json.loads(path.with_name("run.json").read_text())
-        path.with_name("run.json").write_text(json.dumps({**about, "slurm_job": str(number), "slurm_restarts": 0}))
+        path.with_name("run.json").write_text(
+            json.dumps({**about, "slurm_job": str(number), "slurm_restarts": 0})
+        )
 
     return change
 
@@ -189,18 +211,24 @@ def convert_to_another_version(path: Path) -> None:
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
 
 
-def changed_copy(good: Path, root: Path, change: Callable[[Path], None], steps: tuple[int, ...] = (3,)) -> Path:
+def changed_copy(
+    good: Path, root: Path, change: Callable[[Path], None], steps: tuple[int, ...] = (3,)
+) -> Path:
     shutil.copytree(good, root)
     for step in steps:
         change(root / f"global_step_{step}")
     return root
 
 
-def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, good: Path, tmp_path: Path) -> None:
+def test_resume_from_corrupt_or_unsuitable_checkpoints(
+    pool: Any, config: Path, good: Path, tmp_path: Path
+) -> None:
     """Make all attempts to resume with one build of the models."""
     attempts: list[tuple[list[str], str]] = []
 
-    def auto(name: str, change: Callable[[Path], None], outcome: str, steps: tuple[int, ...] = (3,)) -> None:
+    def auto(
+        name: str, change: Callable[[Path], None], outcome: str, steps: tuple[int, ...] = (3,)
+    ) -> None:
         root = changed_copy(good, tmp_path / name, change, steps)
         attempts.append(([f"default_local_dir={root}"], outcome))
 
@@ -213,24 +241,48 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     auto("two truncated", truncate, "step 1", (2, 3))
     auto("all truncated", truncate, "none of the 3 training checkpoints is intact", (1, 2, 3))
     auto("vocabulary", edit_state(set_vocabulary), "the actor's vocab_size is")
-    auto("type", edit_state(set_dtype), "the critic was trained in bfloat16; set its megatron.dtype to that")
+    auto(
+        "type",
+        edit_state(set_dtype),
+        "the critic was trained in bfloat16; set its megatron.dtype to that",
+    )
     auto("one model", edit_state(remove_critic), "holds no critic; it is a checkpoint of actor")
-    auto("prompts", edit_state(change_prompts), "data.train_files has changed since the checkpoint: file 1 (")
+    auto(
+        "prompts",
+        edit_state(change_prompts),
+        "data.train_files has changed since the checkpoint: file 1 (",
+    )
     changed_copy(good, tmp_path / "allowed", edit_state(change_prompts))
-    attempts.append(([f"default_local_dir={tmp_path / 'allowed'}", "resume_changed_inputs=allow"], "step 3"))
+    attempts.append(
+        ([f"default_local_dir={tmp_path / 'allowed'}", "resume_changed_inputs=allow"], "step 3")
+    )
     auto("reward", edit_state(change_reward), "step 3")
     for file, change in itertools.product(FILES, CORRUPTIONS):
         auto(f"{file} {change.__name__}", change(file), "step 2")
-    for file, text in itertools.product(("state.json", "config.yaml"), ("{}", "[1, 2]", "[" * 100_000, '{"loop": 1}')):
-        if (file, text[:2]) not in (("config.yaml", "{}"), ("config.yaml", '{"')):  # valid, without settings
+    for file, text in itertools.product(
+        ("state.json", "config.yaml"), ("{}", "[1, 2]", "[" * 100_000, '{"loop": 1}')
+    ):
+        # valid, without settings
+        if (file, text[:2]) not in (("config.yaml", "{}"), ("config.yaml", '{"')):
             auto(f"{file} rewritten {text[:2]}", rewrite(file, text), "step 2")
     auto("copy 99", copy_as("global_step_99"), "step 3")
     auto("copy 007", copy_as("global_step_007"), "step 3")
     auto(
-        "swapped", swap, "is a checkpoint of step 3, and no later one is named by its step; rename it to global_step_3"
+        "swapped",
+        swap,
+        "is a checkpoint of step 3, and no later one is named by its step; rename it to "
+        "global_step_3",
     )
-    auto("all renamed", rename_all, "is a checkpoint of step 3, and no later one is named by its step; rename it to")
-    auto("of another run", set_owner("another"), "its run.json says run another, its newest checkpoint is of run ")
+    auto(
+        "all renamed",
+        rename_all,
+        "is a checkpoint of step 3, and no later one is named by its step; rename it to",
+    )
+    auto(
+        "of another run",
+        set_owner("another"),
+        "its run.json says run another, its newest checkpoint is of run ",
+    )
     auto("gap", drop_metrics(2), "metrics.jsonl: lacks the row of step 2 (1 of 3 rows are missing)")
     auto("no jsonl", truncate, "step 2")
     attempts[-1][0].append("logger=tensorboard")
@@ -238,9 +290,17 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
         root = changed_copy(good, tmp_path / f"begun by job {job}", set_job(job))
         requeued = ["resume_mode=disable", "SLURM_JOB_ID=7", "SLURM_RESTART_COUNT=1"]
         attempts.append(([f"default_local_dir={root}", *requeued], outcome))
-    auto("another version", convert_to_another_version, "written by another version of the program (format 9, not 3)")
+    auto(
+        "another version",
+        convert_to_another_version,
+        "written by another version of the program (format 9, not 3)",
+    )
     named("named", changed_copy(good, tmp_path / "n", truncate) / "global_step_3", "corrupt")
-    named("Hugging Face checkpoint", config.parent / "model", "Hugging Face checkpoints are given as model.path")
+    named(
+        "Hugging Face checkpoint",
+        config.parent / "model",
+        "Hugging Face checkpoints are given as model.path",
+    )
     named("nowhere", tmp_path / "nothing", "no such directory")
     earlier = ("metrics.jsonl", "nonfinite_step_9.json", "run.json")
     (tmp_path / "fine").mkdir()
@@ -248,16 +308,28 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
         (tmp_path / "fine" / name).write_text("{}")
     named("fine", good / "global_step_2", "step 2")
     start = good / "global_step_1"
-    for name, content in {"requeued": None, "binary": b"\xff\xfe", "not a mapping": b"hello"}.items():
+    for name, content in {
+        "requeued": None,
+        "binary": b"\xff\xfe",
+        "not a mapping": b"hello",
+    }.items():
         changed_copy(good, tmp_path / name, set_start(start, content))
         named(name, start, "step 2")
     samples = tmp_path / "run" / "nonfinite_step_1.json"
     samples.parent.mkdir()
     samples.write_text("[]")
     (tmp_path / "run" / "run.json").write_text("{}")
-    attempts.append(([f"default_local_dir={tmp_path / 'killed before its first checkpoint'}"], "step 0"))
     attempts.append(
-        ([f"default_local_dir={changed_copy(good, tmp_path / 'anew', truncate)}", "resume_mode=disable"], "step 0")
+        ([f"default_local_dir={tmp_path / 'killed before its first checkpoint'}"], "step 0")
+    )
+    attempts.append(
+        (
+            [
+                f"default_local_dir={changed_copy(good, tmp_path / 'anew', truncate)}",
+                "resume_mode=disable",
+            ],
+            "step 0",
+        )
     )
     # The same directory: the later steps are of a run that resumed from step 1 before.
     branched = changed_copy(good, tmp_path / "branched", lambda path: None)
@@ -272,8 +344,12 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     )[0]
     for (attempt, outcome), text in zip(attempts, outcomes, strict=True):
         assert outcome in text and "\n" not in text, f"{attempt}: {text}"
-    assert (tmp_path / "copy 99" / "global_step_99").is_dir() and (tmp_path / "copy 007" / "global_step_007").is_dir()
-    assert not any((tmp_path / name / "earlier_runs").exists() for name in ("gap", "swapped", "all renamed"))
+    assert (tmp_path / "copy 99" / "global_step_99").is_dir() and (
+        tmp_path / "copy 007" / "global_step_007"
+    ).is_dir()
+    assert not any(
+        (tmp_path / name / "earlier_runs").exists() for name in ("gap", "swapped", "all renamed")
+    )
     assert steps_logged(tmp_path / "no jsonl" / "metrics.jsonl") == [1, 2]
     assert json.loads((tmp_path / "begun by job 8" / "run.json").read_text())["slurm_job"] == "7"
     assert sorted(p.name for p in (tmp_path / "two truncated").glob("global*")) == [
@@ -286,7 +362,10 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     (moved,) = (tmp_path / "fine" / "earlier_runs").iterdir()
     assert {path.name for path in moved.iterdir()} == {*earlier}
     (moved,) = (tmp_path / "anew" / "earlier_runs").iterdir()
-    assert sorted(path.name for path in (tmp_path / "anew").iterdir()) == ["earlier_runs", "run.json"]
+    assert sorted(path.name for path in (tmp_path / "anew").iterdir()) == [
+        "earlier_runs",
+        "run.json",
+    ]
     assert {path.name for path in moved.iterdir()} == {path.name for path in good.iterdir()}
     assert not list(tmp_path.glob("*/run.lock"))
 
@@ -296,25 +375,51 @@ def test_checkpoint_unreadable_on_one_rank_is_skipped_on_all(
 ) -> None:
     names = ("state.json", "config.yaml")
     roots = {name: str(changed_copy(good, tmp_path / name, lambda path: None)) for name in names}
-    steps = pool(2).run(resume_cases.resume_with_read_error_on_rank_1, config_path=str(config), roots=roots)
+    steps = pool(2).run(
+        resume_cases.resume_with_read_error_on_rank_1, config_path=str(config), roots=roots
+    )
     assert steps == [[2, 2], [2, 2]]
 
 
-def test_second_run_in_a_directory_moves_the_first_away(pool: Any, config: Path, tmp_path: Path) -> None:
-    """Run the same command twice, without training checkpoints: two runs, each with all of its files."""
-    overrides = [f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=-1", "trainer.total_training_steps=1"]
+def test_second_run_in_a_directory_moves_the_first_away(
+    pool: Any, config: Path, tmp_path: Path
+) -> None:
+    """Run the same command twice, without training checkpoints: two runs, each with all of its
+    files."""
+    overrides = [
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.save_freq=-1",
+        "trainer.total_training_steps=1",
+    ]
     for _ in range(2):
         pool(1).run(resume_cases.train, config_path=str(config), overrides=overrides, record_at=0)
     (first,) = (tmp_path / "earlier_runs").iterdir()
-    files = {"metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "run.json", "success.json"}
-    files |= {"resolved_config.yaml", "starts.jsonl", "histograms.jsonl", "health.jsonl", "train_generations"}
+    files = {
+        "metrics.jsonl",
+        "tensorboard",
+        "generations",
+        "training.png",
+        "hf",
+        "run.json",
+        "success.json",
+    }
+    files |= {
+        "resolved_config.yaml",
+        "starts.jsonl",
+        "histograms.jsonl",
+        "health.jsonl",
+        "train_generations",
+    }
     files |= {"report.html"}
     assert {path.name for path in first.iterdir()} == files
     assert {path.name for path in tmp_path.iterdir()} == {*files, "earlier_runs"}
     ids = []
     for run in (first, tmp_path):
         (row,) = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-        names = [row["run_id"], *(json.loads((run / at / "run.json").read_text())["run_id"] for at in (".", "hf"))]
+        names = [
+            row["run_id"],
+            *(json.loads((run / at / "run.json").read_text())["run_id"] for at in (".", "hf")),
+        ]
         assert len(set(names)) == 1
         ids.append(names[0])
     assert ids[0] == first.name != ids[1]
@@ -324,27 +429,46 @@ def test_second_run_in_a_directory_moves_the_first_away(pool: Any, config: Path,
     ("is_async", "start"),
     [
         (False, "{root}/global_step_2.tmp: cannot be written: File too large"),
-        (True, "trainer.default_local_dir: cannot write {root}/metrics.jsonl: No space left on device"),
+        (
+            True,
+            "trainer.default_local_dir: cannot write {root}/metrics.jsonl: No space left on device",
+        ),
     ],
 )
-def test_disk_that_is_full_during_training(pool: Any, config: Path, tmp_path: Path, is_async: bool, start: str) -> None:
-    """Begin the error with what could not be written first, and keep no file of the unfinished checkpoint."""
+def test_disk_that_is_full_during_training(
+    pool: Any, config: Path, tmp_path: Path, is_async: bool, start: str
+) -> None:
+    """Begin the error with what could not be written first, and keep no file of the unfinished
+    checkpoint."""
     arguments = {"config_path": str(config), "root": str(tmp_path), "is_async": is_async}
     for message, left in pool(2).run(resume_cases.train_on_a_full_disk, **arguments):
         assert message.startswith(start.format(root=tmp_path)) and "\n" not in message, message
-        assert message.endswith(f"the checkpoint of step 1 is complete and untouched: {tmp_path / 'global_step_1'}")
-        assert "global_step_1" in left and not [name for name in left if name.startswith("global_step_2")]
+        assert message.endswith(
+            f"the checkpoint of step 1 is complete and untouched: {tmp_path / 'global_step_1'}"
+        )
+        assert "global_step_1" in left and not [
+            name for name in left if name.startswith("global_step_2")
+        ]
 
 
 def test_full_disk_keeps_the_complete_checkpoint(pool: Any, config: Path, tmp_path: Path) -> None:
     *full, undeletable = pool(1).run(
-        resume_cases.save_on_a_full_disk, config_path=str(config), root=str(tmp_path / "run"), limit=1 << 20
+        resume_cases.save_on_a_full_disk,
+        config_path=str(config),
+        root=str(tmp_path / "run"),
+        limit=1 << 20,
     )[0]
     assert len(full) == 2
     for text in full:
         assert "cannot be written: File too large" in text and "\n" not in text
-        assert f"the checkpoint of step 1 is complete and untouched: {tmp_path / 'run' / 'global_step_1'}" in text
-    assert "warning: an old checkpoint cannot be deleted" in undeletable and "Permission denied (old)" in undeletable
+        assert (
+            "the checkpoint of step 1 is complete and untouched: "
+            f"{tmp_path / 'run' / 'global_step_1'}"
+        ) in text
+    assert (
+        "warning: an old checkpoint cannot be deleted" in undeletable
+        and "Permission denied (old)" in undeletable
+    )
     assert directory.steps_with_checkpoint(tmp_path / "run") == [1, 4]
     directory.read_manifest(tmp_path / "run" / "global_step_1")
     assert not list((tmp_path / "run").glob("*.tmp"))

@@ -1,5 +1,6 @@
-"""Inputs that are rejected before training starts or that end a phase: the same single line on every rank, which names
-the error. Settings by themselves: tests/unit/test_validate.py; exit codes: tests/system/test_cli.py."""
+"""Inputs that are rejected before training starts or that end a phase: the same single line on
+every rank, which names the error. Settings by themselves: tests/unit/test_validate.py; exit codes:
+tests/system/test_cli.py."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def common_error(outcomes: list[tuple[bool, Any]]) -> str:
 
 
 def error_of_building(pool: Any, workspace: Path, **sections: Any) -> str:
-    return common_error(pool(WORLD).outcomes(cases.try_to_build, directory=str(workspace), sections=sections))
+    return common_error(
+        pool(WORLD).outcomes(cases.try_to_build, directory=str(workspace), sections=sections)
+    )
 
 
 def layout(tp: int = 1, pp: int = 1) -> dict[str, Any]:
@@ -98,7 +101,11 @@ def test_settings_that_do_not_fit_data_or_files(
                 "(actor.megatron: TP 2 x PP 1)",
             ],
         ),
-        ({"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96}, {"actor": layout(tp=2)}, ["heads is 3"]),
+        (
+            {"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96},
+            {"actor": layout(tp=2)},
+            ["heads is 3"],
+        ),
         (
             {"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96},
             {"rollout": {"tensor_model_parallel_size": 2}},
@@ -106,20 +113,43 @@ def test_settings_that_do_not_fit_data_or_files(
         ),
         (
             {},
-            {"actor": {"megatron": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}}},
-            ["num_layers_in_first_pipeline_stage 4", "leave 0 of the model's 4 layers for the other 1 of 2 stages"],
+            {
+                "actor": {
+                    "megatron": {
+                        "pipeline_model_parallel_size": 2,
+                        "num_layers_in_first_pipeline_stage": 4,
+                    }
+                }
+            },
+            [
+                "num_layers_in_first_pipeline_stage 4",
+                "leave 0 of the model's 4 layers for the other 1 of 2 stages",
+            ],
         ),
         (
             {"num_hidden_layers": 3},
             {"critic": layout(pp=2)},
-            ["critic.megatron.pipeline_model_parallel_size: 2", "3 layers", "1, 3", "(critic.megatron: TP 1 x PP 2)"],
+            [
+                "critic.megatron.pipeline_model_parallel_size: 2",
+                "3 layers",
+                "1, 3",
+                "(critic.megatron: TP 1 x PP 2)",
+            ],
         ),
         (
             {"num_attention_heads": 6, "num_kv_heads": 3, "hidden_size": 192},
             {"ref": layout(tp=2)},
-            ["tensor_model_parallel_size 2", "num_key_value_heads is 3", "(ref.megatron: TP 2 x PP 1)"],
+            [
+                "tensor_model_parallel_size 2",
+                "num_key_value_heads is 3",
+                "(ref.megatron: TP 2 x PP 1)",
+            ],
         ),
-        ({"num_hidden_layers": 3}, {"actor": layout(pp=2)}, ["pipeline_model_parallel_size: 2", "3 layers", "1, 3"]),
+        (
+            {"num_hidden_layers": 3},
+            {"actor": layout(pp=2)},
+            ["pipeline_model_parallel_size: 2", "3 layers", "1, 3"],
+        ),
         ({"hidden_size": 64}, {}, ["head dimension 16", "vLLM", "32"]),
     ],
     ids=[
@@ -173,7 +203,9 @@ def _edit_tensors(workspace: Path, edit: Callable[[dict[str, Any]], Any]) -> Non
 
 def _gpt2(workspace: Path) -> None:
     (workspace / "model" / "config.json").write_text(
-        json.dumps({"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 4, "vocab_size": 263})
+        json.dumps(
+            {"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 4, "vocab_size": 263}
+        )
     )
 
 
@@ -189,20 +221,37 @@ def _more_tokens(workspace: Path) -> None:
 
 
 NORM = "model.norm.weight"
-LONGROPE = {"type": "longrope", "factor": 2.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+LONGROPE = {
+    "type": "longrope",
+    "factor": 2.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+}
 CORRUPT: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no parquet": (lambda w: (w / "train.parquet").unlink(), ["train.parquet", "no such file"]),
-    "no val parquet": (lambda w: (w / "val.parquet").unlink(), ["data.val_files ", "val.parquet: no such file"]),
-    "corrupt parquet": (lambda w: _truncate(w / "train.parquet"), ["train.parquet", "not a readable parquet file"]),
+    "no val parquet": (
+        lambda w: (w / "val.parquet").unlink(),
+        ["data.val_files ", "val.parquet: no such file"],
+    ),
+    "corrupt parquet": (
+        lambda w: _truncate(w / "train.parquet"),
+        ["train.parquet", "not a readable parquet file"],
+    ),
     "no column": (_drop_column, ["train.parquet", "no column 'prompt'", "data_source, ability"]),
     "no rows": (_no_rows, ["train.parquet", "no rows"]),
     "another architecture": (_gpt2, ["config.json", "model_type is 'gpt2'", "llama, qwen2"]),
-    "no config": (lambda w: (w / "model" / "config.json").unlink(), ["model.path: ", "config.json", "cannot be read"]),
+    "no config": (
+        lambda w: (w / "model" / "config.json").unlink(),
+        ["model.path: ", "config.json", "cannot be read"],
+    ),
     "truncated weights": (
         lambda w: _truncate(w / "model" / "model.safetensors"),
         ["model.safetensors", "truncated or corrupt"],
     ),
-    "no weights": (lambda w: (w / "model" / "model.safetensors").unlink(), ["model.safetensors", "only safetensors"]),
+    "no weights": (
+        lambda w: (w / "model" / "model.safetensors").unlink(),
+        ["model.safetensors", "only safetensors"],
+    ),
     "no tensor": (lambda w: _edit_tensors(w, lambda t: t.pop(NORM)), [NORM, "missing"]),
     "tensor of another size": (
         lambda w: _edit_json(w / "model" / "config.json", intermediate_size=256),
@@ -218,7 +267,10 @@ CORRUPT: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "rope that is not supported": (
         lambda w: _edit_json(w / "model" / "config.json", rope_parameters=LONGROPE),
-        ["model.path: ", "config.json: rope_parameters.rope_type is 'longrope'; supported: default, linear"],
+        [
+            "model.path: ",
+            "config.json: rope_parameters.rope_type is 'longrope'; supported: default, linear",
+        ],
     ),
     "no end token": (_no_eos, ["tokenizer", "end-of-sequence"]),
     "tokenizer of another model": (_more_tokens, ["model.tokenizer_path", "tokens", "vocab_size"]),
@@ -250,7 +302,9 @@ def test_nonfinite_weights_on_one_rank(pool: Any, workspace: Path, role: str) ->
         name = role
         shutil.copytree(workspace / "model", workspace / name)
         path = workspace / name / "model.safetensors"
-        save_file(load_file(path) | {"score.weight": torch.ones(1, 128)}, path, metadata={"format": "pt"})
+        save_file(
+            load_file(path) | {"score.weight": torch.ones(1, 128)}, path, metadata={"format": "pt"}
+        )
     path = workspace / name / "model.safetensors"
     tensors = load_file(path)
     _last_output_is_nan(tensors)
@@ -260,27 +314,36 @@ def test_nonfinite_weights_on_one_rank(pool: Any, workspace: Path, role: str) ->
         sections[role] = {"model_path": str(workspace / name)}
     message = error_of_building(pool, workspace, **sections)
     assert (
-        f"{path}: model.layers.1.self_attn.o_proj.weight has values that are not finite (NaN or infinite): 128"
-        in message
-    )
+        f"{path}: model.layers.1.self_attn.o_proj.weight has values that are not finite (NaN or "
+        "infinite): 128"
+    ) in message
 
 
 def test_read_error_on_one_rank_is_raised_on_all(pool: Any, workspace: Path) -> None:
-    outcomes = pool(WORLD).outcomes(cases.build_where_a_read_fails, directory=str(workspace), failing_rank=1)
+    outcomes = pool(WORLD).outcomes(
+        cases.build_where_a_read_fails, directory=str(workspace), failing_rank=1
+    )
     assert f"{workspace / 'model'}: a tensor cannot be read (I/O error)" in common_error(outcomes)
 
 
 def test_vllm_missing_on_one_rank_is_reported_by_all(pool: Any, workspace: Path) -> None:
-    outcomes = pool(WORLD).outcomes(cases.build_where_vllm_is_absent, directory=str(workspace), failing_rank=1)
+    outcomes = pool(WORLD).outcomes(
+        cases.build_where_vllm_is_absent, directory=str(workspace), failing_rank=1
+    )
     assert "rollout: vLLM 0.32.0 is needed" in common_error(outcomes)
 
 
 @pytest.mark.parametrize("role", ["critic", "reward_model"])
-def test_config_of_a_model_with_value_head_is_checked_too(pool: Any, workspace: Path, role: str) -> None:
+def test_config_of_a_model_with_value_head_is_checked_too(
+    pool: Any, workspace: Path, role: str
+) -> None:
     shutil.copytree(workspace / "model", workspace / role)
     _edit_json(workspace / role / "config.json", partial_rotary_factor=0.5)
     message = error_of_building(pool, workspace, **{role: {"model_path": str(workspace / role)}})
-    assert f"{role}.model_path" in message and "config.json: partial_rotary_factor is 0.5; only 1" in message
+    assert (
+        f"{role}.model_path" in message
+        and "config.json: partial_rotary_factor is 0.5; only 1" in message
+    )
 
 
 def test_unknown_data_source(pool: Any, workspace: Path) -> None:
@@ -288,9 +351,15 @@ def test_unknown_data_source(pool: Any, workspace: Path) -> None:
     path = workspace / "train.parquet"
     table = pq.read_table(path)
     names = ["arithmetic"] * 7 + ["riddles"] + ["arithmetic"] * 16
-    pq.write_table(table.set_column(table.schema.get_field_index("data_source"), "data_source", [names]), path)
+    pq.write_table(
+        table.set_column(table.schema.get_field_index("data_source"), "data_source", [names]), path
+    )
     message = error_of_building(pool, workspace, custom_reward_function={"path": None})
-    assert "train.parquet, row 7 " in message and "'riddles'" in message and "custom_reward_function.path" in message
+    assert (
+        "train.parquet, row 7 " in message
+        and "'riddles'" in message
+        and "custom_reward_function.path" in message
+    )
 
 
 # ---------------------------------------------------------------- during a step
@@ -318,32 +387,44 @@ def test_reward_function_failing_on_one_row_ends_every_rank(
 ) -> None:
     """Distribute rows round-robin over the ranks: only rank 1 scores row 3."""
     (workspace / "reward.py").write_text(BAD_ROW.format(statement=statement))
-    outcomes = pool(WORLD).outcomes(cases.score_fixed_responses, directory=str(workspace), num_prompts=6)
+    outcomes = pool(WORLD).outcomes(
+        cases.score_fixed_responses, directory=str(workspace), num_prompts=6
+    )
     message = common_error(outcomes)
     for word in [*words, "row 3", "'arithmetic'", "reward.py"]:
         assert word in message
 
 
-def test_row_without_a_score_has_the_default_score_on_every_rank(pool: Any, workspace: Path) -> None:
+def test_row_without_a_score_has_the_default_score_on_every_rank(
+    pool: Any, workspace: Path
+) -> None:
     (workspace / "reward.py").write_text(BAD_ROW.format(statement="raise KeyError"))
     settings = {"default_score": -1.0}
-    for rows in pool(WORLD).run(cases.score_fixed_responses, directory=str(workspace), num_prompts=6, **settings):
+    for rows in pool(WORLD).run(
+        cases.score_fixed_responses, directory=str(workspace), num_prompts=6, **settings
+    ):
         assert [row.score for row in rows] == [1.0, 1.0, 1.0, -1.0, 1.0, 1.0]
         assert [row.failure for row in rows] == [None, None, None, "raised", None, None]
 
 
 def test_reward_function_failing_on_an_absent_row_is_accepted(pool: Any, workspace: Path) -> None:
     (workspace / "reward.py").write_text(BAD_ROW.format(statement="raise KeyError"))
-    for rows in pool(WORLD).run(cases.score_fixed_responses, directory=str(workspace), num_prompts=3):
+    for rows in pool(WORLD).run(
+        cases.score_fixed_responses, directory=str(workspace), num_prompts=3
+    ):
         assert rows == [Score(1.0, {"custom": 1.0})] * 3
 
 
 def test_nonfinite_kl_ends_an_adaptive_run(pool: Any, workspace: Path) -> None:
-    outcomes = pool(WORLD).outcomes(cases.step_with_nan_reference, config_path=str(write_config(workspace)))
+    outcomes = pool(WORLD).outcomes(
+        cases.step_with_nan_reference, config_path=str(write_config(workspace))
+    )
     message = common_error(outcomes)
     assert message.startswith("algorithm.kl_ctrl.type adaptive: the KL of step 1 is nan; of ")
     tokens, rest = message.split("; of ")[1].split(" tokens ")
-    assert rest.endswith(f"the actor's log-probs are not finite for 0 and the reference's for {tokens}")
+    assert rest.endswith(
+        f"the actor's log-probs are not finite for 0 and the reference's for {tokens}"
+    )
 
 
 def test_nonfinite_update_message_names_the_cause() -> None:
@@ -357,11 +438,28 @@ def test_nonfinite_update_message_names_the_cause() -> None:
     )
     good = {"a": torch.ones(2)}
     bad = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.inf])}
-    with_nan = batch.with_fields(old_log_probs=torch.zeros(2), ref_log_probs=torch.tensor([torch.nan, 0.0]))
+    with_nan = batch.with_fields(
+        old_log_probs=torch.zeros(2), ref_log_probs=torch.tensor([torch.nan, 0.0])
+    )
     for params, mini, words in (
         (good, batch, "weights and batch are finite, so .* try a smaller critic.optim.lr"),
-        (good, with_nan, r"weights are finite, and of the batch these have values that are not: ref_log_probs \(1\)$"),
-        (bad, with_nan, r"the model's weights are not finite \(b on rank 0\): resume from an earlier checkpoint$"),
+        (
+            good,
+            with_nan,
+            (
+                r"weights are finite, and of the batch these have values that are not: "
+                r"ref_log_probs "
+                r"\(1\)$"
+            ),
+        ),
+        (
+            bad,
+            with_nan,
+            (
+                r"the model's weights are not finite \(b on rank 0\): resume from an earlier "
+                r"checkpoint$"
+            ),
+        ),
     ):
         message = _find_not_finite("critic", mini, params)
         assert re.search(words, message), message

@@ -25,7 +25,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return forked.run([str(TOOL), str(workspace / "config.yaml"), *arguments, "--gpus-per-node", "4"])
+    return forked.run(
+        [str(TOOL), str(workspace / "config.yaml"), *arguments, "--gpus-per-node", "4"]
+    )
 
 
 def test_every_role_and_vllm_have_a_line(workspace: Path) -> None:
@@ -36,15 +38,23 @@ def test_every_role_and_vllm_have_a_line(workspace: Path) -> None:
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["actor", "critic", "ref", "rollout"]
     for line in lines[:3]:
-        assert re.search(r": TP 2 x PP 2 x DP 2: \d+ parameters of 8 ranks agree with the layouts; .* tensors", line)
-    assert re.search(r": 4 engines of TP 2: \d+ parameters of 2 ranks agree with the layouts", lines[3])
+        assert re.search(
+            r": TP 2 x PP 2 x DP 2: \d+ parameters of 8 ranks agree with the layouts; .* tensors",
+            line,
+        )
+    assert re.search(
+        r": 4 engines of TP 2: \d+ parameters of 2 ranks agree with the layouts", lines[3]
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--nodes", "0"], "argument --nodes: '0' is no whole number from 1 to 10000"),
-        (["--nodes", "1", "actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size 3"),
+        (
+            ["--nodes", "1", "actor.megatron.tensor_model_parallel_size=3"],
+            "tensor_model_parallel_size 3",
+        ),
         (["--nodes", "1", "model.path=nowhere"], "model.path: nowhere/config.json cannot be read"),
         (["--nodes", "1", "--model", "qwen"], "--model is 'qwen'"),
     ],
@@ -89,7 +99,9 @@ WRONG_VLLM = "vllm_layout._RENAMED['.o_proj.'] = '.out_proj.'"
 def test_wrong_name_is_one_line(workspace: Path, tmp_path: Path, change: str, message: str) -> None:
     program = tmp_path / "wrong_name.py"
     program.write_text(WRONG_NAME.format(change=change))
-    done = forked.run([str(program), str(workspace / "config.yaml"), "--nodes", "1", "--gpus-per-node", "1"])
+    done = forked.run(
+        [str(program), str(workspace / "config.yaml"), "--nodes", "1", "--gpus-per-node", "1"]
+    )
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert ": error: " in line and message in line

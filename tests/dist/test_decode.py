@@ -1,5 +1,7 @@
-"""The rollout engine's steps against vLLM's own scheduler and output processor: schedules, KV cache,
-tokens, log-probs and experts are equal to the last bit. And the benchmarks of both at a small size."""
+"""The rollout engine's steps against vLLM's own scheduler and output processor: schedules, KV
+cache,
+tokens, log-probs and experts are equal to the last bit. And the benchmarks of both at a small
+size."""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ CASES = [
 
 
 def test_each_step_is_vllms(pool: Any) -> None:
-    """Compare each step of random requests. Every kind of event occurs, and every case has steps of our own."""
+    """Compare each step of random requests. Every kind of event occurs, and every case has steps of
+    our own."""
     (found,) = pool(1).run(decode_cases.host_steps, cases=CASES)
     sums: dict[str, int] = {}
     for case, counts in zip(CASES, found, strict=True):
@@ -38,8 +41,11 @@ def test_each_step_is_vllms(pool: Any) -> None:
 
 @pytest.mark.parametrize("greedy", [False, True])
 def test_a_model_generates_what_vllm_returns(pool: Any, tmp_path: Path, greedy: bool) -> None:
-    """Compare responses, some of them aborted and some preempted, with those of vLLM's output processor."""
-    checkpoint = str(make_checkpoint(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=1024))
+    """Compare responses, some of them aborted and some preempted, with those of vLLM's output
+    processor."""
+    checkpoint = str(
+        make_checkpoint(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=1024)
+    )
     ((wanted, found, num_preempted),) = pool(1).run(
         decode_cases.model_steps, checkpoint=checkpoint, greedy=greedy, kv_cache_bytes=1 << 20
     )

@@ -1,5 +1,5 @@
-"""Agreement of vLLM and the trainer: the same parameters, tied or not, and the same log-probs. Otherwise the run ends
-with an error."""
+"""Agreement of vLLM and the trainer: the same parameters, tied or not, and the same log-probs.
+Otherwise the run ends with an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 
 def add_head(checkpoint: Path, change: float) -> torch.Tensor:
-    """Add a language-model head to a tied checkpoint: the embedding times 1 + change. Return the head."""
+    """Add a language-model head to a tied checkpoint: the embedding times 1 + change. Return the
+    head."""
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
     head = tensors["model.embed_tokens.weight"] * (1 + change)
@@ -26,17 +27,21 @@ def add_head(checkpoint: Path, change: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "rollout_tp", "change"), [(1, 1, 1, 1, 0.0), (1, 1, 1, 1, 0.5), (2, 1, 2, 2, 0.5)]
+    ("world", "tp", "pp", "rollout_tp", "change"),
+    [(1, 1, 1, 1, 0.0), (1, 1, 1, 1, 0.5), (2, 1, 2, 2, 0.5)],
 )
 def test_tied_checkpoint_with_its_own_head(
     pool: Any, tmp_path: Path, world: int, tp: int, pp: int, rollout_tp: int, change: float
 ) -> None:
-    """Check that both engines tie an equal head and untie a different one, and agree from the first rollout on."""
+    """Check that both engines tie an equal head and untie a different one, and agree from the first
+    rollout on."""
     make_workspace(tmp_path, num_hidden_layers=2)
     head = add_head(tmp_path / "model", change)
     config = write_config(tmp_path)
     overrides = ["reshard.verify=always"]
-    for result in cases.run_two_steps(pool(world), config, (tp, pp, rollout_tp), tmp_path / "out", overrides):
+    for result in cases.run_two_steps(
+        pool(world), config, (tp, pp, rollout_tp), tmp_path / "out", overrides
+    ):
         assert result["different"] == []
         for metrics in result["steps"]:
             assert metrics["training/rollout_logprobs_diff_max"] < 1e-4
@@ -52,7 +57,9 @@ def test_converters_keep_the_head_of_a_tied_checkpoint(tmp_path: Path, change: f
     add_head(source, change)
     assert to_mcore(source, tmp_path / "mcore").returncode == 0
     assert to_hf(tmp_path / "mcore", tmp_path / "back").returncode == 0
-    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("source", "back"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("source", "back")
+    )
     tokens = torch.arange(4, 16)[None]
     assert torch.equal(before(tokens).logits, after(tokens).logits)
     assert ("lm_head.weight" in load_file(tmp_path / "back" / "model.safetensors")) == (change != 0)
@@ -76,7 +83,10 @@ def checkpoint(workspace: Path) -> Path:
         ({"o_bias": True}, "vLLM lacks model.layers.0.self_attn.o_proj.bias (128,)"),
         (
             {"ffn_hidden_size": 256},
-            "model.layers.0.mlp.gate_up_proj.weight has shape (192, 128) in vLLM, (256, 128) in the weight update",
+            (
+                "model.layers.0.mlp.gate_up_proj.weight has shape (192, 128) in vLLM, (256, 128) "
+                "in the weight update"
+            ),
         ),
     ],
 )
@@ -97,12 +107,17 @@ def test_differing_log_probs_end_the_run_at_first_and_warn_later(
 ) -> None:
     """Check the message on every rank; in the first step it ends the run before an update."""
     outcomes = pool(world).outcomes(
-        rollout_cases.steps_with_wrong_vllm_weights, config_path=str(write_config(workspace)), from_step=from_step
+        rollout_cases.steps_with_wrong_vllm_weights,
+        config_path=str(write_config(workspace)),
+        from_step=from_step,
     )
     for ok, result in outcomes:
         assert ok == (from_step == 2), result
         (line,) = result if ok else [result[1]]
         assert line == (outcomes[0][1][0] if ok else outcomes[0][1][1])
-        assert "the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ" in line and "\n" not in line
+        assert (
+            "the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ" in line
+            and "\n" not in line
+        )
         assert "trainer.max_rollout_logprob_diff allows 0.001 and 0.01 (float32" in line
         assert ("warning: " in line) == ok and ("reshard.verify=always" in line) != ok

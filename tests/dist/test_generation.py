@@ -43,17 +43,23 @@ def test_shared_requests_have_the_same_responses(
     pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int
 ) -> None:
     groups = GROUPS.get(world, [[0]])
-    ranks = pool(world).run(rollout_cases.shared, checkpoint=checkpoint, groups=groups, prompts=prompts, max_running=4)
+    ranks = pool(world).run(
+        rollout_cases.shared, checkpoint=checkpoint, groups=groups, prompts=prompts, max_running=4
+    )
     assert len({len(response.token_ids) for response in alone}) > 10, "responses of many lengths"
     for rank, ((responses, taken), again) in enumerate(ranks):
         assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
         for one, other in zip(responses, alone, strict=True):
-            torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0
+            )
         assert again == (responses, taken), f"rank {rank}: the second call is equal to the last bit"
     shares = [ranks[group[0]][0][1] for group in groups]
     assert sorted(number for share in shares for number in share) == list(range(len(prompts)))
     for group, share in zip(groups, shares, strict=True):
-        assert all(ranks[rank][0][1] == share for rank in group), "all ranks of an engine add the same requests"
+        assert all(ranks[rank][0][1] == share for rank in group), (
+            "all ranks of an engine add the same requests"
+        )
     if len(groups) > 1:
         assert shares[0] != list(range(0, len(prompts), 2)), "an engine takes what it has room for"
 
@@ -92,11 +98,15 @@ def test_a_response_continues_with_the_same_tokens(
     lens, responses = ranks[0]
     assert all(rank == ranks[0] for rank in ranks)
     assert len(lens) >= 3 and 0 in lens[0], "the first call has not begun all"
-    assert any(0 < before < after for before, after in zip(lens[0], lens[-1], strict=True)), "some are continued"
+    assert any(0 < before < after for before, after in zip(lens[0], lens[-1], strict=True)), (
+        "some are continued"
+    )
     assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
     for one, other in zip(responses, alone, strict=True):
         assert one.finished == other.finished
-        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0
+        )
 
 
 ONE_BY_ONE = """
@@ -121,21 +131,30 @@ def test_responses_are_scored_while_others_are_generated(
     """Check too that a function which scores responses together gets all of a rank in one call."""
     (tmp_path / "reward.py").write_text(TOGETHER if together else ONE_BY_ONE)
     ranks = pool(world).run(
-        rollout_cases.scored_meanwhile, checkpoint=checkpoint, prompts=prompts[:17], directory=str(tmp_path)
+        rollout_cases.scored_meanwhile,
+        checkpoint=checkpoint,
+        prompts=prompts[:17],
+        directory=str(tmp_path),
     )
     for scores, was_scored_meanwhile in ranks:
         assert scores == ranks[0][0] and len(scores) == 17
         assert was_scored_meanwhile != together
-        assert sorted(set(scores)) == ([0.5] if not together else sorted({scores.count(s) for s in set(scores)}))
+        assert sorted(set(scores)) == (
+            [0.5] if not together else sorted({scores.count(s) for s in set(scores)})
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_requests_that_vllm_preempts(pool: Any, tmp_path: Path, world: int) -> None:
     """Check a KV cache that holds the beginnings of more responses than it holds whole ones."""
-    checkpoint = str(make_checkpoint(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=512))
+    checkpoint = str(
+        make_checkpoint(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=512)
+    )
     groups = GROUPS.get(world, [[0]])
     roomy, tight = (
-        pool(world).run(rollout_cases.preempted, checkpoint=checkpoint, groups=groups, kv_cache_bytes=size)
+        pool(world).run(
+            rollout_cases.preempted, checkpoint=checkpoint, groups=groups, kv_cache_bytes=size
+        )
         for size in (1 << 28, 1 << 20)
     )
     assert [count for _, count in roomy] == [0] * world and max(count for _, count in tight) > 0
@@ -160,14 +179,23 @@ class Environment:
 
 
 def test_conversations_do_not_depend_on_the_engines(pool: Any, tmp_path: Path) -> None:
-    """Check too that a conversation has the log-probs of one pass over its tokens, and that a turn computes its new
-    tokens alone, and those of its last block, of 128 tokens, in the prefix cache."""
-    checkpoint = str(make_checkpoint(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=256))
+    """Check too that a conversation has the log-probs of one pass over its tokens, and that a turn
+    computes its new tokens alone, and those of its last block, of 128 tokens, in the prefix
+    cache."""
+    checkpoint = str(
+        make_checkpoint(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=256)
+    )
     (tmp_path / "environment.py").write_text(ENVIRONMENT)
     rng = random.Random(6)
     prompts = [[rng.randrange(4, 260) for _ in range(rng.randrange(130, 150))] for _ in range(10)]
-    arguments = {"checkpoint": checkpoint, "prompts": prompts, "path": str(tmp_path / "environment.py")}
-    (((wanted, episodes, num_computed),),) = pool(1).run(rollout_cases.conversations, layouts=[[[0]]], **arguments)
+    arguments = {
+        "checkpoint": checkpoint,
+        "prompts": prompts,
+        "path": str(tmp_path / "environment.py"),
+    }
+    (((wanted, episodes, num_computed),),) = pool(1).run(
+        rollout_cases.conversations, layouts=[[[0]]], **arguments
+    )
     layouts = [[[1, 0]], [[0], [1]]]
     ranks = pool(2).run(rollout_cases.conversations, layouts=layouts, **arguments)
     for layout in range(len(layouts)):
@@ -187,7 +215,8 @@ def test_conversations_do_not_depend_on_the_engines(pool: Any, tmp_path: Path) -
     for number, (prompt, one) in enumerate(zip(prompts, wanted, strict=True)):
         places = [place for place, _ in episodes[number].rewards]
         assert len(places) == 1 + number % 4 and places[-1] == one.num_drawn - 1
-        lens = [len(prompt) + place + 1 + 3 * turn for turn, place in enumerate(places)]  # at the end of each turn
+        # at the end of each turn
+        lens = [len(prompt) + place + 1 + 3 * turn for turn, place in enumerate(places)]
         # Every token but the last is computed, in each turn anew if it is not of the cached block.
         expected += sum(length - 1 - (128 if turn else 0) for turn, length in enumerate(lens))
     assert num_computed == expected

@@ -43,12 +43,26 @@ def batch() -> RaggedBatch:
     ("world", "mesh", "family", "role", "frozen", "settings"),
     [
         (2, {}, "tied", "actor", None, {}),
-        (2, {}, "untied", "actor", "layers.0.", {"use_distributed_optimizer": True, "dtype": "bfloat16"}),
+        (
+            2,
+            {},
+            "untied",
+            "actor",
+            "layers.0.",
+            {"use_distributed_optimizer": True, "dtype": "bfloat16"},
+        ),
         (2, {}, "untied", "critic", None, {"use_distributed_optimizer": True, **OFFLOAD}),
         (2, {"ep": 2}, "experts", "actor", None, {"use_distributed_optimizer": True}),
         (4, {"pp": 2}, "tied", "actor", None, {"use_distributed_optimizer": True}),
         (4, {"pp": 2, "vpp": 2}, "untied", "actor", None, {"use_distributed_optimizer": True}),
-        (4, {"tp": 2}, "tied", "actor", None, {"sequence_parallel": True, "recompute_granularity": "full"}),
+        (
+            4,
+            {"tp": 2},
+            "tied",
+            "actor",
+            None,
+            {"sequence_parallel": True, "recompute_granularity": "full"},
+        ),
     ],
 )
 def test_steps_are_the_same(
@@ -62,13 +76,21 @@ def test_steps_are_the_same(
     frozen: str | None,
     settings: dict[str, Any],
 ) -> None:
-    """Train on mini-batches with several micro-batches, and on ones that leave a replica with dummies only: in the
-    first step, in which Megatron-Core counts the gradients, and in a later one."""
-    # With other buckets the sum of the norm has another order. Without clipping, two replicas take equal steps.
+    """Train on mini-batches with several micro-batches, and on ones that leave a replica with
+    dummies only: in the first step, in which Megatron-Core counts the gradients, and in a later
+    one."""
+    # With other buckets the sum of the norm has another order. Without clipping, two replicas take
+    # equal steps.
     exact = settings.get("dtype") == "bfloat16"
 
     def train(overlap: bool) -> list[Training]:
-        arguments = {"checkpoint": checkpoints[family], "role": role, "mesh": mesh, "batch": batch, "frozen": frozen}
+        arguments = {
+            "checkpoint": checkpoints[family],
+            "role": role,
+            "mesh": mesh,
+            "batch": batch,
+            "frozen": frozen,
+        }
         results: list[Training] = pool(world).run(
             reduction_cases.train,
             minis=[(2,), ALL, (5,), ALL],
@@ -90,7 +112,9 @@ def test_steps_are_the_same(
             assert overlapped["skipped"] == 0.0
         for name, weight in after.weights.items():
             tolerance = 0.0 if exact else 1e-4
-            torch.testing.assert_close(during.weights[name], weight, rtol=tolerance, atol=tolerance / 100)
+            torch.testing.assert_close(
+                during.weights[name], weight, rtol=tolerance, atol=tolerance / 100
+            )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +125,12 @@ def test_steps_are_the_same(
         (2, {"ep": 2}, "experts", {"use_distributed_optimizer": False}),
         (4, {"ep": 2}, "experts", {"use_distributed_optimizer": True}),
         (4, {"tp": 2, "pp": 2}, "untied", {"use_distributed_optimizer": False}),
-        (4, {"pp": 2, "vpp": 2}, "untied", {"use_distributed_optimizer": True, "dtype": "bfloat16"}),
+        (
+            4,
+            {"pp": 2, "vpp": 2},
+            "untied",
+            {"use_distributed_optimizer": True, "dtype": "bfloat16"},
+        ),
     ],
 )
 def test_one_ranks_fault_is_seen_by_all(
@@ -113,7 +142,8 @@ def test_one_ranks_fault_is_seen_by_all(
     family: str,
     settings: dict[str, Any],
 ) -> None:
-    """Compare all ranks: the norm of the gradient alone tells the others, so it must not be finite on any."""
+    """Compare all ranks: the norm of the gradient alone tells the others, so it must not be finite
+    on any."""
     faults = ("", "loss", "statistic", "", "statistic")
     ranks = pool(world).run(
         reduction_cases.steps_with_faults,

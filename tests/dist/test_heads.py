@@ -1,5 +1,5 @@
-"""Log-probs and entropies in chunks of tokens, with the vocabulary split over ranks, against the computation with all
-logits at once."""
+"""Log-probs and entropies in chunks of tokens, with the vocabulary split over ranks, against the
+computation with all logits at once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def plain(
     terms: tuple[str, ...],
     wide: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Compute the results of head_cases.chunked_log_probs by autograd through the logits of the whole vocabulary: in
-    float64 (`wide`), or with logits in the inputs' dtype and the rest in float32.
+    """Compute the results of head_cases.chunked_log_probs by autograd through the logits of the
+    whole vocabulary: in float64 (`wide`), or with logits in the inputs' dtype and the rest in
+    float32.
     """
     states, rows = (x.double() if wide else x.clone() for x in (hidden, weight))
     states.requires_grad_()
@@ -44,7 +45,12 @@ def plain(
     )
     loss.backward()
     assert states.grad is not None and rows.grad is not None
-    return {"log-prob": log_probs.detach(), "entropy": entropy.detach(), "hidden": states.grad, "weight": rows.grad}
+    return {
+        "log-prob": log_probs.detach(),
+        "entropy": entropy.detach(),
+        "hidden": states.grad,
+        "weight": rows.grad,
+    }
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -53,12 +59,16 @@ def inputs(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         "hidden": torch.randn(TOKENS, HIDDEN, generator=draw).to(dtype),
         "weight": (0.5 * torch.randn(VOCAB, HIDDEN, generator=draw)).to(dtype),
         # Including the first and the last token of the vocabulary.
-        "targets": torch.cat([torch.tensor([0, VOCAB - 1]), torch.randint(VOCAB, (TOKENS - 2,), generator=draw)]),
+        "targets": torch.cat(
+            [torch.tensor([0, VOCAB - 1]), torch.randint(VOCAB, (TOKENS - 2,), generator=draw)]
+        ),
         "upstream": torch.randn(2, TOKENS, generator=draw),
     }
 
 
-def errors(results: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+def errors(
+    results: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]
+) -> dict[str, float]:
     """Return the largest error of each result over ranks, relative to its largest element."""
     weight = torch.cat([result["weight"] for result in results])
     assert not weight[VOCAB:].any(), "padding has a gradient"
@@ -79,7 +89,8 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 def test_chunks_match_the_full_computation(pool: Any, world: int, terms: tuple[str, ...]) -> None:
     given = inputs()
     wanted = plain(**given, temperature=0.7, terms=terms)
-    # One token a chunk; chunks that do not divide the tokens, untied and tied; all tokens in one chunk.
+    # One token a chunk; chunks that do not divide the tokens, untied and tied; all tokens in one
+    # chunk.
     for tokens_per_chunk, tied in ((1, True), (8, False), (8, True), (1000, False)):
         results = pool(world).run(
             head_cases.chunked_log_probs,
@@ -90,13 +101,15 @@ def test_chunks_match_the_full_computation(pool: Any, world: int, terms: tuple[s
             chunk_logits=tokens_per_chunk * PADDED // world,
         )
         for name, error in errors(results, wanted).items():
-            assert error < 2e-6, f"{tokens_per_chunk} tokens a chunk, {name}: off by {error:.1e} of the largest"
+            assert error < 2e-6, (
+                f"{tokens_per_chunk} tokens a chunk, {name}: off by {error:.1e} of the largest"
+            )
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_bfloat16_error_is_that_of_one_matrix_product(pool: Any, world: int) -> None:
-    """Bound the error by that of a bfloat16 output layer over all tokens at once. Softmax and sums over chunks are in
-    float32, so that only logits and returned gradients are rounded.
+    """Bound the error by that of a bfloat16 output layer over all tokens at once. Softmax and sums
+    over chunks are in float32, so that only logits and returned gradients are rounded.
     """
     given = inputs(torch.bfloat16)
     terms = ("log-prob", "entropy")
@@ -115,13 +128,15 @@ def test_bfloat16_error_is_that_of_one_matrix_product(pool: Any, world: int) -> 
     for name, error in errors(results, exact).items():
         # The all-reduce of the states' gradient is in bfloat16, as in Megatron-Core's output layer.
         allowed = 2.5 * _error(rounded[name], exact[name])
-        assert error < allowed < 0.05, f"{name}: off by {error:.1e} of the largest, {allowed:.1e} allowed"
+        assert error < allowed < 0.05, (
+            f"{name}: off by {error:.1e} of the largest, {allowed:.1e} allowed"
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_float32_products_of_bfloat16_are_exact(pool: Any, world: int) -> None:
-    """Compare the path of a GPU, in which no logit is rounded to bfloat16: only returned gradients are, and the
-    gradient of the logits before it is multiplied."""
+    """Compare the path of a GPU, in which no logit is rounded to bfloat16: only returned gradients
+    are, and the gradient of the logits before it is multiplied."""
     given = inputs(torch.bfloat16)
     terms = ("log-prob", "entropy")
     wanted = plain(**given, temperature=0.7, terms=terms)

@@ -1,4 +1,5 @@
-"""Each health rule is provoked by a real run; a run with the response stop ends on every rank, without an export."""
+"""Each health rule is provoked by a real run; a run with the response stop ends on every rank,
+without an export."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     score = len(solution_str) / 10 + solution_str.count("1")
     return score if step < 8 else 1000 * score
 """
-"""Step 8 takes as long as the steps before it together, and from then on the scores are 1000 times as high."""
+"""Step 8 takes as long as the steps before it together, and from then on the scores are 1000 times
+as high."""
 KEYED_SCORES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, api_key=None):
     if not api_key.startswith("sk-"):
@@ -57,9 +59,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run two ranks with far too high learning rates, narrow value clipping, short responses and a reward function that
-    changes. Bounds that no small run on a CPU exceeds within seconds are set to what it has."""
+def thrown_off(
+    pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Run two ranks with far too high learning rates, narrow value clipping, short responses and a
+    reward function that changes. Bounds that no small run on a CPU exceeds within seconds are set
+    to what it has."""
     found: list[dict[str, Any]] = pool(2).run(
         health_cases.train,
         config_path=str(config),
@@ -136,28 +141,51 @@ def test_each_rule_is_provoked_by_a_run(
     thrown_off: list[dict[str, Any]], no_signal: dict[str, Any], broken: dict[str, Any]
 ) -> None:
     assert [result["error"] for result in (*thrown_off, no_signal, broken)] == [None] * 4
-    assert {"kl_explosion", "ppo_kl_high", "entropy_falling", "policy_collapsed", "truncated"} <= begun(thrown_off[0])
+    assert {
+        "kl_explosion",
+        "ppo_kl_high",
+        "entropy_falling",
+        "policy_collapsed",
+        "truncated",
+    } <= begun(thrown_off[0])
     assert {"grad_norm_growing", "throughput_falling"} <= begun(thrown_off[0])
     assert {"reward_constant", "equal_groups", "grad_norm_low"} <= begun(no_signal)
     assert {"not_finite", "replicas_unbalanced"} <= begun(broken)
     # By test_pooled_rollout.py and test_observations.py; turns that fall take longer runs.
     elsewhere = {"groups_dropped", "calls_failing", "turns_falling"}
-    assert begun(thrown_off[0]) | begun(no_signal) | begun(broken) == {rule.name for rule in RULES} - elsewhere
+    assert (
+        begun(thrown_off[0]) | begun(no_signal) | begun(broken)
+        == {rule.name for rule in RULES} - elsewhere
+    )
 
 
 def test_rank_0_prints_each_rule_once_and_all_ranks_count(thrown_off: list[dict[str, Any]]) -> None:
     first, second = (result["printed"] for result in thrown_off)
     assert not [line for line in second if "health" in line]
     for rule in RULES:
-        lines = [line for line in first if line.startswith("rlhf_mc: health: step ") and f": {rule.name}: " in line]
+        lines = [
+            line
+            for line in first
+            if line.startswith("rlhf_mc: health: step ") and f": {rule.name}: " in line
+        ]
         assert len([line for line in lines if " since " not in line]) <= 1, lines
-    assert not [line for line in first if line.startswith(("rlhf_mc: health", "rlhf_mc:   ")) and len(line) > 120]
+    assert not [
+        line
+        for line in first
+        if line.startswith(("rlhf_mc: health", "rlhf_mc:   ")) and len(line) > 120
+    ]
     rows = thrown_off[0]["metrics"]
-    active = [event for event in thrown_off[0]["events"] if event["event"] == "begins" and event["step"] == 1]
+    active = [
+        event
+        for event in thrown_off[0]["events"]
+        if event["event"] == "begins" and event["step"] == 1
+    ]
     assert rows[0]["health/num_active"] == len(active) >= 1
 
 
-def test_stop_saves_and_ends_every_rank_without_an_export(pool: Any, config: Path, tmp_path: Path) -> None:
+def test_stop_saves_and_ends_every_rank_without_an_export(
+    pool: Any, config: Path, tmp_path: Path
+) -> None:
     """Stop two ranks of one model replica, and resume them: they stop again."""
     overrides = [
         *cases.layout_overrides(2, 1, 1),
@@ -173,13 +201,18 @@ def test_stop_saves_and_ends_every_rank_without_an_export(pool: Any, config: Pat
         assert errors[0].startswith(f"step {step}: kl_explosion: actor/")
         assert errors[0].endswith(f"nothing is exported; the checkpoint of step {step} is complete")
         assert [row["step"] for row in ranks[0]["metrics"]] == list(range(1, step + 1))
-        assert {(event["event"], event["action"]) for event in ranks[0]["events"]} >= {("acts", "stop")}
+        assert {(event["event"], event["action"]) for event in ranks[0]["events"]} >= {
+            ("acts", "stop")
+        }
         assert (tmp_path / f"global_step_{step}").is_dir()
         assert not (tmp_path / "hf").exists() and not (tmp_path / "success.json").exists()
 
 
-def test_resumed_run_has_the_events_of_an_uninterrupted_one(pool: Any, config: Path, tmp_path: Path) -> None:
-    """Give the reward function a key, another one to the run that resumes: neither is in a file or a line."""
+def test_resumed_run_has_the_events_of_an_uninterrupted_one(
+    pool: Any, config: Path, tmp_path: Path
+) -> None:
+    """Give the reward function a key, another one to the run that resumes: neither is in a file or
+    a line."""
 
     def train(name: str, *more: str) -> dict[str, Any]:
         overrides = [
@@ -204,18 +237,28 @@ def test_resumed_run_has_the_events_of_an_uninterrupted_one(pool: Any, config: P
         shutil.rmtree(tmp_path / name / "global_step_6")
     resumed = train("resumed")
     assert len({row["health/num_active"] for row in whole["metrics"]}) > 1
-    assert any(event["step"] > 3 and event["count"] == 4 for event in whole["events"]), "patience spans the resume"
+    assert any(event["step"] > 3 and event["count"] == 4 for event in whole["events"]), (
+        "patience spans the resume"
+    )
     assert without_times(resumed["events"]) == without_times(whole["events"])
-    assert not [line for line in resumed["printed"] if "settings that differ" in line or "sk-secret" in line]
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sk-secret" in path.read_bytes()]
-    active = [[row["health/num_active"] for row in result["metrics"]] for result in (whole, resumed)]
+    assert not [
+        line for line in resumed["printed"] if "settings that differ" in line or "sk-secret" in line
+    ]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and b"sk-secret" in path.read_bytes()
+    ]
+    active = [
+        [row["health/num_active"] for row in result["metrics"]] for result in (whole, resumed)
+    ]
     assert active[0] == active[1]
     anew = train("without rows", "trainer.logger=[]", "actor.clip_ratio_low=0.3")
     assert [line for line in anew["printed"] if "settings that differ" in line] == [
         "rlhf_mc: settings that differ from the checkpoint's: actor.clip_ratio_low 0.2 -> 0.3"
     ]
     assert not [
-        event for event in anew["events"] if event["step"] > 3 and event["count"] >= 4 and event["event"] == "begins"
+        event
+        for event in anew["events"]
+        if event["step"] > 3 and event["count"] >= 4 and event["event"] == "begins"
     ]
 
 

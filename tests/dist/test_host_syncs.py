@@ -1,4 +1,5 @@
-"""A pass makes the host wait for the device once, at its end, whatever its number of micro-batches."""
+"""A pass makes the host wait for the device once, at its end, whatever its number of
+micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("syncs") / "model", "qwen2", num_hidden_layers=4))
+    return str(
+        make_checkpoint(tmp_path_factory.mktemp("syncs") / "model", "qwen2", num_hidden_layers=4)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +56,41 @@ def test_no_micro_batch_waits(
     settings: dict[str, Any],
 ) -> None:
     for found in pool(world).run(
-        sync_cases.waits, checkpoint=checkpoint, role=role, layout=layout, batch=batch, reading=False, **settings
+        sync_cases.waits,
+        checkpoint=checkpoint,
+        role=role,
+        layout=layout,
+        batch=batch,
+        reading=False,
+        **settings,
     ):
-        # Lists are of tensors on the host: lengths, and statistics that have been copied. Scores are sent to the device
-        # on which they are. With sequence parallelism Megatron-Core compares random states of the host.
+        # Lists are of tensors on the host: lengths, and statistics that have been copied. Scores
+        # are sent to the device on which they are. With sequence parallelism Megatron-Core compares
+        # random states of the host.
         if settings.get("sequence_parallel"):
             for counts in found.values():
-                assert [count.pop("aten._local_scalar_dense") for count in counts] == [2, 2 * batch.num_sequences]
+                assert [count.pop("aten._local_scalar_dense") for count in counts] == [
+                    2,
+                    2 * batch.num_sequences,
+                ]
         scores = {"torch.Tensor.to": 1, "torch.Tensor.cpu": 1, "torch.Tensor.tolist": 1}
         statistics = {"torch.Tensor.cpu": 1, "torch.Tensor.tolist": 2}
         assert found == {"score": [scores] * 2, "gradient": [statistics] * 2}
 
 
-def test_a_loss_that_waits_is_counted(pool: Callable[[int], Workers], checkpoint: str, batch: RaggedBatch) -> None:
+def test_a_loss_that_waits_is_counted(
+    pool: Callable[[int], Workers], checkpoint: str, batch: RaggedBatch
+) -> None:
     """Count two reads of the loss in each micro-batch."""
     (found,) = pool(1).run(
-        sync_cases.waits, checkpoint=checkpoint, role="actor", layout=(1, 1, 1), batch=batch, reading=True
+        sync_cases.waits,
+        checkpoint=checkpoint,
+        role="actor",
+        layout=(1, 1, 1),
+        batch=batch,
+        reading=True,
     )
-    assert [counts["aten._local_scalar_dense"] for counts in found["gradient"]] == [2, 2 * batch.num_sequences]
+    assert [counts["aten._local_scalar_dense"] for counts in found["gradient"]] == [
+        2,
+        2 * batch.num_sequences,
+    ]

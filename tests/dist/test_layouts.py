@@ -1,5 +1,5 @@
-"""Two PPO steps in every layout: the same rollouts, losses, gradient norms and weights, and vLLM holds exactly the
-exported weights."""
+"""Two PPO steps in every layout: the same rollouts, losses, gradient norms and weights, and vLLM
+holds exactly the exported weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 import torch
 from tiny import make_workspace, write_config
 
-# (world, tp, pp, rollout TP); the data-parallel size follows. The first four have one axis each. Then: split KV heads;
-# TP and PP; TP and DP with rollout TP ranks in another order. The tests of settings, roles and stages below run
+# (world, tp, pp, rollout TP); the data-parallel size follows. The first four have one axis each.
+# Then: split KV heads; TP and PP; TP and DP with rollout TP ranks in another order. The tests of
+# settings, roles and stages below run
 # (2, 2, 1, 1), (2, 1, 1, 1), (4, 2, 2, 1), (2, 1, 2, 2) and (4, 1, 2, 2). test_plan.py has the
 # weight update of any pair.
 LAYOUTS = [
@@ -64,7 +65,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(pool: Any, workspace: Path) -> dict[str, Any]:
     """Run on one process. Return the results that all layouts must reproduce."""
-    result = cases.run_two_steps(pool(1), workspace / "config.yaml", (1, 1, 1), workspace / "ref")[0]
+    result = cases.run_two_steps(pool(1), workspace / "config.yaml", (1, 1, 1), workspace / "ref")[
+        0
+    ]
     return {**result, "weights": cases.exported_weights(str(workspace / "ref"))}
 
 
@@ -73,15 +76,17 @@ Run = Callable[[int, int, int, int], tuple[list[dict[str, Any]], Path]]
 
 @pytest.fixture(scope="session")
 def run_layout(pool: Any, workspace: Path) -> Run:
-    """Return run_layout(world, tp, pp, rollout_tp): each rank's result of two steps, and the exported weights. Each
-    layout runs once."""
+    """Return run_layout(world, tp, pp, rollout_tp): each rank's result of two steps, and the
+    exported weights. Each layout runs once."""
 
     @functools.cache
     def run(world: int, tp: int, pp: int, rollout_tp: int) -> tuple[list[dict[str, Any]], Path]:
         export_to = workspace / f"out_{world}_{tp}_{pp}_{rollout_tp}"
         overrides = ["reshard.verify=always"]
         layout = (tp, pp, rollout_tp)
-        return cases.run_two_steps(pool(world), workspace / "config.yaml", layout, export_to, overrides), export_to
+        return cases.run_two_steps(
+            pool(world), workspace / "config.yaml", layout, export_to, overrides
+        ), export_to
 
     return run
 
@@ -92,8 +97,9 @@ def test_every_layout_gives_the_same_training(
 ) -> None:
     results, export_to = run_layout(world, tp, pp, rollout_tp)
     for result in results:
-        # With equal tensor parallelism all parameters alias Megatron-Core's, except the fused q, k, v, which do only
-        # with one KV head a rank (TP 2). With TP 4 vLLM replicates each KV head, and Megatron-Core splits it.
+        # With equal tensor parallelism all parameters alias Megatron-Core's, except the fused q, k,
+        # v, which do only with one KV head a rank (TP 2). With TP 4 vLLM replicates each KV head,
+        # and Megatron-Core splits it.
         expected = set(ALL_PARAMS) if pp == 1 and tp == rollout_tp else set()
         assert result["segments"] == []
         assert set(result["shared"]) >= expected - (set() if tp == 2 else {QKV, QKV_BIAS})
@@ -111,7 +117,13 @@ def test_every_layout_gives_the_same_training(
     ],
 )
 def test_engine_settings_give_the_same_training(
-    pool: Any, reference: dict[str, Any], workspace: Path, world: int, tp: int, pp: int, setting: str
+    pool: Any,
+    reference: dict[str, Any],
+    workspace: Path,
+    world: int,
+    tp: int,
+    pp: int,
+    setting: str,
 ) -> None:
     export_to = workspace / f"set_{setting}"
     results = cases.run_two_steps(
@@ -143,7 +155,9 @@ def test_role_layouts_give_the_same_training(
         for role, layout in (("critic", critic), ("ref", ref))
         for kind, size in zip(("tensor", "pipeline"), layout, strict=True)
     ]
-    results = cases.run_two_steps(pool(world), workspace / "config.yaml", (*actor, 1), export_to, overrides)
+    results = cases.run_two_steps(
+        pool(world), workspace / "config.yaml", (*actor, 1), export_to, overrides
+    )
     check_same_training(reference, results, export_to)
     for result in results:
         assert all(len(line) <= 80 for line in result["headlines"])
@@ -171,31 +185,52 @@ def test_uneven_stages_give_the_same_training(
     check_same_training(reference, results, export_to)
 
 
-def check_same_training(reference: dict[str, Any], results: list[dict[str, Any]], export_to: Path) -> None:
-    """Compare tokens, losses, gradient norms and weights with one process, and vLLM's weights with the export."""
+def check_same_training(
+    reference: dict[str, Any], results: list[dict[str, Any]], export_to: Path
+) -> None:
+    """Compare tokens, losses, gradient norms and weights with one process, and vLLM's weights with
+    the export."""
     for rank, result in enumerate(results):
         assert result["different"] == [], f"rank {rank}: vLLM's weights are not the exported ones"
         assert result["digests"] == reference["digests"], f"rank {rank} drew other tokens"
-        for step, (mine, wanted) in enumerate(zip(result["steps"], reference["steps"], strict=True), 1):
+        for step, (mine, wanted) in enumerate(
+            zip(result["steps"], reference["steps"], strict=True), 1
+        ):
             assert mine["training/rollout_logprobs_diff_max"] < 1e-4
             for key in COMPARED:
-                assert mine[key] == pytest.approx(wanted[key], rel=2e-4, abs=2e-6), f"rank {rank}, step {step}: {key}"
+                assert mine[key] == pytest.approx(wanted[key], rel=2e-4, abs=2e-6), (
+                    f"rank {rank}, step {step}: {key}"
+                )
     weights = cases.exported_weights(str(export_to))
     assert weights.keys() == reference["weights"].keys()
     for name, wanted in reference["weights"].items():
-        torch.testing.assert_close(weights[name], wanted, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weights[name], wanted, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_training_changes_every_weight(reference: dict[str, Any], workspace: Path) -> None:
     """Guard the comparisons above, which would pass with weights that do not train."""
     start = cases.exported_weights(str(workspace / "model"))
-    assert all(not torch.equal(start[name], weight) for name, weight in reference["weights"].items())
+    assert all(
+        not torch.equal(start[name], weight) for name, weight in reference["weights"].items()
+    )
 
 
-# (world, tp, pp, rollout TP): all parameters aliased; some of them; rollout TP ranks in another order than the ranks.
-@pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(2, 2, 1, 2), (2, 1, 2, 1), (4, 2, 1, 4)])
+# (world, tp, pp, rollout TP): all parameters aliased; some of them; rollout TP ranks in another
+# order than the ranks.
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "rollout_tp"), [(2, 2, 1, 2), (2, 1, 2, 1), (4, 2, 1, 4)]
+)
 def test_aliased_weights_change_no_number(
-    pool: Any, run_layout: Run, workspace: Path, world: int, tp: int, pp: int, rollout_tp: int, tmp_path: Path
+    pool: Any,
+    run_layout: Run,
+    workspace: Path,
+    world: int,
+    tp: int,
+    pp: int,
+    rollout_tp: int,
+    tmp_path: Path,
 ) -> None:
     """Compare metrics and weights bit for bit between aliased and copied vLLM parameters."""
     aliased, export_to = run_layout(world, tp, pp, rollout_tp)
@@ -204,13 +239,20 @@ def test_aliased_weights_change_no_number(
         pool(world), workspace / "config.yaml", (tp, pp, rollout_tp), tmp_path / "copied", overrides
     )
     assert all(result["different"] == [] for result in [*aliased, *copied])
-    assert all(result["shared"] for result in aliased) and all(result["shared"] == [] for result in copied)
+    assert all(result["shared"] for result in aliased) and all(
+        result["shared"] == [] for result in copied
+    )
     steps, steps_copied = (
-        [{k: v for k, v in step.items() if k.startswith(("actor/", "critic/"))} for step in result["steps"]]
+        [
+            {k: v for k, v in step.items() if k.startswith(("actor/", "critic/"))}
+            for step in result["steps"]
+        ]
         for result in (aliased[0], copied[0])
     )
     assert steps == steps_copied and aliased[0]["digests"] == copied[0]["digests"]
-    weights, weights_copied = (cases.exported_weights(str(path)) for path in (export_to, tmp_path / "copied"))
+    weights, weights_copied = (
+        cases.exported_weights(str(path)) for path in (export_to, tmp_path / "copied")
+    )
     assert all(torch.equal(weights[name], weights_copied[name]) for name in weights_copied)
 
 
@@ -218,7 +260,13 @@ def test_aliased_weights_change_no_number(
     ("world", "tp", "rollout_tp", "name", "location"),
     [
         # A block received from rank 1, and a block copied on the rank.
-        (2, 2, 1, "model.layers.2.mlp.down_proj.weight", r"rank 0 differs from decoder\.layers\.2\.mlp\.linear_fc2"),
+        (
+            2,
+            2,
+            1,
+            "model.layers.2.mlp.down_proj.weight",
+            r"rank 0 differs from decoder\.layers\.2\.mlp\.linear_fc2",
+        ),
         (
             2,
             1,
@@ -243,6 +291,7 @@ def test_verification_names_the_first_differing_block(
     for ok, value in outcomes:
         assert not ok and value[0] == "UserError"
         assert re.search(
-            rf"reshard\.verify: {re.escape(name)}\[.*\].* on {location}.* on rank [01] \(1 of", value[1]
+            rf"reshard\.verify: {re.escape(name)}\[.*\].* on {location}.* on rank [01] \(1 of",
+            value[1],
         ), value[1]
         assert "1 rank(s)" in value[1]

@@ -1,4 +1,5 @@
-"""Six steps of the quickstart on one process and on four: the same learning curve, and from the same rollouts the
+"""Six steps of the quickstart on one process and on four: the same learning curve, and from the
+same rollouts the
 same weights."""
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ TP_2 = ["actor.megatron.tensor_model_parallel_size=2"]
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Any, quickstart_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Run on one process. Return (directory of the recorded rollouts and the exported weights, scores)."""
+def alone(
+    pool: Any, quickstart_overrides: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    """Run on one process. Return (directory of the recorded rollouts and the exported weights,
+    scores)."""
     out = tmp_path_factory.mktemp("alone")
     [scores] = pool(1).run(
         long_run_cases.run_steps,
@@ -35,9 +39,16 @@ def alone(pool: Any, quickstart_overrides: list[str], tmp_path_factory: pytest.T
     return out, scores
 
 
-@pytest.mark.parametrize(("world", "replay"), [(4, False), (4, True)], ids=["own rollouts", "replayed rollouts"])
+@pytest.mark.parametrize(
+    ("world", "replay"), [(4, False), (4, True)], ids=["own rollouts", "replayed rollouts"]
+)
 def test_four_processes_learn_like_one(
-    alone: tuple[Path, Any], pool: Any, quickstart_overrides: list[str], tmp_path: Path, world: int, replay: bool
+    alone: tuple[Path, Any],
+    pool: Any,
+    quickstart_overrides: list[str],
+    tmp_path: Path,
+    world: int,
+    replay: bool,
 ) -> None:
     out, wanted = alone
     before = pool(world).run(long_run_cases.num_trained_models)

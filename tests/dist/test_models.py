@@ -1,5 +1,6 @@
-"""Megatron's models in every layout against transformers' on one process: log-probs, entropies, and gradients of PPO's
-losses, for any split of the batch and the model. Whole PPO steps: test_layouts.py."""
+"""Megatron's models in every layout against transformers' on one process: log-probs, entropies, and
+gradients of PPO's losses, for any split of the batch and the model. Whole PPO steps:
+test_layouts.py."""
 
 from __future__ import annotations
 
@@ -45,11 +46,13 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 PROMPT_LENS = (3, 9, 5, 4, 4, 14, 2)
 RESPONSE_LENS = (6, 1, 11, 5, 5, 16, 8)
 OBSERVED = {2: (2, 3, 4, 7), 5: (0, 8, 9), 6: (7,)}
-"""Places of observations in the responses, by sequence: within one, at its beginning and at its end."""
+"""Places of observations in the responses, by sequence: within one, at its beginning and at its
+end."""
 ALL = tuple(range(len(PROMPT_LENS)))
 BIG = 10_000
 SMALL = 32
-"""Token budgets: all sequences in one micro-batch, and no two long ones together (the longest has 30 tokens)."""
+"""Token budgets: all sequences in one micro-batch, and no two long ones together (the longest has
+30 tokens)."""
 
 
 @pytest.fixture(scope="session")
@@ -60,14 +63,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def batch(checkpoints: dict[str, str]) -> RaggedBatch:
-    """Return a batch of random tokens, some of them observations, with inputs of the losses such that only some tokens
-    are clipped."""
-    return with_loss_inputs(checkpoints["qwen2_tied"], PROMPT_LENS, RESPONSE_LENS, observed=OBSERVED)
+    """Return a batch of random tokens, some of them observations, with inputs of the losses such
+    that only some tokens are clipped."""
+    return with_loss_inputs(
+        checkpoints["qwen2_tied"], PROMPT_LENS, RESPONSE_LENS, observed=OBSERVED
+    )
 
 
 @pytest.fixture(scope="session")
 def odd_batch(checkpoints: dict[str, str]) -> RaggedBatch:
-    """Return sequences of fewer than 2 x 4 tokens, of one token more than a multiple, and a long one among them."""
+    """Return sequences of fewer than 2 x 4 tokens, of one token more than a multiple, and a long
+    one among them."""
     prompt_lens = (1, 1, 2, 1, 3, 60)
     response_lens = (1, 2, 1, 16, 13, 61)
     # Of this seed no token is the padding token, whose embedding has no gradient in transformers.
@@ -88,7 +94,11 @@ def with_loss_inputs(
     if observed is not None:
         prompts = [Prompt(0, np.zeros(length, np.int32), "", None) for length in prompt_lens]
         marks = [
-            Generation([0] * n, [OBSERVED_TOKEN if i in observed.get(row, ()) else 0.0 for i in range(n)], True)
+            Generation(
+                [0] * n,
+                [OBSERVED_TOKEN if i in observed.get(row, ()) else 0.0 for i in range(n)],
+                True,
+            )
             for row, n in enumerate(response_lens)
         ]
         empty = replace(build_batch(prompts, Responses.of(marks)), tokens=empty.tokens)
@@ -126,26 +136,48 @@ def transformers_model(checkpoint: str) -> Reference:
     ],
 )
 def test_log_probs_and_entropy_match_transformers(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, settings: dict[str, Any]
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    tp: int,
+    pp: int,
+    settings: dict[str, Any],
 ) -> None:
     results = pool(world).run(
-        model_cases.log_probs, checkpoints=list(checkpoints.values()), tp=tp, pp=pp, batch=batch, budget=48, **settings
+        model_cases.log_probs,
+        checkpoints=list(checkpoints.values()),
+        tp=tp,
+        pp=pp,
+        batch=batch,
+        budget=48,
+        **settings,
     )
     for family, checkpoint in checkpoints.items():
         with torch.no_grad():
             wanted = transformers_model(checkpoint).log_probs(batch)
         for rank, result in enumerate(results):
-            for name, got, want in zip(("log-prob", "entropy"), result[checkpoint], wanted, strict=True):
+            for name, got, want in zip(
+                ("log-prob", "entropy"), result[checkpoint], wanted, strict=True
+            ):
                 torch.testing.assert_close(
-                    got, want, rtol=0, atol=1e-5, msg=lambda m, n=name, f=family, r=rank: f"{f}, rank {r}, {n}: {m}"
+                    got,
+                    want,
+                    rtol=0,
+                    atol=1e-5,
+                    msg=lambda m, n=name, f=family, r=rank: f"{f}, rank {r}, {n}: {m}",
                 )
 
 
 def gradient_jobs(checkpoints: dict[str, str]) -> list[Job]:
-    """Return jobs of both losses in all aggregation modes on one family, in one of them with one micro-batch too, and
-    single jobs on others."""
+    """Return jobs of both losses in all aggregation modes on one family, in one of them with one
+    micro-batch too, and single jobs on others."""
     budgets = [(mode, SMALL) for mode in MODES] + [(MODES[0], BIG)]
-    jobs = [Job(checkpoints["qwen2_tied"], role, *budget, ALL) for role in ("actor", "critic") for budget in budgets]
+    jobs = [
+        Job(checkpoints["qwen2_tied"], role, *budget, ALL)
+        for role in ("actor", "critic")
+        for budget in budgets
+    ]
     others = [
         ("qwen2_one_kv_head", "actor"),
         ("llama_biases", "actor"),
@@ -162,12 +194,14 @@ def transformers_gradients(batch: RaggedBatch, job: Job) -> Any:
     """Return the statistics and gradients of transformers' model, of each batch and job once."""
     key = (id(batch), job)
     if key not in _wanted:
-        _wanted[key] = (batch, transformers_model(job.checkpoint).gradients(batch, job))  # the batch keeps its id
+        # the batch keeps its id
+        _wanted[key] = (batch, transformers_model(job.checkpoint).gradients(batch, job))
     return _wanted[key][1]
 
 
 def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
-    """Compare every job on every rank with transformers and autograd on the mini-batch as a whole."""
+    """Compare every job on every rank with transformers and autograd on the mini-batch as a
+    whole."""
     for job in results[0]:
         stats, grads = transformers_gradients(batch, job)
         for rank, result in enumerate(results):
@@ -177,19 +211,30 @@ def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
             for name, want in grads.items():
                 # Rounding errors are relative to a tensor's largest gradient, not to each element.
                 error = float((got[name] - want).abs().max() / want.abs().max())
-                assert error < 1e-4, f"rank {rank}, {job}, {name}: off by {error:.1e} of the largest"
+                assert error < 1e-4, (
+                    f"rank {rank}, {job}, {name}: off by {error:.1e} of the largest"
+                )
 
 
-# Each pair of axes. One axis alone: the tests of engine settings and of replicas without sequences below.
+# Each pair of axes. One axis alone: the tests of engine settings and of replicas without sequences
+# below.
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "cp"),
     [(1, 1, 1, 1), (4, 2, 2, 1), (4, 2, 1, 2), (4, 1, 2, 2), (4, 1, 1, 4)],
 )
 def test_gradient_does_not_depend_on_layout_or_micro_batches(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, cp: int
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    tp: int,
+    pp: int,
+    cp: int,
 ) -> None:
     jobs = gradient_jobs(checkpoints)
-    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, cp=cp, batch=batch), batch)
+    assert_gradients(
+        pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, cp=cp, batch=batch), batch
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,10 +258,17 @@ def test_context_parallel_ranks_share_sequences_of_any_length(
     jobs = [
         Job(checkpoints["qwen2_untied"], role, "seq-mean-token-mean", budget, sequences)
         for role in ("actor", "critic")
-        for budget, sequences in ((BIG, (0, 1, 2, 3, 4, 5)), (128, (0, 1, 2, 3, 4, 5)), (BIG, (2,)), (BIG, (0, 1)))
+        for budget, sequences in (
+            (BIG, (0, 1, 2, 3, 4, 5)),
+            (128, (0, 1, 2, 3, 4, 5)),
+            (BIG, (2,)),
+            (BIG, (0, 1)),
+        )
     ]
     layout = {"tp": 1, "pp": 1, "cp": cp, **settings}
-    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, batch=odd_batch, **layout), odd_batch)
+    assert_gradients(
+        pool(world).run(model_cases.gradients, jobs=jobs, batch=odd_batch, **layout), odd_batch
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -225,7 +277,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "selective recomputation": {"recompute_granularity": "selective"},
     "full recomputation": {"recompute_granularity": "full"},
     "sequence parallel": {"sequence_parallel": True},
-    "sequence parallel, full recomputation": {"sequence_parallel": True, "recompute_granularity": "full"},
+    "sequence parallel, full recomputation": {
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+    },
     "virtual pipeline": {"vpp": 2},
     "virtual pipeline, full recomputation": {"vpp": 2, "recompute_granularity": "full"},
     "virtual pipeline, sequence parallel": {"vpp": 2, "sequence_parallel": True},
@@ -253,12 +308,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_gradient_does_not_depend_on_engine_settings(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, name: str
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    tp: int,
+    pp: int,
+    name: str,
 ) -> None:
-    jobs = [Job(checkpoints["qwen2_tied"], role, "token-mean", SMALL, ALL) for role in ("actor", "critic")]
+    jobs = [
+        Job(checkpoints["qwen2_tied"], role, "token-mean", SMALL, ALL)
+        for role in ("actor", "critic")
+    ]
     jobs += [Job(checkpoints["llama_biases"], "actor", "seq-mean-token-mean", SMALL, ALL)]
     settings = SETTINGS[name]
-    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch, **settings), batch)
+    assert_gradients(
+        pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch, **settings),
+        batch,
+    )
 
 
 @pytest.mark.parametrize("world", [4])
@@ -269,7 +336,9 @@ def test_stages_agree_on_the_shapes_of_their_messages(
     checkpoint = str(make_checkpoint(tmp_path, num_hidden_layers=8))
     of_16_tokens = 6 * (2,)
     jobs = [Job(checkpoint, "actor", "token-mean", 30, (5, *of_16_tokens, 1))]
-    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=1, pp=4, vpp=2, batch=batch), batch)
+    assert_gradients(
+        pool(world).run(model_cases.gradients, jobs=jobs, tp=1, pp=4, vpp=2, batch=batch), batch
+    )
 
 
 @pytest.mark.parametrize("world", [1])
@@ -281,7 +350,10 @@ def test_recomputation_is_bit_exact_and_saves_memory(
     grads = {}
     for granularity in (None, "selective", "full"):
         [(saved[granularity], grads[granularity])] = pool(world).run(
-            model_cases.saved_activations, checkpoint=checkpoint, batch=batch, recompute_granularity=granularity
+            model_cases.saved_activations,
+            checkpoint=checkpoint,
+            batch=batch,
+            recompute_granularity=granularity,
         )
     for granularity in ("selective", "full"):
         for name, grad in grads[None].items():
@@ -300,9 +372,14 @@ def test_a_context_parallel_rank_saves_its_share_of_activations(
     saved = {
         size: [
             most
-            for most, _ in pool(ranks).run(model_cases.saved_activations, checkpoint=checkpoint, batch=batch, **layout)
+            for most, _ in pool(ranks).run(
+                model_cases.saved_activations, checkpoint=checkpoint, batch=batch, **layout
+            )
         ]
-        for size, ranks, layout in ((1, 1, {"recompute_granularity": "selective"}), (cp, world, {"cp": cp}))
+        for size, ranks, layout in (
+            (1, 1, {"recompute_granularity": "selective"}),
+            (cp, world, {"cp": cp}),
+        )
     }
     assert max(saved[cp]) < 1.02 * saved[1][0] / cp
 
@@ -312,7 +389,9 @@ def test_recomputation_of_the_mlp_is_bit_exact_and_saves_memory(
 ) -> None:
     """Recompute on local layers what selective recomputation recomputes with Transformer Engine."""
     checkpoint = checkpoints["qwen2_tied"]
-    [(most, wanted)] = pool(1).run(model_cases.saved_activations, checkpoint=checkpoint, batch=batch)
+    [(most, wanted)] = pool(1).run(
+        model_cases.saved_activations, checkpoint=checkpoint, batch=batch
+    )
     [(saved, grads)] = pool(1).run(
         model_cases.saved_activations_of, modules=["mlp"], checkpoint=checkpoint, batch=batch
     )
@@ -342,7 +421,9 @@ def test_replica_without_sequences_changes_no_gradient(
     untied = checkpoints["qwen2_untied"]
     roles = ((tied, "actor"), (untied, "actor"), (tied, "critic"))
     jobs = [Job(checkpoint, role, "token-mean", BIG, sequences) for checkpoint, role in roles]
-    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, cp=cp, batch=batch), batch)
+    assert_gradients(
+        pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, cp=cp, batch=batch), batch
+    )
 
 
 def test_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatch) -> None:
@@ -351,7 +432,9 @@ def test_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatc
     stats, _ = transformers_model(tied).gradients(batch, Job(tied, "actor", "token-mean", BIG, ALL))
     assert 0.1 < stats["pg_clipfrac"] < 0.9
     assert stats["kl_loss"] > 0.01
-    stats, _ = transformers_model(tied).gradients(batch, Job(tied, "critic", "token-mean", BIG, ALL))
+    stats, _ = transformers_model(tied).gradients(
+        batch, Job(tied, "critic", "token-mean", BIG, ALL)
+    )
     assert 0.1 < stats["vf_clipfrac"] < 0.9
 
 
@@ -365,7 +448,14 @@ def test_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatc
     ],
 )
 def test_distributed_optimizer_takes_the_same_steps(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, family: str, cp: int
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    tp: int,
+    pp: int,
+    family: str,
+    cp: int,
 ) -> None:
     checkpoint = checkpoints[family]
     optim = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
@@ -395,7 +485,9 @@ def test_distributed_optimizer_takes_the_same_steps(
                     want,
                     rtol=0,
                     atol=1e-5,
-                    msg=lambda m, r=rank, d=distributed, n=name: f"rank {r}, distributed {d}, {n}: {m}",
+                    msg=lambda m, r=rank, d=distributed, n=name: (
+                        f"rank {r}, distributed {d}, {n}: {m}"
+                    ),
                 )
 
 
@@ -403,7 +495,9 @@ def test_distributed_optimizer_takes_the_same_steps(
 def test_first_ratio_is_one(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
 ) -> None:
-    results = pool(world).run(model_cases.first_update, checkpoint=checkpoints["qwen2_tied"], tp=tp, pp=pp, batch=batch)
+    results = pool(world).run(
+        model_cases.first_update, checkpoint=checkpoints["qwen2_tied"], tp=tp, pp=pp, batch=batch
+    )
     for metrics in results:
         assert abs(metrics["actor/ppo_kl"]) < 1e-6
         assert metrics["actor/kl_loss"] < 1e-11  # log-ratios of less than 5e-6
@@ -413,10 +507,18 @@ def test_first_ratio_is_one(
 
 @pytest.mark.parametrize(
     ("world", "settings"),
-    [(2, {"use_distributed_optimizer": False}), (2, {"use_distributed_optimizer": True, "dtype": "bfloat16"})],
+    [
+        (2, {"use_distributed_optimizer": False}),
+        (2, {"use_distributed_optimizer": True, "dtype": "bfloat16"}),
+    ],
 )
 def test_nonfinite_update_on_one_rank_is_skipped_on_all(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, tmp_path: Path, world: int, settings: dict[str, Any]
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    tmp_path: Path,
+    world: int,
+    settings: dict[str, Any],
 ) -> None:
     bad = (False, True, True, False, True, True, True)
     ranks = pool(world).run(
@@ -453,12 +555,18 @@ def test_nonfinite_update_on_one_rank_is_skipped_on_all(
     ]
     assert [s["prompt_length"] for s in sample["sequences"]] == list(PROMPT_LENS)
     assert [s["reward"] for s in sample["sequences"]] == list(range(batch.num_sequences))
-    assert torch.equal(torch.tensor([a for s in sample["sequences"] for a in s["advantages"]]), batch.advantages)
+    assert torch.equal(
+        torch.tensor([a for s in sample["sequences"] for a in s["advantages"]]), batch.advantages
+    )
 
 
 @pytest.mark.parametrize(("world", "distributed_optimizer"), [(1, False), (1, True), (2, True)])
 def test_bfloat16_weights_accumulate_updates_below_their_precision(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, distributed_optimizer: bool
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    distributed_optimizer: bool,
 ) -> None:
     results = pool(world).run(
         model_cases.bfloat16_steps,
@@ -470,6 +578,7 @@ def test_bfloat16_weights_accumulate_updates_below_their_precision(
     for result in results:
         assert result["weights"] == {"torch.bfloat16"}
         assert result["main"] == result["grads"] == result["moments"] == {"torch.float32"}
-        # 4e-5 is less than half the spacing of bfloat16 at 0.02; 10 * 4e-5 exceeds half the spacing at 0.1.
+        # 4e-5 is less than half the spacing of bfloat16 at 0.02; 10 * 4e-5 exceeds half the spacing
+        # at 0.1.
         assert result["moved_first"] == 0
         assert result["moved_last"] > 0.3

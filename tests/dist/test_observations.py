@@ -1,6 +1,7 @@
-"""Runs with an environment whose answers come at random times: the journal of observations repeats a run, a run that
-was killed in a step, and one of rollout.partial_rollout, whose conversations are cut within turns and between them. One
-run has tail_batching, whose conversations begin anew, the other filter_groups."""
+"""Runs with an environment whose answers come at random times: the journal of observations repeats
+a run, a run that was killed in a step, and one of rollout.partial_rollout, whose conversations are
+cut within turns and between them. One run has tail_batching, whose conversations begin anew, the
+other filter_groups."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ PARTIAL = ["rollout.partial_rollout=true", "algorithm.filter_groups.enable=true"
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_workspace(tmp_path_factory.mktemp("observations"), max_position_embeddings=128)
     (directory / "environment.py").write_text(ENVIRONMENT)
-    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
+    (directory / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": list(range(4, 10))})
+    )
     return write_config(
         directory,
         data={"train_batch_size": 4, "max_response_length": LIMIT},
@@ -87,8 +90,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(pool: Any, config: Path) -> Any:
-    """Return train(name, *overrides): each rank's steps of a run in the directory of that name, and the calls of its
-    environments."""
+    """Return train(name, *overrides): each rank's steps of a run in the directory of that name, and
+    the calls of its environments."""
 
     def run(name: str, *overrides: str) -> tuple[list[list[dict[str, Any]]], int]:
         calls = config.parent / "calls"
@@ -115,7 +118,15 @@ def _assert_same(ranks: list[list[dict[str, Any]]], others: list[list[dict[str, 
     """Compare tokens, log-probs and metrics of steps, bit for bit."""
     for steps, wanted in zip(ranks, others, strict=True):
         for step, other in zip(steps, wanted, strict=True):
-            for key in ("step", "prompts", "responses", "rollout_log_probs", "ages", "is_weights", "scores"):
+            for key in (
+                "step",
+                "prompts",
+                "responses",
+                "rollout_log_probs",
+                "ages",
+                "is_weights",
+                "scores",
+            ):
                 assert step[key] == other[key], (step["step"], key)
             same = step["metrics"].keys() & other["metrics"].keys()
             names = {key for key in same if not key.startswith(("timing", "perf", "memory"))}
@@ -125,7 +136,9 @@ def _assert_same(ranks: list[list[dict[str, Any]]], others: list[list[dict[str, 
 
 def _responses(steps: list[dict[str, Any]]) -> Counter[tuple[int, tuple[int, ...]]]:
     """Count the responses to each prompt."""
-    pairs = (pair for step in steps for pair in zip(step["prompts"], step["responses"], strict=True))
+    pairs = (
+        pair for step in steps for pair in zip(step["prompts"], step["responses"], strict=True)
+    )
     return Counter((prompt, tuple(tokens)) for prompt, tokens in pairs)
 
 
@@ -133,11 +146,14 @@ def _assert_same_tokens(rows: Counter[Any], others: Counter[Any]) -> None:
     """Compare the responses to the prompts that both have."""
     prompts = {prompt for prompt, _ in rows} & {prompt for prompt, _ in others}
     assert len(prompts) >= 4
-    assert {row for row in rows if row[0] in prompts} == {row for row in others if row[0] in prompts}
+    assert {row for row in rows if row[0] in prompts} == {
+        row for row in others if row[0] in prompts
+    }
 
 
 def _assert_complete(run: Path, steps: list[dict[str, Any]]) -> None:
-    """Check that a run has trained on whole groups, and on each that it has begun once, unless the last pool has it."""
+    """Check that a run has trained on whole groups, and on each that it has begun once, unless the
+    last pool has it."""
     assert all(set(Counter(step["prompts"]).values()) == {N} for step in steps)
     taken = [position for _, row in read_rows(run / "rollouts.jsonl") for position in row["taken"]]
     with np.load(run / f"global_step_{STEPS}" / "group_pool.npz") as arrays:
@@ -150,7 +166,9 @@ def tail(train: Any) -> Any:
     return train("tail", *TAIL)
 
 
-def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(train: Any, config: Path, tail: Any) -> None:
+def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(
+    train: Any, config: Path, tail: Any
+) -> None:
     steps, num_calls = tail
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
     events = [event for _, event in read_rows(config.parent / "tail" / "health.jsonl")]
@@ -185,8 +203,11 @@ def partial(train: Any) -> Any:
     return train("partial", *PARTIAL)
 
 
-def test_conversations_that_are_cut_end_as_those_that_are_not(config: Path, tail: Any, partial: Any) -> None:
-    """Check conversations that are cut within a turn and between two. A validation between leaves them as they are."""
+def test_conversations_that_are_cut_end_as_those_that_are_not(
+    config: Path, tail: Any, partial: Any
+) -> None:
+    """Check conversations that are cut within a turn and between two. A validation between leaves
+    them as they are."""
     steps = partial[0][0]
     rows = _responses(steps)
     assert max(rows.values()) == 1
@@ -194,20 +215,34 @@ def test_conversations_that_are_cut_end_as_those_that_are_not(config: Path, tail
     _assert_complete(config.parent / "partial", steps)
     assert all(np.ptp(np.reshape(step["scores"], (-1, N)), axis=1).all() for step in steps)
     assert sum(step["metrics"]["train/dropped_groups_ratio"] for step in steps) > 0
-    assert steps[1]["metrics"]["val-aux/arithmetic/seen/std@2"] > 0, "two conversations of each prompt"
+    assert steps[1]["metrics"]["val-aux/arithmetic/seen/std@2"] > 0, (
+        "two conversations of each prompt"
+    )
     states = []
     for step in range(1, STEPS + 1):
-        with np.load(config.parent / "partial" / f"global_step_{step}" / "group_pool.npz") as arrays:
+        with np.load(
+            config.parent / "partial" / f"global_step_{step}" / "group_pool.npz"
+        ) as arrays:
             groups = json.loads(str(arrays["conversations"]))
             lens = arrays["lens"]
-        states.append([(one, lens[g, int(i)]) for g, group in enumerate(groups) for i, one in group.items()])
+        states.append(
+            [(one, lens[g, int(i)]) for g, group in enumerate(groups) for i, one in group.items()]
+        )
     nums_waiting = [sum(one["waits"] for one, _ in each) for each in states]
     assert sum(nums_waiting) > 0, "some wait for their environment"
-    drawn = [length for each in states for one, length in each if not (one["waits"] or one["ended"])]
+    drawn = [
+        length for each in states for one, length in each if not (one["waits"] or one["ended"])
+    ]
     assert sum(drawn) > 0, "some are cut within a turn"
-    rows = [row for path in (config.parent / "partial").glob("observations/*") for _, row in read_rows(path)]
+    rows = [
+        row
+        for path in (config.parent / "partial").glob("observations/*")
+        for _, row in read_rows(path)
+    ]
     num_answers = sum(row["row"]["type"] == "answer" for row in rows)
-    assert num_answers <= partial[1] <= num_answers + nums_waiting[-1], "an environment stays alive between two calls"
+    assert num_answers <= partial[1] <= num_answers + nums_waiting[-1], (
+        "an environment stays alive between two calls"
+    )
 
 
 def test_a_partial_run_resumes_with_the_same_bits(train: Any, config: Path, partial: Any) -> None:
@@ -217,19 +252,30 @@ def test_a_partial_run_resumes_with_the_same_bits(train: Any, config: Path, part
     _assert_same(steps, [rank[1:] for rank in partial[0]])
 
 
-def test_environments_are_rebuilt_where_the_journal_is_lost(train: Any, config: Path, partial: Any) -> None:
+def test_environments_are_rebuilt_where_the_journal_is_lost(
+    train: Any, config: Path, partial: Any
+) -> None:
     """Check too that a journal goes back to the oldest checkpoint."""
     directory = _copied(config, "partial", "rebuilt", 1)
     shutil.rmtree(directory / "observations")
     steps, num_calls = train("rebuilt", *PARTIAL, "trainer.max_ckpt_to_keep=1")
     assert num_calls > 0
-    assert not list((directory / "observations").iterdir()) and (directory / f"global_step_{STEPS}").exists()
+    assert (
+        not list((directory / "observations").iterdir())
+        and (directory / f"global_step_{STEPS}").exists()
+    )
     _assert_same_tokens(_responses(steps[0]), _responses(partial[0][0][1:]))
 
 
 def test_another_layout_replays_conversations(train: Any, config: Path, partial: Any) -> None:
-    replay = [*PARTIAL, f"trainer.replay={config.parent / 'partial'}", "rollout.tensor_model_parallel_size=2"]
-    steps, num_calls = train("replayed_partial", *replay, "actor.megatron.tensor_model_parallel_size=2")
+    replay = [
+        *PARTIAL,
+        f"trainer.replay={config.parent / 'partial'}",
+        "rollout.tensor_model_parallel_size=2",
+    ]
+    steps, num_calls = train(
+        "replayed_partial", *replay, "actor.megatron.tensor_model_parallel_size=2"
+    )
     assert num_calls == 0
     for step, other in zip(steps[0], partial[0][0], strict=True):
         assert all(step[key] == other[key] for key in ("prompts", "responses", "ages", "scores"))

@@ -1,5 +1,5 @@
-"""Offload between phases: training is bit-exact, the memory is freed, and in each phase the tensor groups of the table
-are on the device. vLLM's sleep, which needs a GPU, is simulated."""
+"""Offload between phases: training is bit-exact, the memory is freed, and in each phase the tensor
+groups of the table are on the device. vLLM's sleep, which needs a GPU, is simulated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 OFFLOAD_ALL = [
     "reshard.share_weights=false",
     "trainer.planner=off",  # no state stays on the device between two optimizer steps
-    *(f"actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")),  # critic and ref likewise
+    # critic and ref likewise
+    *(f"actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")),
 ]
 OFFLOAD_ALL_BUT_ALIASED = [
     "actor.megatron.grad_offload=true",
@@ -31,7 +32,16 @@ OFFLOAD_ALL_BUT_ALIASED = [
     *(f"{role}.megatron.param_offload=true" for role in ("critic", "ref")),
 ]
 """Settings with vLLM's weights aliased to the actor's (equal tensor parallelism)."""
-STEP_PHASES = ["update_weights", "gen", "old_log_prob", "ref", "values", "sum_log_probs", "reward", "adv"]
+STEP_PHASES = [
+    "update_weights",
+    "gen",
+    "old_log_prob",
+    "ref",
+    "values",
+    "sum_log_probs",
+    "reward",
+    "adv",
+]
 STEP_PHASES += ["update_critic", "update_actor", "testing"]
 MACHINE_METRICS = ("run_id", "timing_", "perf/", "reshard/", "memory/")
 
@@ -46,19 +56,35 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("world", "tp", "rollout_tp", "dtype", "settings"),
     [
-        (2, 1, 1, "bfloat16", OFFLOAD_ALL),  # float32 and one rank: test_optimizer_state_survives_offload
+        # float32 and one rank: test_optimizer_state_survives_offload
+        (2, 1, 1, "bfloat16", OFFLOAD_ALL),
         (2, 2, 2, "bfloat16", OFFLOAD_ALL_BUT_ALIASED),
     ],
 )
 def test_loop_with_offload_is_bit_exact(
-    pool: Any, workspace: Path, world: int, tp: int, rollout_tp: int, dtype: str, settings: list[str], tmp_path: Path
+    pool: Any,
+    workspace: Path,
+    world: int,
+    tp: int,
+    rollout_tp: int,
+    dtype: str,
+    settings: list[str],
+    tmp_path: Path,
 ) -> None:
     def fit(name: str, extra: list[str]) -> list[dict[str, Any]]:
-        overrides = [f"trainer.default_local_dir={tmp_path / name}", f"actor.megatron.dtype={dtype}", *extra]
+        overrides = [
+            f"trainer.default_local_dir={tmp_path / name}",
+            f"actor.megatron.dtype={dtype}",
+            *extra,
+        ]
         results: list[dict[str, Any]] = pool(world).run(
             offload_cases.fit,
             config_path=str(workspace / "config.yaml"),
-            overrides=[*overrides, "trainer.save_freq=2", *cases.layout_overrides(tp, 1, rollout_tp)],
+            overrides=[
+                *overrides,
+                "trainer.save_freq=2",
+                *cases.layout_overrides(tp, 1, rollout_tp),
+            ],
             vllm_sleeps=name == "offloaded",
         )
         return results
@@ -82,12 +108,18 @@ def test_loop_with_offload_is_bit_exact(
         check_reported(result["reported"])
     for result in offloaded:
         check_vllm(result["vllm_calls"])
-        check_table(result["on_device"], {"actor": {"params"}} if settings == OFFLOAD_ALL_BUT_ALIASED else {})
+        check_table(
+            result["on_device"],
+            {"actor": {"params"}} if settings == OFFLOAD_ALL_BUT_ALIASED else {},
+        )
 
 
 def checksums(directory: Path) -> dict[str, str]:
     """Return the checksums of the training checkpoint's tensors and of the exported weights."""
-    files = [*(directory / "global_step_2").rglob("*.distcp"), directory / "hf" / "model.safetensors"]
+    files = [
+        *(directory / "global_step_2").rglob("*.distcp"),
+        directory / "hf" / "model.safetensors",
+    ]
     assert len(files) > 1
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
@@ -97,9 +129,9 @@ def training_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def check_vllm(calls: list[str]) -> None:
-    """Check that weights wake before the weight update and the KV cache after it, that both sleep while models train,
-    that the KV cache sleeps during the update between a validation and the next rollout, and that an engine that sleeps
-    wakes before it is closed.
+    """Check that weights wake before the weight update and the KV cache after it, that both sleep
+    while models train, that the KV cache sleeps during the update between a validation and the next
+    rollout, and that an engine that sleeps wakes before it is closed.
     """
     generate = ["wake weights", "wake kv_cache"]
     train = ["sleep 2"]
@@ -112,8 +144,11 @@ def check_vllm(calls: list[str]) -> None:
 
 
 def check_reported(reported: list[tuple[int, str]]) -> None:
-    """Check that the rank status names every phase and its step, also before the first step and after the last."""
-    phases = [(step, phase) for step, phase in reported if phase not in ("start", "offload", "step")]
+    """Check that the rank status names every phase and its step, also before the first step and
+    after the last."""
+    phases = [
+        (step, phase) for step, phase in reported if phase not in ("start", "offload", "step")
+    ]
     assert [*dict.fromkeys(phases)] == [
         *[(0, phase) for phase in ("load_checkpoint", "update_weights", "testing")],
         *[(1, phase) for phase in STEP_PHASES],
@@ -122,22 +157,29 @@ def check_reported(reported: list[tuple[int, str]]) -> None:
 
 
 def check_table(on_device: dict[str, dict[str, list[str]]], always: dict[str, set[str]]) -> None:
-    assert on_device.keys() == TABLE.keys() - {"reward_model"}, "a phase is missing in the table, or was not run"
+    assert on_device.keys() == TABLE.keys() - {"reward_model"}, (
+        "a phase is missing in the table, or was not run"
+    )
     for phase, groups in on_device.items():
         row = parts_on_device(phase)
-        # Adam's moments, in float32 the whole optimizer state, are made when they are loaded or first updated.
+        # Adam's moments, in float32 the whole optimizer state, are made when they are loaded or
+        # first updated.
         unknown = {"optimizer"} if phase == "load_checkpoint" else set()
         if row is not None:
             assert {role: set(names) - unknown for role, names in groups.items()} == {
                 role: (row[role] | always.get(role, set())) - unknown for role in groups
             }, phase
-    assert set(on_device["update_actor"]["actor"]) == {"params", "grads"}  # the state comes for its steps alone
+    # the state comes for its steps alone
+    assert set(on_device["update_actor"]["actor"]) == {"params", "grads"}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("offload_models")
-    return {family: str(make_checkpoint(root / family, family=family)) for family in ("qwen2", "qwen3_moe")}
+    return {
+        family: str(make_checkpoint(root / family, family=family))
+        for family in ("qwen2", "qwen3_moe")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +232,9 @@ def test_optimizer_state_survives_offload(
             use_distributed_optimizer=distributed,
         )
         outcomes.append(results)
-    for (plain, norms, no_bytes), (offloaded, offloaded_norms, num_bytes) in zip(*outcomes, strict=True):
+    for (plain, norms, no_bytes), (offloaded, offloaded_norms, num_bytes) in zip(
+        *outcomes, strict=True
+    ):
         assert norms == offloaded_norms and no_bytes == [0, 0, 0]
         assert len(plain) == len(offloaded) and all(map(torch.equal, plain, offloaded))
         # Adam's moments exist from the first step on.
@@ -201,7 +245,9 @@ def test_optimizer_state_survives_offload(
 def test_frozen_model_is_copied_to_the_host_once(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
 ) -> None:
-    result = pool(world).run(offload_cases.frozen_scores, checkpoint=checkpoints["qwen2"], batch=batch)[0]
+    result = pool(world).run(
+        offload_cases.frozen_scores, checkpoint=checkpoints["qwen2"], batch=batch
+    )[0]
     first, *others = result["scores"]
     assert all(torch.equal(first, scores) for scores in others)
     assert "the params of actor are offloaded" in result["message"]
@@ -262,7 +308,9 @@ def test_offloads_precede_onloads() -> None:
         timer = PhaseTimer()
         with schedule.phase(timer, phase):
             assert calls == wanted, phase
-        assert set(timer.result()) == {f"timing_s/{phase}"} | ({"timing_s/offload"} if wanted else set())
+        assert set(timer.result()) == {f"timing_s/{phase}"} | (
+            {"timing_s/offload"} if wanted else set()
+        )
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -291,7 +339,13 @@ def test_buffer_lost_in_vllms_sleep_is_detected(kept: bool) -> None:
 @pytest.mark.parametrize("world", [1])
 def test_a_config_for_gpus_is_built_on_a_cpu(pool: Any, workspace: Path, world: int) -> None:
     sections = {
-        "rollout": {"free_cache_engine": True, "gpu_memory_utilization": 0.6, "enforce_eager": True},
+        "rollout": {
+            "free_cache_engine": True,
+            "gpu_memory_utilization": 0.6,
+            "enforce_eager": True,
+        },
         "actor": {"megatron": {"dtype": "bfloat16", "fp8": "tensorwise"}},
     }
-    assert pool(world).outcomes(cases.try_to_build, directory=str(workspace), sections=sections) == [(True, None)]
+    assert pool(world).outcomes(
+        cases.try_to_build, directory=str(workspace), sections=sections
+    ) == [(True, None)]

@@ -49,7 +49,9 @@ def test_flops_are_those_of_torch(
         "qwen3_next": {"tied": False},
     }
     checkpoint = str(make_checkpoint(tmp_path / "model", family, **changes.get(family, {})))
-    (found,) = pool(1).run(operation_cases.counted_flops, checkpoint=checkpoint, role=role, **megatron)
+    (found,) = pool(1).run(
+        operation_cases.counted_flops, checkpoint=checkpoint, role=role, **megatron
+    )
     shape = ModelShape.from_hf_config(HFReader(checkpoint).config, value_head=role == "critic")
     lens = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     expected = forward_flops(shape, lens, sum(RESPONSES))
@@ -72,33 +74,42 @@ def test_flops_are_those_of_torch(
     attention = "aten._scaled_dot_product_flash_attention_for_cpu"
     assert found["forward"][attention] == all_pairs
     assert found["update"][attention] == passes * all_pairs
-    # Flash attention has five products in its backward pass, one of them the scores again; BACKWARD counts four.
+    # Flash attention has five products in its backward pass, one of them the scores again; BACKWARD
+    # counts four.
     assert found["update"][f"{attention}_backward"] == (BACKWARD + 0.5) * all_pairs
 
 
 def computed_by_blocks(shape: ModelShape, lens: list[int]) -> float:
-    """Return the FLOPs of attention with sinks and windows as models/layers.py computes it: a key and a query more for
-    the sink, 8 dimensions more, and with a window blocks of queries that see two blocks of keys and the sink."""
+    """Return the FLOPs of attention with sinks and windows as models/layers.py computes it: a key
+    and a query more for the sink, 8 dimensions more, and with a window blocks of queries that see
+    two blocks of keys and the sink."""
     whole = sum((n + 1) ** 2 for n in lens)
     window = shape.sliding_window
     in_blocks = sum(-(-n // window) * window * (2 * window + 1) for n in lens)
-    return (shape.num_layers - shape.num_windowed) * whole * 4.0 * shape.num_heads * (shape.head_dim + 8) + (
-        shape.num_windowed * in_blocks * 4.0 * shape.num_heads * (shape.head_dim + 8)
-    )
+    return (shape.num_layers - shape.num_windowed) * whole * 4.0 * shape.num_heads * (
+        shape.head_dim + 8
+    ) + (shape.num_windowed * in_blocks * 4.0 * shape.num_heads * (shape.head_dim + 8))
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_flops_of_mfu_are_those_of_torch_in_an_update(
     pool: Callable[[int], Workers], tmp_path: Path, role: str
 ) -> None:
-    """Compare a whole update: epochs, mini-batches and micro-batches of sequences of several lengths."""
+    """Compare a whole update: epochs, mini-batches and micro-batches of sequences of several
+    lengths."""
     checkpoint = str(make_checkpoint(tmp_path / "model", "qwen2"))
-    ((counts, of_mfu),) = pool(1).run(operation_cases.counted_update, checkpoint=checkpoint, role=role)
+    ((counts, of_mfu),) = pool(1).run(
+        operation_cases.counted_update, checkpoint=checkpoint, role=role
+    )
     shape = ModelShape.from_hf_config(HFReader(checkpoint).config, value_head=role == "critic")
     lens = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     once = forward_flops(shape, lens, sum(RESPONSES))
     epochs = 2
-    # What torch counts and MFU does not: the logits again (heads.py), masked pairs, and the scores of attention again.
+    # What torch counts and MFU does not: the logits again (heads.py), masked pairs, and the scores
+    # of attention again.
     logits = epochs * once.output * (role == "actor")
     all_pairs = epochs * once.attention / num_pairs(lens) * sum(n * n for n in lens)
-    assert sum(counts.values()) == of_mfu + logits + (1 + BACKWARD + 0.5) * all_pairs - epochs * 3 * once.attention
+    assert (
+        sum(counts.values())
+        == of_mfu + logits + (1 + BACKWARD + 0.5) * all_pairs - epochs * 3 * once.attention
+    )

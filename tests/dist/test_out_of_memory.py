@@ -1,4 +1,5 @@
-"""An update in which one rank runs out of memory: the token budget is halved and the update repeated on every rank."""
+"""An update in which one rank runs out of memory: the token budget is halved and the update
+repeated on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("memory") / "model", family="qwen2", tied=True))
+    return str(
+        make_checkpoint(tmp_path_factory.mktemp("memory") / "model", family="qwen2", tied=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,9 @@ def test_update_is_repeated_with_half_the_budget(updates: Any, batch: RaggedBatc
     halved = updates("halved", budget, tokens_in_memory=budget // 2)
     plain = updates("plain", budget, tokens_in_memory=None)
     assert [rank["budgets"] for rank in plain] == [[budget, budget]] * 2
-    assert max(max(rank["used"]) for rank in plain) > budget // 2, "the batch has no micro-batch that is too large"
+    assert max(max(rank["used"]) for rank in plain) > budget // 2, (
+        "the batch has no micro-batch that is too large"
+    )
     for with_halving, without in zip(halved, plain, strict=True):
         assert with_halving["budgets"] == [budget, budget // 2]
         assert with_halving["after_resume"] == [None, budget // 2]
@@ -64,10 +69,13 @@ def test_update_is_repeated_with_half_the_budget(updates: Any, batch: RaggedBatc
     assert equal(halved[0]["weights"], halved[1]["weights"])
 
 
-def test_without_room_for_the_longest_sequence_the_run_ends_on_every_rank(updates: Any, batch: RaggedBatch) -> None:
+def test_without_room_for_the_longest_sequence_the_run_ends_on_every_rank(
+    updates: Any, batch: RaggedBatch
+) -> None:
     longest = int(batch.seq_lens.max())
     for rank in updates("stuck", longest, tokens_in_memory=longest // 4):
         assert rank["error"] == (
-            f"actor: rank 1 is out of memory in update 2 of step 1, with micro-batches of {longest} tokens; lower "
-            "actor.ppo_max_token_len_per_gpu, or shard the model over more ranks (actor.megatron)"
+            "actor: rank 1 is out of memory in update 2 of step 1, with micro-batches of "
+            f"{longest} tokens; lower actor.ppo_max_token_len_per_gpu, or shard the model over "
+            "more ranks (actor.megatron)"
         )

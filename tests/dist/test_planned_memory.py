@@ -19,7 +19,12 @@ from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import Mesh
 
 BFLOAT16: dict[str, Any] = {"dtype": "bfloat16", "use_distributed_optimizer": True}
-ODD_SIZES: dict[str, Any] = {"hidden_size": 120, "intermediate_size": 200, "head_dim": 30, "num_hidden_layers": 5}
+ODD_SIZES: dict[str, Any] = {
+    "hidden_size": 120,
+    "intermediate_size": 200,
+    "head_dim": 30,
+    "num_hidden_layers": 5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gpt_oss": make_checkpoint(root / "gpt_oss", family="gpt_oss", tied=False),
         "delta_net": make_checkpoint(root / "delta_net", family="qwen3_next", tied=False),
         # Of two stages the first has no experts.
-        "mixed": make_checkpoint(root / "mixed", family="qwen3_moe", tied=False, mlp_only_layers=[0, 1]),
+        "mixed": make_checkpoint(
+            root / "mixed", family="qwen3_moe", tied=False, mlp_only_layers=[0, 1]
+        ),
     }
 
 
@@ -45,17 +52,41 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (2, "untied", {"tp": 2}, {}, ()),
         (2, "untied", {}, BFLOAT16, ()),
         (2, "untied", {}, {"dtype": "bfloat16"}, ()),
-        (2, "untied", {}, {"use_distributed_optimizer": True}, ("model.layers.0.*", "model.embed_tokens.*")),
+        (
+            2,
+            "untied",
+            {},
+            {"use_distributed_optimizer": True},
+            ("model.layers.0.*", "model.embed_tokens.*"),
+        ),
         (2, "tied", {"pp": 2, "vpp": 2}, BFLOAT16, ()),
         (4, "tied", {"pp": 2}, BFLOAT16, ()),
         (4, "tied", {"tp": 2}, {"use_distributed_optimizer": True}, ()),
         (4, "moe", {"ep": 2}, BFLOAT16, ()),
         (4, "moe", {"tp": 2, "ep": 2}, {"sequence_parallel": True}, ()),
         (4, "mixed", {"pp": 2, "ep": 2}, BFLOAT16, ()),
-        (4, "latent", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
+        (
+            4,
+            "latent",
+            {"tp": 2, "ep": 2},
+            {"sequence_parallel": True, "use_distributed_optimizer": True},
+            (),
+        ),
         (4, "glm", {"tp": 2, "ep": 2}, {"sequence_parallel": True, **BFLOAT16}, ()),
-        (4, "gpt_oss", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
-        (4, "delta_net", {"tp": 2, "ep": 2}, {"sequence_parallel": True, "use_distributed_optimizer": True}, ()),
+        (
+            4,
+            "gpt_oss",
+            {"tp": 2, "ep": 2},
+            {"sequence_parallel": True, "use_distributed_optimizer": True},
+            (),
+        ),
+        (
+            4,
+            "delta_net",
+            {"tp": 2, "ep": 2},
+            {"sequence_parallel": True, "use_distributed_optimizer": True},
+            (),
+        ),
     ],
 )
 def test_model_state_is_exact(
@@ -67,9 +98,14 @@ def test_model_state_is_exact(
     megatron: dict[str, Any],
     freeze: Sequence[str],
 ) -> None:
-    """Compare parameters, gradients and optimizer state of each stage's fullest rank with the bytes of its storages."""
+    """Compare parameters, gradients and optimizer state of each stage's fullest rank with the bytes
+    of its storages."""
     measured: list[ModelState] = pool(world).run(
-        planner_cases.measured_state, checkpoint=str(checkpoints[model]), mesh=mesh, freeze=freeze, **megatron
+        planner_cases.measured_state,
+        checkpoint=str(checkpoints[model]),
+        mesh=mesh,
+        freeze=freeze,
+        **megatron,
     )
     shape = HFReader(str(checkpoints[model])).shape()
     config = MegatronConfig(**{"dtype": "float32", "use_distributed_optimizer": False, **megatron})
@@ -88,8 +124,14 @@ def test_model_state_is_exact(
             tied_embedding=shape.shares_embeddings,
         )
         others = map(ranks.coordinate, range(world))
-        alike = [state for other, state in zip(others, measured, strict=True) if (other.tp, other.pp) == (at.tp, at.pp)]
-        fullest = ModelState(*[max(sizes) for sizes in zip(*[vars(state).values() for state in alike], strict=True)])
+        alike = [
+            state
+            for other, state in zip(others, measured, strict=True)
+            if (other.tp, other.pp) == (at.tp, at.pp)
+        ]
+        fullest = ModelState(
+            *[max(sizes) for sizes in zip(*[vars(state).values() for state in alike], strict=True)]
+        )
         assert found == fullest
 
 
@@ -112,7 +154,13 @@ def test_model_state_is_exact(
         (2, "tied", {"pp": 2}, 4, {"dtype": "bfloat16"}),
         (2, "tied", {"pp": 2, "vpp": 2}, 4, {}),
         (4, "moe", {"tp": 2, "ep": 2}, 1, {"sequence_parallel": True}),
-        (4, "tied", {"tp": 2, "pp": 2}, 3, {"sequence_parallel": True, "recompute_granularity": "selective"}),
+        (
+            4,
+            "tied",
+            {"tp": 2, "pp": 2},
+            3,
+            {"sequence_parallel": True, "recompute_granularity": "selective"},
+        ),
     ],
 )
 def test_activation_peak(
@@ -124,8 +172,9 @@ def test_activation_peak(
     micro_batches: int,
     megatron: dict[str, Any],
 ) -> None:
-    """Compare the peak of an update with that of torch's memory profiler: within 10 % on one rank. On several gloo's
-    threads free tensors unseen by the profiler, and measurements of one layout differ by more than that."""
+    """Compare the peak of an update with that of torch's memory profiler: within 10 % on one rank.
+    On several gloo's threads free tensors unseen by the profiler, and measurements of one layout
+    differ by more than that."""
     measured: list[int] = pool(world).run(
         planner_cases.measured_peak,
         checkpoint=str(checkpoints[model]),
@@ -135,7 +184,9 @@ def test_activation_peak(
     )
     shape = HFReader(str(checkpoints[model])).shape()
     ranks = Mesh(world, **{"tp": 1, "pp": 1, **mesh})
-    config = MegatronConfig(**{"dtype": "float32", "tensor_model_parallel_size": ranks.tp, **megatron})
+    config = MegatronConfig(
+        **{"dtype": "float32", "tensor_model_parallel_size": ranks.tp, **megatron}
+    )
     sequences = planner_cases.SEQUENCES
     tokens = sequences * (planner_cases.PROMPT + planner_cases.RESPONSE)
     work = Pass(tokens, sequences * planner_cases.RESPONSE, micro_batches)

@@ -38,8 +38,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         (2, "qwen2", "actor", {"tp": 2}, (), {"dtype": "bfloat16"}),
         (2, "qwen2", "critic", {"pp": 2}, ("model.embed_tokens.*",), {}),
-        (4, "qwen2", "actor", {"tp": 2}, (), {"dtype": "bfloat16", "use_distributed_optimizer": True}),
-        (4, "moe", "actor", {"ep": 2}, (), {"dtype": "bfloat16", "use_distributed_optimizer": True}),
+        (
+            4,
+            "qwen2",
+            "actor",
+            {"tp": 2},
+            (),
+            {"dtype": "bfloat16", "use_distributed_optimizer": True},
+        ),
+        (
+            4,
+            "moe",
+            "actor",
+            {"ep": 2},
+            (),
+            {"dtype": "bfloat16", "use_distributed_optimizer": True},
+        ),
     ],
 )
 def test_checkpoint(
@@ -54,7 +68,12 @@ def test_checkpoint(
 ) -> None:
     """Compare the tensors of a saved checkpoint, to the byte, its files, and host memory."""
     measured = pool(world).run(
-        traffic_cases.saved, checkpoint=str(checkpoints[model]), role=role, mesh=mesh, freeze=freeze, **megatron
+        traffic_cases.saved,
+        checkpoint=str(checkpoints[model]),
+        role=role,
+        mesh=mesh,
+        freeze=freeze,
+        **megatron,
     )
     shape = HFReader(str(checkpoints[model])).shape(value_head=role == "critic")
     config = MegatronConfig(**{"dtype": "float32", "use_distributed_optimizer": False, **megatron})
@@ -80,9 +99,12 @@ def test_checkpoint(
 
 
 def test_the_benchmark_of_saves_runs_small(pool: Any) -> None:
-    """benchmarks/gpu/save.py: both kinds of save with both kinds of storages, which write the same bytes."""
+    """benchmarks/gpu/save.py: both kinds of save with both kinds of storages, which write the same
+    bytes."""
     (found,) = pool(1).run(traffic_cases.measured_saves)
-    assert found.keys() == {(a, b) for a in ("exact", "views") for b in ("background", "synchronous")}
+    assert found.keys() == {
+        (a, b) for a in ("exact", "views") for b in ("background", "synchronous")
+    }
     assert all(seconds > 0 for seconds, _ in found.values())
 
 
@@ -91,7 +113,12 @@ def test_the_benchmark_of_saves_runs_small(pool: Any) -> None:
     [(2, {"tp": 2}, 1), (4, {"tp": 2, "pp": 2}, 1), (4, {"pp": 4}, 2), (4, {"tp": 4}, 2)],
 )
 def test_weight_update(
-    pool: Any, checkpoints: dict[str, Path], tmp_path: Path, world: int, mesh: dict[str, int], rollout_tp: int
+    pool: Any,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    world: int,
+    mesh: dict[str, int],
+    rollout_tp: int,
 ) -> None:
     """Compare with the bytes of the messages that arrive, on nodes of two ranks."""
     measured = pool(world).run(
@@ -101,10 +128,17 @@ def test_weight_update(
     sizes = {"tensor_model_parallel_size": ranks.tp, "pipeline_model_parallel_size": ranks.pp}
     rollout = {"tensor_model_parallel_size": rollout_tp}
     cfg = load_config(
-        str(write_config(tmp_path, actor={"megatron": {**sizes, "dtype": "bfloat16"}}, rollout=rollout)), []
+        str(
+            write_config(
+                tmp_path, actor={"megatron": {**sizes, "dtype": "bfloat16"}}, rollout=rollout
+            )
+        ),
+        [],
     )
     shape = HFReader(str(checkpoints["qwen2"])).shape()
-    (plan,) = weight_update_plans(cfg, shape, training_layouts(shape, ranks, transformer_engine=True), 2)
+    (plan,) = weight_update_plans(
+        cfg, shape, training_layouts(shape, ranks, transformer_engine=True), 2
+    )
     assert list(plan.received_bytes) == measured
     update, *_ = plan_traffic(cfg, {"actor": shape}, world, 2, Lengths(24, 12))
     assert update.intra_node + update.inter_node in measured

@@ -71,10 +71,22 @@ def counted(collectives: Sequence[Collective]) -> Counts:
         (2, "qwen2", "critic", {"tp": 2}, SEQUENCE_PARALLEL),
         (2, "qwen2", "critic", {"pp": 2, "vpp": 2}, {}),
         (4, "qwen2", "actor", {"pp": 2}, DISTRIBUTED),
-        (4, "qwen2", "actor", {"tp": 2, "pp": 2}, {"sequence_parallel": True, "recompute_granularity": "selective"}),
+        (
+            4,
+            "qwen2",
+            "actor",
+            {"tp": 2, "pp": 2},
+            {"sequence_parallel": True, "recompute_granularity": "selective"},
+        ),
         (2, "qwen2", "actor", {"cp": 2}, {}),
         (2, "qwen3", "actor", {"cp": 2}, {"dtype": "bfloat16", "recompute_granularity": "full"}),
-        (4, "qwen2", "critic", {"cp": 2, "pp": 2}, {**DISTRIBUTED, "recompute_granularity": "selective"}),
+        (
+            4,
+            "qwen2",
+            "critic",
+            {"cp": 2, "pp": 2},
+            {**DISTRIBUTED, "recompute_granularity": "selective"},
+        ),
         (4, "qwen2", "critic", {"cp": 2, "tp": 2}, SEQUENCE_PARALLEL),
     ],
 )
@@ -100,7 +112,10 @@ def test_collectives_are_exact(
     )
     ranks = Mesh(world, **{"tp": 1, "pp": 1, **mesh})
     for rank in range(world):
-        assert counted(planned(checkpoints[model], role, ranks, trains, rank, megatron)) == measured[rank]
+        assert (
+            counted(planned(checkpoints[model], role, ranks, trains, rank, megatron))
+            == measured[rank]
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,9 +131,14 @@ def test_collectives_are_exact(
     ],
 )
 def test_collectives_of_experts(
-    pool: Any, checkpoints: dict[str, Path], model: str, mesh: dict[str, int], megatron: dict[str, Any]
+    pool: Any,
+    checkpoints: dict[str, Path],
+    model: str,
+    mesh: dict[str, int],
+    megatron: dict[str, Any],
 ) -> None:
-    """Compare the sums over all ranks: tokens are not routed evenly, and gloo gathers uneven parts by
+    """Compare the sums over all ranks: tokens are not routed evenly, and gloo gathers uneven parts
+    by
     all-to-all."""
     measured: list[Counts] = pool(4).run(
         traffic_cases.recorded,
@@ -130,12 +150,16 @@ def test_collectives_of_experts(
         **megatron,
     )
     ranks = Mesh(4, **{"tp": 1, "pp": 1, **mesh})
-    found = [counted(planned(checkpoints[model], "actor", ranks, True, rank, megatron)) for rank in range(4)]
+    found = [
+        counted(planned(checkpoints[model], "actor", ranks, True, rank, megatron))
+        for rank in range(4)
+    ]
     assert by_group(found) == by_group(measured)
 
 
 def by_group(ranks: Sequence[Counts]) -> dict[tuple[int, int], list[int]]:
-    """Return bytes and calls of all collectives of all ranks, by (ranks of the group, distance of its first two)."""
+    """Return bytes and calls of all collectives of all ranks, by (ranks of the group, distance of
+    its first two)."""
     found: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
     for counts in ranks:
         for (_, group), (size, calls) in counts.items():

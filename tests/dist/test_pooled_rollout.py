@@ -1,5 +1,5 @@
-"""rollout.tail_batching and rollout.partial_rollout in the whole loop: which groups a step trains on, the ages of their
-tokens, and resumes that are bit for bit."""
+"""rollout.tail_batching and rollout.partial_rollout in the whole loop: which groups a step trains
+on, the ages of their tokens, and resumes that are bit for bit."""
 
 from __future__ import annotations
 
@@ -38,15 +38,21 @@ PARTIAL = [
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a config whose responses end after 20 tokens on average: twelve tokens are end tokens."""
-    directory = make_workspace(tmp_path_factory.mktemp("pooled"), num_hidden_layers=2, max_position_embeddings=128)
-    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 16))}))
+    """Return a config whose responses end after 20 tokens on average: twelve tokens are end
+    tokens."""
+    directory = make_workspace(
+        tmp_path_factory.mktemp("pooled"), num_hidden_layers=2, max_position_embeddings=128
+    )
+    (directory / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": list(range(4, 16))})
+    )
     return write_config(directory, **SECTIONS)
 
 
 @pytest.fixture(scope="module")
 def train(pool: Any, config: Path) -> Any:
-    """Return train(world, name, *overrides): each rank's result of a run in the directory of that name."""
+    """Return train(world, name, *overrides): each rank's result of a run in the directory of that
+    name."""
 
     def run(world: int, name: str, *overrides: str) -> list[dict[str, Any]]:
         directory = f"trainer.default_local_dir={config.parent / name}"
@@ -65,7 +71,10 @@ def partial(train: Any) -> list[dict[str, Any]]:
 
 
 def _decisions(step: dict[str, Any]) -> dict[str, Any]:
-    return {key: step[key] for key in ("prompts", "responses", "rollout_log_probs", "ages", "is_weights")}
+    return {
+        key: step[key]
+        for key in ("prompts", "responses", "rollout_log_probs", "ages", "is_weights")
+    }
 
 
 def _pairs(step: dict[str, Any]) -> list[tuple[int, list[int]]]:
@@ -74,27 +83,39 @@ def _pairs(step: dict[str, Any]) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_tail_batching_trains_on_the_responses_of_plain_sampling(train: Any, world: int) -> None:
-    """Check that with weights that do not change an epoch has the same responses, in another order."""
+    """Check that with weights that do not change an epoch has the same responses, in another
+    order."""
     frozen = ["actor.optim.lr=0", "critic.optim.lr=0"]
     plain = train(world, f"plain_{world}", *frozen)[0]["steps"]
-    first, *others = train(world, f"tail_{world}", *frozen, "rollout.tail_batching=true", "rollout.prompts_in_flight=8")
+    first, *others = train(
+        world, f"tail_{world}", *frozen, "rollout.tail_batching=true", "rollout.prompts_in_flight=8"
+    )
     for rank in others:
-        assert [_decisions(step) for step in rank["steps"]] == [_decisions(step) for step in first["steps"]]
+        assert [_decisions(step) for step in rank["steps"]] == [
+            _decisions(step) for step in first["steps"]
+        ]
     tail = first["steps"]
     rows = [
-        Counter((prompt, tuple(tokens)) for step in steps for prompt, tokens in _pairs(step)) for steps in (plain, tail)
+        Counter((prompt, tuple(tokens)) for step in steps for prompt, tokens in _pairs(step))
+        for steps in (plain, tail)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == NEEDED * N * PER_EPOCH
     assert max(Counter(prompt for prompt, _ in rows[1]).values()) == N, "each prompt once"
     longest = [max(map(len, step["responses"])) for step in tail]
     left = [step["metrics"]["train/tail_groups"] for step in tail]
     assert max(left) > 0 and left[-1] == 0, "the epoch ends without groups that are left"
-    assert min(longest) < min(max(map(len, step["responses"])) for step in plain), "some steps have no long response"
+    assert min(longest) < min(max(map(len, step["responses"])) for step in plain), (
+        "some steps have no long response"
+    )
 
 
-def test_partial_rollout_continues_responses_with_new_weights(partial: list[dict[str, Any]]) -> None:
+def test_partial_rollout_continues_responses_with_new_weights(
+    partial: list[dict[str, Any]],
+) -> None:
     steps = partial[0]["steps"]
-    assert [_decisions(step) for step in steps] == [_decisions(step) for step in partial[1]["steps"]]
+    assert [_decisions(step) for step in steps] == [
+        _decisions(step) for step in partial[1]["steps"]
+    ]
     assert all(len(set(step["prompts"])) == NEEDED for step in steps)
     seen = Counter(prompt for step in steps for prompt in set(step["prompts"]))
     assert len(seen) > 2 * NEEDED
@@ -109,11 +130,15 @@ def test_partial_rollout_continues_responses_with_new_weights(partial: list[dict
         metrics = step["metrics"]
         assert metrics["training/off_policy/trajectory_staleness_worst/max"] == max(step["ages"])
         shares = [value for key, value in metrics.items() if "token_share" in key]
-        assert sum(shares) == pytest.approx(1) and metrics["training/rollout_logprobs_diff_max"] < 1e-4
+        assert (
+            sum(shares) == pytest.approx(1) and metrics["training/rollout_logprobs_diff_max"] < 1e-4
+        )
         weights = np.array(step["is_weights"])
         old = np.array(step["ages"]) > 0
         assert np.allclose(weights[~old], 1, atol=1e-4)
-        assert not old.any() or np.abs(weights[old] - 1).max() > 1e-3, "older weights drew these tokens"
+        assert not old.any() or np.abs(weights[old] - 1).max() > 1e-3, (
+            "older weights drew these tokens"
+        )
     assert spans > 0, "some responses were continued"
 
 
@@ -159,42 +184,73 @@ def test_each_trained_response_is_scored_once_and_the_first_while_others_are_gen
             rows = zip(step["texts"], step["truths"], strict=True)
             assert step["scores"] == [_score(*row) for row in rows]
             if greedy:
-                assert [score // 10 for score in step["greedy_scores"]] == [_score("", t) // 10 for t in step["truths"]]
-        assert sum(step["submitted"]["all"] for step in steps) == NEEDED * N + (NEEDED if greedy else 0)
+                assert [score // 10 for score in step["greedy_scores"]] == [
+                    _score("", t) // 10 for t in step["truths"]
+                ]
+        assert sum(step["submitted"]["all"] for step in steps) == NEEDED * N + (
+            NEEDED if greedy else 0
+        )
         early += sum(step["submitted"]["early"] for step in steps)
-    assert (early > NEEDED * N) == (reward == SCORE_ONE), "a function of all rows waits for the last"
+    assert (early > NEEDED * N) == (reward == SCORE_ONE), (
+        "a function of all rows waits for the last"
+    )
 
 
 def test_a_run_without_a_pool_trains_on_the_groups_that_are_left(train: Any, config: Path) -> None:
-    """Check that a resume that turns the pool off takes each prompt of the epoch once. Then it draws batches again."""
+    """Check that a resume that turns the pool off takes each prompt of the epoch once. Then it
+    draws batches again."""
     seven = [*PARTIAL, "rollout.prompts_in_flight=7", "trainer.total_training_steps=3"]
     with_pool = train(2, "turned_on", *seven)[0]["steps"]
     start = config.parent / "turned_on" / "global_step_3"
-    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "trainer.save_freq=1"]
+    resume = [
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={start}",
+        "trainer.save_freq=1",
+    ]
     steps = train(2, "turned_off", *resume, "trainer.total_training_steps=8")[0]["steps"]
     trained = Counter(prompt for step in [*with_pool, *steps[:3]] for prompt in step["prompts"])
     assert set(trained.values()) == {N} and len(trained) == NEEDED * PER_EPOCH
     assert all(step["ages"] is None for step in steps)
     assert [step["metrics"].get("train/tail_groups") for step in steps] == [3, 3, 0, None, None]
     assert [step["metrics"]["training/epoch"] for step in steps] == [0, 0, 0, 1, 1]
-    again = train(2, "turned_off", "trainer.resume_mode=auto", "trainer.total_training_steps=9")[0]["steps"]
+    again = train(2, "turned_off", "trainer.resume_mode=auto", "trainer.total_training_steps=9")[0][
+        "steps"
+    ]
     assert not {*again[0]["prompts"]} & {prompt for step in steps[3:] for prompt in step["prompts"]}
 
 
-def test_a_checkpoint_has_the_pool_in_a_file_of_its_own(config: Path, partial: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_has_the_pool_in_a_file_of_its_own(
+    config: Path, partial: list[dict[str, Any]]
+) -> None:
     directory = config.parent / "partial" / "global_step_3"
     state = json.loads((directory / "state.json").read_text())["loop"]["group_pool"]
     manifest = json.loads((directory / "manifest.json").read_text())["files"]
     with np.load(directory / "group_pool.npz") as arrays:
-        assert len(arrays["positions"]) == state["num_groups"] == partial[0]["steps"][2]["metrics"][KEPT]
-        assert arrays["lens"].sum() == len(arrays["tokens"]) == arrays["version_lens"].sum() > len(arrays["versions"])
+        assert (
+            len(arrays["positions"])
+            == state["num_groups"]
+            == partial[0]["steps"][2]["metrics"][KEPT]
+        )
+        assert (
+            arrays["lens"].sum()
+            == len(arrays["tokens"])
+            == arrays["version_lens"].sum()
+            > len(arrays["versions"])
+        )
     assert manifest["group_pool.npz"]["bytes"] == (directory / "group_pool.npz").stat().st_size
 
 
-def test_a_partial_run_resumes_bit_for_bit(train: Any, config: Path, partial: list[dict[str, Any]]) -> None:
-    """Check too that trainer.save_minutes saves, deletes none that save_freq asks for, and changes nothing else."""
+def test_a_partial_run_resumes_bit_for_bit(
+    train: Any, config: Path, partial: list[dict[str, Any]]
+) -> None:
+    """Check too that trainer.save_minutes saves, deletes none that save_freq asks for, and changes
+    nothing else."""
     start = config.parent / "partial" / "global_step_3"
-    settings = [*PARTIAL[:2], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
+    settings = [
+        *PARTIAL[:2],
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={start}",
+    ]
     settings += ["trainer.save_freq=4", "trainer.save_minutes=1e-6", "trainer.max_ckpt_to_keep=1"]
     resumed = train(2, "resumed", *settings)
     assert sorted(path.name for path in (config.parent / "resumed").glob("global_step_*")) == [
@@ -214,11 +270,17 @@ def test_a_resume_with_another_batch_size_ends_the_epoch_with_its_own_prompts(
 ) -> None:
     """Check that kept groups continue, and that each prompt of the epoch is trained on once."""
     start = config.parent / "partial" / "global_step_3"
-    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "trainer.save_freq=1"]
+    resume = [
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={start}",
+        "trainer.save_freq=1",
+    ]
     resume += [*PARTIAL[:2], "data.train_batch_size=6", "trainer.total_epochs=1"]
     resume += [f"{role}.ppo_mini_batch_size=3" for role in ("actor", "critic")]
     rest = train(1, "larger_batches", *resume, "trainer.total_training_steps=null")[0]["steps"]
-    trained = Counter(prompt for step in [*partial[0]["steps"][:3], *rest] for prompt in step["prompts"])
+    trained = Counter(
+        prompt for step in [*partial[0]["steps"][:3], *rest] for prompt in step["prompts"]
+    )
     assert set(trained.values()) == {N} and len(trained) == NEEDED * PER_EPOCH
     assert [step["step"] for step in rest] == [4, 5] and max(rest[0]["ages"]) > 0
     assert [step["metrics"]["training/epoch"] for step in rest] == [0, 0]
@@ -227,8 +289,8 @@ def test_a_resume_with_another_batch_size_ends_the_epoch_with_its_own_prompts(
 def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
     pool: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Check a resume too, which reads them: without its experts a response cannot be trained on. The routers have
-    losses, and correction biases that move."""
+    """Check a resume too, which reads them: without its experts a response cannot be trained on.
+    The routers have losses, and correction biases that move."""
     directory = make_workspace(
         tmp_path_factory.mktemp("pooled_experts"),
         family="glm4_moe",
@@ -236,7 +298,9 @@ def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
         num_hidden_layers=2,
         max_position_embeddings=128,
     )
-    (directory / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
+    (directory / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": list(range(4, 10))})
+    )
     settings = [
         *PARTIAL,
         "algorithm.router_replay=rollout",
@@ -251,7 +315,9 @@ def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
     start = directory / "run" / "global_step_2"
     assert len(list(start.glob("group_pool_experts_*.npz"))) == 2
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
-    resumed = train(overrides=[*settings, *resume, f"trainer.default_local_dir={directory / 'resumed'}"])
+    resumed = train(
+        overrides=[*settings, *resume, f"trainer.default_local_dir={directory / 'resumed'}"]
+    )
     for part, other in zip(resumed, whole, strict=True):
         assert [step["step"] for step in part["steps"]] == [3, 4]
         assert [step["metrics"]["actor/loss"] for step in part["steps"]] == [
@@ -259,59 +325,111 @@ def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
         ]
         _assert_same_weights(part, other)
         for step, again in zip(other["steps"][2:], part["steps"], strict=True):
-            losses = {key: value for key, value in step["metrics"].items() if key.startswith("actor/router_")}
-            assert losses == {key: again["metrics"][key] for key in ("actor/router_aux_loss", "actor/router_z_loss")}
+            losses = {
+                key: value
+                for key, value in step["metrics"].items()
+                if key.startswith("actor/router_")
+            }
+            assert losses == {
+                key: again["metrics"][key]
+                for key in ("actor/router_aux_loss", "actor/router_z_loss")
+            }
             assert 0.9 < losses["actor/router_aux_loss"] < 2.0
-    oldest = [step["metrics"]["training/off_policy/trajectory_staleness/max"] for step in whole[0]["steps"]]
+    oldest = [
+        step["metrics"]["training/off_policy/trajectory_staleness/max"]
+        for step in whole[0]["steps"]
+    ]
     assert max(oldest) > 0, "no response has ended in an earlier step"
 
 
 def test_groups_that_would_be_too_stale(train: Any, config: Path) -> None:
-    settings = [*PARTIAL[:2], "rollout.max_off_policy_threshold=2", "trainer.total_training_steps=4"]
+    settings = [
+        *PARTIAL[:2],
+        "rollout.max_off_policy_threshold=2",
+        "trainer.total_training_steps=4",
+    ]
     settings.append("health.patience=1")
     dropped, waited = (
-        train(1, name, *settings, f"rollout.max_off_policy_strategy={name}")[0]["steps"] for name in ("drop", "wait")
+        train(1, name, *settings, f"rollout.max_off_policy_strategy={name}")[0]["steps"]
+        for name in ("drop", "wait")
     )
     key = "training/off_policy/dropped_groups"
-    assert sum(step["metrics"][key] for step in dropped) > 0 == sum(step["metrics"][key] for step in waited)
-    events = [json.loads(line) for line in (config.parent / "drop" / "health.jsonl").read_text().splitlines()]
+    assert (
+        sum(step["metrics"][key] for step in dropped)
+        > 0
+        == sum(step["metrics"][key] for step in waited)
+    )
+    events = [
+        json.loads(line)
+        for line in (config.parent / "drop" / "health.jsonl").read_text().splitlines()
+    ]
     assert "groups_dropped" in {event["rule"] for event in events}
     for step in (*dropped, *waited):
-        assert max(step["ages"]) <= 1, "at most two versions from the first token to the trained weights"
+        assert max(step["ages"]) <= 1, (
+            "at most two versions from the first token to the trained weights"
+        )
 
 
-def test_a_lower_limit_cuts_kept_responses(train: Any, config: Path, partial: list[dict[str, Any]]) -> None:
+def test_a_lower_limit_cuts_kept_responses(
+    train: Any, config: Path, partial: list[dict[str, Any]]
+) -> None:
     start = config.parent / "partial" / "global_step_2"
-    overrides = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "data.max_response_length=10"]
-    steps = train(1, "shorter", *PARTIAL[:2], *overrides, "trainer.total_training_steps=4")[0]["steps"]
+    overrides = [
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={start}",
+        "data.max_response_length=10",
+    ]
+    steps = train(1, "shorter", *PARTIAL[:2], *overrides, "trainer.total_training_steps=4")[0][
+        "steps"
+    ]
     assert {len(tokens) for step in steps for tokens in step["responses"]} <= set(range(1, 11))
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_another_layout_replays_the_run(train: Any, config: Path, partial: list[dict[str, Any]], world: int) -> None:
+def test_another_layout_replays_the_run(
+    train: Any, config: Path, partial: list[dict[str, Any]], world: int
+) -> None:
     replay = [*PARTIAL[:2], f"trainer.replay={config.parent / 'partial'}"]
-    tp = [] if world == 1 else ["actor.megatron.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
+    tp = (
+        []
+        if world == 1
+        else ["actor.megatron.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
+    )
     steps = train(world, f"replay_{world}", *replay, *tp)[0]["steps"]
     for step, other in zip(steps, partial[0]["steps"], strict=True):
         assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
         assert step["rollout_log_probs"] == pytest.approx(other["rollout_log_probs"], abs=1e-3)
-        for key in ("actor/loss", "critic/vf_loss", "actor/grad_norm", "training/off_policy/kept_groups"):
-            assert step["metrics"][key] == pytest.approx(other["metrics"][key], rel=1e-2, abs=1e-4), key
+        for key in (
+            "actor/loss",
+            "critic/vf_loss",
+            "actor/grad_norm",
+            "training/off_policy/kept_groups",
+        ):
+            assert step["metrics"][key] == pytest.approx(
+                other["metrics"][key], rel=1e-2, abs=1e-4
+            ), key
 
 
 def test_a_step_that_generates_nothing_is_replayed(train: Any, config: Path) -> None:
-    """Check a run whose responses all end in one period, so that its second step trains on groups of the first one."""
+    """Check a run whose responses all end in one period, so that its second step trains on groups
+    of the first one."""
     settings = [*PARTIAL[:2], "data.max_response_length=10", "trainer.total_training_steps=2"]
     steps = train(2, "short", *settings)[0]["steps"]
     assert set(steps[1]["ages"]) == {1}
-    replayed = train(1, "replay_short", *settings, f"trainer.replay={config.parent / 'short'}")[0]["steps"]
+    replayed = train(1, "replay_short", *settings, f"trainer.replay={config.parent / 'short'}")[0][
+        "steps"
+    ]
     for step, other in zip(replayed, steps, strict=True):
         assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
 
 
 def _journal(config: Path, name: str, change: Any) -> str:
-    """Write a copy of the journal to a directory, with changed lines. Return the setting that replays it."""
-    lines = [checked_line(row) for row in checked_rows(config.parent / "partial" / "rollouts.jsonl").rows.values()]
+    """Write a copy of the journal to a directory, with changed lines. Return the setting that
+    replays it."""
+    lines = [
+        checked_line(row)
+        for row in checked_rows(config.parent / "partial" / "rollouts.jsonl").rows.values()
+    ]
     (config.parent / name).mkdir()
     (config.parent / name / "rollouts.jsonl").write_text("".join(change(lines)))
     return f"trainer.replay={config.parent / name}"
@@ -336,26 +454,66 @@ def _with_length(line: str, length: int) -> str:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("cut", lambda lines: [*lines[:2], lines[2][:20]], "the journal has no step 3: it has 1 to 2"),
+        (
+            "cut",
+            lambda lines: [*lines[:2], lines[2][:20]],
+            "the journal has no step 3: it has 1 to 2",
+        ),
         (
             "empty",
             lambda lines: [lines[0][:30]],
             "rollouts.jsonl has no rows; a run writes it with rollout.tail_batching",
         ),
-        ("flipped", lambda lines: [lines[0], lines[1].replace("0", "1", 1)], "line 2: its checksum is wrong"),
-        ("seed", lambda lines: [_changed(line, "seed", lambda _: 9) for line in lines], "is of a run with seed 9"),
+        (
+            "flipped",
+            lambda lines: [lines[0], lines[1].replace("0", "1", 1)],
+            "line 2: its checksum is wrong",
+        ),
+        (
+            "seed",
+            lambda lines: [_changed(line, "seed", lambda _: 9) for line in lines],
+            "is of a run with seed 9",
+        ),
         (
             "limit",
             lambda lines: [_changed(line, "max_response_length", lambda _: 99) for line in lines],
             "is of a run with seed 1, train_batch_size 4, n 2, max_response_length 99",
         ),
-        ("other", lambda lines: [_changed(lines[0], "taken", list, "took")], "is no journal of rollouts"),
-        ("sizes", lambda lines: [_changed(lines[0], "lens", lambda lens: lens[:-1])], "line 1: positions has 8 groups"),
-        ("n", lambda lines: [_changed(lines[0], "lens", lambda lens: [lens[0][:1], *lens[1:]])], "[1, 2] responses"),
-        ("taken", lambda lines: [_changed(lines[0], "taken", lambda taken: taken[:-1])], "taken has 3 groups; this"),
-        ("alone", lambda lines: [_changed(lines[0], "taken", lambda taken: [*taken, 99])], "or in taken alone"),
-        ("texts", lambda lines: [_changed(lines[0], "positions", lambda all: ["0", *all[1:]])], "not all integers"),
-        ("long", lambda lines: [_with_length(lines[0], LIMIT + 1)], f"lens has {LIMIT + 1}; a response has at most"),
+        (
+            "other",
+            lambda lines: [_changed(lines[0], "taken", list, "took")],
+            "is no journal of rollouts",
+        ),
+        (
+            "sizes",
+            lambda lines: [_changed(lines[0], "lens", lambda lens: lens[:-1])],
+            "line 1: positions has 8 groups",
+        ),
+        (
+            "n",
+            lambda lines: [_changed(lines[0], "lens", lambda lens: [lens[0][:1], *lens[1:]])],
+            "[1, 2] responses",
+        ),
+        (
+            "taken",
+            lambda lines: [_changed(lines[0], "taken", lambda taken: taken[:-1])],
+            "taken has 3 groups; this",
+        ),
+        (
+            "alone",
+            lambda lines: [_changed(lines[0], "taken", lambda taken: [*taken, 99])],
+            "or in taken alone",
+        ),
+        (
+            "texts",
+            lambda lines: [_changed(lines[0], "positions", lambda all: ["0", *all[1:]])],
+            "not all integers",
+        ),
+        (
+            "long",
+            lambda lines: [_with_length(lines[0], LIMIT + 1)],
+            f"lens has {LIMIT + 1}; a response has at most",
+        ),
         ("none", lambda lines: [_with_length(lines[0], 0)], "lens has 0 for a group that"),
         ("drawn", lambda lines: [_with_length(lines[0], LIMIT - 1)], "tokens and "),
     ],
@@ -363,8 +521,14 @@ def _with_length(line: str, length: int) -> str:
 def test_a_journal_that_cannot_be_replayed_is_one_line(
     pool: Any, config: Path, partial: list[dict[str, Any]], name: str, change: Any, words: str
 ) -> None:
-    overrides = [*PARTIAL[:2], _journal(config, name, change), f"trainer.default_local_dir={config.parent / name}_run"]
-    ((ok, value),) = pool(1).outcomes(pool_cases.train, config_path=str(config), overrides=overrides)
+    overrides = [
+        *PARTIAL[:2],
+        _journal(config, name, change),
+        f"trainer.default_local_dir={config.parent / name}_run",
+    ]
+    ((ok, value),) = pool(1).outcomes(
+        pool_cases.train, config_path=str(config), overrides=overrides
+    )
     assert not ok and value[0] == "UserError" and words in value[1], value
 
 
@@ -388,18 +552,31 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_that_end(train: Any, co
     (config.parent / "parity.py").write_text(REWARD)
     settings = [*FILTERED, f"custom_reward_function.path={config.parent / 'parity.py'}"]
     first, second = train(2, "filtered", *settings, "trainer.total_training_steps=4")
-    assert [_decisions(step) for step in first["steps"]] == [_decisions(step) for step in second["steps"]]
-    rows = [json.loads(line) for line in (config.parent / "filtered" / "rollouts.jsonl").read_text().splitlines()]
-    assert max(Counter(position for row in rows for position in row["taken"]).values()) == 1, "no group is taken twice"
+    assert [_decisions(step) for step in first["steps"]] == [
+        _decisions(step) for step in second["steps"]
+    ]
+    rows = [
+        json.loads(line)
+        for line in (config.parent / "filtered" / "rollouts.jsonl").read_text().splitlines()
+    ]
+    assert max(Counter(position for row in rows for position in row["taken"]).values()) == 1, (
+        "no group is taken twice"
+    )
     for step in first["steps"]:
         assert len(step["prompts"]) == NEEDED * N
-        assert step["metrics"]["train/surplus_groups_ratio"] == 0, "no more groups are taken than are missing"
+        assert step["metrics"]["train/surplus_groups_ratio"] == 0, (
+            "no more groups are taken than are missing"
+        )
         assert step["metrics"]["critic/score/mean"] == 0.5
     assert max(step["metrics"]["train/num_gen_batches"] for step in first["steps"]) > 1
     assert max(step["metrics"]["train/dropped_groups_ratio"] for step in first["steps"]) > 0
     assert max(max(step["ages"]) for step in first["steps"]) > 0
     start = config.parent / "filtered" / "global_step_2"
-    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}", "trainer.total_training_steps=4"]
+    resume = [
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={start}",
+        "trainer.total_training_steps=4",
+    ]
     resumed = train(2, "filtered_resumed", *settings, *resume)[0]
     replayed = train(
         1,

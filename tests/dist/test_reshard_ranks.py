@@ -1,4 +1,5 @@
-"""Plans executed between processes: through shared memory, through sockets, in buckets of any size."""
+"""Plans executed between processes: through shared memory, through sockets, in buckets of any
+size."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ LAYOUTS = [
 @pytest.mark.parametrize("kind", ["shared", "sockets", "refused", "limited"])
 @pytest.mark.parametrize(("world", "tp", "pp", "first", "rollout_tp"), LAYOUTS)
 def test_every_transport_delivers_every_block(
-    pool: Any, kind: str, world: int, tp: int, pp: int, first: int | None, rollout_tp: int, bucket: int
+    pool: Any,
+    kind: str,
+    world: int,
+    tp: int,
+    pp: int,
+    first: int | None,
+    rollout_tp: int,
+    bucket: int,
 ) -> None:
     results = pool(world).run(
         reshard_cases.update_weights,
@@ -32,12 +40,20 @@ def test_every_transport_delivers_every_block(
         first_layers=first,
         rollout_tp=rollout_tp,
         bucket=bucket,
-        ranks_per_node=2 if bucket == 4096 else world,  # two nodes: some blocks are forwarded within a node
+        # two nodes: some blocks are forwarded within a node
+        ranks_per_node=2 if bucket == 4096 else world,
     )
     # If one rank may not read another's memory, no rank of the node does.
     assert results == [(True, world if kind == "shared" else 0)] * world
 
 
 def test_messages_stay_until_the_last_rank_has_read_them(pool: Any) -> None:
-    layout = {"tp": 2, "pp": 1, "first_layers": None, "rollout_tp": 1, "bucket": 1 << 14, "ranks_per_node": 2}
+    layout = {
+        "tp": 2,
+        "pp": 1,
+        "first_layers": None,
+        "rollout_tp": 1,
+        "bucket": 1 << 14,
+        "ranks_per_node": 2,
+    }
     assert pool(2).run(reshard_cases.update_weights, kind="late", **layout) == [(True, 2)] * 2

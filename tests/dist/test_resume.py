@@ -1,5 +1,5 @@
-"""Resuming from a checkpoint: bit-exact on the same layout; in another layout with the same models and optimizers, and
-the same metrics up to rounding."""
+"""Resuming from a checkpoint: bit-exact on the same layout; in another layout with the same models
+and optimizers, and the same metrics up to rounding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ ROOT = Path(__file__).parents[2]
 STEPS = 4
 SAVED = 2
 SETTINGS: dict[str, dict[str, Any]] = {
-    "trainer": {"total_training_steps": STEPS, "save_freq": SAVED, "test_freq": 2, "critic_warmup": 1},
+    "trainer": {
+        "total_training_steps": STEPS,
+        "save_freq": SAVED,
+        "test_freq": 2,
+        "critic_warmup": 1,
+    },
     "actor": {"ppo_epochs": 1, "optim": {"lr_decay_style": "linear"}},
     "critic": {"optim": {"lr_decay_style": "cosine"}},
 }
@@ -36,7 +41,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP 2": (2, ["tensor_model_parallel_size=2"]),
     "DP 2": (2, []),
     "CP 2": (2, ["context_parallel_size=2"]),
-    "PP 2 of 2 chunks": (2, ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"]),
+    "PP 2 of 2 chunks": (
+        2,
+        ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"],
+    ),
     "TP 4 of 2 KV heads": (4, ["tensor_model_parallel_size=4"]),
     "TP 2 x DP 2": (4, ["tensor_model_parallel_size=2"]),
 }
@@ -65,11 +73,20 @@ class UninterruptedRuns:
             self._results[layout] = self.train(layout, self.directory(layout), [])
         return self._results[layout]
 
-    def train(self, layout: str, directory: Path, overrides: list[str], record_at: int = SAVED) -> list[dict[str, Any]]:
+    def train(
+        self, layout: str, directory: Path, overrides: list[str], record_at: int = SAVED
+    ) -> list[dict[str, Any]]:
         world, settings = LAYOUTS[layout]
-        overrides = [*overrides, *(f"actor.megatron.{s}" for s in settings), f"trainer.default_local_dir={directory}"]
+        overrides = [
+            *overrides,
+            *(f"actor.megatron.{s}" for s in settings),
+            f"trainer.default_local_dir={directory}",
+        ]
         results: list[dict[str, Any]] = self.pool(world).run(
-            resume_cases.train, config_path=str(self.config), overrides=overrides, record_at=record_at
+            resume_cases.train,
+            config_path=str(self.config),
+            overrides=overrides,
+            record_at=record_at,
         )
         return results
 
@@ -79,7 +96,10 @@ class UninterruptedRuns:
 
 
 def resume_from(run: Path, step: int) -> list[str]:
-    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / f'global_step_{step}'}"]
+    return [
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={run / f'global_step_{step}'}",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +115,8 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
 
 
 def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]:
-    """Return the whole tensors, as bytes of the elements, from all ranks' blocks. Replicas of a block must agree."""
+    """Return the whole tensors, as bytes of the elements, from all ranks' blocks. Replicas of a
+    block must agree."""
     out: dict[str, np.ndarray] = {}
     for result in results:
         for key, shape, box, data in result[when]:
@@ -103,7 +124,8 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
             size = data.size // int(np.prod([end - start for start, end in box]))
             data = data.reshape(*(end - start for start, end in box), size)
             whole, filled = (
-                out.setdefault(key + part, np.zeros((*shape, size), np.uint8)) for part in ("", " is filled")
+                out.setdefault(key + part, np.zeros((*shape, size), np.uint8))
+                for part in ("", " is filled")
             )
             assert not filled[slices].any() or (whole[slices] == data).all(), key
             whole[slices] = data
@@ -113,18 +135,23 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2", "DP 2", "CP 2"])
-def test_resume_on_same_layout_is_bit_exact(runs: UninterruptedRuns, tmp_path: Path, layout: str) -> None:
+def test_resume_on_same_layout_is_bit_exact(
+    runs: UninterruptedRuns, tmp_path: Path, layout: str
+) -> None:
     (tmp_path / "run.json").write_text('{"run_id": "earlier"}')
     (tmp_path / SUCCESS_FILE).write_text("an earlier run's")
     resumed = runs.resumed(layout, layout, tmp_path)
     whole = runs.results(layout)
-    assert not any(rank["marked_at_start"] for rank in resumed) and all(rank["marked"] for rank in resumed)
+    assert not any(rank["marked_at_start"] for rank in resumed) and all(
+        rank["marked"] for rank in resumed
+    )
     run_id = json.loads((tmp_path / "run.json").read_text())["run_id"]
     assert json.loads((tmp_path / SUCCESS_FILE).read_text()) == {"run_id": run_id, "step": 4}
     assert whole[0]["steps"] == [1, 2, 3, 4] and resumed[0]["steps"] == [3, 4]
     assert sorted(metrics(tmp_path)) == [3, 4]
     assert metrics(tmp_path) == metrics(runs.directory(layout))
-    # The actor's schedule counts its own 3 updates, the first of them a warm-up of 1, and decays to 0 after the last.
+    # The actor's schedule counts its own 3 updates, the first of them a warm-up of 1, and decays to
+    # 0 after the last.
     rates = [row["actor/lr"] / 5e-3 for row in metrics(tmp_path).values()]
     assert rates == pytest.approx([2 / 3, 1 / 3])
     for mine, theirs in zip(resumed, whole, strict=True):
@@ -134,36 +161,55 @@ def test_resume_on_same_layout_is_bit_exact(runs: UninterruptedRuns, tmp_path: P
 
 
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2"])
-def test_checkpoint_is_exported_on_other_ranks(runs: UninterruptedRuns, tmp_path: Path, layout: str) -> None:
-    """Compare with the run's own export after its last step. The critic is exported as a sequence classifier."""
+def test_checkpoint_is_exported_on_other_ranks(
+    runs: UninterruptedRuns, tmp_path: Path, layout: str
+) -> None:
+    """Compare with the run's own export after its last step. The critic is exported as a sequence
+    classifier."""
     results = runs.results(layout)
     run = runs.directory(layout)
     tool = str(ROOT / "tools" / "convert_mcore_to_hf.py")
     checkpoint = str(run / f"global_step_{STEPS}")
     for role in ("actor", "critic"):
-        done = forked.run([tool, "--checkpoint", checkpoint, "--output", str(tmp_path / role), "--role", role])
+        done = forked.run(
+            [tool, "--checkpoint", checkpoint, "--output", str(tmp_path / role), "--role", role]
+        )
         assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1), done.stderr
     exported = {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "actor").iterdir()} == exported
     assert json.loads(exported["run.json"])["step"] == STEPS
-    shards = ["--checkpoint", checkpoint, "--output", str(tmp_path / "shards"), "--max-shard-gb", "0.0004"]
+    shards = [
+        "--checkpoint",
+        checkpoint,
+        "--output",
+        str(tmp_path / "shards"),
+        "--max-shard-gb",
+        "0.0004",
+    ]
     done = forked.run_ranks(2, [tool, *shards])
     assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
     files = sorted((tmp_path / "shards").glob("model-*.safetensors"))
     whole = load_file(run / "hf" / "model.safetensors")
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert len(files) > 2 and found.keys() == whole.keys()
-    assert len(files) % 2 == 1 or layout == "TP 2"  # so that a rank without a last file to write is covered
+    # so that a rank without a last file to write is covered
+    assert len(files) % 2 == 1 or layout == "TP 2"
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     critic = load_file(tmp_path / "critic" / "model.safetensors")
     wanted = assembled(results, "last")
-    names = {key.removeprefix("critic.weight.") for key in wanted if key.startswith("critic.weight.")}
+    names = {
+        key.removeprefix("critic.weight.") for key in wanted if key.startswith("critic.weight.")
+    }
     assert critic.keys() == {name for name in names if not name.endswith(" is filled")}
     for name, tensor in critic.items():
-        assert (tensor.view(torch.uint8).numpy().ravel() == wanted[f"critic.weight.{name}"].ravel()).all(), name
+        assert (
+            tensor.view(torch.uint8).numpy().ravel() == wanted[f"critic.weight.{name}"].ravel()
+        ).all(), name
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
     assert classifier.config.num_labels == 1
-    assert torch.equal(classifier.score.weight, critic["score.weight"].to(classifier.score.weight.dtype))
+    assert torch.equal(
+        classifier.score.weight, critic["score.weight"].to(classifier.score.weight.dtype)
+    )
 
 
 def test_export_errors_are_one_line(runs: UninterruptedRuns, tmp_path: Path) -> None:
@@ -177,8 +223,12 @@ def test_export_errors_are_one_line(runs: UninterruptedRuns, tmp_path: Path) -> 
         (whole, ["--hf-path", str(tmp_path / "nowhere")], "nowhere: no such directory"),
         (runs.config.parent / "model", ["--role", "actor"], "are for a run's global_step_N"),
     ):
-        done = forked.run([tool, "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), *options])
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        done = forked.run(
+            [tool, "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), *options]
+        )
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (
+            done.stderr
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -210,27 +260,55 @@ def test_resume_in_another_layout_keeps_models_and_metrics(
     then = assembled(resumed, "then")
     saved = assembled(runs.results(source), "then")
     assert then.keys() == saved.keys()
-    assert sum(".exp_avg_sq." in key for key in then) > 20 and any(".weight.score" in key for key in then)
+    assert sum(".exp_avg_sq." in key for key in then) > 20 and any(
+        ".weight.score" in key for key in then
+    )
     assert all((then[key] == saved[key]).all() for key in then)
     curve = metrics(tmp_path)
     original = metrics(runs.directory(source))
     for step in (3, 4):
-        for key in ("critic/score/mean", "actor/loss", "critic/vf_loss", "actor/grad_norm", "critic/values/mean"):
-            assert curve[step][key] == pytest.approx(original[step][key], rel=2e-4, abs=2e-6), (step, key)
+        for key in (
+            "critic/score/mean",
+            "actor/loss",
+            "critic/vf_loss",
+            "actor/grad_norm",
+            "critic/values/mean",
+        ):
+            assert curve[step][key] == pytest.approx(original[step][key], rel=2e-4, abs=2e-6), (
+                step,
+                key,
+            )
     if layout == "TP 4 of 2 KV heads":  # and from there: the checkpoint after its last step
-        loaded = runs.train("TP 2 x DP 2", tmp_path / "loaded", resume_from(tmp_path, STEPS), record_at=STEPS)
+        loaded = runs.train(
+            "TP 2 x DP 2", tmp_path / "loaded", resume_from(tmp_path, STEPS), record_at=STEPS
+        )
         then = assembled(loaded, "then")
         saved = assembled(resumed, "last")
         assert then.keys() == saved.keys() and all((then[key] == saved[key]).all() for key in then)
 
 
-def test_draws_by_file_weights_continue_after_a_resume(pool: Any, config: Path, tmp_path: Path) -> None:
-    """Resume on two ranks with two weighted files: prompts and responses are those of the uninterrupted run. The second
-    file has 5 prompts and 6 of each step's 8 draws, so that its passes begin within a step."""
+def test_draws_by_file_weights_continue_after_a_resume(
+    pool: Any, config: Path, tmp_path: Path
+) -> None:
+    """Resume on two ranks with two weighted files: prompts and responses are those of the
+    uninterrupted run. The second file has 5 prompts and 6 of each step's 8 draws, so that its
+    passes begin within a step."""
     files = [config.parent / "train.parquet", config.parent / "val.parquet"]
-    settings = [f"data.train_files=[{files[0]},{files[1]}]", "data.train_file_weights=[1,3]", "trainer.test_freq=-1"]
-    settings += ["algorithm.adv_estimator=grpo", "trainer.critic_warmup=0", "algorithm.use_kl_in_reward=false"]
-    settings += ["algorithm.kl_ctrl.type=fixed", "trainer.val_before_train=false", "trainer.total_training_steps=3"]
+    settings = [
+        f"data.train_files=[{files[0]},{files[1]}]",
+        "data.train_file_weights=[1,3]",
+        "trainer.test_freq=-1",
+    ]
+    settings += [
+        "algorithm.adv_estimator=grpo",
+        "trainer.critic_warmup=0",
+        "algorithm.use_kl_in_reward=false",
+    ]
+    settings += [
+        "algorithm.kl_ctrl.type=fixed",
+        "trainer.val_before_train=false",
+        "trainer.total_training_steps=3",
+    ]
 
     def generations(name: str, *overrides: str) -> dict[int, list[dict[str, Any]]]:
         """Return the rows of each step that a run trains."""
@@ -239,13 +317,20 @@ def test_draws_by_file_weights_continue_after_a_resume(pool: Any, config: Path, 
             f"trainer.rollout_data_dir={tmp_path / name / 'rows'}",
         ]
         arguments = [*settings, *overrides, *outputs]
-        pool(2).run(resume_cases.train, config_path=str(config), overrides=arguments, record_at=SAVED)
+        pool(2).run(
+            resume_cases.train, config_path=str(config), overrides=arguments, record_at=SAVED
+        )
         found = (tmp_path / name / "rows").glob("*.jsonl")
-        return {int(path.stem): [json.loads(line) for line in path.read_text().splitlines()] for path in found}
+        return {
+            int(path.stem): [json.loads(line) for line in path.read_text().splitlines()]
+            for path in found
+        }
 
     whole = generations("whole")
     start = tmp_path / "whole" / f"global_step_{SAVED}"
-    resumed = generations("resumed", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}")
+    resumed = generations(
+        "resumed", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"
+    )
     assert sorted(whole) == [1, 2, 3] and resumed == {3: whole[3]}
     of_second = [row["prompt"][0]["content"] for row in pq.read_table(files[1]).to_pylist()]
     for rows in whole.values():

@@ -1,5 +1,6 @@
-"""Actor, critic, reference and reward model in their own layouts on the same ranks: scores, gradients and steps match
-one process, and process groups of the same ranks are created once. Whole PPO steps: test_layouts.py."""
+"""Actor, critic, reference and reward model in their own layouts on the same ranks: scores,
+gradients and steps match one process, and process groups of the same ranks are created once. Whole
+PPO steps: test_layouts.py."""
 
 from __future__ import annotations
 
@@ -21,14 +22,21 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "experts": {"family": "qwen3_moe", "tied": False, "num_hidden_layers": 2},
 }
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
-    "2 ranks: TP, DP, PP": (2, {"actor": {"tp": 2}, "critic": {}, "ref": {"pp": 2}, "reward_model": {"pp": 2}}),
+    "2 ranks: TP, DP, PP": (
+        2,
+        {"actor": {"tp": 2}, "critic": {}, "ref": {"pp": 2}, "reward_model": {"pp": 2}},
+    ),
     "2 ranks: PP in chunks, TP with sequence parallelism, DP": (
         2,
         {"actor": {"pp": 2, "vpp": 2}, "critic": {"tp": 2, "sequence_parallel": True}, "ref": {}},
     ),
     "2 ranks: experts over replicas, a dense critic with TP, another reference": (
         2,
-        {"actor": {"checkpoint": "experts", "ep": 2}, "critic": {"tp": 2}, "ref": {"checkpoint": "experts"}},
+        {
+            "actor": {"checkpoint": "experts", "ep": 2},
+            "critic": {"tp": 2},
+            "ref": {"checkpoint": "experts"},
+        },
     ),
     # Middle stages are in no embedding group.
     "4 ranks: PP, TP x PP, TP x DP": (
@@ -71,13 +79,17 @@ def placements(
     out = {}
     for role, layout in layouts.items():
         checkpoint = checkpoints[layout.get("checkpoint", "dense")]
-        split = {} if alone else {key: value for key, value in layout.items() if key != "checkpoint"}
+        split = (
+            {} if alone else {key: value for key, value in layout.items() if key != "checkpoint"}
+        )
         out[role] = RolePlacement(checkpoint, **split)
     return out
 
 
 @pytest.fixture(scope="session")
-def alone(pool: Any, role_checkpoints: dict[str, str], role_batch: RaggedBatch) -> dict[str, dict[str, Any]]:
+def alone(
+    pool: Any, role_checkpoints: dict[str, str], role_batch: RaggedBatch
+) -> dict[str, dict[str, Any]]:
     """Return for each case the results of its models on one process."""
     known: dict[frozenset[Any], dict[str, Any]] = {}
     out = {}
@@ -85,13 +97,16 @@ def alone(pool: Any, role_checkpoints: dict[str, str], role_batch: RaggedBatch) 
         models = placements(role_checkpoints, layouts, alone=True)
         key = frozenset(models.items())
         if key not in known:
-            [known[key]] = pool(1).run(role_cases.step_all_roles, placements=models, batch=role_batch)
+            [known[key]] = pool(1).run(
+                role_cases.step_all_roles, placements=models, batch=role_batch
+            )
         out[name] = known[key]
     return out
 
 
 def assert_close(got: Any, want: Any, name: str) -> None:
-    """Compare trees of tensors and numbers, up to fp32 rounding relative to a tensor's largest element."""
+    """Compare trees of tensors and numbers, up to fp32 rounding relative to a tensor's largest
+    element."""
     if isinstance(want, dict):
         assert got.keys() == want.keys(), name
         for key in want:
@@ -106,7 +121,9 @@ def assert_close(got: Any, want: Any, name: str) -> None:
 @pytest.mark.parametrize("world", [2])
 def test_ranks_that_do_not_connect_in_time_end_with_one_line(pool: Any, world: int) -> None:
     late, connected = pool(world).run(role_cases.connect_late, seconds=0.5)
-    assert late.startswith("the 2 ranks have reached one another through torch's store, but not in a collective on cpu")
+    assert late.startswith(
+        "the 2 ranks have reached one another through torch's store, but not in a collective on cpu"
+    )
     assert connected == ""
 
 
@@ -127,9 +144,14 @@ def test_roles_in_their_own_layouts_match_one_process(
                 assert_close(result[name], want, f"rank {rank}, {name}")
         # No two groups of the same ranks, over all purposes and roles.
         assert len(set(result["communicators"])) == len(result["communicators"])
-        # With NCCL a batch of messages between some ranks of a group must not be the group's first operation.
-        assert tuple(range(world)) in result["exchanging"] and result["exchanging"] <= result["connected"]
-        # Nor may the first message by itself, for which NCCL connects two ranks, be inside of a micro-batch.
+        # With NCCL a batch of messages between some ranks of a group must not be the group's first
+        # operation.
+        assert (
+            tuple(range(world)) in result["exchanging"]
+            and result["exchanging"] <= result["connected"]
+        )
+        # Nor may the first message by itself, for which NCCL connects two ranks, be inside of a
+        # micro-batch.
         assert result["messaging"] == result["paired"]
         assert bool(result["paired"]) == any(model.vpp > 1 for model in models.values())
 

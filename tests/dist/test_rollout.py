@@ -1,6 +1,6 @@
-"""The engine's KV cache, and chunked prefill: if a batch's prompts exceed max_num_batched_tokens, vLLM splits prompts
-into chunks. The responses must be those of unchunked prompts. Real GSM8K prompts need chunks at the default rollout
-settings."""
+"""The engine's KV cache, and chunked prefill: if a batch's prompts exceed max_num_batched_tokens,
+vLLM splits prompts into chunks. The responses must be those of unchunked prompts. Real GSM8K
+prompts need chunks at the default rollout settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from rlhf_mc.config.schema import RolloutConfig
 MAX_MODEL_LEN = 72
 UNCHUNKED = 8192
 CHUNKED = (72, 75, 88, 131)
-"""Values of max_num_batched_tokens that split the prompts at different places, up to several prompts of one step."""
+"""Values of max_num_batched_tokens that split the prompts at different places, up to several
+prompts of one step."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +35,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     rng = random.Random(5)
-    return [[rng.randrange(4, 260) for _ in range(rng.randrange(3, MAX_MODEL_LEN - 8))] for _ in range(24)]
+    return [
+        [rng.randrange(4, 260) for _ in range(rng.randrange(3, MAX_MODEL_LEN - 8))]
+        for _ in range(24)
+    ]
 
 
-def test_update_fails_if_the_prefix_cache_is_kept(pool: Any, checkpoint: str, prompts: list[list[int]]) -> None:
+def test_update_fails_if_the_prefix_cache_is_kept(
+    pool: Any, checkpoint: str, prompts: list[list[int]]
+) -> None:
     (message,) = pool(1).run(
         rollout_cases.update_during_a_request,
         checkpoint=checkpoint,
@@ -62,19 +68,33 @@ def test_the_line_at_start_gives_the_kv_cache(pool: Any, checkpoint: str) -> Non
 @pytest.mark.parametrize(
     ("num_bytes", "reason"),
     [
-        (1 << 19, r"To serve at least one request with the model's max seq len \(1000\), .* KV cache is needed.*"),
+        (
+            1 << 19,
+            (
+                r"To serve at least one request with the model's max seq len \(1000\), .* KV cache "
+                r"is "
+                r"needed.*"
+            ),
+        ),
         (0, "No available memory for the cache blocks"),
     ],
 )
-def test_a_kv_cache_that_holds_no_sequence_is_one_line(pool: Any, tmp_path: Path, num_bytes: int, reason: str) -> None:
+def test_a_kv_cache_that_holds_no_sequence_is_one_line(
+    pool: Any, tmp_path: Path, num_bytes: int, reason: str
+) -> None:
     checkpoint = str(make_checkpoint(tmp_path / "model", max_position_embeddings=1024))
     ((ok, value),) = pool(1).outcomes(
-        rollout_cases.build_with_kv_cache_of, num_bytes=num_bytes, checkpoint=checkpoint, max_model_len=1000
+        rollout_cases.build_with_kv_cache_of,
+        num_bytes=num_bytes,
+        checkpoint=checkpoint,
+        max_model_len=1000,
     )
     assert not ok and value[0] == "UserError", value
     assert re.fullmatch(
-        rf"rollout.cpu_kvcache_space_gb 1: vLLM says: {reason}; raise rollout.cpu_kvcache_space_gb or "
-        "rollout.tensor_model_parallel_size, or lower data.max_prompt_length or data.max_response_length",
+        rf"rollout.cpu_kvcache_space_gb 1: vLLM says: {reason}; raise rollout.cpu_kvcache_space_gb "
+        r"or "
+        "rollout.tensor_model_parallel_size, or lower data.max_prompt_length or "
+        "data.max_response_length",
         value[1],
     ), value[1]
 
@@ -92,7 +112,8 @@ def test_chunked_prefill_samples_the_same_responses(
         temperature=1.0,
         budgets=(UNCHUNKED, *CHUNKED),
     )[0]
-    assert len({tuple(r.token_ids) for r in unchunked}) == len(prompts)  # sampled, each with its own seed
+    # sampled, each with its own seed
+    assert len({tuple(r.token_ids) for r in unchunked}) == len(prompts)
     for responses in chunked:
         assert [r.token_ids for r in responses] == [r.token_ids for r in unchunked]
         for mine, reference in zip(responses, unchunked, strict=True):
@@ -111,7 +132,9 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a config of two steps at default rollout settings over GSM8K's prompts."""
     directory = tmp_path_factory.mktemp("gsm8k")
     make_checkpoint(directory / "model", num_hidden_layers=2, max_position_embeddings=1024)
-    (directory / "all.jsonl").write_text("\n".join(gsm8k_lines(NUM_PROMPTS + NUM_VAL)), encoding="utf-8")
+    (directory / "all.jsonl").write_text(
+        "\n".join(gsm8k_lines(NUM_PROMPTS + NUM_VAL)), encoding="utf-8"
+    )
     command = ["tools/prepare_data.py", "--dataset", "gsm8k", "--input", f"{directory}/all.jsonl"]
     command += ["--output", str(directory), "--test-rows", str(NUM_VAL)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=500)
@@ -134,8 +157,8 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("source", [SOURCE])
 def test_gsm8k_at_default_rollout_settings(pool: Any, gsm8k: Path, source: str) -> None:
-    """Check that the engine needs chunked prefill. That any number of processes samples the same tokens:
-    test_layouts.py."""
+    """Check that the engine needs chunked prefill. That any number of processes samples the same
+    tokens: test_layouts.py."""
     (result,) = pool(1).run(rollout_cases.gsm8k_steps, config_path=str(gsm8k / "config.yaml"))
     assert min(result["prompt_tokens"]) > RolloutConfig().max_num_batched_tokens
     for metrics in result["steps"]:

@@ -1,4 +1,5 @@
-"""benchmarks/rollout_tail.py at a small size: vLLM's schedule is the simulator's, and a step's responses are too."""
+"""benchmarks/rollout_tail.py at a small size: vLLM's schedule is the simulator's, and a step's
+responses are too."""
 
 from __future__ import annotations
 
@@ -13,4 +14,7 @@ def test_vllm_and_the_simulator_train_on_the_same_responses(pool: Any) -> None:
         assert figures["tokens"] == figures["simulated"]["tokens"] == ranks[1][name]["tokens"], name
         assert figures["staleness"] == figures["simulated"]["staleness"]
         assert 0 <= figures["waits"] <= figures["idle"] < 1 and figures["seconds"] > 0
-    assert len({figures["tokens"] for name, figures in ranks[0].items() if name != "partial rollouts"}) == 1
+    assert (
+        len({figures["tokens"] for name, figures in ranks[0].items() if name != "partial rollouts"})
+        == 1
+    )

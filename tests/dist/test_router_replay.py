@@ -1,6 +1,6 @@
-"""Router replay: with given choices of experts the trainer's log-probs and gradients are those of transformers with the
-same choices in each layout, losses of the routers included, and in whole runs the updates use the experts of the
-engine, or of the old log-probs."""
+"""Router replay: with given choices of experts the trainer's log-probs and gradients are those of
+transformers with the same choices in each layout, losses of the routers included, and in whole runs
+the updates use the experts of the engine, or of the old log-probs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ RESPONSE_LENS = (6, 1, 11, 5, 2)
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Log-probs [R], gradients by the checkpoint's names."""
 Balanced = tuple[Results, tuple[float, float], dict[int, np.ndarray]]
-"""Results with replay_cases.BALANCE, both losses of a layer, and the correction biases after a step, by layer."""
+"""Results with replay_cases.BALANCE, both losses of a layer, and the correction biases after a
+step, by layer."""
 Choose = Callable[[int, torch.Tensor], torch.Tensor]
 """(number of the call of a router, its scores [tokens, experts]) -> experts [tokens, k]."""
 
@@ -50,7 +51,10 @@ Choose = Callable[[int, torch.Tensor], torch.Tensor]
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("router_replay")
-    return {name: str(make_workspace(root / name, tied=False, **sizes) / "model") for name, sizes in MODELS.items()}
+    return {
+        name: str(make_workspace(root / name, tied=False, **sizes) / "model")
+        for name, sizes in MODELS.items()
+    }
 
 
 @pytest.fixture(scope="session")
@@ -72,10 +76,19 @@ def choices(checkpoints: dict[str, str], batch: RaggedBatch) -> dict[str, list[n
 
     def random_experts(shape: ModelShape) -> list[np.ndarray]:
         dtype = np.uint8 if shape.num_experts <= 256 else np.uint16
-        sizes = [(length - 1, len(shape.expert_layers), shape.num_experts) for length in batch.seq_lens.tolist()]
-        return [draw.random(size).argsort(-1)[..., : shape.experts_per_token].astype(dtype) for size in sizes]
+        sizes = [
+            (length - 1, len(shape.expert_layers), shape.num_experts)
+            for length in batch.seq_lens.tolist()
+        ]
+        return [
+            draw.random(size).argsort(-1)[..., : shape.experts_per_token].astype(dtype)
+            for size in sizes
+        ]
 
-    return {name: random_experts(HFReader(checkpoint).shape()) for name, checkpoint in checkpoints.items()}
+    return {
+        name: random_experts(HFReader(checkpoint).shape())
+        for name, checkpoint in checkpoints.items()
+    }
 
 
 @contextlib.contextmanager
@@ -105,13 +118,17 @@ def given_choices(
 
 
 @pytest.fixture(scope="session")
-def own_choices(checkpoints: dict[str, str], batch: RaggedBatch) -> dict[str, tuple[Results, Results]]:
-    """Return for each model transformers' log-probs and gradients with the choices of its routers, and the same with
-    the weights of the routers reversed after these choices."""
+def own_choices(
+    checkpoints: dict[str, str], batch: RaggedBatch
+) -> dict[str, tuple[Results, Results]]:
+    """Return for each model transformers' log-probs and gradients with the choices of its routers,
+    and the same with the weights of the routers reversed after these choices."""
     out = {}
     for name in MODELS:
         own = chosen_experts(checkpoints[name], batch)
-        out[name] = tuple(reference(checkpoints[name], batch, own, is_reversed) for is_reversed in (False, True))
+        out[name] = tuple(
+            reference(checkpoints[name], batch, own, is_reversed) for is_reversed in (False, True)
+        )
     return out  # type: ignore[return-value]
 
 
@@ -123,7 +140,8 @@ def reference(
     model: Reference | None = None,
     chosen: list[torch.Tensor] | None = None,
 ) -> Results:
-    """Return transformers' log-probs and gradients, with the routers' weights reversed or not, with these choices."""
+    """Return transformers' log-probs and gradients, with the routers' weights reversed or not, with
+    these choices."""
     job = Job("", "actor", "token-mean", 0, tuple(range(batch.num_sequences)))
     model = model or Reference(checkpoint)
     if is_reversed:
@@ -143,11 +161,14 @@ def reference(
     with choosing(num_experts, choose), torch.no_grad():
         log_probs = model.log_probs(batch)[0]
     with choosing(num_experts, choose):
-        return log_probs, by_checkpoint_names(model.gradients(batch, job)[1], model.model.config.model_type)
+        return log_probs, by_checkpoint_names(
+            model.gradients(batch, job)[1], model.model.config.model_type
+        )
 
 
 class BalancedReference(Reference):
-    """A model with the losses of its routers, and the loads of their experts, by a slow definition."""
+    """A model with the losses of its routers, and the loads of their experts, by a slow
+    definition."""
 
     def __init__(self, checkpoint: str) -> None:
         super().__init__(checkpoint)
@@ -162,7 +183,9 @@ class BalancedReference(Reference):
     def _keep_logits(self, router: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         self._logits.append(inputs[0].flatten(0, -2) @ router.weight.T)
 
-    def _actor_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _actor_loss(
+        self, mini: RaggedBatch, job: Job
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self._logits.clear()
         self.chosen.clear()
         loss, stats = super()._actor_loss(mini, job)
@@ -173,28 +196,50 @@ class BalancedReference(Reference):
         layers = len(self.shape.expert_layers)
         self.losses = (float(aux_loss) / layers, float(z_loss) / layers)
         coefficients = replay_cases.BALANCE
-        return loss + coefficients.moe_aux_loss_coeff * aux_loss + coefficients.moe_z_loss_coeff * z_loss, stats
+        return (
+            loss
+            + coefficients.moe_aux_loss_coeff * aux_loss
+            + coefficients.moe_z_loss_coeff * z_loss,
+            stats,
+        )
 
     def aux_loss(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return the auxiliary loss of one layer's tokens."""
         scores = logits.sigmoid() if self.shape.sigmoid_router else logits.softmax(1)
         of_tokens = torch.nn.functional.one_hot(chosen, self.shape.num_experts).sum(1)
         share = of_tokens.double().mean(0) / self.shape.experts_per_token
-        return self.shape.num_experts * (share * (scores / scores.sum(1, keepdim=True)).mean(0)).sum()
+        return (
+            self.shape.num_experts * (share * (scores / scores.sum(1, keepdim=True)).mean(0)).sum()
+        )
 
     def biases_after_step(self) -> dict[int, np.ndarray]:
-        """Return the correction bias of each layer with experts, moved by the loads of all tokens."""
-        biases = [bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")]
+        """Return the correction bias of each layer with experts, moved by the loads of all
+        tokens."""
+        biases = [
+            bias
+            for name, bias in self.model.named_buffers()
+            if name.endswith("e_score_correction_bias")
+        ]
         out = {}
         for at, bias in enumerate(biases):
-            loads = torch.cat(self.chosen[at :: len(biases)]).flatten().bincount(minlength=self.shape.num_experts)
-            step = replay_cases.BALANCE.moe_router_bias_update_rate * (loads.double().mean() - loads).sign()
+            loads = (
+                torch.cat(self.chosen[at :: len(biases)])
+                .flatten()
+                .bincount(minlength=self.shape.num_experts)
+            )
+            step = (
+                replay_cases.BALANCE.moe_router_bias_update_rate
+                * (loads.double().mean() - loads).sign()
+            )
             out[self.shape.expert_layers[at]] = (bias + step).numpy()
         return out
 
 
-def balanced_reference(checkpoint: str, batch: RaggedBatch, given: Sequence[np.ndarray]) -> Balanced:
-    """Return what transformers has with these choices, and with its routers' own for the last token of a sequence."""
+def balanced_reference(
+    checkpoint: str, batch: RaggedBatch, given: Sequence[np.ndarray]
+) -> Balanced:
+    """Return what transformers has with these choices, and with its routers' own for the last token
+    of a sequence."""
     model = BalancedReference(checkpoint)
     results = reference(checkpoint, batch, given, False, model, model.chosen)
     return results, model.losses, model.biases_after_step()
@@ -222,7 +267,11 @@ LAYOUTS = {
     "replicas": (2, (1, 1, 1, 1, 1), {"recompute_granularity": "full"}),
     "pipeline": (2, (1, 2, 1, 1, 1), {"recompute_granularity": "full"}),
     "virtual pipeline": (2, (1, 2, 1, 2, 1), {}),
-    "sequence parallel": (2, (2, 1, 1, 1, 1), {"sequence_parallel": True, "recompute_granularity": "full"}),
+    "sequence parallel": (
+        2,
+        (2, 1, 1, 1, 1),
+        {"sequence_parallel": True, "recompute_granularity": "full"},
+    ),
     "context parallel": (2, (1, 1, 1, 1, 2), {}),
     "experts, pipeline": (4, (1, 2, 2, 1, 1), {"recompute_granularity": "selective"}),
     "sequence and context parallel": (4, (2, 1, 2, 1, 2), {"sequence_parallel": True}),
@@ -240,8 +289,8 @@ def test_choices_match_transformers(
     own_choices: dict[str, tuple[Results, Results]],
     name: str,
 ) -> None:
-    """Replay given choices (R3), with the losses of the routers. Record the choices of a pass, and replay them in an
-    update before and after the routers are reversed (R2)."""
+    """Replay given choices (R3), with the losses of the routers. Record the choices of a pass, and
+    replay them in an update before and after the routers are reversed (R2)."""
     world, layout, settings = LAYOUTS[name]
     common = {"checkpoints": checkpoints, "batch": batch, "layout": layout, **settings}
     replayed = pool(world).run(replay_cases.replay, choices=choices, **common)
@@ -281,7 +330,9 @@ def chosen_experts(checkpoint: str, batch: RaggedBatch) -> list[np.ndarray]:
     with choosing(shape.num_experts, choose), torch.no_grad():
         Reference(checkpoint).log_probs(batch)
     num_layers = len(shape.expert_layers)
-    return [np.stack(found[at : at + num_layers], axis=1) for at in range(0, len(found), num_layers)]
+    return [
+        np.stack(found[at : at + num_layers], axis=1) for at in range(0, len(found), num_layers)
+    ]
 
 
 def check(what: str, found: replay_cases.Results, wanted: Results) -> None:
@@ -289,16 +340,24 @@ def check(what: str, found: replay_cases.Results, wanted: Results) -> None:
     assert error < 1e-5, f"{what}: log-probs off by {error:.1e}"
     assert found[1].keys() == wanted[1].keys()
     for tensor, want in wanted[1].items():
-        error = float((torch.from_numpy(found[1][tensor]) - want).abs().max() / want.abs().max().clamp_min(1e-12))
+        error = float(
+            (torch.from_numpy(found[1][tensor]) - want).abs().max()
+            / want.abs().max().clamp_min(1e-12)
+        )
         assert error < 1e-4, f"{what}, {tensor}: gradient off by {error:.1e} of the largest"
 
 
-def test_sequence_without_choices(pool: Any, checkpoints: dict[str, str], batch: RaggedBatch) -> None:
-    for ok, error in pool(2).outcomes(replay_cases.without_choices, checkpoint=checkpoints["qwen3_moe"], batch=batch):
+def test_sequence_without_choices(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch
+) -> None:
+    for ok, error in pool(2).outcomes(
+        replay_cases.without_choices, checkpoint=checkpoints["qwen3_moe"], batch=batch
+    ):
         assert not ok and error[0] == "UserError"
         assert error[1] == (
-            "algorithm.router_replay is rollout; for 2 of 5 responses the rollout engine has not returned the experts"
-            " of all tokens before the last drawn one, in all layers with experts: set it to recompute or off"
+            "algorithm.router_replay is rollout; for 2 of 5 responses the rollout engine has not "
+            "returned the experts of all tokens before the last drawn one, in all layers with "
+            "experts: set it to recompute or off"
         )
 
 
@@ -315,9 +374,12 @@ class Environment:
 
 
 @pytest.fixture(scope="module")
-def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, dict[str, float], float]]]:
-    """Return for each run replay_cases.two_steps, in bfloat16, where engine and trainer choose differently. Two have
-    conversations, which are cut and continued, and of which some end with an observation."""
+def runs(
+    pool: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[str, dict[str, float], float]]]:
+    """Return for each run replay_cases.two_steps, in bfloat16, where engine and trainer choose
+    differently. Two have conversations, which are cut and continued, and of which some end with an
+    observation."""
     directory = make_workspace(
         tmp_path_factory.mktemp("replayed_runs"),
         family="qwen3_moe",
@@ -329,7 +391,9 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     )
     actor = {"megatron": {"dtype": "bfloat16"}, "ppo_epochs": 1}
     algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
-    config = write_config(directory, actor=actor, algorithm=algorithm, rollout={"n": 4}, trainer={"test_freq": -1})
+    config = write_config(
+        directory, actor=actor, algorithm=algorithm, rollout={"n": 4}, trainer={"test_freq": -1}
+    )
     (directory / "environment.py").write_text(ENVIRONMENT)
     turns = [
         f"rollout.environment.path={directory / 'environment.py'}",
@@ -341,7 +405,10 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
         "rollout.max_num_seqs=8",
         "algorithm.rollout_correction.rollout_is=token",
     ]
-    layout = ["actor.megatron.pipeline_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
+    layout = [
+        "actor.megatron.pipeline_model_parallel_size=2",
+        "rollout.tensor_model_parallel_size=2",
+    ]
     overrides = {
         "default": [],
         "rollout": [*layout, *turns, "algorithm.router_replay=rollout"],
@@ -350,12 +417,16 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     }
     found = {}
     for name, changes in overrides.items():
-        found[name], other = pool(2).run(replay_cases.two_steps, config_path=str(config), overrides=changes)
+        found[name], other = pool(2).run(
+            replay_cases.two_steps, config_path=str(config), overrides=changes
+        )
         assert [digest for digest, _, _ in found[name]] == [digest for digest, _, _ in other]
     return found
 
 
-def test_updates_use_the_replayed_experts(runs: dict[str, list[tuple[str, dict[str, float], float]]]) -> None:
+def test_updates_use_the_replayed_experts(
+    runs: dict[str, list[tuple[str, dict[str, float], float]]],
+) -> None:
     for name in ("default", "rollout", "recompute"):
         for _, metrics, differing in runs[name]:
             assert differing == 0.0, name
@@ -366,14 +437,20 @@ def test_updates_use_the_replayed_experts(runs: dict[str, list[tuple[str, dict[s
                 assert len(set(layers)) > 1, "layers have shares of their own"
             # The routers alone would have chosen other experts for some tokens.
             assert 0.0 < metrics.get("training/expert_choices_diff", 0.01) < 0.2, name
-    assert not any(key.endswith("expert_choices_diff") for _, metrics, _ in runs["off"] for key in metrics)
+    assert not any(
+        key.endswith("expert_choices_diff") for _, metrics, _ in runs["off"] for key in metrics
+    )
     for name in ("rollout", "recompute"):
         _, metrics, _ = runs[name][1]
-        assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 1, "responses were continued"
+        assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 1, (
+            "responses were continued"
+        )
         assert metrics["num_turns/mean"] > 1 and metrics["response_length/clip_ratio"] > 0
 
 
-def test_log_probs_agree_with_the_engines(runs: dict[str, list[tuple[str, dict[str, float], float]]]) -> None:
+def test_log_probs_agree_with_the_engines(
+    runs: dict[str, list[tuple[str, dict[str, float], float]]],
+) -> None:
     """Compare the first step, whose tokens are the same in both runs."""
     tokens, replayed, _ = runs["default"][0]
     same_tokens, off, _ = runs["off"][0]

@@ -1,5 +1,5 @@
-"""Prompts that several ranks tokenise together: the same prompts and errors as in one process, and only the texts that
-are written."""
+"""Prompts that several ranks tokenise together: the same prompts and errors as in one process, and
+only the texts that are written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_prompts_do_not_depend_on_the_number_of_ranks(pool: Any, tmp_path: Path, model: str, world: int) -> None:
+def test_prompts_do_not_depend_on_the_number_of_ranks(
+    pool: Any, tmp_path: Path, model: str, world: int
+) -> None:
     """Load files with too long prompts, with fewer rows than ranks, and with none that fits."""
     files = [
         write(tmp_path / "many.parquet", [row(i, 3 + i % 11) for i in range(37)]),
@@ -50,13 +52,17 @@ def test_prompts_do_not_depend_on_the_number_of_ranks(pool: Any, tmp_path: Path,
         write(tmp_path / "few.parquet", [row(200 + i) for i in range(3)]),
         str(tmp_path / "lines.jsonl"),
     ]
-    (tmp_path / "lines.jsonl").write_text("".join(f"{json.dumps(row(300 + i))}\n" for i in range(7)))
+    (tmp_path / "lines.jsonl").write_text(
+        "".join(f"{json.dumps(row(300 + i))}\n" for i in range(7))
+    )
     for settings in (
         {"max_prompt_length": 10, "filter_overlong_prompts": True},
         {"max_prompt_length": 10, "filter_overlong_prompts": True, "max_samples": 20},
         {"max_prompt_length": 10, "truncation": "left", "on_bad_row": "skip"},
-        {"max_prompt_length": 60, "cache_dir": str(tmp_path / "cache")},  # which the process alone has filled
-        {"max_prompt_length": 60, "cache_dir": str(tmp_path / "cache{rank}")},  # which no rank has filled
+        # which the process alone has filled
+        {"max_prompt_length": 60, "cache_dir": str(tmp_path / "cache")},
+        # which no rank has filled
+        {"max_prompt_length": 60, "cache_dir": str(tmp_path / "cache{rank}")},
     ):
         alone = prompt_cases.load(files, model, **settings)
         assert [prompt.index for prompt in alone] == list(range(len(alone)))
@@ -68,7 +74,9 @@ def utf8_error(rows: list[dict[str, Any]], column: str, bad: int) -> pa.Table:
     """Return the rows as a table in which one value of a column is not UTF-8."""
     table = pa.Table.from_pylist(rows)
     texts = [b"\xff" if i == bad else b"text" for i in range(len(rows))]
-    return table.set_column(table.column_names.index(column), column, pa.array(texts).view(pa.string()))
+    return table.set_column(
+        table.column_names.index(column), column, pa.array(texts).view(pa.string())
+    )
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -76,9 +84,15 @@ def utf8_error(rows: list[dict[str, Any]], column: str, bad: int) -> pa.Table:
     ("case", "words"),
     [
         ("rows in the middle", "first.parquet, row 13: column 'reward_model' has no field"),
-        ("too long", "first.parquet, row 21: the prompt has 52 tokens, more than data.max_prompt_length 30"),
+        (
+            "too long",
+            "first.parquet, row 21: the prompt has 52 tokens, more than data.max_prompt_length 30",
+        ),
         ("column before rows", "first.parquet: column 'data_source' of type string cannot be read"),
-        ("first column before second", "first.parquet: column 'prompt' of type string cannot be read"),
+        (
+            "first column before second",
+            "first.parquet: column 'prompt' of type string cannot be read",
+        ),
         ("first file before second", "first.parquet, row 39: column 'reward_model' has no field"),
         ("missing file", "second.parquet: no such file"),
         ("no rows", "first.parquet: no rows"),
@@ -96,7 +110,10 @@ def test_first_error_is_that_of_one_process(
     elif case == "too long":
         write(first, [row(i, 50 if i in (21, 38) else 3) for i in range(40)])
     elif case == "column before rows":
-        pq.write_table(utf8_error([row(i, **(bad if i == 0 else {})) for i in range(40)], "data_source", 38), first)
+        pq.write_table(
+            utf8_error([row(i, **(bad if i == 0 else {})) for i in range(40)], "data_source", 38),
+            first,
+        )
     elif case == "first column before second":
         table = utf8_error(rows, "data_source", 2)
         texts = [b"\xff" if i == 39 else b"text" for i in range(40)]
@@ -109,7 +126,9 @@ def test_first_error_is_that_of_one_process(
     with pytest.raises(UserError) as alone:
         prompt_cases.load(files, model, max_prompt_length=30)
     assert words in str(alone.value)
-    outcomes = pool(world).outcomes(prompt_cases.load, files=files, model=model, max_prompt_length=30)
+    outcomes = pool(world).outcomes(
+        prompt_cases.load, files=files, model=model, max_prompt_length=30
+    )
     assert common_error(outcomes) == str(alone.value)
 
 
@@ -126,10 +145,14 @@ def test_files_of_ranks_that_differ(pool: Any, tmp_path: Path, model: str) -> No
 
 def test_only_samples_that_are_written_are_decoded(pool: Any, tmp_path: Path) -> None:
     make_workspace(tmp_path)
-    first, second = pool(2).run(prompt_cases.decoded_by_validation, config_path=str(write_config(tmp_path)))
+    first, second = pool(2).run(
+        prompt_cases.decoded_by_validation, config_path=str(write_config(tmp_path))
+    )
     assert (first[0], second[0]) == (6, 0), "three prompts and their responses"
     assert first[1].count("[response] ") == 3
-    questions = [row["prompt"][0]["content"] for row in pq.read_table(tmp_path / "val.parquet").to_pylist()]
+    questions = [
+        row["prompt"][0]["content"] for row in pq.read_table(tmp_path / "val.parquet").to_pylist()
+    ]
     assert [line for line in first[1].splitlines() if line.startswith("[prompt] ")] == [
         f"[prompt] <|user|>{questions[i]}<|bot|>" for i in (0, 0, 1)
     ]

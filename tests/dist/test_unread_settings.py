@@ -1,5 +1,5 @@
-"""config/unread.py says which settings do nothing: two values of every number of algorithm and losses, with each
-estimator, policy loss and use of the KL."""
+"""config/unread.py says which settings do nothing: two values of every number of algorithm and
+losses, with each estimator, policy loss and use of the KL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ USES_OF_KL: dict[str, list[str]] = {
     "in reward and loss, adaptive": [KL_LOSS, ADAPTIVE],
     "none, weights": [NOT_IN_REWARD, "algorithm.rollout_correction.rollout_is=token"],
 }
-ESTIMATORS = {name: [f"algorithm.adv_estimator={name}"] for name in get_args(AdvEstimator) if name != "custom"}
+ESTIMATORS = {
+    name: [f"algorithm.adv_estimator={name}"] for name in get_args(AdvEstimator) if name != "custom"
+}
 LOSSES = {
     name: [
         f"actor.policy_loss.loss_mode={name}",
@@ -58,8 +60,8 @@ ELSEWHERE = (
     "filter_groups",
     "rollout_rs",
 )
-"""Settings of the batch, of other models, of memory and optimizer; those that checks.py refuses where they are not
-read."""
+"""Settings of the batch, of other models, of memory and optimizer; those that checks.py refuses
+where they are not read."""
 ALWAYS = {
     "actor.entropy_coeff",
     "actor.entropy_coeff_end",
@@ -72,7 +74,12 @@ ALWAYS = {
 def test_what_is_not_read_changes_no_number(pool: Any, tmp_path: Path) -> None:
     make_workspace(tmp_path, num_hidden_layers=2)
     once = {"ppo_epochs": 1, "ppo_mini_batch_size": 8, "optim": {"lr": 0.0}}
-    config = write_config(tmp_path, actor=once, critic={"optim": {"lr": 0.0}}, algorithm={"kl_ctrl": {"type": "fixed"}})
+    config = write_config(
+        tmp_path,
+        actor=once,
+        critic={"optim": {"lr": 0.0}},
+        algorithm={"kl_ctrl": {"type": "fixed"}},
+    )
     keys = [
         key
         for key, hint in leaf_hints().items()
@@ -84,12 +91,18 @@ def test_what_is_not_read_changes_no_number(pool: Any, tmp_path: Path) -> None:
     changes = {key: CHANGES.get(key) or str(0.7 * get_setting(cfg, key) or 0.3) for key in keys}
     changes["algorithm.kl_ctrl.horizon"] = "70"
     variants = {
-        **{name: (overrides, ("algorithm.", "critic.", "actor.kl_loss")) for name, overrides in USES_OF_KL.items()},
+        **{
+            name: (overrides, ("algorithm.", "critic.", "actor.kl_loss"))
+            for name, overrides in USES_OF_KL.items()
+        },
         **{name: (overrides, ("algorithm.",)) for name, overrides in ESTIMATORS.items()},
         **{name: (overrides, ("actor.",)) for name, overrides in LOSSES.items()},
     }
     by_variant = {
-        name: (overrides, {key: value for key, value in changes.items() if key.startswith(sections)})
+        name: (
+            overrides,
+            {key: value for key, value in changes.items() if key.startswith(sections)},
+        )
         for name, (overrides, sections) in variants.items()
     }
     found = pool(1).run(unread_cases.effects, config_path=str(config), variants=by_variant)[0]
@@ -98,19 +111,27 @@ def test_what_is_not_read_changes_no_number(pool: Any, tmp_path: Path) -> None:
         for key, has_effect in effects.items():
             changed = load_config(str(config), [*by_variant[variant][0], f"{key}={changes[key]}"])
             if has_effect == (key in dict(unread(changed))):
-                unlike.append(f"{variant}: {key} {'changes a number' if has_effect else 'is not read'}")
+                unlike.append(
+                    f"{variant}: {key} {'changes a number' if has_effect else 'is not read'}"
+                )
     assert not unlike, "\n".join(unlike)
-    assert {key for row in DEPENDENCES for key in row.keys if number_range(leaf_hints()[key])} >= set(changes) - ALWAYS
+    assert {
+        key for row in DEPENDENCES for key in row.keys if number_range(leaf_hints()[key])
+    } >= set(changes) - ALWAYS
 
 
 def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
-    config = str(write_config(tmp_path, algorithm={"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}))
+    config = str(
+        write_config(tmp_path, algorithm={"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}})
+    )
     defaults = ["algorithm.kl_ctrl.kl_coef=0.001", "algorithm.kl_ctrl.horizon=10000"]
     assert unread_line(load_config(config, defaults)) is None
     given = ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9", "actor.policy_loss.tau_pos=2"]
     assert unread_line(load_config(config, given)) == (
-        "warning: set, but not read: algorithm.lam (read with algorithm.adv_estimator gae); algorithm.kl_ctrl.kl_coef "
-        "(read with algorithm.use_kl_in_reward); algorithm.kl_ctrl.horizon (read with algorithm.kl_ctrl.type adaptive);"
+        "warning: set, but not read: algorithm.lam (read with algorithm.adv_estimator gae); "
+        "algorithm.kl_ctrl.kl_coef "
+        "(read with algorithm.use_kl_in_reward); algorithm.kl_ctrl.horizon (read with "
+        "algorithm.kl_ctrl.type adaptive);"
         " actor.policy_loss.tau_pos (read with actor.policy_loss.loss_mode sapo)"
     )
 
@@ -118,8 +139,14 @@ def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "reads"),
     [
-        ("actor.optim.lr_warmup_steps_ratio=0.1 actor.optim.lr_warmup_steps=3", "actor.optim.lr_warmup_steps=0"),
-        ("trainer.total_epochs=3 trainer.total_training_steps=4", "trainer.total_training_steps=null"),
+        (
+            "actor.optim.lr_warmup_steps_ratio=0.1 actor.optim.lr_warmup_steps=3",
+            "actor.optim.lr_warmup_steps=0",
+        ),
+        (
+            "trainer.total_epochs=3 trainer.total_training_steps=4",
+            "trainer.total_training_steps=null",
+        ),
         ("data.val_max_samples=8 data.val_files=[]", "data.val_files=[a]"),
         ("rollout.val_kwargs.temperature=0.5 data.val_files=[]", "data.val_files=[a]"),
         ("health.patience=3 health.enable=false", "health.enable=true"),
@@ -144,9 +171,17 @@ def test_settings_of_an_environment_that_is_not_there_are_named(tmp_path: Path) 
     for more, named in (
         ([], keys),
         ([f"{section}.path=game.py"], {f"{section}.format"}),
-        ([f"{section}.function_tool_path=tools.py"], {f"{section}.{name}" for name in ("kwargs", "first_observation")}),
+        (
+            [f"{section}.function_tool_path=tools.py"],
+            {f"{section}.{name}" for name in ("kwargs", "first_observation")},
+        ),
     ):
         assert {key for key, _ in unread(load_config(config, [*given, *more]))} & keys == named
     settings = {key for key in leaf_hints() if key.startswith(f"{section}.")}
-    read_alone = {f"{section}.{name}" for name in ("path", "function_tool_path", "tool_config_path")}
-    assert settings == {key for row in DEPENDENCES for key in row.keys if row.section == section} | read_alone
+    read_alone = {
+        f"{section}.{name}" for name in ("path", "function_tool_path", "tool_config_path")
+    }
+    assert (
+        settings
+        == {key for row in DEPENDENCES for key in row.keys if row.section == section} | read_alone
+    )

@@ -1,5 +1,6 @@
-"""Validation with several responses per prompt in the loop: metrics, samples on disk, the best checkpoint, and
-validation alone. The statistics themselves: tests/unit/test_validation_metrics.py."""
+"""Validation with several responses per prompt in the loop: metrics, samples on disk, the best
+checkpoint, and validation alone. The statistics themselves:
+tests/unit/test_validation_metrics.py."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ ALONE = "trainer.val_only=true"
 def files(root: Path) -> dict[str, bytes]:
     """Return the content of each file of a run, without the files of validations alone."""
     paths = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
-    return {str(path): (root / path).read_bytes() for path in paths if path.parts[0] != "validation"}
+    return {
+        str(path): (root / path).read_bytes() for path in paths if path.parts[0] != "validation"
+    }
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -54,13 +57,20 @@ def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
         samples = rows(tmp_path / "val" / f"{step}.jsonl")
         assert {(row["step"], row["data_source"]) for row in samples} == {(step, "arithmetic")}
         scores = [row["score"] for row in samples]
-        assert logged[step]["val-core/arithmetic/acc/mean@3"] == pytest.approx(sum(scores) / len(scores))
+        assert logged[step]["val-core/arithmetic/acc/mean@3"] == pytest.approx(
+            sum(scores) / len(scores)
+        )
         assert logged[step][METRIC] >= logged[step]["val-core/arithmetic/acc/mean@3"]
         assert samples[0]["input"] == samples[2]["input"] != samples[3]["input"]
-        assert all(row["length"] >= 1 and sum(row["parts"].values()) == pytest.approx(row["score"]) for row in samples)
+        assert all(
+            row["length"] >= 1 and sum(row["parts"].values()) == pytest.approx(row["score"])
+            for row in samples
+        )
     for step in (1, 2):
         scores = [row["score"] for row in rows(tmp_path / "train" / f"{step}.jsonl")]
-        assert sum(scores) / len(scores) == pytest.approx(logged[step]["critic/score/mean"], abs=1e-6)
+        assert sum(scores) / len(scores) == pytest.approx(
+            logged[step]["critic/score/mean"], abs=1e-6
+        )
     assert not (tmp_path / "train" / "0.jsonl").exists()
     some = rows(root / "train_generations" / "1.jsonl")
     assert [row["step"] for row in some] == [1, 1] and some[0]["input"] == some[1]["input"]
@@ -78,12 +88,17 @@ def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
     histograms = rows(root / "histograms.jsonl")
     assert [row["step"] for row in histograms] == [1, 2]
     for row in histograms:
-        assert sum(row["response_length"]["counts"]) == len(rows(tmp_path / "train" / f"{row['step']}.jsonl"))
+        assert sum(row["response_length"]["counts"]) == len(
+            rows(tmp_path / "train" / f"{row['step']}.jsonl")
+        )
     (start,) = rows(root / "starts.jsonl")
     assert (start["end"]["how"], start["end"]["step"]) == ("finished", 2)
 
     best = max((1, 2), key=lambda step: (logged[step][METRIC], step))
-    assert {path.name for path in root.glob("global_step_*")} == {f"global_step_{best}", "global_step_2"}
+    assert {path.name for path in root.glob("global_step_*")} == {
+        f"global_step_{best}",
+        "global_step_2",
+    }
 
     wrong = [
         *usual,
@@ -107,7 +122,9 @@ def test_validation_alone_changes_no_file_of_the_run(pool: Any, tmp_path: Path) 
         return pool(2).run(validation_cases.fit, config_path=config, overrides=[*usual, *overrides])
 
     def refusals(*overrides: str) -> set[str]:
-        outcomes = pool(2).outcomes(validation_cases.fit, config_path=config, overrides=[*usual, *overrides])
+        outcomes = pool(2).outcomes(
+            validation_cases.fit, config_path=config, overrides=[*usual, *overrides]
+        )
         assert all(not ok and value[0] == "UserError" for ok, value in outcomes)
         return {value[1] for _, value in outcomes}
 
@@ -116,7 +133,8 @@ def test_validation_alone_changes_no_file_of_the_run(pool: Any, tmp_path: Path) 
         assert (root / "validation" / "generations" / f"step_{step:06d}.txt").exists()
         return {key: value for key, value in metrics.items() if key.startswith("val-")}
 
-    # In an empty directory: the initial weights. A run that begins there later leaves the validation there.
+    # In an empty directory: the initial weights. A run that begins there later leaves the
+    # validation there.
     assert fit(ALONE) == [True, True]
     assert files(root) == {}
     initial = validated(0)
@@ -131,14 +149,18 @@ def test_validation_alone_changes_no_file_of_the_run(pool: Any, tmp_path: Path) 
     finished = files(root)
     assert fit(ALONE) == [True, True]
     assert validated(2) == logged[2]
-    first = [ALONE, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={root}/global_step_1"]
+    first = [
+        ALONE,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={root}/global_step_1",
+    ]
     assert fit(*first) == [True, True]
     assert validated(1) == logged[1]
     assert fit(ALONE, "trainer.resume_mode=disable") == [True, True]
     (refused,) = refusals(ALONE, f"trainer.validation_data_dir={tmp_path}/val")
     assert refused == (
-        f"trainer.validation_data_dir: {tmp_path}/val/2.jsonl is there already; give another directory, since "
-        "trainer.val_only changes no file of a run"
+        f"trainer.validation_data_dir: {tmp_path}/val/2.jsonl is there already; give another "
+        "directory, since trainer.val_only changes no file of a run"
     )
     assert files(root) == finished
 

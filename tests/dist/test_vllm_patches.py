@@ -1,6 +1,6 @@
-"""Every patch of vLLM is still needed: without it vLLM behaves as the patch's reason says. A patch whose test fails
-after an upgrade can be dropped. Draws of our own are tested in test_rollout.py, engines over given storage in
-test_layouts.py."""
+"""Every patch of vLLM is still needed: without it vLLM behaves as the patch's reason says. A patch
+whose test fails after an upgrade can be dropped. Draws of our own are tested in test_rollout.py,
+engines over given storage in test_layouts.py."""
 
 from __future__ import annotations
 
@@ -39,21 +39,31 @@ from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
 LINEAR = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
-SHARED_MEMORY = (
-    "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name"
-)
+SHARED_MEMORY = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name"
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REPACK = f"{EXPERTS}.CPUUnquantizedExperts.process_weights_after_loading"
 SIZES = f"{EXPERTS}.CPUUnquantizedExperts._supports_grouped_gemm"
 ROTATION = "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu"
 DELTA_NETS = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 CONVOLUTIONS = {f"{DELTA_NETS}._causal_conv1d_fwd_cpu", f"{DELTA_NETS}._causal_conv1d_update_cpu"}
-TARGETS = CONVOLUTIONS | {TIED, LINEAR, SHARED_MEMORY, REPACK, SIZES, ROTATION, f"{EXPERTS}.cpu_fused_moe"}
+TARGETS = CONVOLUTIONS | {
+    TIED,
+    LINEAR,
+    SHARED_MEMORY,
+    REPACK,
+    SIZES,
+    ROTATION,
+    f"{EXPERTS}.cpu_fused_moe",
+}
 
 
 def test_vllm_takes_the_bounds_of_sampling_settings() -> None:
     """Compare them with vLLM's own, which would refuse the first rollout."""
-    bounded = (("temperature", RolloutConfig), ("temperature", ValKwargsConfig), ("top_p", ValKwargsConfig))
+    bounded = (
+        ("temperature", RolloutConfig),
+        ("temperature", ValKwargsConfig),
+        ("top_p", ValKwargsConfig),
+    )
     for name, section in bounded:
         allowed = number_range(field_types(section)[name])
         assert allowed is not None
@@ -66,11 +76,16 @@ def test_vllm_takes_the_bounds_of_sampling_settings() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a checkpoint whose config ties the language-model head, and which has a head of its own."""
+    """Return a checkpoint whose config ties the language-model head, and which has a head of its
+    own."""
     source = make_checkpoint(tmp_path_factory.mktemp("patches") / "model", num_hidden_layers=2)
     file = source / "model.safetensors"
     tensors = load_file(file)
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        file,
+        {"format": "pt"},
+    )
     return str(source)
 
 
@@ -79,11 +94,14 @@ def test_the_patches_are_of_the_installed_version() -> None:
 
 
 def test_ranks_of_an_engine_return_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show that without the patch all ranks but the first return none, and that the scheduler of such a rank fails."""
+    """Show that without the patch all ranks but the first return none, and that the scheduler of
+    such a rank fails."""
     capturer = SimpleNamespace(shape_per_token=(1, 2), output_dtype_name="uint8")
     monkeypatch.setattr(worker, "RoutedExpertsCapturer", lambda **settings: capturer)
     monkeypatch.setattr(worker, "bind_routed_experts_capturer", lambda *args: None)
-    monkeypatch.setattr(worker, "resolve_kv_cache_block_sizes", mock.Mock(side_effect=EOFError("it has a store")))
+    monkeypatch.setattr(
+        worker, "resolve_kv_cache_block_sizes", mock.Mock(side_effect=EOFError("it has a store"))
+    )
     scheduler = SimpleNamespace(max_num_batched_tokens=8)
     config = SimpleNamespace(scheduler_config=scheduler, max_concurrent_batches=1)
     parts = {"vllm_config": config, "model": None, "kv_cache_config": None}
@@ -99,7 +117,9 @@ def test_ranks_of_an_engine_return_experts(monkeypatch: pytest.MonkeyPatch) -> N
         worker.AuxOutputWorkerConnector(**parts)
 
 
-def test_a_sampler_that_cannot_continue_responses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_that_cannot_continue_responses_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(vllm_engine, "current_platform", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(platform, "device", lambda: torch.device("cuda"))
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
@@ -125,10 +145,18 @@ def test_every_patch_has_a_test() -> None:
     ],
 )
 def test_processors_generate_alike(
-    pool: Any, tmp_path: Path, world: int, family: str, dtype: str, feature: str, sizes: dict[str, int]
+    pool: Any,
+    tmp_path: Path,
+    world: int,
+    family: str,
+    dtype: str,
+    feature: str,
+    sizes: dict[str, int],
 ) -> None:
     """Take both branches of vLLM on any processor. Log-probs are transformers'."""
-    model = str(make_checkpoint(tmp_path / "model", family, tied=False, num_hidden_layers=2, **sizes))
+    model = str(
+        make_checkpoint(tmp_path / "model", family, tied=False, num_hidden_layers=2, **sizes)
+    )
     arguments = {"checkpoint": model, "dtype": dtype, "feature": feature}
     ((with_it, without),) = pool(world).run(vllm_patch_cases.generate_on_processors, **arguments)
     assert with_it == without
@@ -158,10 +186,14 @@ def test_new_sinks_reach_an_attention_that_has_copied_them(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("world", [1])
-def test_sizes_that_vllms_kernel_of_experts_does_not_take(pool: Any, tmp_path: Path, world: int) -> None:
+def test_sizes_that_vllms_kernel_of_experts_does_not_take(
+    pool: Any, tmp_path: Path, world: int
+) -> None:
     sizes = {"tied": False, "num_hidden_layers": 1, "intermediate_size": 48}
     model = str(make_checkpoint(tmp_path / "model", "gpt_oss", **sizes))
-    ((ok, value),) = pool(world).outcomes(vllm_patch_cases.generate_without, target=SIZES, checkpoint=model)
+    ((ok, value),) = pool(world).outcomes(
+        vllm_patch_cases.generate_without, target=SIZES, checkpoint=model
+    )
     assert not ok and "No Unquantized MoE backend supports" in value[1], value
     pool(world).run(vllm_patch_cases.generate_in_a_world_of_seven, checkpoint=model, patched=True)
 
@@ -177,16 +209,25 @@ def test_gpt_oss_in_a_world_that_does_not_divide_it(pool: Any, tmp_path: Path, w
 
 @pytest.mark.parametrize("world", [1])
 @pytest.mark.parametrize(
-    ("target", "error"), [(TIED, "vLLM alone has lm_head.weight"), (LINEAR, "has shape (0,) in vLLM")]
+    ("target", "error"),
+    [(TIED, "vLLM alone has lm_head.weight"), (LINEAR, "has shape (0,) in vLLM")],
 )
-def test_an_engine_fails_without_the_patch(pool: Any, checkpoint: str, world: int, target: str, error: str) -> None:
-    ((ok, value),) = pool(world).outcomes(vllm_patch_cases.generate_without, target=target, checkpoint=checkpoint)
+def test_an_engine_fails_without_the_patch(
+    pool: Any, checkpoint: str, world: int, target: str, error: str
+) -> None:
+    ((ok, value),) = pool(world).outcomes(
+        vllm_patch_cases.generate_without, target=target, checkpoint=checkpoint
+    )
     assert not ok and error in value[1], value
 
 
 @pytest.mark.parametrize("world", [1])
-def test_vllms_own_seeds_fail_where_a_prompt_is_split(pool: Any, checkpoint: str, world: int) -> None:
-    ((ok, value),) = pool(world).outcomes(vllm_patch_cases.generate_with_vllms_seeds, checkpoint=checkpoint)
+def test_vllms_own_seeds_fail_where_a_prompt_is_split(
+    pool: Any, checkpoint: str, world: int
+) -> None:
+    ((ok, value),) = pool(world).outcomes(
+        vllm_patch_cases.generate_with_vllms_seeds, checkpoint=checkpoint
+    )
     assert not ok and "does not use offset" in value[1], value
 
 
@@ -220,7 +261,9 @@ def test_vllm_repacks_the_weights_of_experts_for_its_kernel(activation: str) -> 
 
     own = vllm_patch_cases.PATCHES[f"{EXPERTS}.cpu_fused_moe"].original
     wanted = result(fused_moe, w13, w2)
-    torch.testing.assert_close(result(own, layer.w13_weight, layer.w2_weight), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        result(own, layer.w13_weight, layer.w2_weight), wanted, rtol=1e-4, atol=1e-4
+    )
     assert not torch.allclose(result(own, w13, w2), wanted, rtol=1e-2, atol=1e-2)
     assert cpu_moe.CPUUnquantizedExperts.isa == "vec"
 
@@ -233,7 +276,8 @@ def test_vllm_rotates_other_dimensions_of_latent_attention() -> None:
 
     def rotated(forward: Any, parts: bool) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        heads = torch.randn(5, 3, 12, generator=generator)  # of which the last 8 dimensions are rotated
+        # of which the last 8 dimensions are rotated
+        heads = torch.randn(5, 3, 12, generator=generator)
         query = heads[..., 4:] if parts else heads[..., 4:].contiguous().flatten(1)
         key = torch.randn(5, 1, 8, generator=generator)
         out, _ = forward(embedding, positions, query, key if parts else key.flatten(1))
@@ -246,13 +290,19 @@ def test_vllm_rotates_other_dimensions_of_latent_attention() -> None:
 
 
 @pytest.mark.parametrize("world", [2])
-def test_ranks_of_a_node_get_collectives_in_shared_memory(pool: Any, checkpoint: str, world: int) -> None:
-    found = pool(world).run(vllm_patch_cases.uses_shared_memory, checkpoint=checkpoint, target=SHARED_MEMORY)
+def test_ranks_of_a_node_get_collectives_in_shared_memory(
+    pool: Any, checkpoint: str, world: int
+) -> None:
+    found = pool(world).run(
+        vllm_patch_cases.uses_shared_memory, checkpoint=checkpoint, target=SHARED_MEMORY
+    )
     assert found == [(has_kernel, has_kernel) for _, has_kernel in found]
 
 
 @pytest.mark.parametrize("world", [2])
-def test_vllm_groups_consecutive_ranks_and_torch_sorts_them(pool: Any, checkpoint: str, world: int) -> None:
+def test_vllm_groups_consecutive_ranks_and_torch_sorts_them(
+    pool: Any, checkpoint: str, world: int
+) -> None:
     for groups, has_queue, sorted_by_torch, order in pool(world).run(
         vllm_patch_cases.own_groups, checkpoint=checkpoint
     ):
@@ -266,23 +316,28 @@ def test_vllm_groups_consecutive_ranks_and_torch_sorts_them(pool: Any, checkpoin
 def test_custom_all_reduce_is_off_where_ranks_do_not_ascend(
     pool: Any, checkpoint: str, world: int, ranks: list[int]
 ) -> None:
-    """Check that vLLM's custom all-reduce loses addresses of captured graphs in a group that does not ascend. If it no
-    longer does, the option can be dropped."""
+    """Check that vLLM's custom all-reduce loses addresses of captured graphs in a group that does
+    not ascend. If it no longer does, the option can be dropped."""
     registered = pool(world).run(vllm_patch_cases.registered_graph_buffers, ranks=ranks)
-    found = pool(world).run(vllm_patch_cases.custom_all_reduce_is_off, checkpoint=checkpoint, ranks=ranks)
+    found = pool(world).run(
+        vllm_patch_cases.custom_all_reduce_is_off, checkpoint=checkpoint, ranks=ranks
+    )
     if ranks == [0, 1]:
         assert registered == [[[[0], [1]], [[0], [10]]]] * 2
         assert found == [([False], [])] * 2
     else:
         assert all(None in handles and None in offsets for handles, offsets in registered)
-        line = "rollout: vLLM's custom all-reduce is off: it needs ascending ranks, and an engine has [1, 0]"
+        line = (
+            "rollout: vLLM's custom all-reduce is off: it needs ascending ranks, and an engine has "
+            "[1, 0]"
+        )
         assert found == [([True], [line])] * 2
 
 
 @pytest.mark.parametrize("world", [2])
 def test_compiled_code_is_of_a_place_in_an_engine(pool: Any, checkpoint: str, world: int) -> None:
-    """Check that a rank which changes its place does not find its earlier code. If it does not without
-    additional_config either, the option can be dropped."""
+    """Check that a rank which changes its place does not find its earlier code. If it does not
+    without additional_config either, the option can be dropped."""
     ascending = pool(world).run(vllm_patch_cases.cache_names, checkpoint=checkpoint, ranks=[0, 1])
     swapped = pool(world).run(vllm_patch_cases.cache_names, checkpoint=checkpoint, ranks=[1, 0])
     ours = [name for name, _ in ascending]
@@ -292,11 +347,15 @@ def test_compiled_code_is_of_a_place_in_an_engine(pool: Any, checkpoint: str, wo
 
 @pytest.mark.parametrize("world", [1])
 @pytest.mark.parametrize("float32_products", [False, True])
-def test_head_multiplies_as_the_trainers(pool: Any, checkpoint: str, world: int, float32_products: bool) -> None:
+def test_head_multiplies_as_the_trainers(
+    pool: Any, checkpoint: str, world: int, float32_products: bool
+) -> None:
     """Check that vLLM's logits are float32 exactly where the trainer's are."""
     arguments = {"checkpoint": checkpoint, "float32_products": float32_products}
     product = "torch.float32" if float32_products else "torch.bfloat16"
-    assert pool(world).run(vllm_patch_cases.head_types, **arguments) == [(product, "torch.bfloat16")]
+    assert pool(world).run(vllm_patch_cases.head_types, **arguments) == [
+        (product, "torch.bfloat16")
+    ]
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
@@ -304,7 +363,10 @@ def test_head_multiplies_as_the_trainers(pool: Any, checkpoint: str, world: int,
 def test_graphs_are_offloaded_in_a_sleep_alone(sleeps: bool, offloads: bool) -> None:
     cfg = RolloutConfig(free_cache_engine=sleeps, offload_cuda_graphs=offloads)
     found = EngineArgs(model="model", **vllm_options.gpu_options(cfg))
-    assert (found.enable_sleep_mode, found.sleep_mode_offload_cudagraph) == (sleeps, sleeps and offloads)
+    assert (found.enable_sleep_mode, found.sleep_mode_offload_cudagraph) == (
+        sleeps,
+        sleeps and offloads,
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -338,7 +400,11 @@ def test_custom_all_reduce_is_off_with_expandable_segments(
     conf = "max_split_size_mb:512,expandable_segments:True"
     settings = {"free_cache_engine": False, "enforce_eager": False, **settings}
     (found, *_) = pool(world).run(
-        vllm_patch_cases.custom_all_reduce_is_off, checkpoint=checkpoint, ranks=[0, 1], alloc_conf=conf, **settings
+        vllm_patch_cases.custom_all_reduce_is_off,
+        checkpoint=checkpoint,
+        ranks=[0, 1],
+        alloc_conf=conf,
+        **settings,
     )
     assert [line for line in found[1] if "expandable_segments" in line] == found[1]
     assert len(found[1]) == is_off
@@ -350,17 +416,27 @@ def test_custom_all_reduce_is_off_with_expandable_segments(
     [
         ({}, ["mnnvl", "mnnvl"], [("mnnvl", []), ("mnnvl", [])]),
         ({"mnnvl": [1]}, ["mnnvl", "trtllm"], [("trtllm", ["mnnvl"]), ("trtllm", [])]),
-        ({"mnnvl": [0, 1], "trtllm": [0]}, ["none", "trtllm"], [("none", []), ("none", ["trtllm"])]),
+        (
+            {"mnnvl": [0, 1], "trtllm": [0]},
+            ["none", "trtllm"],
+            [("none", []), ("none", ["trtllm"])],
+        ),
     ],
     ids=str,
 )
 def test_ranks_of_an_engine_agree_on_flashinfers_all_reduce(
-    pool: Any, world: int, failing: dict[str, list[int]], alone: list[str], together: list[tuple[str, list[str]]]
+    pool: Any,
+    world: int,
+    failing: dict[str, list[int]],
+    alone: list[str],
+    together: list[tuple[str, list[str]]],
 ) -> None:
     """Check that without the patch of `_create_workspace` ranks would have different all-reduces,
     which wait for each other."""
     case = vllm_patch_cases.all_reduce_workspaces
-    assert [backend for backend, _ in pool(world).run(case, patched=False, failing=failing)] == alone
+    assert [
+        backend for backend, _ in pool(world).run(case, patched=False, failing=failing)
+    ] == alone
     assert pool(world).run(case, patched=True, failing=failing) == together
 
 
@@ -393,7 +469,9 @@ def test_compilation_is_off() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_vllm_replaces_a_stream_that_it_has_not_seen(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_replaces_a_stream_that_it_has_not_seen(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Enter the stream before vLLM is imported, as rendezvous.py does."""
     device: list[Any] = [mock.Mock(name="our stream")]
     ours = device[0]

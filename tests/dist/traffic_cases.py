@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_planned_traffic.py. Each is called on every rank with the same arguments."""
+"""Functions that the ranks run in test_planned_traffic.py. Each is called on every rank with the
+same arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_parts.engines import Role, make_engine, mesh_groups, objective, shared_directory, token_batch
+from gpu_parts.engines import (
+    Role,
+    make_engine,
+    mesh_groups,
+    objective,
+    shared_directory,
+    token_batch,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.checkpoint import directory
@@ -53,8 +61,8 @@ _KINDS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the bytes of collectives: of the complete vector, for an all-to-all those that this rank passes in, and
-    for point-to-point messages those that it receives."""
+    """Counts the bytes of collectives: of the complete vector, for an all-to-all those that this
+    rank passes in, and for point-to-point messages those that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,14 +102,21 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 
 def recorded(
-    checkpoint: str, role: Role, mesh: dict[str, int], micro_batches: int, trains: bool, **megatron: Any
+    checkpoint: str,
+    role: Role,
+    mesh: dict[str, int],
+    micro_batches: int,
+    trains: bool,
+    **megatron: Any,
 ) -> Counts:
-    """Return the collectives of an optimizer step, or of a pass without gradients, on this rank. Each replica has
-    `micro_batches` micro-batches of one sequence."""
+    """Return the collectives of an optimizer step, or of a pass without gradients, on this rank.
+    Each replica has `micro_batches` micro-batches of one sequence."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, role, groups, **megatron)
         replicas = groups.mesh.dp
-        batch = token_batch(250, [PROMPT] * micro_batches * replicas, [RESPONSE] * micro_batches * replicas)
+        batch = token_batch(
+            250, [PROMPT] * micro_batches * replicas, [RESPONSE] * micro_batches * replicas
+        )
         plan = [[start] for start in range(groups.coordinate.dp, batch.num_sequences, replicas)]
         if not trains:
             head = log_prob_head(engine.shape.vocab_size, 1.0) if role == "actor" else value_head
@@ -111,18 +126,27 @@ def recorded(
         engine.make_trainable(OptimConfig(), 1)
         zeros = batch.rollout_log_probs
         batch = replace(
-            batch, advantages=zeros + 1, old_log_probs=zeros, ref_log_probs=zeros, values=zeros, returns=zeros + 1
+            batch,
+            advantages=zeros + 1,
+            old_log_probs=zeros,
+            ref_log_probs=zeros,
+            values=zeros,
+            returns=zeros + 1,
         )
         with Recorder() as recorder:
             engine.train_step(batch, plan, objective(engine, batch, "token-mean"))
         return recorder.counts()
 
 
-def saved(checkpoint: str, role: Role, mesh: dict[str, int], freeze: Sequence[str], **megatron: Any) -> dict[str, int]:
-    """Save a trained model with Adam's moments, offloaded afterwards. Return the bytes of this rank's files by what
-    they hold, and of its arenas."""
+def saved(
+    checkpoint: str, role: Role, mesh: dict[str, int], freeze: Sequence[str], **megatron: Any
+) -> dict[str, int]:
+    """Save a trained model with Adam's moments, offloaded afterwards. Return the bytes of this
+    rank's files by what they hold, and of its arenas."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups, shared_directory() as root:
-        engine = make_engine(checkpoint, role, groups, param_offload=True, optimizer_offload=True, **megatron)
+        engine = make_engine(
+            checkpoint, role, groups, param_offload=True, optimizer_offload=True, **megatron
+        )
         layouts = engine_layouts(engine)
         frozen = frozen_tensors("freeze", freeze, engine.shape)
         engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, layouts[groups.rank]))
@@ -131,7 +155,11 @@ def saved(checkpoint: str, role: Role, mesh: dict[str, int], freeze: Sequence[st
         buffers = HostBuffers()
         save = Save(root, 1, [model], {}, {}, {}, "", buffers)
         save.commit()
-        files = [path for path in directory.final_path(root, 1).iterdir() if path.name.startswith(f"__{groups.rank}_")]
+        files = [
+            path
+            for path in directory.final_path(root, 1).iterdir()
+            if path.name.startswith(f"__{groups.rank}_")
+        ]
         blocks = [block for block in model_blocks(model) if block.is_writer]
         engine.offload.offload_all_but(())
         arenas = {name: group._host.num_bytes for name, group in engine.offload._groups.items()}
@@ -156,13 +184,17 @@ def measured_saves() -> dict[tuple[str, str], tuple[float, int]]:
 
 
 def moved(checkpoint: str, mesh: dict[str, int], rollout_tp: int, **megatron: Any) -> int:
-    """Return the bytes that arrive at this rank in messages of one weight update, from bfloat16 weights."""
+    """Return the bytes that arrive at this rank in messages of one weight update, from bfloat16
+    weights."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, "actor", groups, dtype="bfloat16", **megatron)
         engines = choose_rollout_groups(engine.shape, groups.mesh, rollout_tp, vllm_layout, 2)
         target = rollout_layouts(engine.shape, engines, vllm_layout)
         plan = make_plan(engine_layouts(engine), target, 2, 1 << 20, 2).for_rank(groups.rank)
-        tensors = {n: torch.empty(size, dtype=torch.bfloat16) for n, size in target[groups.rank].shapes.items()}
+        tensors = {
+            n: torch.empty(size, dtype=torch.bfloat16)
+            for n, size in target[groups.rank].shapes.items()
+        }
         with Recorder() as recorder:
             execute(plan, engine.params, tensors, PointToPoint(dist.group.WORLD))
         return recorder.counts().get(("receive", ()), (0, 0))[0]

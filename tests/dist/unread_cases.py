@@ -31,16 +31,22 @@ from rlhf_mc.trainer.update import update_actor, update_critic
 def effects(
     config_path: str, variants: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]
 ) -> dict[str, dict[str, bool]]:
-    """Return for each variant of the settings (overrides) and each of its changes (setting -> value) whether
-    advantages, losses or gradients of one batch change by a bit. The learning rates must be 0."""
+    """Return for each variant of the settings (overrides) and each of its changes (setting ->
+    value) whether advantages, losses or gradients of one batch change by a bit. The learning rates
+    must be 0."""
     with built_run(config_path, []) as run:
         batch = _batch(run)
         found = {}
         for name, (overrides, changes) in variants.items():
             roles = {key.partition(".")[0] for key in changes}
             before = _results(run, batch, load_config(config_path, [*overrides]), roles)
-            changed = {key: load_config(config_path, [*overrides, f"{key}={value}"]) for key, value in changes.items()}
-            found[name] = {key: _results(run, batch, cfg, roles) != before for key, cfg in changed.items()}
+            changed = {
+                key: load_config(config_path, [*overrides, f"{key}={value}"])
+                for key, value in changes.items()
+            }
+            found[name] = {
+                key: _results(run, batch, cfg, roles) != before for key, cfg in changed.items()
+            }
         return found
 
 
@@ -63,8 +69,11 @@ def _batch(run: Run) -> RaggedBatch:
     )
 
 
-def _results(run: Run, batch: RaggedBatch, cfg: Config, roles: Collection[str]) -> dict[str, object]:
-    """Return all numbers of the phases after the rewards, with these settings: of the updates those of the roles."""
+def _results(
+    run: Run, batch: RaggedBatch, cfg: Config, roles: Collection[str]
+) -> dict[str, object]:
+    """Return all numbers of the phases after the rewards, with these settings: of the updates those
+    of the roles."""
     controller: KLController = build._kl_controller(cfg)
     varied = replace(
         run,
@@ -80,7 +89,9 @@ def _results(run: Run, batch: RaggedBatch, cfg: Config, roles: Collection[str]) 
         update_critic(varied, state, batch)
     if "actor" in roles:
         update_actor(varied, state, batch)
-    tensors = {name: getattr(batch, name) for name in ("advantages", "returns", "is_weights", "kept")}
+    tensors = {
+        name: getattr(batch, name) for name in ("advantages", "returns", "is_weights", "kept")
+    }
     numbers = {name: None if x is None else x.tolist() for name, x in tensors.items()}
     metrics = {name: repr(value) for name, value in state.metrics.items()}
     assert all(math.isfinite(float(value)) for value in metrics.values())

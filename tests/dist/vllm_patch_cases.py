@@ -1,5 +1,5 @@
-"""Functions of the ranks in test_vllm_patches.py: vLLM with one patch reverted. Each is called on every rank with the
-same arguments."""
+"""Functions of the ranks in test_vllm_patches.py: vLLM with one patch reverted. Each is called on
+every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ import torch.distributed as dist
 import vllm
 import vllm.distributed.parallel_state as vllm_state
 from rollout_cases import built_engine, respond
-from vllm.distributed.device_communicators import cpu_communicator, custom_all_reduce, flashinfer_all_reduce
+from vllm.distributed.device_communicators import (
+    cpu_communicator,
+    custom_all_reduce,
+    flashinfer_all_reduce,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import gpt_oss
 from vllm.platforms.cpu import CpuPlatform
@@ -39,7 +43,10 @@ def reverted(target: str) -> Iterator[None]:
     """Apply all patches but that of `target`."""
     vllm_patches.patch()
     patch = PATCHES[target]
-    with replaced(vllm_patches, "patch", lambda: None), replaced(patch.owner, patch.name, patch.original):
+    with (
+        replaced(vllm_patches, "patch", lambda: None),
+        replaced(patch.owner, patch.name, patch.original),
+    ):
         yield
 
 
@@ -50,7 +57,11 @@ def generate_without(target: str, checkpoint: str) -> None:
     """Build an engine and generate responses with one patch reverted."""
     shape = HFReader(checkpoint).shape()
     sizes = vllm_layout(shape, 0, 1).shapes
-    storage = {name: torch.ones(size) for name, size in sizes.items() if name == "model.embed_tokens.weight"}
+    storage = {
+        name: torch.ones(size)
+        for name, size in sizes.items()
+        if name == "model.embed_tokens.weight"
+    }
     with reverted(target), built_engine(checkpoint, 1, 72, storage=storage) as engine:
         respond(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
 
@@ -58,11 +69,14 @@ def generate_without(target: str, checkpoint: str) -> None:
 def generate_on_processors(
     checkpoint: str, dtype: str, feature: str
 ) -> list[tuple[str, list[list[int]], list[list[float]]]]:
-    """Generate on a processor that has the feature, and on one that does not, by torch.cpu's name for it. Return for
-    each the engine's summary, the responses and their log-probs."""
+    """Generate on a processor that has the feature, and on one that does not, by torch.cpu's name
+    for it. Return for each the engine's summary, the responses and their log-probs."""
     found = []
     for answer in (lambda: True, lambda: False):
-        with replaced(torch.cpu, feature, answer), built_engine(checkpoint, 1, 72, dtype=dtype) as engine:
+        with (
+            replaced(torch.cpu, feature, answer),
+            built_engine(checkpoint, 1, 72, dtype=dtype) as engine,
+        ):
             responses = respond(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ())).generations()
             tokens = [one.token_ids for one in responses]
             found.append((engine.summary, tokens, [one.log_probs for one in responses]))
@@ -72,17 +86,26 @@ def generate_on_processors(
 def generate_in_a_world_of_seven(checkpoint: str, patched: bool) -> None:
     """Generate with a gpt_oss model that takes seven for the number of ranks."""
     seven = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 7)
-    original = contextlib.nullcontext() if patched else replaced(vllm_patches, "in_any_world", contextlib.nullcontext)
+    original = (
+        contextlib.nullcontext()
+        if patched
+        else replaced(vllm_patches, "in_any_world", contextlib.nullcontext)
+    )
     with replaced(gpt_oss, "dist", seven), original, built_engine(checkpoint, 1, 72) as engine:
         respond(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
 
 
 def generate_with_vllms_seeds(checkpoint: str) -> None:
     """Generate responses to prompts that do not fit in one step, with a seed for each request."""
-    requests = [vllm.SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, seed=i) for i in range(3)]
+    requests = [
+        vllm.SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, seed=i)
+        for i in range(3)
+    ]
     with built_engine(checkpoint, 1, 72, max_num_batched_tokens=72) as engine:
         engine._llm.generate(
-            [vllm.TokensPrompt(prompt_token_ids=p.tolist()) for p in PROMPTS], requests, use_tqdm=False
+            [vllm.TokensPrompt(prompt_token_ids=p.tolist()) for p in PROMPTS],
+            requests,
+            use_tqdm=False,
         )
 
 
@@ -99,8 +122,9 @@ class _GlooCollectives:
 
 
 def uses_shared_memory(checkpoint: str, target: str) -> tuple[bool, bool]:
-    """Return whether a tensor-parallel group has collectives in shared memory with one patch reverted, and whether
-    vLLM's kernels for this processor have such collectives: those for AVX-512 do, those for AVX2 do not."""
+    """Return whether a tensor-parallel group has collectives in shared memory with one patch
+    reverted, and whether vLLM's kernels for this processor have such collectives: those for AVX-512
+    do, those for AVX2 do not."""
     with (
         reverted(target),
         replaced(cpu_communicator, "_CPUSHMDistributed", _GlooCollectives),
@@ -112,8 +136,9 @@ def uses_shared_memory(checkpoint: str, target: str) -> tuple[bool, bool]:
 
 
 def own_groups(checkpoint: str) -> tuple[list[list[int]], bool, list[int], list[int]]:
-    """Build an engine of ranks 1 and 0, in this order. Return the tensor-parallel groups that vLLM itself would build,
-    whether they would have a message queue, the order that torch gives to [1, 0], and the order of the engine's."""
+    """Build an engine of ranks 1 and 0, in this order. Return the tensor-parallel groups that vLLM
+    itself would build, whether they would have a message queue, the order that torch gives to [1,
+    0], and the order of the engine's."""
     asked: list[Any] = []
     original = vllm_state.init_model_parallel_group
 
@@ -126,21 +151,25 @@ def own_groups(checkpoint: str) -> tuple[list[list[int]], bool, list[int], list[
         own = vllm_state.init_model_parallel_group
         with (
             replaced(vllm_state, "init_model_parallel_group", record),
-            replaced(vllm_patches, "tensor_parallel_groups", lambda groups: contextlib.nullcontext()),
+            replaced(
+                vllm_patches, "tensor_parallel_groups", lambda groups: contextlib.nullcontext()
+            ),
             built_engine(checkpoint, 2, 64),
         ):
             order = list(vllm_state.get_tp_group().ranks)
     assert vllm_state.init_model_parallel_group is original
     group = dist.new_group([1, 0])
-    dist.barrier(group)  # a rank that ends first would close its connections while the other one still connects
+    # a rank that ends first would close its connections while the other one still connects
+    dist.barrier(group)
     return [*asked, dist.get_process_group_ranks(group), order]  # type: ignore[return-value]
 
 
 def custom_all_reduce_is_off(
     checkpoint: str, ranks: list[int], alloc_conf: str = "", **settings: bool
 ) -> tuple[list[bool], list[str]]:
-    """Build an engine of the ranks. Return vLLM's setting for its custom all-reduce, as on a platform that has one, and
-    the lines that are printed on a GPU with these settings of the rollout and of torch's allocator."""
+    """Build an engine of the ranks. Return vLLM's setting for its custom all-reduce, as on a
+    platform that has one, and the lines that are printed on a GPU with these settings of the
+    rollout and of torch's allocator."""
     found: list[bool] = []
     lines: list[str] = []
     original = EngineArgs.create_engine_config
@@ -171,12 +200,17 @@ def options_of_shared_gpus() -> dict[str, Any]:
     its options, and the GPU on which each of four local ranks builds its worker."""
     before = dict(os.environ)
     devices = []
-    with replaced(platform, "use_cuda", lambda: True), replaced(vllm_options, "print_line", lambda *_, **__: None):
+    with (
+        replaced(platform, "use_cuda", lambda: True),
+        replaced(vllm_options, "print_line", lambda *_, **__: None),
+    ):
         os.environ["RLHF_MC_RANKS_PER_GPU"] = "2"
         for local_rank in range(4):
             os.environ["LOCAL_RANK"] = str(local_rank)
             with vllm_patches.on_own_gpu():
-                devices.append(uniproc_executor.ExecutorWithExternalLauncher._distributed_args(None)[2])  # type: ignore[arg-type]
+                devices.append(
+                    uniproc_executor.ExecutorWithExternalLauncher._distributed_args(None)[2]
+                )  # type: ignore[arg-type]
             assert os.environ["LOCAL_RANK"] == str(local_rank)
         options = vllm_options.gpu_options(RolloutConfig(gpu_memory_utilization=0.6))
         custom = vllm_options.custom_all_reduce([[0, 1]], RolloutConfig())
@@ -221,7 +255,9 @@ def all_reduce_workspaces(patched: bool, failing: dict[str, list[int]]) -> tuple
         replaced(module, "TorchDistBackend", lambda group: None),
         replaced(module, "_node_count", lambda group: 1),
     ):
-        workspace = module.get_fi_ar_workspace(2, dist.get_rank(), 16, 64, torch.bfloat16, dist.group.WORLD)
+        workspace = module.get_fi_ar_workspace(
+            2, dist.get_rank(), 16, 64, torch.bfloat16, dist.group.WORLD
+        )
         module._fi_ar_workspace = None
         module._fi_ar_workspace_failed = False
         module._fi_ar_workspace_groups.clear()
@@ -229,8 +265,8 @@ def all_reduce_workspaces(patched: bool, failing: dict[str, list[int]]) -> tuple
 
 
 def cache_names(checkpoint: str, ranks: list[int]) -> tuple[str, str]:
-    """Build an engine of the ranks. Return the hash by which vLLM finds this rank's compiled code, and the same without
-    additional_config."""
+    """Build an engine of the ranks. Return the hash by which vLLM finds this rank's compiled code,
+    and the same without additional_config."""
     with built_engine(checkpoint, len(ranks), 64, groups=[ranks]) as engine:
         config = engine._llm.llm_engine.vllm_config
         ours = config.compute_hash()
@@ -239,26 +275,30 @@ def cache_names(checkpoint: str, ranks: list[int]) -> tuple[str, str]:
 
 
 def head_types(checkpoint: str, float32_products: bool) -> tuple[str, str]:
-    """Build an engine in bfloat16, as on a device with or without products into float32. Return the types of the head's
-    result and of its weight after one response."""
+    """Build an engine in bfloat16, as on a device with or without products into float32. Return the
+    types of the head's result and of its weight after one response."""
     prompt = [np.array([1, 2, 3], np.int32)]
     with (
         replaced(platform, "float32_products", lambda: float32_products),
         built_engine(checkpoint, 1, 64, dtype="bfloat16") as engine,
     ):
         respond(engine, prompt, [0], Sampling(1.0, 4, ()))
-        return str(engine._model.logits_processor.head_dtype), str(engine._model.lm_head.weight.dtype)
+        return str(engine._model.logits_processor.head_dtype), str(
+            engine._model.lm_head.weight.dtype
+        )
 
 
 def registered_graph_buffers(ranks: list[int]) -> list[Any]:
-    """Return the handles and offsets that vLLM's custom all-reduce registers after the capture of graphs. Each rank's
-    handle is its number in the group, and its offset 10 times that."""
+    """Return the handles and offsets that vLLM's custom all-reduce registers after the capture of
+    graphs. Each rank's handle is its number in the group, and its offset 10 times that."""
     group = dist.new_group(ranks, sort_ranks=False)
     rank = dist.get_rank(group)
     registered: list[Any] = []
     operations = SimpleNamespace(
         get_graph_buffer_ipc_meta=lambda pointer: ([rank], [10 * rank]),
-        register_graph_buffers=lambda pointer, handles, offsets: registered.extend((handles, offsets)),
+        register_graph_buffers=lambda pointer, handles, offsets: registered.extend(
+            (handles, offsets)
+        ),
     )
     all_reduce = custom_all_reduce.CustomAllreduce.__new__(custom_all_reduce.CustomAllreduce)
     all_reduce.group = group

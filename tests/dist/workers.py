@@ -1,5 +1,5 @@
-"""Worker processes for tests on several ranks: started once per world size, connected by gloo, each running the same
-function of a test module with the same arguments."""
+"""Worker processes for tests on several ranks: started once per world size, connected by gloo, each
+running the same function of a test module with the same arguments."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _worker(variables: dict[str, str], pipe: Any, stacks: str) -> None:
 
 
 def _write_to_starter() -> None:
-    """Send output to the files of the process that has started this one, where pytest captures it. The server's own are
-    those of the first process."""
+    """Send output to the files of the process that has started this one, where pytest captures it.
+    The server's own are those of the first process."""
     starter = mp.parent_process()
     assert starter is not None
     for descriptor in (1, 2):
@@ -97,14 +97,17 @@ class Workers:
             self._processes.append(process)
 
     def outcomes(self, function: Callable[..., Any], **kwargs: Any) -> list[tuple[bool, Any]]:
-        """Return for each rank (True, result) or (False, (exception's name, its message, stack))."""
+        """Return for each rank (True, result) or (False, (exception's name, its message,
+        stack))."""
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, kwargs))
         out = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(2 * TIMEOUT_SECONDS):
                 call = f"{function.__name__}({kwargs})"
-                pytest.exit(f"rank {rank} of {self.world} has not answered: {call}\n{self._dump()}", 3)
+                pytest.exit(
+                    f"rank {rank} of {self.world} has not answered: {call}\n{self._dump()}", 3
+                )
             out.append(pipe.recv())
         return out
 

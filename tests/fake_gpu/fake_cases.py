@@ -1,4 +1,5 @@
-"""The cases that run on fake CUDA devices, and what a run reports. No torch: the tests' own process has another one."""
+"""The cases that run on fake CUDA devices, and what a run reports. No torch: the tests' own process
+has another one."""
 
 from __future__ import annotations
 
@@ -71,7 +72,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
         "head_dim": 16,
     },
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -151,7 +157,9 @@ CASES: dict[str, Case] = {
     "llama": Case("llama"),
     "qwen2 tied, stages": Case("qwen2", world=8, tp=2, pp=2, ranks=(0, 2), megatron=DISTRIBUTED),
     "qwen3, sequence parallel": Case("qwen3", world=8, tp=2, ranks=(0, 1), megatron=SEQUENCE),
-    "gemma": Case("gemma", world=8, tp=2, ranks=(0, 1), megatron={"overlap_grad_reduce": False, **DISTRIBUTED}),
+    "gemma": Case(
+        "gemma", world=8, tp=2, ranks=(0, 1), megatron={"overlap_grad_reduce": False, **DISTRIBUTED}
+    ),
     "experts": Case("qwen3_moe"),
     "experts, parallel": Case(
         "qwen3_moe",
@@ -162,17 +170,46 @@ CASES: dict[str, Case] = {
         megatron={**SEQUENCE, **DISTRIBUTED},
     ),
     "shared expert, parallel": Case(
-        "glm4_moe", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(4,), megatron={**SEQUENCE, **DISTRIBUTED}
+        "glm4_moe",
+        world=8,
+        tp=2,
+        pp=2,
+        ep=2,
+        layers=4,
+        ranks=(4,),
+        megatron={**SEQUENCE, **DISTRIBUTED},
     ),
-    "sinks, parallel": Case("gpt_oss", world=8, tp=2, ep=2, ranks=(0,), megatron={**SEQUENCE, **DISTRIBUTED}),
+    "sinks, parallel": Case(
+        "gpt_oss", world=8, tp=2, ep=2, ranks=(0,), megatron={**SEQUENCE, **DISTRIBUTED}
+    ),
     "delta nets, parallel": Case(
-        "qwen3_next", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(4,), megatron={**SEQUENCE, **DISTRIBUTED}
+        "qwen3_next",
+        world=8,
+        tp=2,
+        pp=2,
+        ep=2,
+        layers=4,
+        ranks=(4,),
+        megatron={**SEQUENCE, **DISTRIBUTED},
     ),
     "latent attention, parallel": Case(
-        "deepseek_v3", world=8, tp=2, pp=2, ep=2, layers=4, ranks=(4,), megatron={**SEQUENCE, **DISTRIBUTED}
+        "deepseek_v3",
+        world=8,
+        tp=2,
+        pp=2,
+        ep=2,
+        layers=4,
+        ranks=(4,),
+        megatron={**SEQUENCE, **DISTRIBUTED},
     ),
     "latent attention, context parallel": Case(
-        "deepseek_v3", world=4, tp=2, cp=2, ranks=(0,), megatron={**SEQUENCE}, sizes={"q_lora_rank": None}
+        "deepseek_v3",
+        world=4,
+        tp=2,
+        cp=2,
+        ranks=(0,),
+        megatron={**SEQUENCE},
+        sizes={"q_lora_rank": None},
     ),
     "frozen": Case(
         "llama",
@@ -190,11 +227,23 @@ CASES: dict[str, Case] = {
         megatron={"recompute_granularity": "full"},
         sizes={"mlp_only_layers": [0]},
     ),
-    "critic": Case("qwen2", role="critic", world=8, tp=2, pp=2, ranks=(4,), megatron={"dtype": "float32", **SEQUENCE}),
-    "virtual chunks": Case("llama", layers=4, world=8, tp=2, pp=2, vpp=2, ranks=(0,), megatron=DISTRIBUTED),
+    "critic": Case(
+        "qwen2",
+        role="critic",
+        world=8,
+        tp=2,
+        pp=2,
+        ranks=(4,),
+        megatron={"dtype": "float32", **SEQUENCE},
+    ),
+    "virtual chunks": Case(
+        "llama", layers=4, world=8, tp=2, pp=2, vpp=2, ranks=(0,), megatron=DISTRIBUTED
+    ),
     "float32, offload": Case("qwen2", megatron={"dtype": "float32", **OFFLOAD}),
     "bfloat16, offload": Case("llama", world=8, tp=2, ranks=(2,), megatron=OFFLOAD),
-    "context parallel": Case("qwen3", world=8, tp=2, cp=2, ranks=(0, 2), megatron={**SEQUENCE, **DISTRIBUTED}),
+    "context parallel": Case(
+        "qwen3", world=8, tp=2, cp=2, ranks=(0, 2), megatron={**SEQUENCE, **DISTRIBUTED}
+    ),
     "more ranks than KV heads": Case(
         "llama",
         world=8,
@@ -228,10 +277,22 @@ TE_CASES: dict[str, Case] = {
         for name, ranks in TE_RANKS.items()
     },
     "context parallel a2a, Transformer Engine": Case(
-        "qwen3", world=8, tp=2, cp=2, ranks=(0, 2), transformer_engine=True, megatron={"cp_comm_type": "a2a"}
+        "qwen3",
+        world=8,
+        tp=2,
+        cp=2,
+        ranks=(0, 2),
+        transformer_engine=True,
+        megatron={"cp_comm_type": "a2a"},
     ),
     "context parallel dynamic, Transformer Engine": Case(
-        "qwen3", world=8, cp=2, dynamic_cp=True, ranks=(0, 1), transformer_engine=True, megatron=DISTRIBUTED
+        "qwen3",
+        world=8,
+        cp=2,
+        dynamic_cp=True,
+        ranks=(0, 1),
+        transformer_engine=True,
+        megatron=DISTRIBUTED,
     ),
     **{
         f"fp8 {recipe}": Case(

@@ -1,4 +1,5 @@
-"""Checks of what the ranks have recorded: collectives that match, operators that have a CUDA kernel."""
+"""Checks of what the ranks have recorded: collectives that match, operators that have a CUDA
+kernel."""
 
 from __future__ import annotations
 
@@ -14,47 +15,93 @@ from fake_cuda import Collective
 _FORWARD = "models/gpt_model.py:PackedGPT.forward"
 KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
     ("load", "synchronize", "platform.py:synchronize"): (1, "after the first collectives"),
-    ("load", "item", "checkpoint/finite.py:num_not_finite"): (None, "one a tensor, at the start of a run"),
-    ("load", "item", "checkpoint/finite.py:check_not_zero.<locals>.<setcomp>"): (None, "one a matrix, at the start"),
+    ("load", "item", "checkpoint/finite.py:num_not_finite"): (
+        None,
+        "one a tensor, at the start of a run",
+    ),
+    ("load", "item", "checkpoint/finite.py:check_not_zero.<locals>.<setcomp>"): (
+        None,
+        "one a matrix, at the start",
+    ),
     ("score", "Event.synchronize", _FORWARD): (None, "experts: tokens of each, one a layer"),
     ("score", "masked_select", _FORWARD): (None, "experts without Transformer Engine: two a layer"),
     ("gradient", "Event.synchronize", _FORWARD): (None, "experts: tokens of each, one a layer"),
-    ("gradient", "masked_select", _FORWARD): (None, "experts without Transformer Engine: two a layer"),
+    ("gradient", "masked_select", _FORWARD): (
+        None,
+        "experts without Transformer Engine: two a layer",
+    ),
     ("gradient", "Event.synchronize", "autograd"): (None, "experts, recomputed"),
-    ("gradient", "masked_select", "autograd"): (None, "experts without Transformer Engine, recomputed"),
-    ("sum_scores", "copy to the host", "topology/consensus.py:sum_over_ranks"): (1, "scores of the batch"),
+    ("gradient", "masked_select", "autograd"): (
+        None,
+        "experts without Transformer Engine, recomputed",
+    ),
+    ("sum_scores", "copy to the host", "topology/consensus.py:sum_over_ranks"): (
+        1,
+        "scores of the batch",
+    ),
     ("optimizer_step", "item", "models/engine.py:ModelEngine.train_step"): (
         None,
         "the norm of the gradient; experts have one of their own",
     ),
-    ("statistics", "copy to the host", "topology/consensus.py:gather_vectors"): (1, "of all mini-batches"),
-    ("async_save", "synchronize", "platform.py:synchronize"): (1, "all copies to page-locked memory"),
-    ("save", "copy to the host", "checkpoint/training_tensors.py:TensorWriter._write.<locals>.<genexpr>"): (
+    ("statistics", "copy to the host", "topology/consensus.py:gather_vectors"): (
+        1,
+        "of all mini-batches",
+    ),
+    ("async_save", "synchronize", "platform.py:synchronize"): (
+        1,
+        "all copies to page-locked memory",
+    ),
+    (
+        "save",
+        "copy to the host",
+        "checkpoint/training_tensors.py:TensorWriter._write.<locals>.<genexpr>",
+    ): (
         None,
         "one a block, on the writer's thread",
     ),
-    ("save", "synchronize", "platform.py:synchronize"): (1, "before the writer's thread reads the blocks"),
+    ("save", "synchronize", "platform.py:synchronize"): (
+        1,
+        "before the writer's thread reads the blocks",
+    ),
     ("save", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
-    ("load_state", "item", "models/optimizer.py:adam_steps"): (1, "the fused optimizer has its step on the device"),
+    ("load_state", "item", "models/optimizer.py:adam_steps"): (
+        1,
+        "the fused optimizer has its step on the device",
+    ),
     ("load_state", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
-    ("update_weights", "copy to the host", "reshard/verify.py:checksums"): (None, "verification alone"),
-    ("update_weights", "copy to the host", "reshard/verify.py:_checksums_of_senders.<locals>.<dictcomp>"): (
+    ("update_weights", "copy to the host", "reshard/verify.py:checksums"): (
+        None,
+        "verification alone",
+    ),
+    (
+        "update_weights",
+        "copy to the host",
+        "reshard/verify.py:_checksums_of_senders.<locals>.<dictcomp>",
+    ): (
         None,
         "verification alone, one a peer",
     ),
     ("end", "synchronize", "platform.py:unlock_pages"): (None, "the model's host arenas"),
 }
-"""(phase, operator or call, place) -> (1 where it is once in the phase, otherwise None; the reason)."""
+"""(phase, operator or call, place) -> (1 where it is once in the phase, otherwise None; the
+reason)."""
 PAGEABLE_COPIES = {
     ("load", "models/gpt_model.py:build_model"): "constants of the model",
     ("load", "reshard/execute.py:_Copies.run"): "weights of the files",
     ("load", "tests"): "the value head of the tests",
     ("make_trainable", "models/engine.py:ModelEngine.make_trainable"): "constants of the optimizer",
-    ("score", "models/gpt_model.py:PackedGPT.forward"): "numbers of chunks before an all-to-all of heads, once a size; "
-    "a number of gpt_oss's activation, one a layer of experts (Megatron-Core's weighted_bias_quick_geglu_impl)",
+    (
+        "score",
+        "models/gpt_model.py:PackedGPT.forward",
+    ): "numbers of chunks before an all-to-all of heads, once a size; "
+    "a number of gpt_oss's activation, one a layer of experts (Megatron-Core's "
+    "weighted_bias_quick_geglu_impl)",
     ("gradient", "models/gpt_model.py:PackedGPT.forward"): "a number of gpt_oss's activation",
     ("load_state", "checkpoint/training_tensors.py:read_tensors"): "tensors of the files",
-    ("update_weights", "reshard/verify.py:_checksums_of_senders.<locals>.<dictcomp>"): "verification alone, one a peer",
+    (
+        "update_weights",
+        "reshard/verify.py:_checksums_of_senders.<locals>.<dictcomp>",
+    ): "verification alone, one a peer",
 }
 """(phase, place) -> the reason."""
 
@@ -74,8 +121,9 @@ P2P = ("send", "recv")
 
 
 def mismatches(collectives: Mapping[int, Sequence[Collective]]) -> list[str]:
-    """Return a line for each group of which two ranks have called different collectives, and for each pair of ranks
-    whose messages do not match. NCCL would hang. collectives: by rank, in order."""
+    """Return a line for each group of which two ranks have called different collectives, and for
+    each pair of ranks whose messages do not match. NCCL would hang. collectives: by rank, in
+    order."""
     lines = []
     groups = {call.ranks for calls in collectives.values() for call in calls}
     for ranks in sorted(groups):
@@ -86,22 +134,37 @@ def mismatches(collectives: Mapping[int, Sequence[Collective]]) -> list[str]:
         }
         first, *others = by_rank
         lines += [
-            f"group {ranks}: ranks {first} and {other}: {_first_difference(by_rank[first], by_rank[other])}"
+            (
+                f"group {ranks}: ranks {first} and {other}: "
+                f"{_first_difference(by_rank[first], by_rank[other])}"
+            )
             for other in others
             if by_rank[first] != by_rank[other]
         ]
     for sender in collectives:
         for receiver in collectives.keys() - {sender}:
-            sent = [c.tensors for c in collectives[sender] if (c.kind, c.peer) == ("send", receiver)]
-            received = [c.tensors for c in collectives[receiver] if (c.kind, c.peer) == ("recv", sender)]
+            sent = [
+                c.tensors for c in collectives[sender] if (c.kind, c.peer) == ("send", receiver)
+            ]
+            received = [
+                c.tensors for c in collectives[receiver] if (c.kind, c.peer) == ("recv", sender)
+            ]
             if sent != received:
-                lines.append(f"messages of {sender} to {receiver}: {_first_difference(sent, received)}")
+                lines.append(
+                    f"messages of {sender} to {receiver}: {_first_difference(sent, received)}"
+                )
     return lines
 
 
 def _first_difference(one: Sequence[object], other: Sequence[object]) -> str:
-    number = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return f"call {number} of {len(one)} and {len(other)}: {one[number : number + 1]} and {other[number : number + 1]}"
+    number = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    return (
+        f"call {number} of {len(one)} and {len(other)}: {one[number : number + 1]} and "
+        f"{other[number : number + 1]}"
+    )
 
 
 NAMES = {
@@ -113,10 +176,14 @@ NAMES = {
 """Operators whose entry in OpInfo has another name."""
 # fmt: off
 NO_ARITHMETIC = frozenset({
-    "_local_scalar_dense", "_to_copy", "_unsafe_view", "alias", "arange", "as_strided", "clone", "copy", "device",
-    "detach", "empty", "empty_like", "empty_strided", "equal", "expand", "fill", "full", "full_like",
-    "is_same_size", "lift_fresh", "masked_select", "new_empty", "new_zeros", "normal", "ones", "ones_like",
-    "permute", "resize", "select", "set", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose",
+    "_local_scalar_dense", "_to_copy", "_unsafe_view", "alias", "arange", "as_strided", "clone",
+    "copy", "device",
+    "detach", "empty", "empty_like", "empty_strided", "equal", "expand", "fill", "full",
+    "full_like",
+    "is_same_size", "lift_fresh", "masked_select", "new_empty", "new_zeros", "normal", "ones",
+    "ones_like",
+    "permute", "resize", "select", "set", "slice", "split", "split_with_sizes", "squeeze", "t",
+    "transpose",
     "unbind", "unsqueeze", "view", "zero", "zeros", "zeros_like", "new_empty_strided", "new_full",
 })
 # fmt: on
@@ -124,13 +191,15 @@ NO_ARITHMETIC = frozenset({
 
 
 def cuda_types() -> dict[str, frozenset[str]]:
-    """Return OpInfo's types for CUDA by name, those of backward passes too. It needs a process of fake CUDA devices:
-    elsewhere torch leaves out what needs a newer GPU."""
+    """Return OpInfo's types for CUDA by name, those of backward passes too. It needs a process of
+    fake CUDA devices: elsewhere torch leaves out what needs a newer GPU."""
     # torch's test utilities import a package for expected outputs, of which the table uses nothing.
     sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))
     from torch.testing._internal import common_methods_invocations as tables
 
-    entries = [entry for name, table in vars(tables).items() if name.endswith("op_db") for entry in table]
+    entries = [
+        entry for name, table in vars(tables).items() if name.endswith("op_db") for entry in table
+    ]
     types: dict[str, set[str]] = defaultdict(set)
     for entry in entries:
         names = {entry.name, entry.aten_name, *(alias.name for alias in entry.aliases)}
@@ -151,8 +220,8 @@ WITHOUT_ENTRY = {
 def without_kernel(
     operators: Iterable[tuple[str, tuple[str, ...]]], table: Mapping[str, frozenset[str]]
 ) -> tuple[list[str], set[str]]:
-    """Return the operators whose types OpInfo does not list for CUDA, and the names that neither OpInfo nor
-    WITHOUT_ENTRY has. table: OpInfo's types for CUDA by name."""
+    """Return the operators whose types OpInfo does not list for CUDA, and the names that neither
+    OpInfo nor WITHOUT_ENTRY has. table: OpInfo's types for CUDA by name."""
     unsupported: list[str] = []
     unknown: set[str] = set()
     for name, types in sorted(operators):

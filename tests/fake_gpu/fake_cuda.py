@@ -1,7 +1,9 @@
-"""CUDA devices without a GPU, on a CPU build of torch: tensors on "cuda" are fake tensors, which have a shape and a
-type but no memory; tensors on the CPU are real. fake_device.py has the mode that records what the code does.
+"""CUDA devices without a GPU, on a CPU build of torch: tensors on "cuda" are fake tensors, which
+have a shape and a type but no memory; tensors on the CPU are real. fake_device.py has the mode that
+records what the code does.
 
-The order matters: build_guard, load_guard before torch is imported, replace_driver before rlhf_mc and Megatron-Core.
+The order matters: build_guard, load_guard before torch is imported, replace_driver before rlhf_mc
+and Megatron-Core.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ def build_guard(library: Path) -> None:
     """Compile guard.cpp against the installed torch."""
     torch_path = Path(importlib.util.find_spec("torch").origin).parent
     includes = [f"-I{torch_path / part}" for part in ("include", "include/torch/csrc/api/include")]
-    libraries = [f"-L{torch_path / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_path / 'lib'}"]
+    libraries = [
+        f"-L{torch_path / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
+        f"-Wl,-rpath,{torch_path / 'lib'}",
+    ]
     command = [
         compiler(),
         "-shared",
@@ -86,8 +93,9 @@ def wait(what: str) -> None:
 
 
 def place() -> str:
-    """Return the innermost function of rlhf_mc that is being executed, as "models/engine.py:ModelEngine.score".
-    "autograd" on a thread of autograd, which has no frames of the caller, "tests" in the tests' own code."""
+    """Return the innermost function of rlhf_mc that is being executed, as
+    "models/engine.py:ModelEngine.score". "autograd" on a thread of autograd, which has no frames of
+    the caller, "tests" in the tests' own code."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
@@ -141,19 +149,27 @@ def replace_driver() -> None:
     stream = Stream()
     random_state = torch.zeros(16, dtype=torch.uint8)
     properties = types.SimpleNamespace(
-        total_memory=MEMORY, name="fake H100", major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132
+        total_memory=MEMORY,
+        name="fake H100",
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        multi_processor_count=132,
     )
     cudart = types.SimpleNamespace(
         cudaHostRegister=lambda address, size, flags: current.locked.add(address) or 0,
         cudaHostUnregister=lambda address: current.locked.discard(address) or 0,
     )
     results = {
-        **dict.fromkeys(("_lazy_init", "_lazy_call", "set_device", "empty_cache", "set_stream", "manual_seed")),
+        **dict.fromkeys(
+            ("_lazy_init", "_lazy_call", "set_device", "empty_cache", "set_stream", "manual_seed")
+        ),
         **dict.fromkeys(("manual_seed_all", "set_rng_state", "set_per_process_memory_fraction")),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
-        **dict.fromkeys(("is_current_stream_capturing", "get_sync_debug_mode", "set_sync_debug_mode"), False),
+        **dict.fromkeys(
+            ("is_current_stream_capturing", "get_sync_debug_mode", "set_sync_debug_mode"), False
+        ),
         "device_count": 8,
         "mem_get_info": (MEMORY // 2, MEMORY),
         "get_device_capability": CAPABILITY,
@@ -172,10 +188,14 @@ def replace_driver() -> None:
     cuda.stream = lambda _: contextlib.nullcontext()
     cuda.synchronize = lambda *_: wait("synchronize")
     cuda.nccl.version = lambda: (2, 29, 0)
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.memory._record_memory_history = lambda *_, **__: None
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.memory._record_memory_history = (
+        lambda *_, **__: None
+    )
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: random_state.clone()
     cuda.random.set_rng_state = cuda.set_rng_state
-    cuda.default_generators = (types.SimpleNamespace(get_state=random_state.clone, set_state=lambda _: None),)
+    cuda.default_generators = (
+        types.SimpleNamespace(get_state=random_state.clone, set_state=lambda _: None),
+    )
     for name, result in {
         "_cuda_getDevice": 0,
         "_cuda_setDevice": None,
@@ -189,15 +209,16 @@ def replace_driver() -> None:
     torch.version.cuda = torch.version.cuda or "13.0"
     torch._dynamo.config.disable = True
     torch.Tensor.record_stream = lambda self, stream: None
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a tensor of the CPU that is copied
+    # torch.tensor(..., device="cuda") is a tensor of the CPU that is copied
+    torch._C._set_only_lift_cpu_tensors(True)
     fake_tensor.FakeTensorMode.avoid_device_init = True
     fake_tensor.init_gpu_context = lambda device: None
     _let_storages_be_fake()
 
 
 def _let_storages_be_fake() -> None:
-    """Give the storages of fake tensors a device and an address, let modules move fake parameters, and let torch.tensor
-    read fake scalars."""
+    """Give the storages of fake tensors a device and an address, let modules move fake parameters,
+    and let torch.tensor read fake scalars."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -209,7 +230,9 @@ def _let_storages_be_fake() -> None:
     def is_fake(self: Any) -> bool:
         return current is not None and real_device(self).type == "meta"
 
-    storage.device = property(lambda self: torch.device("cuda", 0) if is_fake(self) else real_device(self))
+    storage.device = property(
+        lambda self: torch.device("cuda", 0) if is_fake(self) else real_device(self)
+    )
     resize = storage.resize_
 
     def resize_counted(self: Any, size: int) -> Any:
@@ -230,8 +253,8 @@ def _let_storages_be_fake() -> None:
     swap = torch.utils.swap_tensors
 
     def swap_fake(first: Any, second: Any) -> None:
-        """Swap although the mode holds weak references to the tensors. As where a real parameter is moved, its
-        attributes stay."""
+        """Swap although the mode holds weak references to the tensors. As where a real parameter is
+        moved, its attributes stay."""
         references = weakref.getweakrefs
         weakref.getweakrefs = lambda x: [] if isinstance(x, torch.Tensor) else references(x)
         try:
@@ -245,7 +268,12 @@ def _let_storages_be_fake() -> None:
 
     def type_name(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, FakeTensor) and not args and not kwargs and self.device.type == "cuda":
-            names = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float64: "Double"}
+            names = {
+                torch.float32: "Float",
+                torch.float16: "Half",
+                torch.bfloat16: "BFloat16",
+                torch.float64: "Double",
+            }
             return f"torch.cuda.{names.get(self.dtype, str(self.dtype)[6:].title())}Tensor"
         return real_type(self, *args, **kwargs)
 
@@ -265,7 +293,8 @@ def _let_storages_be_fake() -> None:
 
 
 def start(library: Path, transformer_engine: Path | None = None) -> None:
-    """Prepare a new process for fake CUDA devices. transformer_engine: directory of its Python files, or None."""
+    """Prepare a new process for fake CUDA devices. transformer_engine: directory of its Python
+    files, or None."""
     os.environ.pop("RLHF_MC_DEVICE", None)
     load_guard(library)
     replace_driver()

@@ -17,16 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
-READS_SIZES = (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.repeat_interleave.Tensor)
+READS_SIZES = (
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+)
 """Operators the size of whose result the host reads from the device."""
 _FAKE = FakeTensorMode(allow_non_fake_inputs=False)
 """One for the process: Megatron-Core keeps some tensors in globals."""
-_INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
+_INDEXING = (
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+)
 
 
 def _leaves(values: Iterable[Any]) -> list[Any]:
-    """Return the values, and the elements of those that are lists, of which an operator has one level. In place of
-    torch's tree_leaves, which takes a tenth of a case's time."""
+    """Return the values, and the elements of those that are lists, of which an operator has one
+    level. In place of torch's tree_leaves, which takes a tenth of a case's time."""
     out: list[Any] = []
     for value in values:
         if isinstance(value, list | tuple):
@@ -69,7 +79,8 @@ class Memory:
         self.peak = self.live
 
     def by_origin(self) -> Counter[str]:
-        """Return the bytes that are in use, by the phase and the place in the code of their allocation."""
+        """Return the bytes that are in use, by the phase and the place in the code of their
+        allocation."""
         sizes: Counter[str] = Counter()
         for size, origin in self._storages.values():
             sizes[origin] += size
@@ -79,7 +90,8 @@ class Memory:
 class FakeCuda(TorchDispatchMode):
     """Runs its body on fake CUDA devices. Raises DeviceMix where an operator gets tensors of both.
 
-    selected: the share of the elements that torch.masked_select returns, whose number nothing knows here."""
+    selected: the share of the elements that torch.masked_select returns, whose number nothing knows
+    here."""
 
     def __init__(self, selected: float = 1.0) -> None:
         super().__init__()
@@ -122,14 +134,24 @@ class FakeCuda(TorchDispatchMode):
         named = any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
         if not (on_cuda or named):
             return func(*args, **kwargs)
-        if func is aten._to_copy.default and (target := kwargs.get("device")) and target.type != args[0].device.type:
+        if (
+            func is aten._to_copy.default
+            and (target := kwargs.get("device"))
+            and target.type != args[0].device.type
+        ):
             return self._moved(args[0], target, kwargs)
-        if func is aten._foreach_copy_.default and {x.device.type for x in leaves} == {"cpu", "cuda"}:
-            for target, source in zip(*args, strict=True):  # torch copies them one by one too (ForeachBinaryOpList.cu)
+        if func is aten._foreach_copy_.default and {x.device.type for x in leaves} == {
+            "cpu",
+            "cuda",
+        }:
+            # torch copies them one by one too (ForeachBinaryOpList.cu)
+            for target, source in zip(*args, strict=True):
                 self._note_copy(target, source, False)
             return None
         if func is aten.copy_.default and args[0].device.type != args[1].device.type:
-            self._note_copy(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+            self._note_copy(
+                args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            )
             return args[0]
         return self._on_cuda(func, args, kwargs, leaves)
 
@@ -139,20 +161,28 @@ class FakeCuda(TorchDispatchMode):
         if takes_values and any(x.device.type != "cuda" and x.dim() for x in tensors):
             devices = [(tuple(x.shape), x.device.type) for x in tensors]
             raise DeviceMix(f"{func} at {place()}: tensors of the CPU and of the GPU: {devices}")
-        self.operators.add((str(func), tuple(str(x.dtype)[6:] for x in tensors if x.device.type == "cuda")))
+        self.operators.add(
+            (str(func), tuple(str(x.dtype)[6:] for x in tensors if x.device.type == "cuda"))
+        )
         if func is aten._local_scalar_dense.default:
             wait("item")
             return args[0].dtype == torch.bool or (1.0 if args[0].is_floating_point() else 1)
         if func is aten.equal.default:
             one, other = args
-            if not torch._C._is_alias_of(one, other) or one.storage_offset() != other.storage_offset():
+            if (
+                not torch._C._is_alias_of(one, other)
+                or one.storage_offset() != other.storage_offset()
+            ):
                 wait("equal")  # of the same elements nothing is read (cuda_equal in Equal.cpp)
             return True
         if func in READS_SIZES:
             wait(func.overloadpacket.__name__)
         if func in _INDEXING:
             self._note_indices(*args)
-        kwargs = {key: None if isinstance(x, torch._C.Generator) else x for key, x in kwargs.items()}  # of the CPU
+        # of the CPU
+        kwargs = {
+            key: None if isinstance(x, torch._C.Generator) else x for key, x in kwargs.items()
+        }
         if func is aten.masked_select.default:
             with _FAKE:
                 return self._counted(args[0].new_empty(int(args[1].numel() * self._selected)))
@@ -170,11 +200,14 @@ class FakeCuda(TorchDispatchMode):
     def _note_indices(
         self, tensor: torch.Tensor, indices: list[torch.Tensor | None], value: Any = None, *_: Any
     ) -> None:
-        """Record a wait where torch counts the elements of a mask. It fills by a mask without counting where the value
-        is a number (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp)."""
+        """Record a wait where torch counts the elements of a mask. It fills by a mask without
+        counting where the value is a number (canDispatchToMaskedFill in
+        TensorAdvancedIndexing.cpp)."""
         given = [index for index in indices if index is not None]
         is_number = value is not None and value.numel() == 1 and value.device.type == "cpu"
-        if any(index.dtype in (torch.bool, torch.uint8) for index in given) and not (is_number and len(given) == 1):
+        if any(index.dtype in (torch.bool, torch.uint8) for index in given) and not (
+            is_number and len(given) == 1
+        ):
             wait("index by a mask")
 
     def _as_fake(self, x: Any) -> Any:
@@ -230,8 +263,16 @@ class FakeCuda(TorchDispatchMode):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _note_collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-        groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
-        ranks = tuple(torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(groups[0])))
+        groups = [
+            x
+            for x in args
+            if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+        ]
+        ranks = tuple(
+            torch.distributed.get_process_group_ranks(
+                torch.distributed.ProcessGroup.unbox(groups[0])
+            )
+        )
         kind = func.overloadpacket.__name__.rstrip("_")
         peer = ranks[args[2]] if kind in ("send", "recv") else None
         # Of pickled objects the ranks exchange the largest size, which is unknown here.

@@ -1,4 +1,5 @@
-"""Device memory of the actor of a shipped config, at full size on fake CUDA devices, beside the planner's."""
+"""Device memory of the actor of a shipped config, at full size on fake CUDA devices, beside the
+planner's."""
 
 from __future__ import annotations
 
@@ -43,10 +44,14 @@ DEVICE_BYTES = 80 << 30
 
 
 def measure(source: str, overrides: Sequence[str], world: int, rank: int) -> Measured:
-    """Run scoring, two updates and a weight update of the actor on one rank, with micro-batches of all tokens that the
-    settings allow, and compare the peaks with the planner's phases."""
+    """Run scoring, two updates and a weight update of the actor on one rank, with micro-batches of
+    all tokens that the settings allow, and compare the peaks with the planner's phases."""
     cfg = load_config(source, list(overrides))
-    (planned,) = [one for one in plan_memory(cfg, planned_shapes(cfg), world, DEVICE_BYTES) if rank in one.ranks]
+    (planned,) = [
+        one
+        for one in plan_memory(cfg, planned_shapes(cfg), world, DEVICE_BYTES)
+        if rank in one.ranks
+    ]
     shape = planned_shapes(cfg)["actor"]
     gpu = FakeCuda(shape.experts_per_token / shape.num_experts if shape.num_experts else 1.0)
     with contextlib.ExitStack() as stack:
@@ -57,7 +62,9 @@ def measure(source: str, overrides: Sequence[str], world: int, rank: int) -> Mea
         stack.enter_context(gpu)
         peaks, left = _run(cfg, gpu, world, "actor" in planned.staying)
         gc.collect()
-    return Measured({name: PhaseBytes(peak, _planned(planned, name)) for name, peak in peaks.items()}, left)
+    return Measured(
+        {name: PhaseBytes(peak, _planned(planned, name)) for name, peak in peaks.items()}, left
+    )
 
 
 def _pages(num_bytes: int) -> torch.Tensor:
@@ -68,16 +75,31 @@ def _pages(num_bytes: int) -> torch.Tensor:
 
 
 def _planned(planned: RankMemory, name: str) -> float:
-    """Return the planner's bytes of a phase without those of other models and of what is no tensor of the trainer."""
+    """Return the planner's bytes of a phase without those of other models and of what is no tensor
+    of the trainer."""
     (phase,) = [phase for phase in planned.phases if phase.name == name]
-    parts = ("actor params", "actor grads", "actor optimizer", "activations", "reshard buckets", "vLLM weights")
+    parts = (
+        "actor params",
+        "actor grads",
+        "actor optimizer",
+        "activations",
+        "reshard buckets",
+        "vLLM weights",
+    )
     return sum(phase.parts.get(part, 0) for part in parts)
 
 
-def _run(cfg: Config, gpu: FakeCuda, world: int, stays: bool) -> tuple[dict[str, int], Counter[str]]:
+def _run(
+    cfg: Config, gpu: FakeCuda, world: int, stays: bool
+) -> tuple[dict[str, int], Counter[str]]:
     megatron = cfg.actor.megatron
     gpu.phase = "build"
-    engine = ModelEngine("actor", planned_shapes(cfg)["actor"], megatron, build_groups(training_mesh(megatron, world)))
+    engine = ModelEngine(
+        "actor",
+        planned_shapes(cfg)["actor"],
+        megatron,
+        build_groups(training_mesh(megatron, world)),
+    )
     engine.make_trainable(cfg.actor.optim, total_steps=10)
     budgets = token_budgets(cfg)
     peaks = {}
@@ -93,14 +115,18 @@ def _run(cfg: Config, gpu: FakeCuda, world: int, stays: bool) -> tuple[dict[str,
     scores = torch.zeros(len(update.rollout_log_probs))
     update = with_targets(update, scores)
     terms = ActorTerms(POLICY_LOSSES["vanilla"], cfg.actor.entropy_coeff, 0.0, 1, torch.Generator())
-    loss = actor_objective(update, cfg.actor, engine.shape.vocab_size, cfg.rollout.temperature, terms)
+    loss = actor_objective(
+        update, cfg.actor, engine.shape.vocab_size, cfg.rollout.temperature, terms
+    )
     engine.offload.optimizer_stays = stays
     for _ in range(2):  # the first one allocates Adam's moments
         begin("update_actor", PARAMS, GRADS, *([OPTIMIZER] if stays else []))
         engine.train_step(update, micro_batches, loss)
         peaks["update_actor"] = gpu.memory.peak
     begin("old_log_prob", PARAMS)
-    engine.my_scores(*_batch(engine, budgets["old_log_prob"]), log_prob_head(engine.shape.vocab_size, 1.0))
+    engine.my_scores(
+        *_batch(engine, budgets["old_log_prob"]), log_prob_head(engine.shape.vocab_size, 1.0)
+    )
     peaks["old_log_prob"] = gpu.memory.peak
     begin("update_weights", PARAMS)
     _update_weights(cfg, engine)
@@ -110,30 +136,39 @@ def _run(cfg: Config, gpu: FakeCuda, world: int, stays: bool) -> tuple[dict[str,
 
 
 def _batch(engine: ModelEngine, budget: int) -> tuple[RaggedBatch, list[list[int]]]:
-    """Return a batch whose micro-batches have all tokens of the budget, all but one of each sequence response tokens,
-    and this replica's micro-batches."""
+    """Return a batch whose micro-batches have all tokens of the budget, all but one of each
+    sequence response tokens, and this replica's micro-batches."""
     mesh = engine.groups.mesh
     count = 2 * mesh.pp
     num = SEQUENCES * count * mesh.dp
-    batch = token_batch(engine.shape.vocab_size, [1] * num, [budget * mesh.cp // SEQUENCES - 1] * num)
+    batch = token_batch(
+        engine.shape.vocab_size, [1] * num, [budget * mesh.cp // SEQUENCES - 1] * num
+    )
     of_replica = range(engine.groups.coordinate.dp, num, mesh.dp)
     return batch, [list(of_replica[i::count]) for i in range(count)]
 
 
 def _update_weights(cfg: Config, engine: ModelEngine) -> None:
-    """Write the weights into the parameters of a rollout engine, of which some may alias the actor's."""
+    """Write the weights into the parameters of a rollout engine, of which some may alias the
+    actor's."""
     mesh = engine.groups.mesh
     rank = engine.groups.rank
     size = cfg.rollout.tensor_model_parallel_size
     groups: Any = choose_rollout_groups(engine.shape, mesh, size, vllm_layout, min(8, mesh.world))
     wanted = rollout_layouts(engine.shape, groups, vllm_layout)
     plan = make_plan(
-        engine_layouts(engine), wanted, 2, cfg.reshard.bucket_megabytes << 20, share=cfg.reshard.share_weights
+        engine_layouts(engine),
+        wanted,
+        2,
+        cfg.reshard.bucket_megabytes << 20,
+        share=cfg.reshard.share_weights,
     )
     sync = WeightSync(plan, rank, "off")
     views = aliased_views(sync.plan, engine.params)
     target = {
-        name: views[name] if name in views else torch.empty(shape, dtype=torch.bfloat16, device="cuda:0")
+        name: views[name]
+        if name in views
+        else torch.empty(shape, dtype=torch.bfloat16, device="cuda:0")
         for name, shape in wanted[rank].shapes.items()
     }
     sync.run(engine.params, target)

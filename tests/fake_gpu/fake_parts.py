@@ -1,4 +1,5 @@
-"""Parts of tools/gpu_check.py on fake CUDA devices: their code runs, and what they compare is not judged."""
+"""Parts of tools/gpu_check.py on fake CUDA devices: their code runs, and what they compare is not
+judged."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ def run(name: str) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(simulated_rank(0, 1))
         stack.enter_context(simulation())
-        stack.enter_context(mock.patch.object(Report, "case", lambda self, case: contextlib.nullcontext()))
+        stack.enter_context(
+            mock.patch.object(Report, "case", lambda self, case: contextlib.nullcontext())
+        )
         stack.enter_context(gpu)
         catalog.find(name).function()(Report(), SMALL)

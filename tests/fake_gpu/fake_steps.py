@@ -46,7 +46,8 @@ from rlhf_mc.topology.groups import build_groups, simulated_rank
 from rlhf_mc.topology.mesh import Mesh
 
 LENGTH = 16
-"""Tokens of each sequence, half of them response tokens. All sequences are equal, and so are the micro-batches."""
+"""Tokens of each sequence, half of them response tokens. All sequences are equal, and so are the
+micro-batches."""
 PER_MICRO_BATCH = 4
 _to_host = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 
@@ -98,7 +99,8 @@ def simulation() -> Iterator[None]:
     """Replace what fake tensors and fake groups cannot do."""
     threading = SimpleNamespace(Thread=_Inline)
     with (
-        mock.patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", None),  # its tensors are of another case
+        # its tensors are of another case
+        mock.patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", None),
         mock.patch.object(topology, "threading", threading),
         mock.patch.object(training_tensors, "threading", threading),
         mock.patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _route_evenly),
@@ -108,7 +110,8 @@ def simulation() -> Iterator[None]:
 
 
 def _route_evenly(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Do as the original, whose numbers on the host are unknown, with each expert having the same number of tokens."""
+    """Do as the original, whose numbers on the host are unknown, with each expert having the same
+    number of tokens."""
     result = _to_host(self, point, tokens_per_expert)
     if point != self.cuda_dtoh_point:
         return result
@@ -121,19 +124,29 @@ def _route_evenly(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
     if self.num_local_experts > 1 and not self.config.moe_permute_fusion:
         shape = (self.tp_size * self.ep_size, self.num_local_experts)
         self.num_global_tokens_per_local_expert = torch.full(shape, per_expert)
-    return None if result is None else torch.full((self.num_local_experts,), per_expert * self.tp_size * self.ep_size)
+    return (
+        None
+        if result is None
+        else torch.full((self.num_local_experts,), per_expert * self.tp_size * self.ep_size)
+    )
 
 
 def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     gpu.phase = "load"
-    mesh = Mesh(case.world, case.tp, case.pp, case.ep, vpp=case.vpp, cp=case.cp, dynamic_cp=case.dynamic_cp)
+    mesh = Mesh(
+        case.world, case.tp, case.pp, case.ep, vpp=case.vpp, cp=case.cp, dynamic_cp=case.dynamic_cp
+    )
     groups = build_groups(mesh)
     role: Role = "actor" if case.role == "actor" else "critic"
-    engine = make_engine(str(directory / "model"), role, groups, **{"dtype": "bfloat16", **case.megatron})
+    engine = make_engine(
+        str(directory / "model"), role, groups, **{"dtype": "bfloat16", **case.megatron}
+    )
     batch, micro_batches = _batch(engine)
     te_kernels.rotated.clear()
     gpu.phase = "score"
-    head = log_prob_head(engine.shape.vocab_size, TEMPERATURE) if case.role == "actor" else value_head
+    head = (
+        log_prob_head(engine.shape.vocab_size, TEMPERATURE) if case.role == "actor" else value_head
+    )
     scores = engine.my_scores(batch, micro_batches, head, per_sequence=case.role == "reward_model")
     gpu.phase = "sum_scores"
     scores = sum_over_ranks(scores)
@@ -151,15 +164,18 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
 
 
 def _batch(engine: ModelEngine) -> tuple[RaggedBatch, list[Shared]]:
-    """Return a batch of at least two micro-batches on every replica, and this replica's micro-batches. Stages have one
-    more than their number, so that a forward and a backward pass follow each other. Virtual chunks take a multiple."""
+    """Return a batch of at least two micro-batches on every replica, and this replica's
+    micro-batches. Stages have one more than their number, so that a forward and a backward pass
+    follow each other. Virtual chunks take a multiple."""
     mesh = engine.groups.mesh
     num_micro_batches = 2 * mesh.pp if mesh.vpp > 1 else mesh.pp + 1
     count = PER_MICRO_BATCH * num_micro_batches * mesh.dp
     batch = token_batch(engine.shape.vocab_size, [LENGTH // 2] * count, [LENGTH // 2] * count)
     of_replica = list(range(engine.groups.coordinate.dp, count, mesh.dp))
     sizes = itertools.cycle(reversed(mesh.context_sizes))
-    return batch, [Shared(of_replica[i::num_micro_batches], next(sizes)) for i in range(num_micro_batches)]
+    return batch, [
+        Shared(of_replica[i::num_micro_batches], next(sizes)) for i in range(num_micro_batches)
+    ]
 
 
 def with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
@@ -169,11 +185,15 @@ def with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
     )
 
 
-def _train(case: Case, gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[Shared]) -> None:
+def _train(
+    case: Case, gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[Shared]
+) -> None:
     gpu.phase = "make_trainable"
     frozen = frozen_tensors("actor.freeze", case.freeze, engine.shape)
     layout = engine_layouts(engine)[engine.groups.rank]
-    engine.make_trainable(OptimConfig(lr=1e-6), total_steps=10, frozen=frozen_parameters(frozen, layout))
+    engine.make_trainable(
+        OptimConfig(lr=1e-6), total_steps=10, frozen=frozen_parameters(frozen, layout)
+    )
     gpu.phase = "objective"
     loss = objective(engine, batch, "token-mean")
     compute_gradient = engine._compute_gradient
@@ -192,8 +212,8 @@ def _train(case: Case, gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, m
 
 
 def _checkpoint(gpu: FakeCuda, engine: ModelEngine, directory: Path) -> None:
-    """Save and load the training state: in a world of one by files, which need the plans of all ranks, otherwise from
-    the device to the host and back."""
+    """Save and load the training state: in a world of one by files, which need the plans of all
+    ranks, otherwise from the device to the host and back."""
     model = TrainedModel(engine, engine_layouts(engine))
     path = directory / "checkpoint"
     engine.offload.onload(engine.offload.names)  # the optimizer state has left after its step
@@ -213,19 +233,26 @@ def _checkpoint(gpu: FakeCuda, engine: ModelEngine, directory: Path) -> None:
 
 
 def _update_weights(case: Case, gpu: FakeCuda, engine: ModelEngine) -> None:
-    """Move the weights to rollout engines of two ranks, or of one in a world of one, and verify those of one case, with
-    blocks of other ranks and of this one: checksums are a third of the time, and the same for all."""
+    """Move the weights to rollout engines of two ranks, or of one in a world of one, and verify
+    those of one case, with blocks of other ranks and of this one: checksums are a third of the
+    time, and the same for all."""
     rank = engine.groups.rank
     world = engine.groups.mesh.world
     size = min(2, world)
-    wanted = rollout_layouts(engine.shape, [range(i, i + size) for i in range(0, world, size)], vllm_layout)
+    wanted = rollout_layouts(
+        engine.shape, [range(i, i + size) for i in range(0, world, size)], vllm_layout
+    )
     dtype = DTYPES[engine.dtype]
     gpu.phase = "update_weights"
     biases = correction_biases(engine.shape)
     verify_when: VerifyWhen = "always" if case == CASES["experts, parallel"] else "off"
-    sync = plan_weight_sync(engine_layouts(engine), wanted, biases, rank, dtype, verify_when, 1 << 16)
+    sync = plan_weight_sync(
+        engine_layouts(engine), wanted, biases, rank, dtype, verify_when, 1 << 16
+    )
     target = {
-        name: torch.empty(shape, dtype=torch.float32 if name in wanted[rank].float32 else dtype, device="cuda:0")
+        name: torch.empty(
+            shape, dtype=torch.float32 if name in wanted[rank].float32 else dtype, device="cuda:0"
+        )
         for name, shape in wanted[rank].shapes.items()
     }
     sync.run(engine.params, target)

@@ -1,5 +1,5 @@
-"""Build vLLM's own configuration of every shipped config, as a run would on one kind of GPU. Run by lock.py in the
-environment of requirements/gpu.txt.
+"""Build vLLM's own configuration of every shipped config, as a run would on one kind of GPU. Run by
+lock.py in the environment of requirements/gpu.txt.
 
 python tests/fake_gpu/lock_config.py {a100,h100,b200}
 """
@@ -41,8 +41,13 @@ EXTRA: dict[str, list[str]] = {
         "rollout.quantization=fp8 reshard.share_weights=false",
         "rollout.offload_cuda_graphs=false",
     ],
-    "ppo_70b": ["trainer.deterministic=true", "rollout.enforce_eager=true rollout.free_cache_engine=false"],
-    "ppo_qwen2.5_0.5b": ["actor.megatron.dtype=float32 critic.megatron.dtype=float32 ref.megatron.dtype=float32"],
+    "ppo_70b": [
+        "trainer.deterministic=true",
+        "rollout.enforce_eager=true rollout.free_cache_engine=false",
+    ],
+    "ppo_qwen2.5_0.5b": [
+        "actor.megatron.dtype=float32 critic.megatron.dtype=float32 ref.megatron.dtype=float32"
+    ],
 }
 """Overrides with which a config is built once more."""
 
@@ -94,7 +99,13 @@ def vllm_config(name: str, overrides: list[str]) -> Any:
     cfg = load_config(str(ROOT / "configs" / f"{name}.yaml"), [*overrides, f"model.path={model}"])
     shape = ModelShape.from_hf_config(read(model / "config.json"))
     ranks = list(range(cfg.rollout.tensor_model_parallel_size))
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(len(ranks)), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(len(ranks)),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+    )
     forbid_tf32([cfg.actor.megatron.dtype])
 
     def start(self: Any, vllm_config: Any, **kwargs: Any) -> None:
@@ -112,7 +123,8 @@ def vllm_config(name: str, overrides: list[str]) -> Any:
 
 
 def check(name: str, overrides: str, config: Any) -> None:
-    """Raise AssertionError unless vLLM has made of its arguments what docs/internals/gpu_readings.md says."""
+    """Raise AssertionError unless vLLM has made of its arguments what
+    docs/internals/gpu_readings.md says."""
     from rlhf_mc.config.load import load_config
 
     cfg = load_config(str(ROOT / "configs" / f"{name}.yaml"), overrides.split())
@@ -145,7 +157,10 @@ def check(name: str, overrides: str, config: Any) -> None:
         "executor": (config.parallel_config.distributed_executor_backend, "external_launcher"),
     }
     if fused is not None:
-        expected["FlashInfer's all-reduce"] = (bool(config.compilation_config.pass_config.fuse_allreduce_rms), fused)
+        expected["FlashInfer's all-reduce"] = (
+            bool(config.compilation_config.pass_config.fuse_allreduce_rms),
+            fused,
+        )
     if not is_bfloat16:
         expected["attention"] = (attention(config), "TRITON_ATTN")
         expected["Triton's float32"] = (os.environ.get("TRITON_F32_DEFAULT"), "ieee")
@@ -160,7 +175,11 @@ def attention(config: Any) -> str:
 
     model = config.model_config
     with set_current_vllm_config(config):
-        return str(get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype).get_name())
+        return str(
+            get_attn_backend(
+                model.get_head_size(), model.dtype, config.cache_config.cache_dtype
+            ).get_name()
+        )
 
 
 def facts(config: Any) -> Iterator[str]:
@@ -168,7 +187,10 @@ def facts(config: Any) -> Iterator[str]:
     compilation = config.compilation_config
     yield f"attention {attention(config)}"
     sizes = compilation.cudagraph_capture_sizes or []
-    yield f"graphs {compilation.cudagraph_mode.name} of {len(sizes)} sizes up to {max(sizes, default=0)}"
+    yield (
+        f"graphs {compilation.cudagraph_mode.name} of {len(sizes)} sizes up to "
+        f"{max(sizes, default=0)}"
+    )
     yield f"asynchronous scheduling {config.scheduler_config.async_scheduling}"
     yield f"fused all-reduce {bool(compilation.pass_config.fuse_allreduce_rms)}"
 

@@ -1,6 +1,6 @@
-"""The Triton row kernels of benchmarks/gpu/head_kernels.py without a GPU: interpreted on the CPU against the row
-functions of rlhf_mc/models/heads.py, or compiled for three GPUs. Run by lock.py in the environment of
-requirements/gpu.txt; interpreted with TRITON_INTERPRET=1.
+"""The Triton row kernels of benchmarks/gpu/head_kernels.py without a GPU: interpreted on the CPU
+against the row functions of rlhf_mc/models/heads.py, or compiled for three GPUs. Run by lock.py in
+the environment of requirements/gpu.txt; interpreted with TRITON_INTERPRET=1.
 
 python tests/fake_gpu/lock_head.py {interpreted,compiled}
 """
@@ -34,8 +34,10 @@ HIDDEN = 16
 TEMPERATURE = 0.7
 FACTORS = {torch.float32: 1.2, torch.bfloat16: 2.2}
 ROUNDING = 3e-7
-"""Errors of the kernels may be this multiple of heads.py's, and this part of the norm: three roundings
-of float32. Triton's interpreter truncates to bfloat16, where machine code rounds: `compiled` reads that."""
+"""Errors of the kernels may be this multiple of heads.py's, and this part of the norm: three
+roundings
+of float32. Triton's interpreter truncates to bfloat16, where machine code rounds: `compiled` reads
+that."""
 
 
 def main() -> None:
@@ -52,15 +54,25 @@ def interpreted() -> None:
             for terms in TERMS:
                 for key, (kernels, own) in errors(vocabulary, dtype, terms).items():
                     text = f"{dtype}, {vocabulary} columns, {terms}: {key} is off by {kernels:.1e}"
-                    assert kernels <= FACTORS[dtype] * own + ROUNDING, f"{text} of its norm, heads.py's by {own:.1e}"
+                    assert kernels <= FACTORS[dtype] * own + ROUNDING, (
+                        f"{text} of its norm, heads.py's by {own:.1e}"
+                    )
                     largest[key] = max(largest.get(key, (0.0, 0.0)), (kernels, own))
-        texts = ", ".join(f"{key} {kernels:.1e} ({own:.1e})" for key, (kernels, own) in largest.items())
-        print(f"row kernels of the head, {str(dtype).removeprefix('torch.')} | off by {texts}; heads.py's in brackets")
+        texts = ", ".join(
+            f"{key} {kernels:.1e} ({own:.1e})" for key, (kernels, own) in largest.items()
+        )
+        print(
+            f"row kernels of the head, {str(dtype).removeprefix('torch.')} | off by {texts}; "
+            "heads.py's in brackets"
+        )
     dist.destroy_process_group()
 
 
-def errors(vocabulary: int, dtype: torch.dtype, terms: tuple[str, ...]) -> dict[str, tuple[float, float]]:
-    """Return the errors of results and gradients by the kernels and by heads.py, over the norm of the
+def errors(
+    vocabulary: int, dtype: torch.dtype, terms: tuple[str, ...]
+) -> dict[str, tuple[float, float]]:
+    """Return the errors of results and gradients by the kernels and by heads.py, over the norm of
+    the
     exact ones."""
     draw = torch.Generator().manual_seed(vocabulary)
     ends = torch.tensor([0, vocabulary - 1])
@@ -87,7 +99,11 @@ def errors(vocabulary: int, dtype: torch.dtype, terms: tuple[str, ...]) -> dict[
         "log-prob": all_log_probs.gather(1, inputs["targets"][:, None])[:, 0],
         "entropy": -(all_log_probs.exp() * all_log_probs).sum(-1),
     }
-    sum((u * exact[key]).sum() for u, key in zip(inputs["upstream"], exact, strict=True) if key in terms).backward()
+    sum(
+        (u * exact[key]).sum()
+        for u, key in zip(inputs["upstream"], exact, strict=True)
+        if key in terms
+    ).backward()
     exact = {key: value.detach() for key, value in exact.items() if key in terms}
     exact |= {"hidden": states.grad, "weight": weight.grad[: len(own["weight"])]}
 
@@ -115,13 +131,20 @@ def compiled() -> None:
                     head_kernels.row_statistics(x, targets, torch.zeros(4, 2), True)
                 else:
                     head_kernels.row_gradient(x, *of_rows, column, torch.bfloat16)
-            assert "ld.global.v4" in kernel.ptx, f"{name}, sm_{Driver.capability}: loads are not of 16 bytes"
+            assert "ld.global.v4" in kernel.ptx, (
+                f"{name}, sm_{Driver.capability}: loads are not of 16 bytes"
+            )
             rounds = name == "_statistics" or re.search(r"cvt\.rn\.bf16", kernel.ptx)
             assert rounds, f"{name}, sm_{Driver.capability}: bfloat16 is not rounded to nearest"
             used = usage(kernel.cubin)
-            assert "STACK:0" in used, f"{name}, sm_{Driver.capability}: registers are spilled ({used})"
+            assert "STACK:0" in used, (
+                f"{name}, sm_{Driver.capability}: registers are spilled ({used})"
+            )
             registers = re.findall(r"REG:(\d+)", used)[0]
-            print(f"{name}, sm_{Driver.capability} | loads of 16 bytes, {registers} registers, none spilled")
+            print(
+                f"{name}, sm_{Driver.capability} | loads of 16 bytes, {registers} registers, none "
+                "spilled"
+            )
 
 
 def usage(cubin: bytes) -> str:

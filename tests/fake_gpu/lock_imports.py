@@ -1,5 +1,5 @@
-"""Import every module of vLLM that a run on GPUs uses, and ours that use vLLM. Run by lock.py in the environment of
-requirements/gpu.txt.
+"""Import every module of vLLM that a run on GPUs uses, and ours that use vLLM. Run by lock.py in
+the environment of requirements/gpu.txt.
 
 python tests/fake_gpu/lock_imports.py
 """
@@ -32,7 +32,8 @@ MODULES = """
     flashinfer flashinfer.comm
     rlhf_mc.rollout.vllm_engine rlhf_mc.rollout.vllm_fp8 rlhf_mc.rollout.vllm_patches
 """
-"""Not rlhf_mc.rollout.vllm_parameters, which is for layouts without an engine and imports Megatron-Core."""
+"""Not rlhf_mc.rollout.vllm_parameters, which is for layouts without an engine and imports
+Megatron-Core."""
 
 
 def main() -> None:
@@ -42,7 +43,9 @@ def main() -> None:
         try:
             importlib.import_module(module)
         except Exception as error:
-            raise AssertionError(f"{module} is not imported: {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"{module} is not imported: {type(error).__name__}: {error}"
+            ) from error
     from vllm.device_allocator.cumem import cumem_available
 
     assert cumem_available, "vLLM's allocator of sleep cannot be loaded"

@@ -1,5 +1,5 @@
-"""vLLM's build for GPUs on a machine without one: what it asks the driver about the GPU is answered here. Import before
-vllm and rlhf_mc.
+"""vLLM's build for GPUs on a machine without one: what it asks the driver about the GPU is answered
+here. Import before vllm and rlhf_mc.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ NAMES = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "b200
 
 
 def pretend(gpu: str, memory: int) -> None:
-    """Let torch and vLLM say that each device is a GPU of this kind. memory: its bytes. Nothing can be computed."""
+    """Let torch and vLLM say that each device is a GPU of this kind. memory: its bytes. Nothing can
+    be computed."""
     capability = CAPABILITIES[gpu]
     properties = SimpleNamespace(
-        name=NAMES[gpu], major=capability[0], minor=capability[1], total_memory=memory, multi_processor_count=132
+        name=NAMES[gpu],
+        major=capability[0],
+        minor=capability[1],
+        total_memory=memory,
+        multi_processor_count=132,
     )
     answers: dict[str, Any] = {
         "is_available": True,

@@ -1,5 +1,5 @@
-"""vLLM's sampling kernels for GPUs, interpreted by Triton on the CPU, against their definitions. Run by lock.py in the
-environment of requirements/gpu.txt, with TRITON_INTERPRET=1.
+"""vLLM's sampling kernels for GPUs, interpreted by Triton on the CPU, against their definitions.
+Run by lock.py in the environment of requirements/gpu.txt, with TRITON_INTERPRET=1.
 
 python tests/fake_gpu/lock_sampler.py
 """
@@ -50,8 +50,8 @@ def murmur3(data: bytes) -> int:
 
 
 def noise(seed: int, position: int, vocabulary: int) -> np.ndarray:
-    """Return the Gumbel noise of each token, float64: -log(-log(1 - u)), where u from 0 to 1 is the hash of seed,
-    position and token."""
+    """Return the Gumbel noise of each token, float64: -log(-log(1 - u)), where u from 0 to 1 is the
+    hash of seed, position and token."""
     hashes = [murmur3(struct.pack("<qII", seed, position, token)) for token in range(vocabulary)]
     uniform = (np.array(hashes, dtype=np.float64) + 0.5) / 2**32
     return -np.log(-np.log1p(-uniform))
@@ -88,15 +88,27 @@ def check_noise() -> str:
             positions = torch.tensor(POSITIONS).repeat(len(SEEDS))
             logits = logits_of(len(rows), vocabulary)
             tokens = gumbel_sample(
-                logits, rows, torch.full((len(SEEDS),), temperature), seeds, positions, False, is_drafting=False
+                logits,
+                rows,
+                torch.full((len(SEEDS),), temperature),
+                seeds,
+                positions,
+                False,
+                is_drafting=False,
             )
             noised = logits.double().numpy()
             if temperature:
                 pairs = [(seed, position) for seed in SEEDS for position in POSITIONS]
                 noised = noised + np.stack([noise(*pair, vocabulary) for pair in pairs])
-            assert tokens.tolist() == noised.argmax(-1).tolist(), f"{vocabulary} tokens, temperature {temperature}"
-            next_position = logits.double().numpy() + noise(SEEDS[-1], POSITIONS[-1] + 1, vocabulary)
-            assert tokens.tolist() != next_position.argmax(-1).tolist(), "the comparison sees no difference of noise"
+            assert tokens.tolist() == noised.argmax(-1).tolist(), (
+                f"{vocabulary} tokens, temperature {temperature}"
+            )
+            next_position = logits.double().numpy() + noise(
+                SEEDS[-1], POSITIONS[-1] + 1, vocabulary
+            )
+            assert tokens.tolist() != next_position.argmax(-1).tolist(), (
+                "the comparison sees no difference of noise"
+            )
             drawn += len(rows)
     return f"{drawn} tokens are the argmax of logits and MurmurHash3 of (seed, position, token)"
 
@@ -110,7 +122,8 @@ def check_distribution() -> str:
     for draw in range(draws):
         counts[(logits + noise(draw // 100, draw % 100, vocabulary)).argmax()] += 1
     chi_squared = float(((counts - draws * probabilities) ** 2 / (draws * probabilities)).sum())
-    assert chi_squared < 37.7, f"chi-squared {chi_squared:.1f}"  # 0.1 % of the distribution with 15 degrees of freedom
+    # 0.1 % of the distribution with 15 degrees of freedom
+    assert chi_squared < 37.7, f"chi-squared {chi_squared:.1f}"
     return f"chi-squared {chi_squared:.1f} of {draws} draws over {vocabulary} tokens (37.7 allowed)"
 
 
@@ -142,7 +155,9 @@ def sampler(slots: int, vocabulary: int) -> Any:
     buffer_utils.UvaBuffer = buffer_utils.NonUvaBuffer = HostBuffer
     device = torch.device("cpu")
     states = RequestState(slots, 256, 256, 0, vocabulary, device)
-    config = SimpleNamespace(reasoning_config=None, speculative_config=None, num_speculative_tokens=0)
+    config = SimpleNamespace(
+        reasoning_config=None, speculative_config=None, num_speculative_tokens=0
+    )
     return states, Sampler(config, slots, vocabulary, device, states, "processed_logprobs")
 
 
@@ -156,20 +171,32 @@ def add(states: Any, sampling: Any, name: str, slot: int, tokens: list[int], req
     sampling.apply_staged_writes()
 
 
-def sampled(sampling: Any, slots: list[int], positions: list[int], logits: torch.Tensor) -> list[int]:
-    """Return the tokens that the sampler draws for requests in these slots, each at its position."""
+def sampled(
+    sampling: Any, slots: list[int], positions: list[int], logits: torch.Tensor
+) -> list[int]:
+    """Return the tokens that the sampler draws for requests in these slots, each at its
+    position."""
     rows = torch.tensor(slots, dtype=torch.int32)
     lengths = np.array(positions, dtype=np.int32) + 1
     zeros = torch.zeros(len(slots), dtype=torch.int32)
     tokens, _ = sampling.sample(
-        logits, rows, rows, np.array(slots), torch.tensor(positions), zeros, zeros, lengths, return_logprobs=True
+        logits,
+        rows,
+        rows,
+        np.array(slots),
+        torch.tensor(positions),
+        zeros,
+        zeros,
+        lengths,
+        return_logprobs=True,
     )
     return tokens.tolist()
 
 
 def check_resumption() -> str:
-    """Compare a request's tokens with those after a preemption. It comes back as a new request, whose prompt includes
-    its response so far: in another slot, in another batch, at the position of its last token."""
+    """Compare a request's tokens with those after a preemption. It comes back as a new request,
+    whose prompt includes its response so far: in another slot, in another batch, at the position of
+    its last token."""
     from lock_sleep import parameters
 
     vocabulary = 50
@@ -187,11 +214,22 @@ def check_resumption() -> str:
                 states.remove_request("request")
                 add(states, sampling, "request", slot, tokens, request)
             batch = [slot, 1] if slot else [slot]  # after its return beside another request
-            tokens = tokens + sampled(sampling, batch, [len(tokens) - 1] * len(batch), logits[[step] * len(batch)])[:1]
+            tokens = (
+                tokens
+                + sampled(
+                    sampling, batch, [len(tokens) - 1] * len(batch), logits[[step] * len(batch)]
+                )[:1]
+            )
         responses.append(tokens)
-    assert responses[0] == responses[1], f"{responses[0]} without a preemption, {responses[1]} with one"
+    assert responses[0] == responses[1], (
+        f"{responses[0]} without a preemption, {responses[1]} with one"
+    )
     expected = [
-        int((logits[step].double().numpy() / 0.9 + noise(request.seed, 3 + step, vocabulary)).argmax())
+        int(
+            (
+                logits[step].double().numpy() / 0.9 + noise(request.seed, 3 + step, vocabulary)
+            ).argmax()
+        )
         for step in range(steps)
     ]
     assert responses[0][4:] == expected

@@ -1,6 +1,6 @@
-"""vLLM's own sleep (cumem.py, sleep_mode_backend.py, Worker, Executor, EngineCore) under our engine's order of calls,
-with CPU memory in place of its allocator's. Run by test_vllm_sleep.py, and by lock.py in the environment of
-requirements/gpu.txt.
+"""vLLM's own sleep (cumem.py, sleep_mode_backend.py, Worker, Executor, EngineCore) under our
+engine's order of calls, with CPU memory in place of its allocator's. Run by test_vllm_sleep.py, and
+by lock.py in the environment of requirements/gpu.txt.
 
 python tests/fake_gpu/lock_sleep.py
 """
@@ -40,7 +40,8 @@ from rlhf_mc.rollout.vllm_options import sampling_params
 
 DEVICE = torch.device("cuda", 0)
 UNMAPPED = 0xFF
-"""Every byte of memory that is not mapped, and of memory after it has been mapped anew: NaN in float types."""
+"""Every byte of memory that is not mapped, and of memory after it has been mapped anew: NaN in
+float types."""
 
 
 class Device:
@@ -93,7 +94,8 @@ class Allocator:
 
 
 class Pool:
-    """Stands for torch's MemPool: segments of one tensor each, which stay until the pool is trimmed or dropped."""
+    """Stands for torch's MemPool: segments of one tensor each, which stay until the pool is trimmed
+    or dropped."""
 
     callbacks: tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -118,7 +120,9 @@ class Pool:
     def snapshot(self) -> list[dict[str, int]]:
         known = cumem.CuMemAllocator.get_instance().pointer_to_data
         return [
-            {"address": address, "allocated_size": size} for address, size in self.segments.items() if address in known
+            {"address": address, "allocated_size": size}
+            for address, size in self.segments.items()
+            if address in known
         ]
 
     def __del__(self) -> None:
@@ -133,7 +137,9 @@ class OnDevice(TorchFunctionMode):
         super().__init__()
         self.device = device
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") != DEVICE or function not in (torch.zeros, torch.empty):
             return function(*args, **kwargs)
@@ -170,7 +176,12 @@ def simulated() -> Iterator[Device]:
     def init_module(malloc: Any, free: Any) -> None:
         Pool.callbacks = (malloc, free)
 
-    gpu = SimpleNamespace(is_cuda_alike=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False, is_cpu=lambda: False)
+    gpu = SimpleNamespace(
+        is_cuda_alike=lambda: True,
+        is_rocm=lambda: False,
+        is_xpu=lambda: False,
+        is_cpu=lambda: False,
+    )
     replacements: list[tuple[Any, str, Any]] = [
         (cumem, "cumem_available", True),
         (cumem, "init_module", init_module),
@@ -213,10 +224,12 @@ class StandInWorker:
     _maybe_get_memory_pool_context = Worker._maybe_get_memory_pool_context
 
     def __init__(self, shared: torch.Tensor) -> None:
-        """Build as Worker's load_model, initialize_from_config and compile_or_warm_up_model. shared becomes a
-        parameter."""
+        """Build as Worker's load_model, initialize_from_config and compile_or_warm_up_model. shared
+        becomes a parameter."""
         self.model_config = SimpleNamespace(
-            enable_cumem_allocator=True, enable_nccl_comm_suspend=False, sleep_preserve_parameter_names=None
+            enable_cumem_allocator=True,
+            enable_nccl_comm_suspend=False,
+            sleep_preserve_parameter_names=None,
         )
         self.vllm_config = SimpleNamespace(model_config=self.model_config)
         self.sleep_mode_backend = CuMemBackend()
@@ -228,12 +241,18 @@ class StandInWorker:
         config = SimpleNamespace(reasoning_config=None, speculative_config=None)
         self.requests = RequestState(4, 64, 64, 0, 100, DEVICE)
         with self._maybe_get_memory_pool_context("weights"):
-            model.own = torch.nn.Parameter(device.tensor((1000,), torch.float32), requires_grad=False)
-            model.shared = torch.nn.Parameter(device.tensor((1000,), torch.float32), requires_grad=False)
+            model.own = torch.nn.Parameter(
+                device.tensor((1000,), torch.float32), requires_grad=False
+            )
+            model.shared = torch.nn.Parameter(
+                device.tensor((1000,), torch.float32), requires_grad=False
+            )
             pool = device.pools[-1]
             pool.free(model.shared)
             model.shared.data = shared  # as vllm_patches.use_storage
-            model.register_buffer("rotary", device.tensor((50,), torch.float32).fill_(0.5), persistent=False)
+            model.register_buffer(
+                "rotary", device.tensor((50,), torch.float32).fill_(0.5), persistent=False
+            )
             pool.free(torch.zeros(5000, device=DEVICE))  # such as the weights before a quantization
             self.sampler = Sampler(config, 4, 100, DEVICE, self.requests, "processed_logprobs")
         with self._maybe_get_memory_pool_context("runtime"):
@@ -300,7 +319,9 @@ def built(shared: torch.Tensor) -> tuple[VLLMEngine, StandInCore, StandInWorker]
     worker = StandInWorker(shared)
     executor = StandInExecutor(worker)
     core = StandInCore(executor)
-    llm_engine = SimpleNamespace(sleep=core.sleep, wake_up=core.wake_up, model_executor=executor, engine_core=core)
+    llm_engine = SimpleNamespace(
+        sleep=core.sleep, wake_up=core.wake_up, model_executor=executor, engine_core=core
+    )
     llm = SimpleNamespace(llm_engine=llm_engine)
     llm.sleep = lambda **kwargs: vllm.LLM.sleep(llm, **kwargs)
     llm.wake_up = lambda tags=None: vllm.LLM.wake_up(llm, tags)
@@ -327,10 +348,15 @@ def check_levels() -> str:
         tags = sorted(data.tag for data in pool.pointer_to_data.values())
         assert set(tags) == {"weights", "runtime", "kv_cache", "cudagraph"}
         sizes = [data.handle[1] for data in pool.pointer_to_data.values() if data.tag == "weights"]
-        assert sizes.count(4000) == 1 and 20_000 not in sizes, "memory that is freed while loading stays"
+        assert sizes.count(4000) == 1 and 20_000 not in sizes, (
+            "memory that is freed while loading stays"
+        )
         penalties = worker.sampler.penalties_state.output_bin_counts
         before = device.num_bytes
-        addresses = [tensor.data_ptr() for tensor in (model.own, model.rotary, worker.kv_cache, worker.graphs)]
+        addresses = [
+            tensor.data_ptr()
+            for tensor in (model.own, model.rotary, worker.kv_cache, worker.graphs)
+        ]
         model.own.fill_(1.0)
         for _ in range(2):
             engine.sleep()
@@ -342,7 +368,9 @@ def check_levels() -> str:
             assert device.num_bytes == before - worker.kv_cache.nbytes and core.is_paused
             model.own.fill_(2.0)  # the weight update
             engine.wake_up(KV_CACHE)
-            assert device.num_bytes == before and not core.is_paused and bool((model.own == 2.0).all())
+            assert (
+                device.num_bytes == before and not core.is_paused and bool((model.own == 2.0).all())
+            )
             assert lost(worker.kv_cache)
         tensors = (model.own, model.rotary, worker.kv_cache, worker.graphs)
         assert addresses == [tensor.data_ptr() for tensor in tensors]
@@ -357,18 +385,22 @@ def check_levels() -> str:
         engine._llm.sleep(level=1)
         assert lost(model.own)
         engine._llm.wake_up()
-        assert bool((model.own == 2.0).all()) and lost(worker.kv_cache), "level 1 keeps the weights alone"
+        assert bool((model.own == 2.0).all()) and lost(worker.kv_cache), (
+            "level 1 keeps the weights alone"
+        )
         assert not device.errors
         del tensors, penalties
         engine.close()
         assert device.num_bytes == 0 and not device.errors and not pool.pointer_to_data
     return (
-        "level 2 keeps buffers, runtime, graphs, shared weights; it discards weights, KV cache, the sampler's buffers"
+        "level 2 keeps buffers, runtime, graphs, shared weights; it discards weights, KV cache, "
+        "the sampler's buffers"
     )
 
 
 def check_close() -> str:
-    """Close an engine while it sleeps, with its weights awake, and as vLLM would without the wake of our `close`."""
+    """Close an engine while it sleeps, with its weights awake, and as vLLM would without the wake
+    of our `close`."""
     for parts in ([], [WEIGHTS], [WEIGHTS, KV_CACHE]):
         with simulated() as device:
             engine, _, _ = built(torch.zeros(1000))
@@ -382,16 +414,20 @@ def check_close() -> str:
         engine, core, _ = built(torch.zeros(1000))
         engine.sleep()
         core.shutdown()
-        assert device.errors, "vLLM frees sleeping memory without an error: VLLMEngine.close need not wake it"
+        assert device.errors, (
+            "vLLM frees sleeping memory without an error: VLLMEngine.close need not wake it"
+        )
     return "all memory is freed, asleep or awake; another engine can be built"
 
 
 def parameters(temperature: float, seed: int) -> vllm.SamplingParams:
-    """Return a request's parameters as VLLMEngine gives them to vLLM on a GPU, and as vLLM then completes them for a
-    model with penalties in its generation_config.json."""
+    """Return a request's parameters as VLLMEngine gives them to vLLM on a GPU, and as vLLM then
+    completes them for a model with penalties in its generation_config.json."""
     request = Request(0, np.zeros(4, np.int32), seed, NOTHING)
     given = sampling_params(Sampling(temperature, 32, (2, 3)), request, draws_itself=True)
-    given.update_from_generation_config({"eos_token_id": [5, 6], "repetition_penalty": 1.3}, eos_token_id=5)
+    given.update_from_generation_config(
+        {"eos_token_id": [5, 6], "repetition_penalty": 1.3}, eos_token_id=5
+    )
     return given
 
 
@@ -415,16 +451,26 @@ def check_options() -> str:
 
         def reads(request: vllm.SamplingParams) -> bool:
             sampler.add_request(0, request)
-            return bool(sampler.needs_logits_processing[0] or sampler.logprob_token_ids_state.num_token_ids.np[0])
+            return bool(
+                sampler.needs_logits_processing[0]
+                or sampler.logprob_token_ids_state.num_token_ids.np[0]
+            )
 
-        for temperature in (1.0, 0.0):  # another temperature is processed too, and reads page-locked memory alone
+        # another temperature is processed too, and reads page-locked memory alone
+        for temperature in (1.0, 0.0):
             assert not reads(parameters(temperature, 2**63 - 1))
         for options in READERS:
             assert reads(vllm.SamplingParams(stop_token_ids=[2], **options)), options
-    return f"no request of ours has one of the {len(READERS)} options that read what a sleep discards"
+    return (
+        f"no request of ours has one of the {len(READERS)} options that read what a sleep discards"
+    )
 
 
-CHECKS = {"sleep and wake": check_levels, "close": check_close, "options of requests": check_options}
+CHECKS = {
+    "sleep and wake": check_levels,
+    "close": check_close,
+    "options of requests": check_options,
+}
 
 
 def main() -> None:

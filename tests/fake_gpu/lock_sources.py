@@ -1,5 +1,6 @@
-"""The functions of vLLM that rlhf_mc/rollout/vllm_*.py call, patch or rely on. Their sources are read from files, and
-compared with those that docs/internals/gpu_readings.md is about (lock_sources.json). vLLM is not imported.
+"""The functions of vLLM that rlhf_mc/rollout/vllm_*.py call, patch or rely on. Their sources are
+read from files, and compared with those that docs/internals/gpu_readings.md is about
+(lock_sources.json). vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ CALLED = """
     vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__
     vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample
 """
-"""Functions that are called or replaced, and those that these names stand for: module, colon, names in it."""
+"""Functions that are called or replaced, and those that these names stand for: module, colon, names
+in it."""
 RELIED_ON = """
     vllm.device_allocator.cumem:CuMemAllocator
     vllm.device_allocator.sleep_mode_backend:CuMemBackend
@@ -138,14 +140,18 @@ def targets(table: str = CALLED + RELIED_ON) -> list[tuple[str, str]]:
 
 
 def sources(package: Path) -> dict[str, list[str]]:
-    """Return for each target "module:name" its parameters and the hash of its source. package: the folder of an
-    installed vLLM. Raise LookupError for a target that is not there."""
+    """Return for each target "module:name" its parameters and the hash of its source. package: the
+    folder of an installed vLLM. Raise LookupError for a target that is not there."""
     trees: dict[str, tuple[str, ast.Module]] = {}
     out = {}
     for module, name in targets():
         if module not in trees:
             path = package.joinpath(*module.split(".")[1:])
-            path = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+            path = (
+                path.with_suffix(".py")
+                if path.with_suffix(".py").is_file()
+                else path / "__init__.py"
+            )
             text = path.read_text() if path.is_file() else ""
             trees[module] = text, ast.parse(text)
         text, tree = trees[module]
@@ -165,27 +171,40 @@ def _definitions(body: list[ast.stmt], name: str) -> list[ast.stmt]:
     found: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.If | ast.Try):
-            inner = [*node.body, *node.orelse, *(line for h in getattr(node, "handlers", ()) for line in h.body)]
+            inner = [
+                *node.body,
+                *node.orelse,
+                *(line for h in getattr(node, "handlers", ()) for line in h.body),
+            ]
             found += _definitions(inner, name)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and not rest:
             assigned = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found += [node] * any(isinstance(target, ast.Name) and target.id == first for target in assigned)
+            found += [node] * any(
+                isinstance(target, ast.Name) and target.id == first for target in assigned
+            )
         elif getattr(node, "name", None) == first:
-            found += _definitions(node.body, rest) if rest and isinstance(node, ast.ClassDef) else [node] * (not rest)
+            found += (
+                _definitions(node.body, rest)
+                if rest and isinstance(node, ast.ClassDef)
+                else [node] * (not rest)
+            )
     return found
 
 
 def _normalised(text: str, node: Any) -> str:
-    """Return the source of a definition, its decorators included, without empty lines and lines of comments."""
-    start = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    """Return the source of a definition, its decorators included, without empty lines and lines of
+    comments."""
+    start = min(
+        [node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))]
+    )
     lines = text.splitlines()[start - 1 : node.end_lineno]
     kept = [line.rstrip() for line in lines if line.strip() and not line.strip().startswith("#")]
     return textwrap.dedent("\n".join(kept))
 
 
 def used() -> set[str]:
-    """Return "module:name" of each name of vLLM that rlhf_mc/rollout/vllm_*.py import, read as an attribute of a module
-    of vLLM, or replace."""
+    """Return "module:name" of each name of vLLM that rlhf_mc/rollout/vllm_*.py import, read as an
+    attribute of a module of vLLM, or replace."""
     out: set[str] = set()
     for path in sorted((ROOT / "rlhf_mc" / "rollout").glob("vllm_*.py")):
         tree = ast.parse(path.read_text())
@@ -193,15 +212,27 @@ def used() -> set[str]:
         names = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                modules.update({a.asname or a.name: a.name for a in node.names if a.name.split(".")[0] == "vllm"})
+                modules.update(
+                    {
+                        a.asname or a.name: a.name
+                        for a in node.names
+                        if a.name.split(".")[0] == "vllm"
+                    }
+                )
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 for alias in node.names:
                     names[alias.asname or alias.name] = (node.module, alias.name)
         # A name that is imported from a package may be a module of it.
-        modules.update({alias: ".".join(pair) for alias, pair in names.items() if _is_module(".".join(pair))})
+        modules.update(
+            {alias: ".".join(pair) for alias, pair in names.items() if _is_module(".".join(pair))}
+        )
         out |= {":".join(pair) for alias, pair in names.items() if alias not in modules}
         out |= {f"{modules[owner]}:{name}" for owner, name in _attributes(tree) if owner in modules}
-        members = [(names[owner], name) for owner, name in _attributes(tree) if owner in names and owner not in modules]
+        members = [
+            (names[owner], name)
+            for owner, name in _attributes(tree)
+            if owner in names and owner not in modules
+        ]
         out |= {f"{module}:{cls}.{name}" for (module, cls), name in members if cls[0].isupper()}
     return out
 
@@ -233,7 +264,9 @@ def missing() -> list[str]:
     """Return the names that `used` finds and no target covers."""
     have = {f"{module}:{name}" for module, name in targets()}
     wanted = {_defined(name) for name in used()} - {""}
-    return sorted(name for name in wanted if not any(f"{one}.".startswith(f"{name}.") for one in have))
+    return sorted(
+        name for name in wanted if not any(f"{one}.".startswith(f"{name}.") for one in have)
+    )
 
 
 def _defined(name: str) -> str:
@@ -249,7 +282,9 @@ def differences(package: Path) -> list[str]:
     recorded = json.loads(RECORD.read_text())
     found = sources(package)
     lines = [f"{name} has no record" for name in found.keys() - recorded.keys()]
-    lines += [f"{name} is recorded and no longer a target" for name in recorded.keys() - found.keys()]
+    lines += [
+        f"{name} is recorded and no longer a target" for name in recorded.keys() - found.keys()
+    ]
     for name in found.keys() & recorded.keys():
         parameters, digest = found[name]
         recorded_parameters, recorded_digest = recorded[name]

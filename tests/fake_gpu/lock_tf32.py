@@ -1,5 +1,5 @@
-"""Compile the Triton kernels of vLLM that multiply float32 matrices for a GPU, and read the instructions of their
-products. Run by lock.py in the environment of requirements/gpu.txt.
+"""Compile the Triton kernels of vLLM that multiply float32 matrices for a GPU, and read the
+instructions of their products. Run by lock.py in the environment of requirements/gpu.txt.
 
 python tests/fake_gpu/lock_tf32.py
 """
@@ -61,7 +61,8 @@ class Compiled:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            self._kernel.device_caches.clear()  # they are not keyed by the environment; Triton's files are
+            # they are not keyed by the environment; Triton's files are
+            self._kernel.device_caches.clear()
             asm = self._kernel.run(*args, grid=grid, warmup=True, **kwargs).asm
             self.ptx = asm["ptx"]
             self.cubin = asm["cubin"]
@@ -78,9 +79,16 @@ def main() -> None:
             default = types_of_products(compile_ptx(torch.float32))
             assert default == {"tf32"}, f"{name}: Triton's default for float32 is now {default}"
             forbid_tf32(["float32"])
-            assert types_of_products(compile_ptx(torch.float32)) == set(), f"{name}: tf32 in spite of {VARIABLE}"
-            assert types_of_products(compile_ptx(torch.bfloat16)) == {"bf16"}, f"{name}: not in bfloat16"
-            print(f"{name}, sm_{Driver.capability} | tf32 by default; with {VARIABLE}=ieee float32", flush=True)
+            assert types_of_products(compile_ptx(torch.float32)) == set(), (
+                f"{name}: tf32 in spite of {VARIABLE}"
+            )
+            assert types_of_products(compile_ptx(torch.bfloat16)) == {"bf16"}, (
+                f"{name}: not in bfloat16"
+            )
+            print(
+                f"{name}, sm_{Driver.capability} | tf32 by default; with {VARIABLE}=ieee float32",
+                flush=True,
+            )
 
 
 def types_of_products(ptx: str) -> set[str]:
@@ -96,7 +104,9 @@ def attention_ptx(dtype: torch.dtype) -> str:
     queries = torch.zeros(64, 8, 64, dtype=dtype)
     cache = torch.zeros(10, 16, 2, 64, dtype=dtype)
     lengths = torch.tensor([64], dtype=torch.int32)
-    with replaced(attention, "kernel_unified_attention", Compiled(attention.kernel_unified_attention)):
+    with replaced(
+        attention, "kernel_unified_attention", Compiled(attention.kernel_unified_attention)
+    ):
         attention.unified_attention(
             q=queries,
             k=cache,

@@ -1,7 +1,9 @@
-"""Transformer Engine without its compiled libraries: its own Python files run, and each kernel is a function that
-checks shapes and returns tensors of the right shapes. This module stands for transformer_engine_torch.
+"""Transformer Engine without its compiled libraries: its own Python files run, and each kernel is a
+function that checks shapes and returns tensors of the right shapes. This module stands for
+transformer_engine_torch.
 
-A kernel that has no function here raises NotImplementedError where it is called. Kernels in Triton are not launched."""
+A kernel that has no function here raises NotImplementedError where it is called. Kernels in Triton
+are not launched."""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ from typing import Any
 
 import torch
 
-FP8_MULTIPLES = {"Float8CurrentScalingQuantizer": 16, "Float8BlockQuantizer": 128, "MXFP8Quantizer": 32}
-"""Quantizer of a recipe -> the number of which the rows of a product's operands must be a multiple."""
+FP8_MULTIPLES = {
+    "Float8CurrentScalingQuantizer": 16,
+    "Float8BlockQuantizer": 128,
+    "MXFP8Quantizer": 32,
+}
+"""Quantizer of a recipe -> the number of which the rows of a product's operands must be a
+multiple."""
 
 
 class _Unused:
-    """Stands for modules and kernels: any attribute, item and result of it is itself, and it keeps no argument."""
+    """Stands for modules and kernels: any attribute, item and result of it is itself, and it keeps
+    no argument."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -38,14 +46,17 @@ class _Unused:
 
 
 def install(directory: Path) -> None:
-    """Import Transformer Engine from a directory of its Python files, with this module as its compiled one."""
+    """Import Transformer Engine from a directory of its Python files, with this module as its
+    compiled one."""
     sys.path.append(str(directory))
     sys.modules["transformer_engine_torch"] = sys.modules[__name__]
     # Of these its files import kernels and types, which are not used.
     triton = _Unused()
     vars(triton).update(__version__="3.4.0", cdiv=lambda a, b: -(-a // b))
     vars(triton).update(next_power_of_2=lambda n: 1 << (n - 1).bit_length())
-    absent = dict.fromkeys(("triton.language", "triton.language.standard", "onnx", "onnxscript"), _Unused())
+    absent = dict.fromkeys(
+        ("triton.language", "triton.language.standard", "onnx", "onnxscript"), _Unused()
+    )
     absent["triton"] = triton
     sys.modules.update(absent)
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it loads no libraries
@@ -60,7 +71,9 @@ def install(directory: Path) -> None:
     # It has taken all names of this module, and looks up others in its own.
     importlib.import_module("transformer_engine.pytorch.cpp_extensions").__getattr__ = __getattr__
     importlib.import_module("transformer_engine.pytorch.triton.permutation")
-    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    utils = importlib.import_module(
+        "transformer_engine.pytorch.attention.dot_product_attention.utils"
+    )
     choose = utils.get_attention_backend
 
     def get_attention_backend(params: Any) -> Any:
@@ -151,13 +164,16 @@ def get_fused_attn_backend(training: bool, q_type: Any, *_: Any) -> Any:
 
 def _check_devices(*tensors: Any) -> None:
     for x in tensors:
-        assert not isinstance(x, torch.Tensor) or x.is_cuda or not x.numel(), f"a tensor of the CPU: {tuple(x.shape)}"
+        assert not isinstance(x, torch.Tensor) or x.is_cuda or not x.numel(), (
+            f"a tensor of the CPU: {tuple(x.shape)}"
+        )
 
 
 def _matrix(operand: Any) -> tuple[int, int]:
     """Return the size of an operand as a matrix. Check what fp8 products ask of it."""
     transpose = getattr(operand, "_transpose", None)
-    if transpose is not None and operand._data is None:  # its own size() is of other dimensions, where it has three
+    # its own size() is of other dimensions, where it has three
+    if transpose is not None and operand._data is None:
         size = (math.prod(transpose.shape[1:]), transpose.shape[0])
     else:
         size = (math.prod(operand.size()[:-1]), operand.size()[-1])
@@ -171,9 +187,15 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     _check_devices(tensor)
     rows = math.prod(tensor.shape[:-1])
     multiple = FP8_MULTIPLES[type(quantizer).__name__]
-    assert tensor.shape[-1] % min(multiple, 16) == 0, f"{type(quantizer).__name__}: {tuple(tensor.shape)}"
+    assert tensor.shape[-1] % min(multiple, 16) == 0, (
+        f"{type(quantizer).__name__}: {tuple(tensor.shape)}"
+    )
     assert rows % min(multiple, 32) == 0, f"{type(quantizer).__name__}: {rows} rows"
-    return quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if output is None else output
+    return (
+        quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if output is None
+        else output
+    )
 
 
 def bgrad_quantize(tensor: torch.Tensor, quantizer: Any) -> Any:
@@ -181,9 +203,14 @@ def bgrad_quantize(tensor: torch.Tensor, quantizer: Any) -> Any:
     return tensor.new_empty(tensor.shape[-1]), quantize(tensor, quantizer)
 
 
-def split_quantize(tensor: torch.Tensor, splits: list[int], quantizers: list[Any], **_: Any) -> list[Any]:
+def split_quantize(
+    tensor: torch.Tensor, splits: list[int], quantizers: list[Any], **_: Any
+) -> list[Any]:
     """Return the quantized parts of a tensor."""
-    return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(splits), quantizers, strict=True)]
+    return [
+        quantize(part, quantizer)
+        for part, quantizer in zip(tensor.split(splits), quantizers, strict=True)
+    ]
 
 
 def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: Any = None) -> torch.Tensor:
@@ -193,14 +220,18 @@ def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: Any = None) -> torch.T
 
 
 def generic_gemm(
-    a: Any, transpose_a: bool, b: Any, transpose_b: bool, out: Any, quantizer: Any, out_type: Any, bias: Any,
-    bias_type: Any, gelu: bool, gelu_in: Any, grad: bool, *_: Any, extra_output: Any = None, **__: Any,
+    a: Any, transpose_a: bool, b: Any, transpose_b: bool, out: Any, quantizer: Any, out_type: Any,
+    bias: Any,
+    bias_type: Any, gelu: bool, gelu_in: Any, grad: bool, *_: Any, extra_output: Any = None,
+    **__: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Return a product of matrices, and the gradient of the bias."""
     _check_devices(a, b, out, bias)
     size_a = _matrix(a)
     size_b = _matrix(b)
-    assert size_a[transpose_a] == size_b[not transpose_b], f"{size_a} {transpose_a} times {size_b} {transpose_b}"
+    assert size_a[transpose_a] == size_b[not transpose_b], (
+        f"{size_a} {transpose_a} times {size_b} {transpose_b}"
+    )
     columns = size_a[not transpose_a]
     shape = [size_b[1] if transpose_b else size_b[0], columns]
     if out is None:
@@ -215,7 +246,8 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(
-    a: list[Any], transpose_a: bool, b: list[Any], transpose_b: bool, out: Any, out_type: Any, splits: Any, bias: Any,
+    a: list[Any], transpose_a: bool, b: list[Any], transpose_b: bool, out: Any, out_type: Any,
+    splits: Any, bias: Any,
     *_: Any,
 ) -> Any:  # fmt: skip
     """Check the products of a group."""
@@ -227,7 +259,8 @@ def te_general_grouped_gemm(
 
 
 def rmsnorm_fwd(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: Any, quantizer: Any, out_type: Any, *_: Any
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: Any, quantizer: Any, out_type: Any,
+    *_: Any
 ) -> list[Any]:  # fmt: skip
     """Return the normalized tensor, no mean, and the reciprocal of the root mean square."""
     _check_devices(x, weight)
@@ -238,7 +271,9 @@ def rmsnorm_fwd(
     return [out, None, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)]
 
 
-def rmsnorm_bwd(grad: torch.Tensor, x: torch.Tensor, rsigma: Any, weight: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+def rmsnorm_bwd(
+    grad: torch.Tensor, x: torch.Tensor, rsigma: Any, weight: torch.Tensor, *_: Any
+) -> list[torch.Tensor]:
     """Return the gradients of the input and of the weight."""
     _check_devices(grad, x, rsigma, weight)
     assert grad.shape == x.shape, (grad.shape, x.shape)
@@ -250,7 +285,9 @@ def fused_attn_fwd(max_q: int, max_kv: int, training: bool, *rest: Any) -> list[
     cu_q, cu_kv, q, k, v = rest[8:13]
     _check_devices(cu_q, cu_kv, q, k, v)
     assert cu_q.dtype == cu_kv.dtype == torch.int32 and q.dim() == 3, (cu_q.dtype, q.shape)
-    assert (q.shape[2], k.shape[:2]) == (k.shape[2], v.shape[:2]) and q.shape[1] % k.shape[1] == 0, (
+    assert (q.shape[2], k.shape[:2]) == (k.shape[2], v.shape[:2]) and q.shape[1] % k.shape[
+        1
+    ] == 0, (
         q.shape,
         k.shape,
         v.shape,
@@ -276,21 +313,26 @@ def thd_read_half_tensor(x: torch.Tensor, cu_seqlens: torch.Tensor, half: int) -
     return x.narrow(dim, 0, x.shape[dim] // 2).clone()
 
 
-def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, is_packed: bool, size: int) -> torch.Tensor:
+def thd_read_second_half_lse(
+    lse: torch.Tensor, cu_seqlens: torch.Tensor, is_packed: bool, size: int
+) -> torch.Tensor:
     """Return the log-sum-exps of the second half of each sequence."""
     _check_devices(lse, cu_seqlens)
     assert is_packed and size * 2 == lse.shape[-1], (size, lse.shape)
     return lse.new_empty(lse.shape[0], size)
 
 
-def thd_second_half_lse_correction(lse: torch.Tensor, step: torch.Tensor, cu_seqlens: Any, is_packed: bool) -> None:
+def thd_second_half_lse_correction(
+    lse: torch.Tensor, step: torch.Tensor, cu_seqlens: Any, is_packed: bool
+) -> None:
     """Check the log-sum-exps of all tokens and of the second half of each sequence."""
     _check_devices(lse, step, cu_seqlens)
     assert is_packed and lse.shape[-1] == 2 * step.shape[-1], (lse.shape, step.shape)
 
 
 def thd_out_correction(
-    out: torch.Tensor, step: torch.Tensor, lse: torch.Tensor, lse_step: torch.Tensor, cu_seqlens: Any, half: bool,
+    out: torch.Tensor, step: torch.Tensor, lse: torch.Tensor, lse_step: torch.Tensor,
+    cu_seqlens: Any, half: bool,
     is_packed: bool,
 ) -> None:  # fmt: skip
     """Check the output of all tokens and of one step."""
@@ -298,7 +340,9 @@ def thd_out_correction(
     assert out.shape[0] == step.shape[0] * (1 + half), (out.shape, step.shape)
 
 
-def thd_grad_correction(grad: torch.Tensor, step: torch.Tensor, cu_seqlens: Any, first: str, second: str) -> None:
+def thd_grad_correction(
+    grad: torch.Tensor, step: torch.Tensor, cu_seqlens: Any, first: str, second: str
+) -> None:
     """Check the gradient of all tokens and of one step."""
     _check_devices(grad, step, cu_seqlens)
     assert grad.shape[-2:] == step.shape[-2:], (grad.shape, step.shape)

@@ -1,4 +1,5 @@
-"""The GPU branches of training, scoring, offload, checkpoint and weight update, executed on fake CUDA devices."""
+"""The GPU branches of training, scoring, offload, checkpoint and weight update, executed on fake
+CUDA devices."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any
 import pytest
 from documents import ROOT
 from fake_cases import CASES, TE_CASES, Report
-from fake_checks import KNOWN_WAITS, NOT_SHOWN, PAGEABLE_COPIES, WITHOUT_ENTRY, mismatches, without_kernel
+from fake_checks import (
+    KNOWN_WAITS,
+    NOT_SHOWN,
+    PAGEABLE_COPIES,
+    WITHOUT_ENTRY,
+    mismatches,
+    without_kernel,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -53,9 +61,13 @@ def test_no_dense_micro_batch_waits(report: Run, name: str, rank: int) -> None:
 
 @pytest.mark.parametrize(("name", "rank"), [run for run in RUNS if ALL[run[0]].cp > 1])
 def test_no_layer_compares_offsets_of_sequences(report: Run, name: str, rank: int) -> None:
-    """Under context parallelism Transformer Engine would compare them in each layer, and wait for the device where they
-    are two tensors."""
-    assert not [types for operator, types in report(name, rank).operators if operator == "aten.equal.default"]
+    """Under context parallelism Transformer Engine would compare them in each layer, and wait for
+    the device where they are two tensors."""
+    assert not [
+        types
+        for operator, types in report(name, rank).operators
+        if operator == "aten.equal.default"
+    ]
 
 
 def test_a_layer_of_experts_waits_for_its_numbers_of_tokens(report: Run) -> None:
@@ -70,14 +82,20 @@ def test_a_layer_of_experts_waits_for_its_numbers_of_tokens(report: Run) -> None
 @pytest.mark.parametrize("name", TE_CASES)
 def test_an_optimizer_step_of_transformer_engine_waits_once(report: Run, name: str) -> None:
     for rank in TE_CASES[name].ranks:
-        waits = {key[1:]: times for key, times in report(name, rank).waits.items() if key[0] == "optimizer_step"}
-        # Of two steps. Without the distributed optimizer the experts' gradient has a norm of its own.
+        waits = {
+            key[1:]: times
+            for key, times in report(name, rank).waits.items()
+            if key[0] == "optimizer_step"
+        }
+        # Of two steps. Without the distributed optimizer the experts' gradient has a norm of its
+        # own.
         norms = 2 if name.startswith("experts, stages") else 1
         assert waits == {("item", "models/engine.py:ModelEngine.train_step"): 2 * norms}
 
 
 def test_all_waits_and_copies_from_pageable_memory_are_known(report: Run) -> None:
-    """Compare the places with the lists of fake_checks.py, both ways: a place that waits no more is to be removed."""
+    """Compare the places with the lists of fake_checks.py, both ways: a place that waits no more is
+    to be removed."""
     reports = [report(*run) for run in RUNS]
     assert {key for one in reports for key in one.waits} == KNOWN_WAITS.keys()
     assert {key for one in reports for key in one.pageable} == PAGEABLE_COPIES.keys()
@@ -90,7 +108,9 @@ def test_collectives_match(report: Run, name: str) -> None:
     assert mismatches({rank: report(name, rank).collectives for rank in ALL[name].ranks}) == []
 
 
-def test_cuda_has_a_kernel_for_every_operator(report: Run, cuda_types: dict[str, frozenset[str]]) -> None:
+def test_cuda_has_a_kernel_for_every_operator(
+    report: Run, cuda_types: dict[str, frozenset[str]]
+) -> None:
     operators = frozenset().union(*(report(*run).operators for run in RUNS))
     assert without_kernel(operators, cuda_types) == ([], set())
     assert not WITHOUT_ENTRY.keys() & cuda_types.keys()
@@ -99,7 +119,9 @@ def test_cuda_has_a_kernel_for_every_operator(report: Run, cuda_types: dict[str,
 def test_the_page_says_what_is_not_shown() -> None:
     page = (ROOT / "docs/gpu.md").read_text()
     section = page.partition("## Executed on fake CUDA devices\n")[2].partition("\n## ")[0]
-    assert [line.removeprefix("- ") for line in section.splitlines() if line.startswith("- ")] == list(NOT_SHOWN)
+    assert [
+        line.removeprefix("- ") for line in section.splitlines() if line.startswith("- ")
+    ] == list(NOT_SHOWN)
 
 
 # ---------------------------------------------------------------- planted faults
@@ -108,21 +130,29 @@ def test_the_page_says_what_is_not_shown() -> None:
 @pytest.fixture(scope="module")
 def faulty(on_fake_gpu: Callable[..., Any]) -> Callable[..., Report]:
     """Return faulty(fault, case, rank): the report of a case with a fault."""
-    return lambda fault, name, rank=0: on_fake_gpu("fake_steps", "run", replace(CASES[name], fault=fault), rank)
+    return lambda fault, name, rank=0: on_fake_gpu(
+        "fake_steps", "run", replace(CASES[name], fault=fault), rank
+    )
 
 
 def test_a_cpu_index_is_found(faulty: Callable[..., Report]) -> None:
-    with pytest.raises(RuntimeError, match=r"index_select.*at models/engine\.py.*tensors of the CPU and of the GPU"):
+    with pytest.raises(
+        RuntimeError, match=r"index_select.*at models/engine\.py.*tensors of the CPU and of the GPU"
+    ):
         faulty("cpu_index", "llama")
 
 
-def test_an_integer_dot_is_found(faulty: Callable[..., Report], cuda_types: dict[str, frozenset[str]]) -> None:
+def test_an_integer_dot_is_found(
+    faulty: Callable[..., Report], cuda_types: dict[str, frozenset[str]]
+) -> None:
     unsupported, _ = without_kernel(faulty("integer_dot", "llama").operators, cuda_types)
     assert unsupported == ["aten.dot.default of ('int64', 'int64')"]
 
 
 def test_a_read_in_a_micro_batch_is_found(faulty: Callable[..., Report]) -> None:
-    assert {what for _, what, _ in waits_of_passes(faulty("read_in_micro_batch", "llama"))} == {"item"}
+    assert {what for _, what, _ in waits_of_passes(faulty("read_in_micro_batch", "llama"))} == {
+        "item"
+    }
 
 
 def test_a_pageable_copy_is_found(faulty: Callable[..., Report]) -> None:

@@ -1,5 +1,5 @@
-"""The planner's bytes of the actors of the shipped configs against those of their tensors on fake CUDA devices, at full
-size. docs/internals/planner.md has the figures."""
+"""The planner's bytes of the actors of the shipped configs against those of their tensors on fake
+CUDA devices, at full size. docs/internals/planner.md has the figures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GB = 1e9
 WITHIN = 0.05
 """Largest relative difference between planned and executed, beside KEPT."""
 KEPT = 0.35 * GB
-"""After an offload: Transformer Engine's dummy weight gradients (0.21 GB at 70B), Megatron-Core's gather buffer (0.13).
-The planner has them in its reserved memory."""
+"""After an offload: Transformer Engine's dummy weight gradients (0.21 GB at 70B), Megatron-Core's
+gather buffer (0.13). The planner has them in its reserved memory."""
 
 
 class Config(NamedTuple):
@@ -87,7 +87,11 @@ def is_off(planned: float, executed: float) -> bool:
 @pytest.mark.parametrize("name", ["70B, first stage", "70B, last stage"])
 def test_little_stays_after_an_offload(measured: Callable[[str], Any], name: str) -> None:
     left = {origin: size for origin, size in measured(name).left.items() if size > 0.01 * GB}
-    places = ("autograd", "models/engine.py:ModelEngine._run", "models/gpt_model.py:PackedGPT.forward")
+    places = (
+        "autograd",
+        "models/engine.py:ModelEngine._run",
+        "models/gpt_model.py:PackedGPT.forward",
+    )
     assert all(origin.endswith(places) for origin in left), left
     assert sum(left.values()) < KEPT
 
@@ -100,4 +104,6 @@ def test_the_page_has_the_figures(measured: Callable[[str], Any], name: str) -> 
     figures = [float(figure) for cell in row[1].split("|") for figure in cell.split("/")]
     phases = measured(name).phases.values()
     # The first config of a process also allocates the workspaces of products, 0.17 GB.
-    assert figures == pytest.approx([x / GB for one in phases for x in (one.planned, one.executed)], abs=0.22)
+    assert figures == pytest.approx(
+        [x / GB for one in phases for x in (one.planned, one.executed)], abs=0.22
+    )

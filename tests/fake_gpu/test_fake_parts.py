@@ -1,4 +1,5 @@
-"""Parts of tools/gpu_check.py on fake CUDA devices: their code runs, and what they compare is not judged."""
+"""Parts of tools/gpu_check.py on fake CUDA devices: their code runs, and what they compare is not
+judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""vLLM's sleep under our engine's order of calls (lock_sleep.py), with the build of vLLM that the tests have."""
+"""vLLM's sleep under our engine's order of calls (lock_sleep.py), with the build of vLLM that the
+tests have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Functions that the ranks run in test_parts.py and test_faults.py, and the faults of the latter."""
+"""Functions that the ranks run in test_parts.py and test_faults.py, and the faults of the
+latter."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def _scaled(factor: float) -> Callable[[Any], Any]:
 
 
 def _at_temperature_1(original: Any) -> Any:
-    """Return a head (model, states, targets, vocab_size, temperature) that ignores the temperature."""
+    """Return a head (model, states, targets, vocab_size, temperature) that ignores the
+    temperature."""
     return lambda *args: original(*args[:4], 1.0)
 
 
@@ -130,7 +132,9 @@ def _without_rank_0(original: Any) -> Any:
 
 def _returns_at_once(original: Any) -> Any:
     """Return a subprocess.run whose process ends well where it should wait for a collective."""
-    return lambda command, **kwargs: subprocess.CompletedProcess(command, 0, f"waiting {time.time()}\n", "")
+    return lambda command, **kwargs: subprocess.CompletedProcess(
+        command, 0, f"waiting {time.time()}\n", ""
+    )
 
 
 def _of_other_layers(original: Any) -> Any:
@@ -142,7 +146,9 @@ def _of_other_layers(original: Any) -> Any:
 
 def _other_theta(original: Any) -> Any:
     """Return a _set_rope with other frequencies."""
-    return lambda model, shape: original(model, dataclasses.replace(shape, rope_theta=3 * shape.rope_theta))
+    return lambda model, shape: original(
+        model, dataclasses.replace(shape, rope_theta=3 * shape.rope_theta)
+    )
 
 
 def _never_the_same(original: Any) -> Any:
@@ -185,7 +191,8 @@ def _next_experts(original: Any) -> Any:
 
 
 def _larger_log_probs(original: Any) -> Any:
-    """Return a head (log-probs, entropies) whose log-probs are 2 % larger, and so their gradients."""
+    """Return a head (log-probs, entropies) whose log-probs are 2 % larger, and so their
+    gradients."""
 
     def head(*args: Any) -> Any:
         log_probs, entropy = original(*args)
@@ -204,17 +211,37 @@ _ENGINE = "rlhf_mc.models.engine:ModelEngine"
 _SYNC = "rlhf_mc.reshard.weight_sync:WeightSync"
 
 FAULTS = {
-    "a product of 2 % more": Fault("machine", "torch", "mm", _scaled(1.02), "a bfloat16 product is off by"),
+    "a product of 2 % more": Fault(
+        "machine", "torch", "mm", _scaled(1.02), "a bfloat16 product is off by"
+    ),
     "a checksum without order": Fault(
-        "checksums", "gpu_parts.torch_parts", "checksum", _unordered, "not the sums of its 8-byte words"
+        "checksums",
+        "gpu_parts.torch_parts",
+        "checksum",
+        _unordered,
+        "not the sums of its 8-byte words",
     ),
     "a sum without a rank": Fault(
-        "process_groups", "gpu_parts.torch_parts", "sum_over_ranks", _without_rank_0, "sum_over_ranks: another sum"
+        "process_groups",
+        "gpu_parts.torch_parts",
+        "sum_over_ranks",
+        _without_rank_0,
+        "sum_over_ranks: another sum",
     ),
     "a plan of a fifth more": Fault(
-        "planned_memory", "gpu_parts.planner_parts", "update_peak", _scaled(1.2), "none: update takes"
+        "planned_memory",
+        "gpu_parts.planner_parts",
+        "update_peak",
+        _scaled(1.2),
+        "none: update takes",
     ),
-    "no timeout": Fault("timeouts", "subprocess", "run", _returns_at_once, "that the other ranks missed has returned"),
+    "no timeout": Fault(
+        "timeouts",
+        "subprocess",
+        "run",
+        _returns_at_once,
+        "that the other ranks missed has returned",
+    ),
     "a rank that is not killed": Fault(
         "lost_ranks",
         "gpu_parts.lost_rank_parts",
@@ -247,7 +274,11 @@ FAULTS = {
         "parameters differ from the layout",
     ),
     "other rotary frequencies": Fault(
-        "models_bfloat16", "rlhf_mc.models.gpt_model", "_set_rope", _other_theta, "qwen2_actor: gradient error"
+        "models_bfloat16",
+        "rlhf_mc.models.gpt_model",
+        "_set_rope",
+        _other_theta,
+        "qwen2_actor: gradient error",
     ),
     "local layers": Fault(
         "models_te",
@@ -265,11 +296,19 @@ FAULTS = {
         "the layers are not Transformer Engine's",
         LEAST._replace(families={}),
     ),
-    "log-probs of 1 % more": Fault("heads_152k", _HEADS, "log_probs", _scaled(1.01), "float32 log_prob: off by"),
-    "a load without tensors": Fault(
-        "resume", "rlhf_mc.checkpoint.training_state", "read_tensors", _nothing, "loaded tensors differ"
+    "log-probs of 1 % more": Fault(
+        "heads_152k", _HEADS, "log_probs", _scaled(1.01), "float32 log_prob: off by"
     ),
-    "gradients that vary": Fault("deterministic", _ENGINE, "backward", _never_the_same, "step 3 differs in"),
+    "a load without tensors": Fault(
+        "resume",
+        "rlhf_mc.checkpoint.training_state",
+        "read_tensors",
+        _nothing,
+        "loaded tensors differ",
+    ),
+    "gradients that vary": Fault(
+        "deterministic", _ENGINE, "backward", _never_the_same, "step 3 differs in"
+    ),
     "a save of zeros": Fault(
         "async_save",
         "rlhf_mc.checkpoint.training_tensors:HostBuffers",
@@ -281,14 +320,28 @@ FAULTS = {
         "out_of_memory", "rlhf_mc.platform", "is_out_of_memory", _nothing, "can't allocate memory"
     ),
     "an arena that forgets": Fault(
-        "offload", "rlhf_mc.models.offload:HostArena", "views", _new_memory, "tensors have other bits"
+        "offload",
+        "rlhf_mc.models.offload:HostArena",
+        "views",
+        _new_memory,
+        "tensors have other bits",
     ),
-    "no update": Fault("weight_update", _SYNC, "run", _nothing, "qwen3: UserError: reshard.verify: "),
+    "no update": Fault(
+        "weight_update", _SYNC, "run", _nothing, "qwen3: UserError: reshard.verify: "
+    ),
     "a plan that lacks a block": Fault(
-        "weight_update", "rlhf_mc.reshard.plan:Plan", "for_rank", _without_last_copy, "not written completely"
+        "weight_update",
+        "rlhf_mc.reshard.plan:Plan",
+        "for_rank",
+        _without_last_copy,
+        "not written completely",
     ),
     "a read in each micro-batch": Fault(
-        "synchronisations", _HEADS, "log_probs", _with_read, "score: the host waits 1 times per micro-batch"
+        "synchronisations",
+        _HEADS,
+        "log_probs",
+        _with_read,
+        "score: the host waits 1 times per micro-batch",
     ),
     "experts that the engine has not chosen": Fault(
         "experts",
@@ -300,11 +353,19 @@ FAULTS = {
     "a step that does nothing": Fault(
         "throughput", _ENGINE, "train_step", _nothing, "its work has not been done or waited for"
     ),
-    "ranges without a name": Fault("profile", "rlhf_mc.platform", "named_range", _no_range, "the trace lacks"),
-    "commands that do nothing": Fault(
-        "quickstart", "gpu_parts.rollout_parts", "_run", _nothing, "the run has not written success.json"
+    "ranges without a name": Fault(
+        "profile", "rlhf_mc.platform", "named_range", _no_range, "the trace lacks"
     ),
-    "zeros in vLLM, aliased": Fault("aliased_weights", _SYNC, "run", _nothing, "log-probs of vLLM (rollout)"),
+    "commands that do nothing": Fault(
+        "quickstart",
+        "gpu_parts.rollout_parts",
+        "_run",
+        _nothing,
+        "the run has not written success.json",
+    ),
+    "zeros in vLLM, aliased": Fault(
+        "aliased_weights", _SYNC, "run", _nothing, "log-probs of vLLM (rollout)"
+    ),
     "zeros in vLLM": Fault("step_speed", _SYNC, "run", _nothing, "log-probs of vLLM (rollout)"),
 }
 """Name -> fault. All are on one rank."""

@@ -1,4 +1,5 @@
-"""The command tools/gpu_check.py on the CPU: its table, its file, its exit codes, on one rank and on two."""
+"""The command tools/gpu_check.py on the CPU: its table, its file, its exit codes, on one rank and
+on two."""
 
 from __future__ import annotations
 
@@ -27,13 +28,21 @@ def check(world: int, output: Path, *arguments: str) -> tuple[int, str, dict[str
     """Run the command. Return its exit code, its output and the content of its file."""
     command = [COMMAND, "--device", "cpu", "--output", str(output), *arguments]
     done = forked.run(command) if world == 1 else forked.run_ranks(world, command)
-    return done.returncode, done.stdout + done.stderr, json.loads(output.read_text()) if output.exists() else {}
+    return (
+        done.returncode,
+        done.stdout + done.stderr,
+        json.loads(output.read_text()) if output.exists() else {},
+    )
 
 
 def rows(text: str) -> dict[str, list[str]]:
     """Return verdict, seconds and the rest of each row of the table, by the part's name."""
     lines = (line.split(maxsplit=2) for line in text.splitlines())
-    return {line[0]: line[1:] for line in lines if len(line) > 2 and line[1] in ("passed", "failed", "skipped")}
+    return {
+        line[0]: line[1:]
+        for line in lines
+        if len(line) > 2 and line[1] in ("passed", "failed", "skipped")
+    }
 
 
 def test_every_part_has_a_verdict_of_its_own(tmp_path: Path) -> None:
@@ -41,31 +50,43 @@ def test_every_part_has_a_verdict_of_its_own(tmp_path: Path) -> None:
     code, text, found = check(1, tmp_path / "out.json", "--parts", ",".join(names))
     assert code == 0, text
     assert list(rows(text)) == names == list(found["parts"])
-    assert found["parts"]["timeouts"]["verdict"] == "skipped" and "two ranks" in rows(text)["timeouts"][1]
+    assert (
+        found["parts"]["timeouts"]["verdict"] == "skipped"
+        and "two ranks" in rows(text)["timeouts"][1]
+    )
     assert found["parts"]["checksums"]["figures"]["gb_per_s"] > 0
     assert found["versions"]["torch"] and found["device"] == "cpu" and found["small"]
 
 
 def test_a_part_that_does_not_end_is_stopped_and_the_next_runs(tmp_path: Path) -> None:
-    code, text, found = check(1, tmp_path / "out.json", "--parts", "machine,timeouts", "--time-limit", "0.2")
+    code, text, found = check(
+        1, tmp_path / "out.json", "--parts", "machine,timeouts", "--time-limit", "0.2"
+    )
     assert code == 1
     assert found["parts"]["machine"]["reason"] == "not done after 0.2 s"
     assert found["parts"]["timeouts"]["verdict"] == "skipped"
-    assert "machine failed: not done after 0.2 s" in text and "0 passed, 1 failed, 1 skipped" in text
+    assert (
+        "machine failed: not done after 0.2 s" in text and "0 passed, 1 failed, 1 skipped" in text
+    )
 
 
 def test_a_part_of_rank_0_alone_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[float] = []
     ran: list[str] = []
     monkeypatch.setattr(rendezvous, "init_process_group", joined.append)
-    monkeypatch.setattr(catalog.Part, "function", lambda part: lambda report, sizes: ran.append(part.name))
+    monkeypatch.setattr(
+        catalog.Part, "function", lambda part: lambda report, sizes: ran.append(part.name)
+    )
     for name in ("quickstart", "machine"):
         processes._run_connected(catalog.find(name), None, None)
     assert ran == ["quickstart", "machine"] and joined == [catalog.find("machine").seconds]
 
 
 def test_a_part_that_is_stopped_shows_where_it_was() -> None:
-    code = "from gpu_parts.processes import *; show_stack_when_stopped(); print(flush=True); time.sleep(600)"
+    code = (
+        "from gpu_parts.processes import *; show_stack_when_stopped(); print(flush=True); "
+        "time.sleep(600)"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(Path(COMMAND).parent)},
@@ -91,7 +112,10 @@ def test_a_gpu_that_torch_does_not_see_is_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = forked.run([COMMAND, "--device", "cuda"])
     assert done.returncode == 2
-    assert done.stdout == "--device cuda: torch sees no GPU here (torch.cuda.is_available() is False)\n"
+    assert (
+        done.stdout
+        == "--device cuda: torch sees no GPU here (torch.cuda.is_available() is False)\n"
+    )
 
 
 def test_an_unknown_part_is_named(tmp_path: Path) -> None:
@@ -106,10 +130,15 @@ def test_what_no_gpu_has_been_measured_for_is_a_line_below_the_table(
     arguments = ["--device", "cpu", "--parts", "machine,checksums", "--output", str(output)]
     monkeypatch.delenv("WORLD_SIZE", raising=False)  # of a world that another test has made here
     monkeypatch.setattr(sys, "argv", [COMMAND, *arguments])
-    found = {"machine": Result(PASSED, unmeasured=["3 waits, none is expected"]), "checksums": Result(PASSED)}
+    found = {
+        "machine": Result(PASSED, unmeasured=["3 waits, none is expected"]),
+        "checksums": Result(PASSED),
+    }
     monkeypatch.setattr(processes, "run_part", lambda part, *others: found[part.name])
     assert gpu_check.main() == 0
     text = capsys.readouterr().out
     assert "\nmachine: 3 waits, none is expected (not measured yet on a GPU)\n" in text
     assert text.count("not measured yet") == 1 and "2 passed, 0 failed" in text
-    assert json.loads(output.read_text())["parts"]["machine"]["unmeasured"] == ["3 waits, none is expected"]
+    assert json.loads(output.read_text())["parts"]["machine"]["unmeasured"] == [
+        "3 waits, none is expected"
+    ]

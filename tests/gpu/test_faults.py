@@ -1,4 +1,5 @@
-"""Each part of tools/gpu_check.py notices a fault in what it checks, and its reason names the fault."""
+"""Each part of tools/gpu_check.py notices a fault in what it checks, and its reason names the
+fault."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.dist
 
 
 def test_every_part_has_a_fault() -> None:
-    assert {fault.part for fault in part_cases.FAULTS.values()} == {part.name for part in catalog.PARTS} - GPU_ONLY
+    assert {fault.part for fault in part_cases.FAULTS.values()} == {
+        part.name for part in catalog.PARTS
+    } - GPU_ONLY
 
 
 @pytest.mark.parametrize("fault", part_cases.FAULTS)
@@ -28,7 +31,9 @@ def test_fault_is_noticed(pool: Any, fault: str) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_an_expectation_fails_where_it_has_been_measured(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expectation_fails_where_it_has_been_measured(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(platform, "use_cuda", lambda: on_gpu)
     report = Report()
     with report.verdict():

@@ -1,4 +1,5 @@
-"""The parts of tools/gpu_check.py: on the CPU, in the ranks that tests share; with `-m gpu` on a GPU, by the
+"""The parts of tools/gpu_check.py: on the CPU, in the ranks that tests share; with `-m gpu` on a
+GPU, by the
 command."""
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def test_part_passes_on_a_gpu(name: str, tmp_path: Path) -> None:
         pytest.skip("no CUDA device")
     output = tmp_path / "out.json"
     command = [sys.executable, "tools/gpu_check.py", "--device", "cuda", "--small", "--parts", name]
-    done = subprocess.run([*command, "--output", str(output)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--output", str(output)], cwd=ROOT, capture_output=True, text=True
+    )
     result = json.loads(output.read_text())["parts"][name]
     if result["verdict"] == SKIPPED:
         pytest.skip(result["reason"])

@@ -1,5 +1,5 @@
-"""torchrun, with ranks that are forked from its agent and so need not import the libraries. Started by test_cli.py in a
-process of forked.py."""
+"""torchrun, with ranks that are forked from its agent and so need not import the libraries. Started
+by test_cli.py in a process of forked.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Rank:
 
 
 def _run(arguments: tuple[str, ...], env: dict[str, str]) -> None:
-    """Run the module of the command `python ... -m MODULE ...`, with the signals' handlers of a new process."""
+    """Run the module of the command `python ... -m MODULE ...`, with the signals' handlers of a new
+    process."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,5 +1,6 @@
-"""The program as a rank runs it, with a rank that gets stuck. Started by test_stuck_ranks.py; in the environment STUCK
-says where (empty: nowhere), and SINCE names a file to which the time is then written."""
+"""The program as a rank runs it, with a rank that gets stuck. Started by test_stuck_ranks.py; in
+the environment STUCK says where (empty: nowhere), and SINCE names a file to which the time is then
+written."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def prepare(where: str) -> None:
         mappings._reduce = getting_stuck(mappings._reduce, freeze)
     else:
         assert where == "in code of its own"
-        advantages.advantages_and_returns = getting_stuck(advantages.advantages_and_returns, loop_forever)
+        advantages.advantages_and_returns = getting_stuck(
+            advantages.advantages_and_returns, loop_forever
+        )
 
 
 def main() -> None:

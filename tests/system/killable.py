@@ -1,5 +1,5 @@
-"""The program as a rank runs it, with its phases and writes reported through a pipe, so that a test can kill it at any
-of them. Started by test_kill_anywhere.py. EVENTS names the pipe."""
+"""The program as a rank runs it, with its phases and writes reported through a pipe, so that a test
+can kill it at any of them. Started by test_kill_anywhere.py. EVENTS names the pipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def reporting(function: Callable[..., Any], event: str) -> Callable[..., Any]:
 
 
 def open_to_halves(path: Path, mode: str = "r", **kwargs: Any) -> Any:
-    """Open a file. What is appended to the journal of observations is written in halves, with an event between them."""
+    """Open a file. What is appended to the journal of observations is written in halves, with an
+    event between them."""
     file = open(path, mode, **kwargs)  # noqa: SIM115
     write = file.write
 
@@ -59,7 +60,9 @@ def main() -> None:
             yield
 
     PhaseTimer.phase = phase  # type: ignore[method-assign]
-    training_tensors.TensorWriter._write = reporting(training_tensors.TensorWriter._write, "writing")  # type: ignore[method-assign]
+    training_tensors.TensorWriter._write = reporting(
+        training_tensors.TensorWriter._write, "writing"
+    )  # type: ignore[method-assign]
     directory.commit = reporting(directory.commit, "commit")
     directory.remove = reporting(directory.remove, "remove")
     directory.verify = reporting(directory.verify, "verify")

@@ -1,5 +1,6 @@
-"""The program as a rank runs it. It writes to the file $RECORD_<rank> whether deterministic algorithms are on when
-training starts, in torch and in the models. Started by test_deterministic.py."""
+"""The program as a rank runs it. It writes to the file $RECORD_<rank> whether deterministic
+algorithms are on when training starts, in torch and in the models. Started by
+test_deterministic.py."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ from rlhf_mc.machine.facts import gpu_device_files
 
 pytestmark = pytest.mark.system
 
-without_gpus = pytest.mark.skipif(bool(gpu_device_files()), reason="the stand-ins are for machines without GPUs")
+without_gpus = pytest.mark.skipif(
+    bool(gpu_device_files()), reason="the stand-ins are for machines without GPUs"
+)
 EIGHT_H100 = """\
 #!/bin/sh
 case "$1" in
@@ -43,7 +45,9 @@ def check(folder: Path, nvidia_smi: str | None = None) -> subprocess.CompletedPr
 
 def statuses(stdout: str) -> dict[str, str]:
     """Return the status of each part."""
-    found = re.findall(rf"^(ok|note|error) +({'|'.join(map(re.escape, PARTS))}) ", stdout, re.MULTILINE)
+    found = re.findall(
+        rf"^(ok|note|error) +({'|'.join(map(re.escape, PARTS))}) ", stdout, re.MULTILINE
+    )
     return {name: status for status, name in found}
 
 

@@ -1,5 +1,5 @@
-"""The program as a user starts it: exit codes, stderr, and that no process outlives its run. Which input is refused,
-and with which words, is tested in tests/dist/test_bad_input.py."""
+"""The program as a user starts it: exit codes, stderr, and that no process outlives its run. Which
+input is refused, and with which words, is tested in tests/dist/test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ EXIT_USER_ERROR = 2
 GONE_WITHIN_SECONDS = 300
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ONE_NODE = [str(Path(__file__).parents[2] / "launch" / "torchrun_1node.sh")]
-ENV = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | {"OMP_NUM_THREADS": "1"}
+ENV = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | {
+    "OMP_NUM_THREADS": "1"
+}
 PLAIN = [sys.executable, "-m", "rlhf_mc"]
 TWO_RANKS = ["--standalone", "--nproc-per-node", "2", "-m", "rlhf_mc"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *TWO_RANKS]
@@ -43,7 +45,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(workspace: Path) -> Path:
     """Write the config of a run that would take hours."""
     return write_config(
-        workspace, trainer={"total_training_steps": 100_000, "test_freq": -1, "val_before_train": False}
+        workspace,
+        trainer={"total_training_steps": 100_000, "test_freq": -1, "val_before_train": False},
     )
 
 
@@ -118,12 +121,15 @@ def test_under_torchrun_the_ranks_say_it_once(
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Return start(command, name, env): a process with its output in tmp_path/name. Those that are left are killed."""
+    """Return start(command, name, env): a process with its output in tmp_path/name. Those that are
+    left are killed."""
     started: list[subprocess.Popen[bytes]] = []
 
     def run(command: list[str], name: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
         with open(tmp_path / name, "wb") as output:
-            process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=env, stdout=output, stderr=output, start_new_session=True
+            )
         started.append(process)
         return process
 
@@ -159,10 +165,14 @@ def ranks() -> Iterator[list[BaseProcess]]:
         process.join()
 
 
-def test_torchrun_ends_when_a_rank_dies(config: Path, tmp_path: Path, ranks: list[BaseProcess]) -> None:
+def test_torchrun_ends_when_a_rank_dies(
+    config: Path, tmp_path: Path, ranks: list[BaseProcess]
+) -> None:
     run = tmp_path / "run"
     stderr = tmp_path / "stderr"
-    torchrun = forked.start([*FORKING_TORCHRUN, str(config), f"trainer.default_local_dir={run}"], stderr, stderr)
+    torchrun = forked.start(
+        [*FORKING_TORCHRUN, str(config), f"trainer.default_local_dir={run}"], stderr, stderr
+    )
     ranks.append(torchrun)
     assert torchrun.pid is not None
     wait_for_step(run, torchrun.is_alive, stderr)
@@ -198,7 +208,9 @@ def test_a_survivor_ends_by_itself(
     assert survivor.pid is not None and gone(survivor.pid)
     lines = our_lines(stderr)
     assert len(lines) == 1, stderr
-    assert lines[0].startswith(f"rlhf_mc: error on rank {1 - victim}: lost contact with another rank in phase ")
+    assert lines[0].startswith(
+        f"rlhf_mc: error on rank {1 - victim}: lost contact with another rank in phase "
+    )
     assert "Traceback" not in stderr
 
 
@@ -227,8 +239,12 @@ def takes_signals(pid: int) -> bool:
 def test_ranks_end_with_torchruns_agent(
     config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], when: str
 ) -> None:
-    torchrun = start([*TORCHRUN, str(config), f"trainer.default_local_dir={tmp_path / 'run'}"], "output", ENV)
-    workers = ready_workers_of(torchrun, takes_signals if when == "while they import" else lambda pid: True)
+    torchrun = start(
+        [*TORCHRUN, str(config), f"trainer.default_local_dir={tmp_path / 'run'}"], "output", ENV
+    )
+    workers = ready_workers_of(
+        torchrun, takes_signals if when == "while they import" else lambda pid: True
+    )
     torchrun.kill()
     assert [ends(pid) for pid in workers] == [True, True]
 
@@ -245,7 +261,11 @@ def test_ctrl_c_saves_and_says_so_in_one_line(
     assert torchrun.wait(GONE_WITHIN_SECONDS) == 75
     assert [ends(pid) for pid in workers] == [True, True]
     said = (tmp_path / "output").read_text()
-    lines = [line for line in said.splitlines() if "asked to stop (SIGINT): the checkpoint of step" in line]
+    lines = [
+        line
+        for line in said.splitlines()
+        if "asked to stop (SIGINT): the checkpoint of step" in line
+    ]
     assert len(lines) == 1 and "Traceback" not in said, said
     assert list(run.glob("global_step_*/manifest.json"))
     assert not (run / "success.json").exists()
@@ -255,7 +275,9 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(
     config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     env = ENV | {"NPROC": "2", "PYTHON": sys.executable}
-    torchrun = start([*ONE_NODE, str(config), f"trainer.default_local_dir={tmp_path / 'run'}"], "output", env)
+    torchrun = start(
+        [*ONE_NODE, str(config), f"trainer.default_local_dir={tmp_path / 'run'}"], "output", env
+    )
     workers = ready_workers_of(torchrun, takes_signals)
     os.killpg(torchrun.pid, signal.SIGINT)
     time.sleep(ONE_PRESS_SECONDS + 0.5)

@@ -1,4 +1,5 @@
-"""trainer.deterministic on a CPU: every operation of a run passes, and no bit of the run changes."""
+"""trainer.deterministic on a CPU: every operation of a run passes, and no bit of the run
+changes."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ STEPS = 2
 PROGRAM = str(Path(__file__).with_name("recording.py"))
 
 
-def run(config: Path, directory: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Train on two ranks, which share one model. Check that their settings are as asked for. Return the outcome."""
+def run(
+    config: Path, directory: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, object]:
+    """Train on two ranks, which share one model. Check that their settings are as asked for. Return
+    the outcome."""
     directory.mkdir()
     arguments = [
         f"trainer.default_local_dir={directory / 'run'}",
@@ -36,7 +40,14 @@ def run(config: Path, directory: Path, deterministic: bool, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("family", "megatron"),
     [
-        ("qwen2", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_granularity": "full"}),
+        (
+            "qwen2",
+            {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "recompute_granularity": "full",
+            },
+        ),
         ("qwen3_moe", {"expert_model_parallel_size": 2}),
     ],
 )

@@ -33,8 +33,17 @@ pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SHORT = ["trainer.total_training_steps=2", "trainer.target_val_acc=null", "trainer.val_before_train=false"]
-SMALL = ["data.train_batch_size=8", "data.val_max_samples=8", "rollout.n=4", "actor.ppo_mini_batch_size=4"]
+SHORT = [
+    "trainer.total_training_steps=2",
+    "trainer.target_val_acc=null",
+    "trainer.val_before_train=false",
+]
+SMALL = [
+    "data.train_batch_size=8",
+    "data.val_max_samples=8",
+    "rollout.n=4",
+    "actor.ppo_mini_batch_size=4",
+]
 
 
 def run_example(name: str, arguments: list[str], world: int = 1) -> list[str]:
@@ -74,12 +83,27 @@ def test_every_example_has_a_test() -> None:
         "class_name: examples.{}.",
         '    "{}.py": [(',  # of CONVERSATIONS
     )
-    assert {name for name in names if not any(use.format(name.removesuffix(".py")) in tests for use in uses)} == set()
-    assert {name for name in names if f"examples/{name}" not in (ROOT / "docs/python_api.md").read_text()} == set()
+    assert {
+        name
+        for name in names
+        if not any(use.format(name.removesuffix(".py")) in tests for use in uses)
+    } == set()
+    assert {
+        name
+        for name in names
+        if f"examples/{name}" not in (ROOT / "docs/python_api.md").read_text()
+    } == set()
 
 
 def test_own_prompts_on_two_ranks(quickstart_made: Path, tmp_path: Path) -> None:
-    arguments = ["--quickstart", str(quickstart_made), "--steps", "2", "--output", str(tmp_path / "run")]
+    arguments = [
+        "--quickstart",
+        str(quickstart_made),
+        "--steps",
+        "2",
+        "--output",
+        str(tmp_path / "run"),
+    ]
     output = run_example("own_prompts.py", arguments, world=2)
     assert step_lines(output) == ["step 1", "step 2"]
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
@@ -90,10 +114,14 @@ def test_own_engine_agrees_with_vllm(quickstart_overrides: list[str], tmp_path: 
     arguments = [*quickstart_overrides, *SHORT, *SMALL, "trainer.val_before_train=true"]
     own = tmp_path / "own"
     vllm = tmp_path / "vllm"
-    output = run_example("transformers_engine.py", [*arguments, f"trainer.default_local_dir={own}"], world=2)
+    output = run_example(
+        "transformers_engine.py", [*arguments, f"trainer.default_local_dir={own}"], world=2
+    )
     assert step_lines(output) == ["step 1", "step 2"]
     config = str(ROOT / "configs/quickstart.yaml")
-    done = forked.run_ranks(2, ["-m", "rlhf_mc", config, *arguments, f"trainer.default_local_dir={vllm}"])
+    done = forked.run_ranks(
+        2, ["-m", "rlhf_mc", config, *arguments, f"trainer.default_local_dir={vllm}"]
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     before, first, *_ = metrics(own)
     accuracies = {key: value for key, value in before.items() if key.startswith("val-core/")}
@@ -120,7 +148,9 @@ def test_own_engine_agrees_with_vllm(quickstart_overrides: list[str], tmp_path: 
 def test_custom_rewards_score(name: str, response: str, score: float, acc: float) -> None:
     kwargs = {"tens": 0.7} if name == "TensFirst" else {}
     path = str(EXAMPLES / "custom_reward.py")
-    reward = load_reward_function(CustomRewardFunctionConfig(path=path, name=name, reward_kwargs=kwargs))
+    reward = load_reward_function(
+        CustomRewardFunctionConfig(path=path, name=name, reward_kwargs=kwargs)
+    )
     found = reward.function("arithmetic", response, "42", extra_info={}, **reward.kwargs)
     assert (found["score"], found["acc"]) == (pytest.approx(score), acc)
 
@@ -131,7 +161,9 @@ def test_custom_reward(quickstart_overrides: list[str], tmp_path: Path) -> None:
     assert step_lines(output) == ["step 1", "step 2"]
     for row in metrics(tmp_path):
         # The model of the quickstart knows the units' digit, and often forgets the carry.
-        assert 0.3 <= row["critic/score/mean"] <= 1.0 and row["critic/score/max"] == pytest.approx(1.0)
+        assert 0.3 <= row["critic/score/mean"] <= 1.0 and row["critic/score/max"] == pytest.approx(
+            1.0
+        )
         tens = row["reward_extra/arithmetic/tens"]
         assert row["critic/score/mean"] <= 0.7 * tens + 0.3 + 1e-6
 
@@ -148,7 +180,9 @@ def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
     for row in rows:
         assert 1 < row["num_turns/mean"] < row["num_turns/max"] == 4
         assert row["environment/failed_calls"] == 0
-        assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(4 - row["num_turns/mean"])
+        assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(
+            4 - row["num_turns/mean"]
+        )
         assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
         assert row["training/rollout_probs_diff_max"] < 1e-4
     assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
@@ -158,17 +192,34 @@ def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
 WRONG = "This is wrong. Try again."
 CONVERSATIONS = {
     "interaction.py": [("It is 41.", WRONG, 0.0, False), ("so 42", "This is right.", 1.0, True)],
-    "agent_loop.py": [("42", "Give the answer after ####.", 0.0, False), ("#### 42", "", 1.0, True)],
+    "agent_loop.py": [
+        ("42", "Give the answer after ####.", 0.0, False),
+        ("#### 42", "", 1.0, True),
+    ],
 }
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_interaction_and_agent_loop_of_verl(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check two conversations of one worker at a time. The interaction is also loaded by its name."""
+def test_interaction_and_agent_loop_of_verl(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check two conversations of one worker at a time. The interaction is also loaded by its
+    name."""
     monkeypatch.syspath_prepend(str(ROOT))
-    kwargs = {"class_name": "examples.interaction.SecondChance"} if name == "interaction.py" else {"num_reviews": 1}
-    row = {"prompt": [{"role": "user", "content": "6 * 7"}], "ground_truth": "42", "extra_info": {}, "agent_name": None}
-    pool = EnvironmentPool(EnvironmentConfig(path=str(EXAMPLES / name), kwargs=kwargs, timeout_seconds=60.0))
+    kwargs = (
+        {"class_name": "examples.interaction.SecondChance"}
+        if name == "interaction.py"
+        else {"num_reviews": 1}
+    )
+    row = {
+        "prompt": [{"role": "user", "content": "6 * 7"}],
+        "ground_truth": "42",
+        "extra_info": {},
+        "agent_name": None,
+    }
+    pool = EnvironmentPool(
+        EnvironmentConfig(path=str(EXAMPLES / name), kwargs=kwargs, timeout_seconds=60.0)
+    )
     try:
         for turn, (response, text, reward, done) in enumerate(CONVERSATIONS[name]):
             for number in (0, 1):
@@ -200,7 +251,11 @@ def test_custom_estimator(quickstart_overrides: list[str], tmp_path: Path) -> No
     output = run_example("custom_estimator.py", [*quickstart_overrides, *SHORT, *SMALL, place])
     assert step_lines(output) == ["step 1", "step 2"]
     rows = metrics(tmp_path)
-    bounds = [bound for row in rows for bound in (row["critic/advantages/max"], -row["critic/advantages/min"])]
+    bounds = [
+        bound
+        for row in rows
+        for bound in (row["critic/advantages/max"], -row["critic/advantages/min"])
+    ]
     assert max(bounds) > 0  # a prompt may have four equal scores
     for bound in bounds:  # sums of 3 signs, divided by 3
         assert 0 <= bound <= 1 and bound * 3 == pytest.approx(round(bound * 3), abs=1e-5)
@@ -227,7 +282,9 @@ def run_gsm8k(tmp_path: Path, model: Path, further: list[str]) -> None:
         f"trainer.default_local_dir={tmp_path / 'run'}",
         *further,
     ]
-    output = run_example("grpo_gsm8k.py", ["--model", str(model), "--data", str(tmp_path / "data"), *settings])
+    output = run_example(
+        "grpo_gsm8k.py", ["--model", str(model), "--data", str(tmp_path / "data"), *settings]
+    )
     assert step_lines(output) == ["step 1", "step 2"]
 
 
@@ -269,9 +326,9 @@ def test_calculator(expression: str, answer: str) -> None:
 
 
 TOOL_TEMPLATE = (
-    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}<|bot|>{{ m.content }}{{ m.tool_calls or '' }}<|end|>"
-    "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.role == "
+    "'assistant' %}<|bot|>{{ m.content }}{{ m.tool_calls or '' }}<|end|>{% else %}<|user|>{{ "
+    "m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
 TURNS = [
     "data.max_prompt_length=1800",
@@ -288,7 +345,9 @@ CALLS = [
 
 def test_calculator_on_gsm8k(tmp_path: Path) -> None:
     """Check a model whose vocabulary has whole calls as tokens, which it draws most of the time."""
-    model = make_checkpoint(tmp_path / "model", tied=False, max_position_embeddings=2048, vocab_size=272)
+    model = make_checkpoint(
+        tmp_path / "model", tied=False, max_position_embeddings=2048, vocab_size=272
+    )
     tokenizer = AutoTokenizer.from_pretrained(model, chat_template=TOOL_TEMPLATE)
     tokenizer.add_tokens(CALLS)
     tokenizer.save_pretrained(model)
@@ -296,12 +355,23 @@ def test_calculator_on_gsm8k(tmp_path: Path) -> None:
     weights["lm_head.weight"] *= 0.1
     weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(CALLS)] *= 100.0
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    run_gsm8k(tmp_path, model, [f"rollout.environment.function_tool_path={tool_file('calculator.py')}", *TURNS])
+    run_gsm8k(
+        tmp_path,
+        model,
+        [f"rollout.environment.function_tool_path={tool_file('calculator.py')}", *TURNS],
+    )
     rows = metrics(tmp_path / "run")[1:]
     for row in rows:
         assert row["num_turns/mean"] > 1 and row["num_turns/max"] == 3
-        assert row["reward_extra/openai/gsm8k/tool_calls"] > row["reward_extra/openai/gsm8k/invalid_calls"] == 0.0
-        assert row["reward/openai/gsm8k/environment"] == 0.0 and "reward/openai/gsm8k/gsm8k_strict" in row
+        assert (
+            row["reward_extra/openai/gsm8k/tool_calls"]
+            > row["reward_extra/openai/gsm8k/invalid_calls"]
+            == 0.0
+        )
+        assert (
+            row["reward/openai/gsm8k/environment"] == 0.0
+            and "reward/openai/gsm8k/gsm8k_strict" in row
+        )
         assert row["prompt_length/mean"] > 400  # with the tool's schema
         assert row["training/rollout_probs_diff_max"] < 1e-4
         assert row["environment/failed_calls"] == 0.0  # a division by zero is the model's mistake
@@ -347,9 +417,14 @@ PROGRAMS = {
 
 
 def test_tools_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the interpreter, the search and an MCP server, with the tools of both kinds of files."""
+    """Check the interpreter, the search and an MCP server, with the tools of both kinds of
+    files."""
     monkeypatch.syspath_prepend(str(ROOT))
-    texts = ["The Nile is a river in Africa.", "A river, a river, and a bridge.", "Oslo is the capital of Norway."]
+    texts = [
+        "The Nile is a river in Africa.",
+        "A river, a river, and a bridge.",
+        "Oslo is the capital of Norway.",
+    ]
     pq.write_table(pa.table({"text": texts}), tmp_path / "passages.parquet")
     (tmp_path / "server.py").write_text(SERVER)
     config = tmp_path / "tools.yaml"
@@ -372,7 +447,11 @@ def test_tools_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     row = {"prompt": [], "extra_info": {}, "agent_name": None}
     pool = EnvironmentPool(cfg)
     try:
-        assert [one["function"]["name"] for one in pool.tool_schemas] == ["python", "search", "weather"]
+        assert [one["function"]["name"] for one in pool.tool_schemas] == [
+            "python",
+            "search",
+            "weather",
+        ]
         pool.submit(Turn((0, 0), row, "", [], calls))
         (answer,) = pool.take(60.0).values()
     finally:
@@ -390,8 +469,9 @@ EPOCH = 5
 
 
 def held_out_accuracy(reward_model: Path, questions: Path) -> float:
-    """Return the share of random pairs of two-digit answers, one for each question, whose larger answer the reward
-    model scores higher. It is transformers' model, on tokens that are put together here."""
+    """Return the share of random pairs of two-digit answers, one for each question, whose larger
+    answer the reward model scores higher. It is transformers' model, on tokens that are put
+    together here."""
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
     model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
     rng = random.Random(99)
@@ -400,9 +480,13 @@ def held_out_accuracy(reward_model: Path, questions: Path) -> float:
     for row in pq.read_table(questions).to_pylist():
         pair = rng.sample(range(10, 100), 2)
         answers.append(pair)
-        texts += [f"<|user|>{row['prompt'][0]['content']}<|assistant|>{answer}<|end|>" for answer in pair]
+        texts += [
+            f"<|user|>{row['prompt'][0]['content']}<|assistant|>{answer}<|end|>" for answer in pair
+        ]
     with torch.no_grad():
-        scores = model(torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])).logits.view(-1, 2)
+        scores = model(
+            torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        ).logits.view(-1, 2)
     numbers = torch.tensor(answers)
     return float(((scores[:, 0] > scores[:, 1]) == (numbers[:, 0] > numbers[:, 1])).float().mean())
 
@@ -411,13 +495,18 @@ def held_out_accuracy(reward_model: Path, questions: Path) -> float:
 def reward_model_run(quickstart_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the output of examples/reward_model.py with 20 steps of PPO."""
     out = tmp_path_factory.mktemp("reward_model")
-    output = run_example("reward_model.py", ["--quickstart", str(quickstart_made), "--output", str(out), "--steps=20"])
+    output = run_example(
+        "reward_model.py",
+        ["--quickstart", str(quickstart_made), "--output", str(out), "--steps=20"],
+    )
     epochs = ["steps 1 to 5", "steps 6 to 10", "steps 11 to 15", "steps 16 to 20"]
     assert [line.partition(":")[0] for line in output if line.startswith("steps ")] == epochs
     return out
 
 
-def test_reward_model_prefers_the_larger_answer(reward_model_run: Path, quickstart_made: Path) -> None:
+def test_reward_model_prefers_the_larger_answer(
+    reward_model_run: Path, quickstart_made: Path
+) -> None:
     assert held_out_accuracy(reward_model_run / "model", quickstart_made / "val.parquet") > 0.9
 
 
@@ -432,13 +521,23 @@ def test_reward_model_score_rises_at_the_target_kl(reward_model_run: Path) -> No
     coefficients = [row["actor/reward_kl_penalty_coeff"] for row in rows]
     for kl, before, after in zip(kls, coefficients, coefficients[1:], strict=False):
         error = min(max(kl / TARGET_KL - 1.0, -0.2), 0.2)
-        assert after == pytest.approx(before * (1.0 + error * 256 / 500))  # sequences of a step / horizon
+        # sequences of a step / horizon
+        assert after == pytest.approx(before * (1.0 + error * 256 / 500))
 
 
-def test_reward_model_on_two_ranks(reward_model_run: Path, quickstart_made: Path, tmp_path: Path) -> None:
+def test_reward_model_on_two_ranks(
+    reward_model_run: Path, quickstart_made: Path, tmp_path: Path
+) -> None:
     arguments = ["--quickstart", str(quickstart_made), "--output", str(tmp_path), "--steps", "1"]
     done = forked.run_ranks(2, [str(EXAMPLES / "reward_model.py"), *arguments])
-    assert done.returncode != 0 and "error: --reward-model is needed on several ranks" in done.stderr
-    run_example("reward_model.py", [*arguments, "--reward-model", str(reward_model_run / "model")], world=2)
-    first = [metrics(directory / "ppo")[1]["critic/score/mean"] for directory in (reward_model_run, tmp_path)]
+    assert (
+        done.returncode != 0 and "error: --reward-model is needed on several ranks" in done.stderr
+    )
+    run_example(
+        "reward_model.py", [*arguments, "--reward-model", str(reward_model_run / "model")], world=2
+    )
+    first = [
+        metrics(directory / "ppo")[1]["critic/score/mean"]
+        for directory in (reward_model_run, tmp_path)
+    ]
     assert first[1] == pytest.approx(first[0], abs=1e-4)  # the same responses as on one rank

@@ -1,6 +1,6 @@
-"""Two ranks are killed at random points and started again by the same command: each run ends with the result of the
-uninterrupted run, bit for bit. Where the time of an environment's answers decides batches, the result is that of the
-run's replay."""
+"""Two ranks are killed at random points and started again by the same command: each run ends with
+the result of the uninterrupted run, bit for bit. Where the time of an environment's answers decides
+batches, the result is that of the run's replay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ PROGRAM = str(Path(__file__).parent / "killable.py")
 SAVE_EVENTS = ("save_checkpoint", "writing", "commit", "remove")
 ENDS_WITHIN_SECONDS = 600
 RESUMES = "kill again while it resumes"
-KINDS = ("kill one rank", "kill all", "terminate all", "kill in a save", RESUMES, "kill in a write of the journal")
+KINDS = (
+    "kill one rank",
+    "kill all",
+    "terminate all",
+    "kill in a save",
+    RESUMES,
+    "kill in a write of the journal",
+)
 ENVIRONMENT = """
 import asyncio, os, zlib
 from pathlib import Path
@@ -77,7 +84,9 @@ class Fault:
 def draw(kind: str, rng: random.Random) -> Fault:
     """Draw a fault in the first steps after a start, so that every start completes some steps."""
     either_way = not kind.endswith("all") and rng.random() < 0.5
-    victims = [rng.randrange(WORLD)] if kind == "kill one rank" or either_way else list(range(WORLD))
+    victims = (
+        [rng.randrange(WORLD)] if kind == "kill one rank" or either_way else list(range(WORLD))
+    )
     number = signal.SIGTERM if kind == "terminate all" else signal.SIGKILL
     only: tuple[str, ...] = ()
     after = rng.randint(15, 30)  # the first are those of the start; a step has about 20
@@ -89,11 +98,16 @@ def draw(kind: str, rng: random.Random) -> Fault:
     if kind == KINDS[-1]:
         only = (OBSERVATIONS,)
         after = rng.randint(40, 120)
-    return Fault(victims, number, rng.randrange(WORLD), only, after, rng.choice((0.0, rng.uniform(0, 0.2))))
+    return Fault(
+        victims, number, rng.randrange(WORLD), only, after, rng.choice((0.0, rng.uniform(0, 0.2)))
+    )
 
 
-def start_with_fault(config: Path, logs: Path, fault: Fault | None, overrides: Sequence[str]) -> tuple[list[int], str]:
-    """Run until all ranks have ended. Return their exit codes, and the event at which the fault was injected ("" if
+def start_with_fault(
+    config: Path, logs: Path, fault: Fault | None, overrides: Sequence[str]
+) -> tuple[list[int], str]:
+    """Run until all ranks have ended. Return their exit codes, and the event at which the fault was
+    injected ("" if
     the run ended before it)."""
     logs.mkdir(parents=True, exist_ok=True)
     pipe = logs / "events"
@@ -102,7 +116,12 @@ def start_with_fault(config: Path, logs: Path, fault: Fault | None, overrides: S
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     keep_open = os.open(pipe, os.O_WRONLY)
     ranks = [
-        forked.start([PROGRAM, str(config), *overrides], logs / "stdout", logs / "stderr", {**env, "EVENTS": str(pipe)})
+        forked.start(
+            [PROGRAM, str(config), *overrides],
+            logs / "stdout",
+            logs / "stderr",
+            {**env, "EVENTS": str(pipe)},
+        )
         for env in forked.rank_variables(WORLD)
     ]
     injected_at = ""
@@ -112,7 +131,9 @@ def start_with_fault(config: Path, logs: Path, fault: Fault | None, overrides: S
     deadline = time.monotonic() + ENDS_WITHIN_SECONDS
     try:
         while any(process.is_alive() for process in ranks):
-            assert time.monotonic() < deadline, f"still running after {fault}: {(logs / 'stderr').read_text()[-2000:]}"
+            assert time.monotonic() < deadline, (
+                f"still running after {fault}: {(logs / 'stderr').read_text()[-2000:]}"
+            )
             if not select.select([reader], [], [], 0.02)[0]:
                 continue
             text += os.read(reader, 65536).decode()
@@ -129,7 +150,9 @@ def start_with_fault(config: Path, logs: Path, fault: Fault | None, overrides: S
                     injected_time = time.monotonic()
                     deadline = time.monotonic() + ENDS_WITHIN_SECONDS
         if injected_at:
-            print(f"at {injected_at}: all ranks ended within {time.monotonic() - injected_time:.1f} s")
+            print(
+                f"at {injected_at}: all ranks ended within {time.monotonic() - injected_time:.1f} s"
+            )
     finally:
         for process in ranks:
             process.kill()
@@ -141,8 +164,12 @@ def start_with_fault(config: Path, logs: Path, fault: Fault | None, overrides: S
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    workspace = make_workspace(tmp_path_factory.mktemp("workspace"), num_hidden_layers=2, max_position_embeddings=128)
-    (workspace / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(4, 10))}))
+    workspace = make_workspace(
+        tmp_path_factory.mktemp("workspace"), num_hidden_layers=2, max_position_embeddings=128
+    )
+    (workspace / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": list(range(4, 10))})
+    )
     (workspace / "environment.py").write_text(ENVIRONMENT)
     return write_config(
         workspace,
@@ -157,14 +184,26 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         # A response ends after 40 tokens on average.
         data={"max_response_length": 96},
-        actor={"ppo_max_token_len_per_gpu": 512, "optim": {"lr_decay_style": "linear"}, "ppo_epochs": 1},
-        critic={"ppo_epochs": 1, "ppo_max_token_len_per_gpu": 512, "forward_max_token_len_per_gpu": 512},
+        actor={
+            "ppo_max_token_len_per_gpu": 512,
+            "optim": {"lr_decay_style": "linear"},
+            "ppo_epochs": 1,
+        },
+        critic={
+            "ppo_epochs": 1,
+            "ppo_max_token_len_per_gpu": 512,
+            "forward_max_token_len_per_gpu": 512,
+        },
         ref={"log_prob_max_token_len_per_gpu": 512},
         rollout={"log_prob_max_token_len_per_gpu": 512},
     )
 
 
-PARTIAL = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token", "rollout.max_num_seqs=16"]
+PARTIAL = [
+    "rollout.partial_rollout=true",
+    "algorithm.rollout_correction.rollout_is=token",
+    "rollout.max_num_seqs=16",
+]
 TURNS = [
     "custom_reward_function.path=null",
     "rollout.environment.max_turns=4",
@@ -172,15 +211,19 @@ TURNS = [
 ]
 REPLAYABLE = ["trainer.max_ckpt_to_keep=null", "trainer.test_freq=-1"]
 OF_BATCHES = ("training/rollout_", "rollout_corr/")
-"""Starts of the metrics that compare the engine's log-probs. Their last bits depend on the engine's batches, and these
-on when an environment answers."""
+"""Starts of the metrics that compare the engine's log-probs. Their last bits depend on the engine's
+batches, and these on when an environment answers."""
 
 
-# Each kind of fault, with saves in the background and without. Responses are conversations that end in their step,
-# responses that later steps continue, and both. KILL_SEED moves the points.
+# Each kind of fault, with saves in the background and without. Responses are conversations that end
+# in their step, responses that later steps continue, and both. KILL_SEED moves the points.
 @pytest.mark.parametrize(
     ("seed", "settings", "kinds"),
-    [(0, TURNS, KINDS[2:5]), (1, PARTIAL, KINDS[:3]), (2, [*PARTIAL, *TURNS, *REPLAYABLE], KINDS[4:])],
+    [
+        (0, TURNS, KINDS[2:5]),
+        (1, PARTIAL, KINDS[:3]),
+        (2, [*PARTIAL, *TURNS, *REPLAYABLE], KINDS[4:]),
+    ],
     ids=["turns", "partial", "partial turns"],
 )
 def test_killed_anywhere(
@@ -198,7 +241,11 @@ def test_killed_anywhere(
     if kinds[0] == RESUMES:
         kinds.reverse()  # there is nothing to resume at the first start
     run = tmp_path / "run"
-    overrides = [f"trainer.default_local_dir={run}", f"trainer.async_save={str(seed % 2 == 0).lower()}", *settings]
+    overrides = [
+        f"trainer.default_local_dir={run}",
+        f"trainer.async_save={str(seed % 2 == 0).lower()}",
+        *settings,
+    ]
     events = []
     for number, (kind, fault) in enumerate([(kind, draw(kind, rng)) for kind in kinds]):
         codes, event = start_with_fault(config, tmp_path / f"logs{number}", fault, overrides)
@@ -212,7 +259,12 @@ def test_killed_anywhere(
         assert_answered_once(run, answered, calls.read_text().splitlines()[num_before:])
     wanted = tmp_path / "wanted"
     replay = [f"trainer.replay={run}"] if is_replayed else []
-    complete(config, wanted, tmp_path / "wanted_logs", [*settings, *replay, f"trainer.default_local_dir={wanted}"])
+    complete(
+        config,
+        wanted,
+        tmp_path / "wanted_logs",
+        [*settings, *replay, f"trainer.default_local_dir={wanted}"],
+    )
     ignored = OF_BATCHES if has_turns and not is_replayed else ()
     result = outcome(run, STEPS, ignored)
     for key, value in outcome(wanted, STEPS, ignored).items():
@@ -236,11 +288,19 @@ def answers(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_answered_once(run: Path, answered: set[int], calls: Sequence[str]) -> None:
-    """Check that each turn of a run has one answer, and the calls of environments, in the order in which they were
-    made, since the journal had the answers to the calls `answered`."""
-    assert max(Counter((row["step"], *row["row"]["turn"], row["row"]["digest"]) for row in answers(run)).values()) == 1
+    """Check that each turn of a run has one answer, and the calls of environments, in the order in
+    which they were made, since the journal had the answers to the calls `answered`."""
+    assert (
+        max(
+            Counter(
+                (row["step"], *row["row"]["turn"], row["row"]["digest"]) for row in answers(run)
+            ).values()
+        )
+        == 1
+    )
     last_calls = dict(line.split() for line in calls)
-    # An environment that is begun again gets the earlier turns, and then one without an answer, unless the run ends.
+    # An environment that is begun again gets the earlier turns, and then one without an answer,
+    # unless the run ends.
     with np.load(run / f"global_step_{STEPS}" / "group_pool.npz") as arrays:
         left = [one for group in json.loads(str(arrays["conversations"])) for one in group.values()]
     again = [call for call in last_calls.values() if int(call) in answered]

@@ -31,7 +31,9 @@ def trainer():
 """
 
 
-def test_leaving_the_loop_closes_the_run_and_the_program_resumes_it(quickstart_made: Path, tmp_path: Path) -> None:
+def test_leaving_the_loop_closes_the_run_and_the_program_resumes_it(
+    quickstart_made: Path, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         PROGRAM.format(model=quickstart_made / "model_hf", run=tmp_path / "run")
@@ -60,7 +62,8 @@ if __name__ == "__main__":
 
 
 def test_an_exception_on_one_rank_ends_the_run(quickstart_made: Path, tmp_path: Path) -> None:
-    """Rank 0 raises in the body of the loop, and would wait for rank 1, which waits in the next step."""
+    """Rank 0 raises in the body of the loop, and would wait for rank 1, which waits in the next
+    step."""
     program = tmp_path / "program.py"
     program.write_text(
         PROGRAM.format(model=quickstart_made / "model_hf", run=tmp_path / "run")

@@ -1,4 +1,5 @@
-"""The quickstart as `make quickstart` runs it, in another directory: the model learns, and all results are there."""
+"""The quickstart as `make quickstart` runs it, in another directory: the model learns, and all
+results are there."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def test_printed_config_starts(quickstart_overrides: list[str], tmp_path: Path) 
     changes = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=1"]
     given = ["configs/quickstart.yaml", *quickstart_overrides, *changes, "--print-config"]
     printed = subprocess.run(
-        [sys.executable, "-m", "rlhf_mc", *given], cwd=ROOT, capture_output=True, text=True, timeout=500, check=True
+        [sys.executable, "-m", "rlhf_mc", *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=True,
     ).stdout
     (tmp_path / "printed.yaml").write_text(printed)
     done = forked.run(["-m", "rlhf_mc", f"{tmp_path}/printed.yaml"])
@@ -70,7 +76,9 @@ def test_health_rules_are_silent(run_dir: Path) -> None:
     assert warned <= {"throughput_falling", "memory_near_limit"}, events
 
 
-def test_all_results_are_written(run_dir: Path, quickstart_made: Path, rows: list[dict[str, float]]) -> None:
+def test_all_results_are_written(
+    run_dir: Path, quickstart_made: Path, rows: list[dict[str, float]]
+) -> None:
     assert json.loads((run_dir / "success.json").read_text())["step"] == len(rows) - 1
     assert (run_dir / "training.png").read_bytes()[:4] == b"\x89PNG"
     events = EventAccumulator(str(run_dir / "tensorboard"))
@@ -92,9 +100,13 @@ def test_transformers_loads_the_trained_actor_and_gets_the_same_accuracy(
     val = pq.read_table(quickstart_made / "val.parquet").to_pylist()
     right = 0
     for row in val:
-        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            row["prompt"], tokenize=False, add_generation_prompt=True
+        )
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
+        )
         answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         right += answer == row["reward_model"]["ground_truth"]
     last = [row[ACCURACY] for row in rows if ACCURACY in row][-1]

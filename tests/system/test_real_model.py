@@ -1,5 +1,6 @@
-"""A language model that someone else trained, as `make real-model` does it, with smaller batches: its exported weights
-answer through plain transformers, and through vLLM alone, as the validation said."""
+"""A language model that someone else trained, as `make real-model` does it, with smaller batches:
+its exported weights answer through plain transformers, and through vLLM alone, as the validation
+said."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("smollm2")
     done = forked.run([str(ROOT / "tools" / "make_smollm2.py"), "--output", str(out)])
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "134,515,008 parameters. What is the capital of France? The capital of France is Paris." in done.stdout
+    assert (
+        "134,515,008 parameters. What is the capital of France? The capital of France is Paris."
+        in done.stdout
+    )
     return out
 
 
@@ -48,7 +52,9 @@ def greedy(model: Any, tokenizer: Any, prompts: list[list[int]], longest: int) -
     texts = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, do_sample=False)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, do_sample=False
+        )
         texts.append(str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
     return texts
 
@@ -70,24 +76,37 @@ def test_three_steps_and_their_export(made: Path, tmp_path: Path) -> None:
         f"trainer.default_local_dir={run}",
         f"trainer.validation_data_dir={tmp_path}/val",
     ]
-    done = forked.run_ranks(2, ["-m", "rlhf_mc", str(ROOT / "configs" / "smollm2_grpo.yaml"), *changes])
+    done = forked.run_ranks(
+        2, ["-m", "rlhf_mc", str(ROOT / "configs" / "smollm2_grpo.yaml"), *changes]
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(0 < row["actor/grad_norm"] < 100 and row["actor/kl_loss"] < 0.1 for row in rows)
 
-    validated = [json.loads(line) for line in (tmp_path / "val" / "3.jsonl").read_text().splitlines()]
+    validated = [
+        json.loads(line) for line in (tmp_path / "val" / "3.jsonl").read_text().splitlines()
+    ]
     texts = [row["output"] for row in validated]
     longest = load_config(str(ROOT / "configs" / "smollm2_grpo.yaml"), []).data.max_response_length
     tokenizer = AutoTokenizer.from_pretrained(run / "hf")
-    prompts = [tokenizer(row, add_special_tokens=False)["input_ids"] for row in prompt_texts(made, len(texts))]
+    prompts = [
+        tokenizer(row, add_special_tokens=False)["input_ids"]
+        for row in prompt_texts(made, len(texts))
+    ]
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     assert greedy(model, tokenizer, prompts, longest) == texts
     del model
 
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    program = [str(Path(__file__).with_name("vllm_alone.py")), str(run / "hf"), str(tmp_path / "prompts.json")]
-    alone = subprocess.run([sys.executable, *program, str(longest)], capture_output=True, text=True, check=False)
+    program = [
+        str(Path(__file__).with_name("vllm_alone.py")),
+        str(run / "hf"),
+        str(tmp_path / "prompts.json"),
+    ]
+    alone = subprocess.run(
+        [sys.executable, *program, str(longest)], capture_output=True, text=True, check=False
+    )
     assert alone.returncode == 0, alone.stderr[-4000:]
     assert json.loads(alone.stdout.splitlines()[-1]) == texts
 
@@ -99,17 +118,29 @@ def prompt_texts(made: Path, count: int) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(made / "model_hf")
     rows = pq.read_table(made / "val.parquet").to_pylist()[:count]
     chats = [[{key: m[key] for key in ("role", "content")} for m in row["prompt"]] for row in rows]
-    return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
 
 
 def test_reward_pays_exact_answers() -> None:
     score = load_program(ROOT / "examples" / "smollm2_reward.py").compute_score
     assert score("smollm2/sums", "23 + 45 = 68.", "68") == 1
     assert score("smollm2/sums", "The answer is 1,068", "1068") == 1
-    assert [score("smollm2/sums", text, "68") for text in ("68 or 69", "no", "", "168", "6 8")] == [0] * 5
+    assert [score("smollm2/sums", text, "68") for text in ("68 or 69", "no", "", "168", "6 8")] == [
+        0
+    ] * 5
     facts = json.dumps({"name": "Ben", "red": 10, "blue": 20})
     assert score("smollm2/json", '{"blue": 20,\n "name": "Ben", "red": 10}', facts) == 1
-    for text in (f"Here: {facts}", facts[:-1], '{"name": "Ben", "red": "10", "blue": 20}', "[]", "NaN", "[" * 9999):
+    for text in (
+        f"Here: {facts}",
+        facts[:-1],
+        '{"name": "Ben", "red": "10", "blue": 20}',
+        "[]",
+        "NaN",
+        "[" * 9999,
+    ):
         assert score("smollm2/json", text, facts) == 0
 
 

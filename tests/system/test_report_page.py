@@ -1,5 +1,6 @@
-"""The report in a browser: headless Chromium, driven by Playwright. In both themes and at two widths: no message of the
-console, no request, nothing that overlaps, enough contrast, and every control by keyboard.
+"""The report in a browser: headless Chromium, driven by Playwright. In both themes and at two
+widths: no message of the console, no request, nothing that overlaps, enough contrast, and every
+control by keyboard.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ import report_runs
 
 from rlhf_mc.report.page import read_runs, write_report
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: requirements/dev.txt")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: requirements/dev.txt"
+)
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install --no-install-recommends chromium"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="needs Chromium: apt-get install --no-install-recommends chromium"
+    ),
 ]
 WIDE = 1280
 NARROW = 390
@@ -68,7 +75,8 @@ OVERLAPS = f"""() => {{
   }}
   return {{ out, num: texts.length }};
 }}"""
-# WCAG 2.2, 1.4.3 and 1.4.11: the contrast of text is at least 4.5, that of what a chart draws at least 3.
+# WCAG 2.2, 1.4.3 and 1.4.11: the contrast of text is at least 4.5, that of what a chart draws at
+# least 3.
 CONTRASTS = f"""() => {{
   const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
   const light = (color) => {{
@@ -105,7 +113,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write the reports of a long run, of two runs, and of a run that has only begun."""
     root = tmp_path_factory.mktemp("report")
     one = report_runs.write_run(root / "long_run")
-    two = report_runs.write_run(root / "another_run_with_a_long_name", num_steps=300, seed=2, lr=3e-6, health=False)
+    two = report_runs.write_run(
+        root / "another_run_with_a_long_name", num_steps=300, seed=2, lr=3e-6, health=False
+    )
     begun = root / "begun"
     begun.mkdir()
     (begun / "run.json").write_text('{"run_id": "x"}')
@@ -118,15 +128,19 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        # Chromium's sandbox needs a user other than root, or namespaces that a container may not have.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        # Chromium's sandbox needs a user other than root, or namespaces that a container may not
+        # have.
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield browser
         browser.close()
 
 
 @pytest.fixture
 def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
-    """Yield a function that opens a report; no page may write to the console or ask for anything but itself."""
+    """Yield a function that opens a report; no page may write to the console or ask for anything
+    but itself."""
     contexts = []
     problems: list[str] = []
 
@@ -137,7 +151,10 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
         page.on("console", lambda message: problems.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: problems.append(f"error: {error}"))
         address = pages[name].as_uri()
-        page.on("request", lambda request: problems.append(request.url) if request.url != address else None)
+        page.on(
+            "request",
+            lambda request: problems.append(request.url) if request.url != address else None,
+        )
         page.goto(address)
         page.wait_for_function("document.querySelectorAll('#sample-table > *').length > 0")
         return page
@@ -150,7 +167,9 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "num_charts"), [("one", 13), ("two", 13), ("begun", 0)])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_nothing_overlaps_and_all_is_legible(opened: Any, name: str, num_charts: int, width: int) -> None:
+def test_nothing_overlaps_and_all_is_legible(
+    opened: Any, name: str, num_charts: int, width: int
+) -> None:
     page = opened(name, "light", width)
     assert page.locator("#charts figure").count() == num_charts
     for button in page.locator("figcaption button[aria-expanded]").all()[:2]:
@@ -165,7 +184,9 @@ def test_nothing_overlaps_and_all_is_legible(opened: Any, name: str, num_charts:
 
 def test_the_checks_find_what_they_look_for(opened: Any) -> None:
     page = opened("one")
-    page.add_style_tag(content="#charts figure:nth-child(2) { margin-left: -60px } .note { color: #999 }")
+    page.add_style_tag(
+        content="#charts figure:nth-child(2) { margin-left: -60px } .note { color: #999 }"
+    )
     assert any("Validation" in line or "figure" in line for line in page.evaluate(OVERLAPS)["out"])
     assert any("Arrow keys" in line for line in page.evaluate(CONTRASTS))
 
@@ -192,7 +213,11 @@ def test_every_control_is_reached_and_seen_by_tab(opened: Any) -> None:
 def test_controls_by_keyboard(opened: Any) -> None:
     page = opened("one")
     page.locator("#theme").focus()
-    for name, back in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 28)"), ("system", "rgb(255, 255, 255)")):
+    for name, back in (
+        ("light", "rgb(255, 255, 255)"),
+        ("dark", "rgb(20, 23, 28)"),
+        ("system", "rgb(255, 255, 255)"),
+    ):
         page.keyboard.press("Enter")
         assert page.locator("#theme").inner_text() == f"Theme: {name}"
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == back
@@ -221,7 +246,11 @@ def test_controls_by_keyboard(opened: Any) -> None:
     chart.locator("button", has_text="×").press("Enter")
     assert chart.count() == 0
     for key in ("actor/\u00e9", "actor/\u00fc"):
-        page.evaluate("([key]) => { for (const run of DATA.runs) run.curves.metrics[key] = run.curves.steps; }", [key])
+        page.evaluate(
+            "([key]) => { for (const run of DATA.runs) run.curves.metrics[key] = run.curves.steps; "
+            "}",
+            [key],
+        )
         page.evaluate("([key]) => { DATA.metrics[key] = {}; addMetric(key); }", [key])
         assert page.locator("#charts figure", has_text=key).count() == 1
 
@@ -272,15 +301,32 @@ def test_tokens_are_coloured_by_a_value(opened: Any) -> None:
     assert page.locator("#sample-tools select").count() == 4
     steps = [page.locator("#sample-tools select").nth(i).input_value() for i in range(3)]
     assert steps == ["0:0", "0:200", "0:500"], "the first, a middle one and the last"
-    assert page.locator("#sample-table img, #sample-table b, #sample-table i, #sample-table script").count() == 0
+    assert (
+        page.locator(
+            "#sample-table img, #sample-table b, #sample-table i, #sample-table script"
+        ).count()
+        == 0
+    )
     first = page.locator(".tokens").first
     assert first.inner_text() == (
-        '0 </script><b>↵\nright" onmouseover=alert(1) </span><img src=x>\ud800\u202e<|end|> … (900 tokens)'
+        '0 </script><b>↵\nright" onmouseover=alert(1) </span><img src=x>\ud800\u202e<|end|> … (900 '
+        "tokens)"
     )
     spans = first.locator("span")
-    assert spans.count() == 8 and spans.evaluate_all("all => all.filter((one) => one.onmouseover).length") == 0
-    assert spans.nth(2).get_attribute("title").split("\n")[:3] == ["token 3", "advantage: 0.25", "critic's value: 0.3"]
-    assert spans.evaluate_all("all => all.map((one) => one.className)")[2:5] == ["left-out", "drawn", "outside"]
+    assert (
+        spans.count() == 8
+        and spans.evaluate_all("all => all.filter((one) => one.onmouseover).length") == 0
+    )
+    assert spans.nth(2).get_attribute("title").split("\n")[:3] == [
+        "token 3",
+        "advantage: 0.25",
+        "critic's value: 0.3",
+    ]
+    assert spans.evaluate_all("all => all.map((one) => one.className)")[2:5] == [
+        "left-out",
+        "drawn",
+        "outside",
+    ]
 
     assert first.evaluate(
         """(tokens) => {
@@ -297,7 +343,10 @@ def test_tokens_are_coloured_by_a_value(opened: Any) -> None:
 
     assert levels() == ["high3", "high2", "card", "low1", "card", "low2", "low3", "card"]
     scale = page.locator(".scale span")
-    for name, ends in (("engine", ["≤ -0.25", "0", "≥ 0.25"]), ("loss", ["left out", "environment's", "in the loss"])):
+    for name, ends in (
+        ("engine", ["≤ -0.25", "0", "≥ 0.25"]),
+        ("loss", ["left out", "environment's", "in the loss"]),
+    ):
         page.locator("#colour").select_option(name)
         assert levels()[2] == "low3" and scale.all_inner_texts() == ends
     assert levels()[:2] == ["high3", "high3"]
@@ -312,6 +361,9 @@ def test_tokens_are_coloured_by_a_value(opened: Any) -> None:
                 page.locator("#colour").select_option(name)
                 assert page.evaluate(CONTRASTS) == []
     page.locator("#colour").select_option("")
-    assert page.locator(".tokens").count() == 0 and "0 </script><b>" in page.locator(".pair").first.inner_text()
+    assert (
+        page.locator(".tokens").count() == 0
+        and "0 </script><b>" in page.locator(".pair").first.inner_text()
+    )
     page.locator("#sample-tools select").first.select_option(label="long_run, step 100")
     assert "100 </script><b>" in page.locator(".pair").first.inner_text()

@@ -1,6 +1,6 @@
-"""The sbatch scripts on a real Slurm of 16 virtual nodes of this machine (slurm/cluster_up.sh): the quickstart over two
-of them, and the unchanged 70B job with a stand-in for the training program. Skipped where Slurm is not installed;
-.ci/run installs it."""
+"""The sbatch scripts on a real Slurm of 16 virtual nodes of this machine (slurm/cluster_up.sh): the
+quickstart over two of them, and the unchanged 70B job with a stand-in for the training program.
+Skipped where Slurm is not installed; .ci/run installs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(
         not all(shutil.which(name, path=_PATH) for name in NEEDED),
-        reason="Slurm is not installed: apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client",
+        reason=(
+            "Slurm is not installed: apt-get install -y --no-install-recommends munge slurmctld "
+            "slurmd slurm-client"
+        ),
     ),
 ]
 
@@ -44,21 +47,39 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start the cluster. Return the environment in which Slurm's commands reach it."""
     # Not pytest's own folder: its path is too long for a socket.
     folder = f"/tmp/rlhf_mc-slurm-{os.getpid()}"
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-    env |= {"PATH": _PATH, "SLURM_CI_DIR": folder, "SLURM_CI_PORT": str(18000 + os.getpid() % 80 * 20)}
-    env |= {"SLURM_CI_NODES": str(NODES), "SLURM_CI_CPUS": "128", "SLURM_CI_MEM": "2000000", "SLURM_CI_GPUS": str(GPUS)}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "SBATCH"))
+    }
+    env |= {
+        "PATH": _PATH,
+        "SLURM_CI_DIR": folder,
+        "SLURM_CI_PORT": str(18000 + os.getpid() % 80 * 20),
+    }
+    env |= {
+        "SLURM_CI_NODES": str(NODES),
+        "SLURM_CI_CPUS": "128",
+        "SLURM_CI_MEM": "2000000",
+        "SLURM_CI_GPUS": str(GPUS),
+    }
     env |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "RLHF_MC_DEVICE": "cpu"}
-    up = subprocess.run([CLUSTER / "cluster_up.sh"], env=env, capture_output=True, text=True, timeout=500)
+    up = subprocess.run(
+        [CLUSTER / "cluster_up.sh"], env=env, capture_output=True, text=True, timeout=500
+    )
     assert up.returncode == 0, up.stderr
     yield {**env, "SLURM_CONF": f"{folder}/etc/slurm.conf"}
-    subprocess.run([CLUSTER / "cluster_down.sh"], env=env, capture_output=True, timeout=500, check=True)
+    subprocess.run(
+        [CLUSTER / "cluster_down.sh"], env=env, capture_output=True, timeout=500, check=True
+    )
 
 
 class Job:
     """A job of this cluster."""
 
     def __init__(self, env: dict[str, str], folder: Path, arguments: list[str]) -> None:
-        """Submit the job from the repository's root, with its log and its ranks' logs in the folder."""
+        """Submit the job from the repository's root, with its log and its ranks' logs in the
+        folder."""
         self._env = {**env, "LOG_ROOT": str(folder / "logs")}
         self._log = folder / "job.log"
         self.logs = folder / "logs"
@@ -66,7 +87,9 @@ class Job:
 
     def slurm(self, *command: str) -> str:
         """Return the output of one of Slurm's commands."""
-        done = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(
+            command, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=500
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -101,7 +124,11 @@ class Job:
 @pytest.fixture(scope="module")
 def few_steps(quickstart_overrides: list[str]) -> list[str]:
     """Return the arguments for a few steps of the quickstart, without the output directory."""
-    few = [f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    few = [
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+    ]
     few += ["data.train_batch_size=16", "trainer.target_val_acc=null", "trainer.save_freq=1"]
     return ["configs/quickstart.yaml", *quickstart_overrides, *few]
 
@@ -110,8 +137,8 @@ def few_steps(quickstart_overrides: list[str]) -> list[str]:
 def interrupted(
     slurm: dict[str, str], few_steps: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Job, Path]:
-    """Return a job of a few steps of the quickstart, one rank on each of two nodes, and its folder. A rank is killed in
-    the first attempt, and the second is signalled."""
+    """Return a job of a few steps of the quickstart, one rank on each of two nodes, and its folder.
+    A rank is killed in the first attempt, and the second is signalled."""
     folder = tmp_path_factory.mktemp("interrupted")
     # More than one GPU may be asked for; how many ranks a node has is NPROC's.
     env = {**slurm, "NPROC": "1", "MAX_RESTARTS": "1"}
@@ -120,9 +147,13 @@ def interrupted(
     job.until((folder / "run" / "global_step_1" / "manifest.json").exists)
     os.kill(process_of_rank(1, str(folder)), signal.SIGKILL)
     job.until(lambda: AFTER_CRASH in job.said())
-    assert all(processes_with(variable, str(folder)) == [] for variable in ("RANK=0", "RANK=1")), "none is left"
+    assert all(processes_with(variable, str(folder)) == [] for variable in ("RANK=0", "RANK=1")), (
+        "none is left"
+    )
     before = last_step(folder / "run")
-    job.until(lambda: (job.logs / job.id / "attempt_1").exists() and last_step(folder / "run") > before)
+    job.until(
+        lambda: (job.logs / job.id / "attempt_1").exists() and last_step(folder / "run") > before
+    )
     job.send("USR1")
     assert job.wait(500) == "COMPLETED 2", job.said()
     return job, folder
@@ -131,7 +162,12 @@ def interrupted(
 def test_it_completes_over_two_nodes(interrupted: tuple[Job, Path]) -> None:
     job, folder = interrupted
     assert last_step(folder / "run") == STEPS
-    assert job.said().count("preflight: 2 nodes see the same code, config, inputs and output directory") == 3
+    assert (
+        job.said().count(
+            "preflight: 2 nodes see the same code, config, inputs and output directory"
+        )
+        == 3
+    )
     assert "2 ranks on cpu" in job.said()
     attempts = sorted((job.logs / job.id).iterdir())
     assert [path.name for path in attempts] == ["attempt_0", "attempt_1", "attempt_2"]
@@ -143,12 +179,21 @@ def test_it_completes_over_two_nodes(interrupted: tuple[Job, Path]) -> None:
     assert not list((folder / "run").glob(".preflight*"))
 
 
-def test_with_one_rank_killed_it_says_why_and_is_started_again(interrupted: tuple[Job, Path]) -> None:
+def test_with_one_rank_killed_it_says_why_and_is_started_again(
+    interrupted: tuple[Job, Path],
+) -> None:
     job, _ = interrupted
     first = job.said().partition(AFTER_CRASH)[0]
-    assert "rlhf_mc: error on rank 0: lost contact with another rank in phase " in first or "Signal 9" in first
-    assert re.search(rf"the run ended with \d+; the ranks' logs are in {re.escape(str(job.logs))}", first)
-    assert re.search(rf"{AFTER_CRASH}global_step_\d, and the start was the newest when it started", job.said())
+    assert (
+        "rlhf_mc: error on rank 0: lost contact with another rank in phase " in first
+        or "Signal 9" in first
+    )
+    assert re.search(
+        rf"the run ended with \d+; the ranks' logs are in {re.escape(str(job.logs))}", first
+    )
+    assert re.search(
+        rf"{AFTER_CRASH}global_step_\d, and the start was the newest when it started", job.said()
+    )
 
 
 def test_signalled_it_saves_is_requeued_and_ends_with_the_same_weights(
@@ -157,12 +202,18 @@ def test_signalled_it_saves_is_requeued_and_ends_with_the_same_weights(
     """Compare with the weights of the same two ranks, uninterrupted and without Slurm."""
     job, folder = interrupted
     said = job.said().partition(AFTER_CRASH)[2]  # all attempts': --open-mode=append
-    assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.rindex("resumed after step")
+    assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.rindex(
+        "resumed after step"
+    )
     assert said.count("resumed after step") == 2
     assert "the run was preempted: the job is requeued" in said
-    done = forked.run_ranks(2, ["-m", "rlhf_mc", *few_steps, f"trainer.default_local_dir={tmp_path / 'run'}"])
+    done = forked.run_ranks(
+        2, ["-m", "rlhf_mc", *few_steps, f"trainer.default_local_dir={tmp_path / 'run'}"]
+    )
     assert done.returncode == 0, done.stderr
-    expected, found = (load_file(path / "run" / "hf" / "model.safetensors") for path in (tmp_path, folder))
+    expected, found = (
+        load_file(path / "run" / "hf" / "model.safetensors") for path in (tmp_path, folder)
+    )
     assert expected.keys() == found.keys()
     assert all(bool((expected[name] == found[name]).all()) for name in expected)
 
@@ -182,13 +233,16 @@ def processes_with(variable: str, argument: str) -> list[int]:
             environment = (entry / "environ").read_bytes().split(b"\0")
         except OSError:  # gone in the meantime
             continue
-        runs = arguments[1:3] == [b"-m", b"rlhf_mc"] and any(argument.encode() in part for part in arguments)
+        runs = arguments[1:3] == [b"-m", b"rlhf_mc"] and any(
+            argument.encode() in part for part in arguments
+        )
         if runs and variable.encode() in environment:
             found.append(int(entry.name))
     return found
 
 
-# ---------------------------------------------------------------- the 70B job, with a stand-in for the program
+# ---------------------------------------------------------------- the 70B job, with a stand-in for
+# the program
 
 STAND_IN = f"""#!/usr/bin/env bash
 # In place of the interpreter: does the launchers' work, but not the training.
@@ -212,7 +266,10 @@ def stand_in(slurm: dict[str, str], tmp_path: Path) -> dict[str, str]:
 
 
 DATA_PARALLEL = [f"actor.megatron.{size}_model_parallel_size=1" for size in ("tensor", "pipeline")]
-DATA_PARALLEL += ["actor.megatron.virtual_pipeline_model_parallel_size=null", "actor.megatron.sequence_parallel=false"]
+DATA_PARALLEL += [
+    "actor.megatron.virtual_pipeline_model_parallel_size=null",
+    "actor.megatron.sequence_parallel=false",
+]
 DATA_PARALLEL += ["rollout.tensor_model_parallel_size=1"]
 """A layout for any number of ranks."""
 
@@ -242,19 +299,27 @@ wait "$child"
 
 
 def apptainer_site(folder: Path) -> dict[str, str]:
-    """Write a site file with Apptainer, and a stand-in for it. Return the environment that names them."""
+    """Write a site file with Apptainer, and a stand-in for it. Return the environment that names
+    them."""
     (folder / "bin").mkdir()
     (folder / "bin" / "apptainer").write_text(APPTAINER)
     (folder / "bin" / "apptainer").chmod(0o755)
     (folder / "image.sif").touch()
     lines = ["[container]", "runtime = apptainer", f"image = {folder}/image.sif"]
     lines += [f"mounts = {folder}/data:{folder}/data:ro", "options = --no-home"]
-    lines += ["[launch]", f"python = {folder}/python", "[environment]", "NCCL_DEBUG_SUBSYS = INIT,NET"]
+    lines += [
+        "[launch]",
+        f"python = {folder}/python",
+        "[environment]",
+        "NCCL_DEBUG_SUBSYS = INIT,NET",
+    ]
     (folder / "site.ini").write_text("\n".join(lines))
     return {"PATH": f"{folder}/bin:{_PATH}", "PYTHON": "", "RLHF_MC_SITE": str(folder / "site.ini")}
 
 
-@pytest.mark.parametrize("header", [[], [f"--ntasks-per-node={GPUS}"]], ids=["torchrun", "a task per GPU, a container"])
+@pytest.mark.parametrize(
+    "header", [[], [f"--ntasks-per-node={GPUS}"]], ids=["torchrun", "a task per GPU, a container"]
+)
 def test_the_70b_job_starts_64_ranks_as_they_should_be(
     stand_in: dict[str, str], tmp_path: Path, header: list[str]
 ) -> None:
@@ -265,14 +330,19 @@ def test_the_70b_job_starts_64_ranks_as_they_should_be(
     lines = [path.read_text() for path in (job.logs / job.id / "attempt_0").glob("rank_*.log")]
     told = {int(line.split()[0]): line for line in lines}
     assert sorted(told) == list(range(64)) and len(lines) == 64
-    nodes = sorted({line.split()[4] for line in lines}, key=lambda name: int(name.removeprefix("node")))
+    nodes = sorted(
+        {line.split()[4] for line in lines}, key=lambda name: int(name.removeprefix("node"))
+    )
     assert len(nodes) == 8
     for rank, line in told.items():
         facts, _, arguments = line.strip().partition(" | ")
         world, local, host, node, master, port, devices, image, site_variable = facts.split()[1:]
-        assert (image, site_variable) == ((f"{tmp_path}/image.sif", "INIT,NET") if site else ("none", "none"))
+        assert (image, site_variable) == (
+            (f"{tmp_path}/image.sif", "INIT,NET") if site else ("none", "none")
+        )
         assert (int(world), int(local), node) == (64, rank % GPUS, nodes[rank // GPUS])
-        assert host == node or os.getuid() != 0  # only root can give a virtual node a name of its own
+        # only root can give a virtual node a name of its own
+        assert host == node or os.getuid() != 0
         assert (master, port) == (nodes[0], str(20000 + int(job.id) % 10000))
         assert devices == ",".join(map(str, range(GPUS)))
         assert arguments == " ".join(["configs/ppo_70b.yaml", *overrides])
@@ -302,19 +372,35 @@ exec {sys.executable} "$@"
 
 
 @pytest.mark.parametrize("how", ["preempted", "cancelled"])
-def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, str], tmp_path: Path, how: str) -> None:
+def test_preempted_it_comes_back_and_cancelled_it_does_not(
+    stand_in: dict[str, str], tmp_path: Path, how: str
+) -> None:
     Path(stand_in["PYTHON"]).write_text(IS_PREEMPTED)
     site = apptainer_site(tmp_path) if how == "preempted" else {}
     parent = "bash" if site else "slurmstepd"  # the stand-in's interpreter
-    header = ["--partition=preempt", "--nodes=2", "--ntasks-per-node=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml"]
-    job = Job({**stand_in, **site}, tmp_path, [*header, *DATA_PARALLEL, *inputs_70b.overrides(tmp_path)])
+    header = [
+        "--partition=preempt",
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "slurm/ppo_1node.sh",
+        "configs/ppo_70b.yaml",
+    ]
+    job = Job(
+        {**stand_in, **site}, tmp_path, [*header, *DATA_PARALLEL, *inputs_70b.overrides(tmp_path)]
+    )
     job.until(lambda: job.said().count(f"attempt  has started under {parent}") == 4)
     if how == "cancelled":
         job.slurm("scancel", job.id)
         assert job.wait(500) == "CANCELLED 0", job.said()
         assert "not requeued" in job.said()
         return
-    others = ["--partition=batch", f"--nodes={NODES}", "--exclusive", f"--output={tmp_path}/other", "--wrap=sleep 1"]
+    others = [
+        "--partition=batch",
+        f"--nodes={NODES}",
+        "--exclusive",
+        f"--output={tmp_path}/other",
+        "--wrap=sleep 1",
+    ]
     job.slurm("sbatch", *others)
     assert job.wait(500) == "COMPLETED 1", job.said()
     assert job.said().count("attempt 1 has started") == 4
@@ -336,9 +422,14 @@ def test_a_run_that_crashes_without_a_new_checkpoint_is_not_started_again(
     Path(stand_in["PYTHON"]).write_text(CRASHES)
     env = {**stand_in, "MAX_RESTARTS": "1", "NPROC": "1"}
     overrides = [*DATA_PARALLEL, *inputs_70b.overrides(tmp_path)]
-    job = Job(env, tmp_path, ["--nodes=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml", *overrides])
+    job = Job(
+        env, tmp_path, ["--nodes=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml", *overrides]
+    )
     assert job.wait(500) == "FAILED 0", job.said()
-    assert "the job is not requeued: this attempt has written no checkpoint (the newest is the st" in job.said()
+    assert (
+        "the job is not requeued: this attempt has written no checkpoint (the newest is the st"
+        in job.said()
+    )
 
 
 def test_a_node_that_sees_something_else_is_named(stand_in: dict[str, str], tmp_path: Path) -> None:
@@ -350,7 +441,9 @@ exec {sys.executable} "$@"
 """
     Path(stand_in["PYTHON"]).write_text(other)
     job = Job(
-        stand_in, tmp_path, ["--nodes=4", "--exclude=node[5-16]", "slurm/ppo_70b.sh", *inputs_70b.overrides(tmp_path)]
+        stand_in,
+        tmp_path,
+        ["--nodes=4", "--exclude=node[5-16]", "slurm/ppo_70b.sh", *inputs_70b.overrides(tmp_path)],
     )
     assert job.wait(500) == "FAILED 0", job.said()
     complaints = [line for line in job.said().splitlines() if line.startswith("preflight: ")]
@@ -359,13 +452,21 @@ exec {sys.executable} "$@"
 
 
 def test_nodes_that_cannot_run_it_are_named(stand_in: dict[str, str], tmp_path: Path) -> None:
-    """Check that the pre-flight reports a layout that the nodes do not give, and a missing interface, on every node."""
+    """Check that the pre-flight reports a layout that the nodes do not give, and a missing
+    interface, on every node."""
     header = ["--nodes=3", "slurm/ppo_70b.sh"]
-    job = Job({**stand_in, "RLHF_MC_SOCKET_IFNAME": "nosuch0"}, tmp_path, [*header, *inputs_70b.overrides(tmp_path)])
+    job = Job(
+        {**stand_in, "RLHF_MC_SOCKET_IFNAME": "nosuch0"},
+        tmp_path,
+        [*header, *inputs_70b.overrides(tmp_path)],
+    )
     assert job.wait(500) == "FAILED 0", job.said()
     complaints = [line for line in job.said().splitlines() if line.startswith("preflight: ")]
     assert len(complaints) == 2, job.said()
-    assert re.match(r"preflight: nodes \w+, \w+, \w+: actor.megatron.tensor_model_parallel_size 8 x ", complaints[0])
+    assert re.match(
+        r"preflight: nodes \w+, \w+, \w+: actor.megatron.tensor_model_parallel_size 8 x ",
+        complaints[0],
+    )
     assert complaints[0].endswith("(3 nodes x 8 ranks)")
     assert "RLHF_MC_SOCKET_IFNAME is nosuch0, and no such interface is up; up are " in complaints[1]
     assert not list((tmp_path / "run").glob(".preflight*"))

@@ -1,5 +1,5 @@
-"""A rank that is frozen (SIGSTOP) or loops forever ends the run on the other ranks, within the timeout and with a line
-that names it. Ranks that die are the subject of test_cli.py."""
+"""A rank that is frozen (SIGSTOP) or loops forever ends the run on the other ranks, within the
+timeout and with a line that names it. Ranks that die are the subject of test_cli.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_workspace(tmp_path_factory.mktemp("workspace"), num_hidden_layers=1),
         actor={"megatron": {"tensor_model_parallel_size": 2}},
         rollout={"tensor_model_parallel_size": 2},
-        trainer={"total_training_steps": 100, "test_freq": -1, "val_before_train": False, "logger": ["console"]},
+        trainer={
+            "total_training_steps": 100,
+            "test_freq": -1,
+            "val_before_train": False,
+            "logger": ["console"],
+        },
     )
 
 
@@ -45,19 +50,33 @@ def ranks() -> Iterator[list[BaseProcess]]:
     [
         pytest.param(
             *(1, "in vLLM's group", 12, 300),
-            ["lost contact with another rank in phase gen (", "; in all_reduce, called from vllm_engine.py:"]
+            [
+                "lost contact with another rank in phase gen (",
+                "; in all_reduce, called from vllm_engine.py:",
+            ]
             + ["; rank 1 (", ") has sent no heartbeat for ", ", last in phase gen of step 2"],
             id="frozen in vLLM's group",
         ),
         pytest.param(
             *(1, "in Megatron's group", 12, 300),
-            ["lost contact with another rank in phase old_log_prob (", "; in all_reduce, called from gpt_model.py:"]
-            + ["; rank 1 (", ") has sent no heartbeat for ", ", last in phase old_log_prob of step 2"],
+            [
+                "lost contact with another rank in phase old_log_prob (",
+                "; in all_reduce, called from gpt_model.py:",
+            ]
+            + [
+                "; rank 1 (",
+                ") has sent no heartbeat for ",
+                ", last in phase old_log_prob of step 2",
+            ],
             id="frozen in Megatron's group",
         ),
         pytest.param(
             *(0, "in Megatron's group", 600, 6),
-            ["rank 0 (", ") has sent no heartbeat for ", "; this rank was in phase old_log_prob of step 2 for "]
+            [
+                "rank 0 (",
+                ") has sent no heartbeat for ",
+                "; this rank was in phase old_log_prob of step 2 for ",
+            ]
             + ["in all_reduce, called from gpt_model.py:"],
             id="the first rank, by its silence",
         ),
@@ -87,7 +106,11 @@ def test_the_others_end_in_time_and_name_it(
     ]
     for rank, env in enumerate(forked.rank_variables(world=2)):
         env |= {"STUCK": where if rank == victim else "", "SINCE": str(tmp_path / "since")}
-        ranks.append(forked.start([PROGRAM, *arguments], tmp_path / f"out{rank}", tmp_path / f"rank{rank}", env))
+        ranks.append(
+            forked.start(
+                [PROGRAM, *arguments], tmp_path / f"out{rank}", tmp_path / f"rank{rank}", env
+            )
+        )
     survivor = ranks[1 - victim]
     survivor.join(START_WITHIN_SECONDS)
     output = (tmp_path / f"rank{1 - victim}").read_text()

@@ -1,4 +1,5 @@
-"""vLLM without rlhf_mc: the greedy responses of a Hugging Face checkpoint. Started by test_real_model.py.
+"""vLLM without rlhf_mc: the greedy responses of a Hugging Face checkpoint. Started by
+test_real_model.py.
 
 python vllm_alone.py MODEL_DIR PROMPTS.json LONGEST      # prints one JSON list of texts
 """
@@ -10,7 +11,11 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
 
 from vllm import LLM, SamplingParams, TokensPrompt
 

@@ -41,7 +41,12 @@ EXTRA: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "routed_scaling_factor": 2.5,
     },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 4, "rope_scaling": YARN},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 4,
+        "rope_scaling": YARN,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 8,
@@ -68,7 +73,12 @@ EXTRA: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 5,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 4,
+        "norm_topk_prob": True,
+    },
 }
 
 

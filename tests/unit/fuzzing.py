@@ -1,4 +1,5 @@
-"""Shared by the fuzz tests: the number of examples, the corruption of files, and the outcomes that are allowed."""
+"""Shared by the fuzz tests: the number of examples, the corruption of files, and the outcomes that
+are allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from rlhf_mc.config.errors import UserError
 
 TIMES = int(os.environ.get("RLHF_MC_FUZZ_TIMES", "1"))
-"""Factor of the number of examples. Above 1 the examples are drawn at random, at 1 they are always the same."""
+"""Factor of the number of examples. Above 1 the examples are drawn at random, at 1 they are always
+the same."""
 
 
 def examples(count: int) -> settings:
@@ -29,7 +31,8 @@ def examples(count: int) -> settings:
 
 
 def success_or_user_error(action: Callable[[], Any]) -> Any:
-    """Return the action's result, or None if it raises a UserError of one line. Any other error fails the test."""
+    """Return the action's result, or None if it raises a UserError of one line. Any other error
+    fails the test."""
     try:
         return action()
     except UserError as error:
@@ -40,7 +43,8 @@ def success_or_user_error(action: Callable[[], Any]) -> Any:
 
 @st.composite
 def corruptions(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """Draw a function that corrupts the bytes of a file: it truncates them, flips, deletes or inserts some, or
+    """Draw a function that corrupts the bytes of a file: it truncates them, flips, deletes or
+    inserts some, or
     replaces all.
     """
     kind = draw(st.sampled_from(["truncate", "flip", "delete", "insert", "replace"]))

@@ -1,4 +1,5 @@
-"""Small Hugging Face checkpoints written by transformers, and their import to a simulated TP 2 x PP 2."""
+"""Small Hugging Face checkpoints written by transformers, and their import to a simulated TP 2 x PP
+2."""
 
 from __future__ import annotations
 
@@ -22,14 +23,20 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 CONFIGS = {
-    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True, rope_parameters={"rope_theta": 5e5}),
+    "qwen2-tied": Qwen2Config(
+        **SIZES, tie_word_embeddings=True, rope_parameters={"rope_theta": 5e5}
+    ),
     "qwen2": Qwen2Config(**SIZES),
     "llama": LlamaConfig(**SIZES),
-    "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-biases": LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
 }
 
 
-def save_model(directory: Path, name: str = "qwen2", dtype: torch.dtype = torch.float32, **arguments) -> Path:
+def save_model(
+    directory: Path, name: str = "qwen2", dtype: torch.dtype = torch.float32, **arguments
+) -> Path:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype)
     for parameter in model.parameters():
@@ -39,7 +46,11 @@ def save_model(directory: Path, name: str = "qwen2", dtype: torch.dtype = torch.
 
 
 def all_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {
+        name: t
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
 
 
 def tp2_pp2(shape: ModelShape) -> list[Layout]:
@@ -47,7 +58,9 @@ def tp2_pp2(shape: ModelShape) -> list[Layout]:
     return [mcore_layout(shape, t, 2, stages[p], p == 0, p == 1) for p in (0, 1) for t in (0, 1)]
 
 
-def import_all(reader: HFReader, layouts: list[Layout], skip=(), dtype=torch.float32) -> list[dict[str, torch.Tensor]]:
+def import_all(
+    reader: HFReader, layouts: list[Layout], skip=(), dtype=torch.float32
+) -> list[dict[str, torch.Tensor]]:
     ranks = []
     for layout in layouts:
         params = {name: torch.full(size, 7.0, dtype=dtype) for name, size in layout.shapes.items()}
@@ -62,8 +75,11 @@ def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
-def merge_ranks(ranks: list[dict[str, torch.Tensor]], layouts: list[Layout]) -> tuple[dict[str, torch.Tensor], Layout]:
-    """Merge the ranks' tensors into those of one process, so that export runs here without a process group."""
+def merge_ranks(
+    ranks: list[dict[str, torch.Tensor]], layouts: list[Layout]
+) -> tuple[dict[str, torch.Tensor], Layout]:
+    """Merge the ranks' tensors into those of one process, so that export runs here without a
+    process group."""
     params = {}
     shapes = {}
     shards = []

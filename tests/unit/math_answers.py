@@ -1,4 +1,5 @@
-r"""Pairs of answers to competition problems, (given in \boxed{...}, reference), as models and references write them."""
+r"""Pairs of answers to competition problems, (given in \boxed{...}, reference), as models and
+references write them."""
 
 EQUAL = [
     # Numbers.
@@ -342,7 +343,10 @@ EQUAL = [
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     (r"\begin{bmatrix}1&0\\0&1\end{bmatrix}", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}"),
     (r"\begin{pmatrix}0.5&0\\0&1\end{pmatrix}", r"\begin{pmatrix}1/2&0\\0&1\end{pmatrix}"),
-    (r"\begin{pmatrix} -1 & 2 \\ 3 & \frac{8}{2} \end{pmatrix}", r"\begin{pmatrix}-1&2\\3&4\end{pmatrix}"),
+    (
+        r"\begin{pmatrix} -1 & 2 \\ 3 & \frac{8}{2} \end{pmatrix}",
+        r"\begin{pmatrix}-1&2\\3&4\end{pmatrix}",
+    ),
     (r"\left(\begin{matrix}1\\2\end{matrix}\right)", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     (r"\left[\begin{array}{cc}1&2\\3&4\end{array}\right]", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
     # Expressions.
@@ -425,7 +429,10 @@ EQUAL = [
     (r"12 \text{ ways}", "12"),
     (r"3 \text{ hours}", "3"),
     (r"\begin{pmatrix} 2 \\ -1 \\ 0 \end{pmatrix}", r"\begin{pmatrix}2\\-1\\0\end{pmatrix}"),
-    (r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"\begin{pmatrix} \frac{1}{5} \\ -\frac{18}{5} \end{pmatrix}"),
+    (
+        r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}",
+        r"\begin{pmatrix} \frac{1}{5} \\ -\frac{18}{5} \end{pmatrix}",
+    ),
     ("y = 2x + 3", "y=2x+3"),
     ("2x+3", "3+2x"),
     ("5x - 7y + 11z + 4 = 0", "5x-7y+11z+4=0"),

@@ -1,7 +1,8 @@
-"""Plans executed on simulated ranks, in one process: packing and unpacking are those of the package.
+"""Plans executed on simulated ranks, in one process: packing and unpacking are those of the
+package.
 
-The tensors that the engines should hold are computed from unsharded tensors by chunk, view and cat, independently of
-layout.py.
+The tensors that the engines should hold are computed from unsharded tensors by chunk, view and cat,
+independently of layout.py.
 """
 
 from __future__ import annotations
@@ -54,14 +55,18 @@ def padded_chunk(weight: torch.Tensor, rows: int, tp_rank: int, tp_size: int) ->
     return torch.cat([weight, padding]).chunk(tp_size)[tp_rank]
 
 
-def expected_mcore(shape: ModelShape, t: int, tp: int, layers: range, first: bool, last: bool) -> dict:
-    """Return the tensors of a Megatron-Core rank: per KV group [q heads, k, v]; [gate; up]; rows of the padded
-    vocabulary."""
+def expected_mcore(
+    shape: ModelShape, t: int, tp: int, layers: range, first: bool, last: bool
+) -> dict:
+    """Return the tensors of a Megatron-Core rank: per KV group [q heads, k, v]; [gate; up]; rows of
+    the padded vocabulary."""
     full = numbered(shape)
     out = {}
     rows = padded_vocab_size(shape.vocab_size, tp)
     if first:
-        out["embedding.word_embeddings.weight"] = padded_chunk(full["model.embed_tokens.weight"], rows, t, tp)
+        out["embedding.word_embeddings.weight"] = padded_chunk(
+            full["model.embed_tokens.weight"], rows, t, tp
+        )
     for local, i in enumerate(layers):
         hf = f"model.layers.{i}."
         mc = f"decoder.layers.{local}."
@@ -73,11 +78,15 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, layers: range, first: boo
                 for x in "qkv"
                 for rest in [(shape.hidden_size,) if kind == "weight" else ()]
             ]
-            out[f"{mc}self_attention.linear_qkv.{kind}"] = torch.cat(grouped, dim=1).flatten(0, 1).chunk(tp)[t]
+            out[f"{mc}self_attention.linear_qkv.{kind}"] = (
+                torch.cat(grouped, dim=1).flatten(0, 1).chunk(tp)[t]
+            )
         for kind in ["weight"] + ["bias"] * shape.mlp_bias:
             halves = [full[f"{hf}mlp.{x}_proj.{kind}"].chunk(tp)[t] for x in ("gate", "up")]
             out[f"{mc}mlp.linear_fc1.{kind}"] = torch.cat(halves)
-        out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, dim=1)[t]
+        out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(
+            tp, dim=1
+        )[t]
         out[mc + "mlp.linear_fc2.weight"] = full[hf + "mlp.down_proj.weight"].chunk(tp, dim=1)[t]
         if shape.o_bias:
             out[mc + "self_attention.linear_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
@@ -90,13 +99,15 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, layers: range, first: boo
         elif not shape.tie_embeddings:
             out["output_layer.weight"] = padded_chunk(full["lm_head.weight"], rows, t, tp)
         elif not first:
-            out["output_layer.weight"] = padded_chunk(full["model.embed_tokens.weight"], rows, t, tp)
+            out["output_layer.weight"] = padded_chunk(
+                full["model.embed_tokens.weight"], rows, t, tp
+            )
     return out
 
 
 def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict:
-    """Return the tensors of a vLLM rank: [q of its heads; k; v], with KV heads replicated if there are fewer than
-    ranks."""
+    """Return the tensors of a vLLM rank: [q of its heads; k; v], with KV heads replicated if there
+    are fewer than ranks."""
     full = numbered(shape)
     out = {}
     rows = -(-shape.vocab_size // 64) * 64
@@ -109,13 +120,18 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict:
         for kind in ["weight"] + ["bias"] * shape.qkv_bias:
             q, k, v = (full[f"{hf}self_attn.{x}_proj.{kind}"] for x in "qkv")
             repeated = [
-                x.unflatten(0, (-1, shape.head_dim)).repeat_interleave(repeats, 0).flatten(0, 1) for x in (k, v)
+                x.unflatten(0, (-1, shape.head_dim)).repeat_interleave(repeats, 0).flatten(0, 1)
+                for x in (k, v)
             ]
-            out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat([x.chunk(tp)[t] for x in (q, *repeated)])
+            out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(
+                [x.chunk(tp)[t] for x in (q, *repeated)]
+            )
         for kind in ["weight"] + ["bias"] * shape.mlp_bias:
             halves = [full[f"{hf}mlp.{x}_proj.{kind}"].chunk(tp)[t] for x in ("gate", "up")]
             out[f"{hf}mlp.gate_up_proj.{kind}"] = torch.cat(halves)
-        out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, dim=1)[t]
+        out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, dim=1)[
+            t
+        ]
         out[hf + "mlp.down_proj.weight"] = full[hf + "mlp.down_proj.weight"].chunk(tp, dim=1)[t]
         if shape.o_bias:
             out[hf + "self_attn.o_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
@@ -143,7 +159,9 @@ def run_plan(plan: Plan, sources: list[dict], targets: list[dict]) -> None:
         wires = {}
         for rank, part in enumerate(parts):
             outbox = torch.empty(sum(t.numel for t in part.buckets[number][0]), dtype=torch.int64)
-            wires |= {(rank, peer): flat for peer, flat in buckets[rank][number].pack(outbox).items()}
+            wires |= {
+                (rank, peer): flat for peer, flat in buckets[rank][number].pack(outbox).items()
+            }
         for rank in range(len(parts)):
             bucket = buckets[rank][number]
             bucket.unpack({peer: wires.pop((peer, rank)) for peer in bucket.sizes})
@@ -152,7 +170,8 @@ def run_plan(plan: Plan, sources: list[dict], targets: list[dict]) -> None:
 
 @dataclass
 class SimulatedMesh:
-    """A training mesh: tensor-parallel ranks innermost, then data-parallel, then stages of the given layers."""
+    """A training mesh: tensor-parallel ranks innermost, then data-parallel, then stages of the
+    given layers."""
 
     shape: ModelShape
     tp: int
@@ -189,7 +208,9 @@ def elements(tensors: dict) -> set[int]:
     return {n for t in tensors.values() for n in t.flatten().tolist()} - {PADDING}
 
 
-def check_movement(plan: Plan, have: list[dict], want: list[dict], target: list[Layout], bucket_bytes: int) -> None:
+def check_movement(
+    plan: Plan, have: list[dict], want: list[dict], target: list[Layout], bucket_bytes: int
+) -> None:
     filled = [empty(layout) for layout in target]
     run_plan(plan, have, filled)
     for rank, (got, wanted) in enumerate(zip(filled, want, strict=True)):
@@ -204,12 +225,16 @@ def check_movement(plan: Plan, have: list[dict], want: list[dict], target: list[
         assert part.sent_bytes == plan.sent_bytes[rank]
         assert part.copied_bytes == plan.copied_bytes[rank]
         assert part.shared_bytes == plan.shared_bytes[rank]
-        assert part.shared_bytes + part.copied_bytes + part.received_bytes == plan.itemsize * len(elements(want[rank]))
+        assert part.shared_bytes + part.copied_bytes + part.received_bytes == plan.itemsize * len(
+            elements(want[rank])
+        )
         for transfer in (t for _, receives in part.buckets for t in receives):
             assert transfer.src_rank != rank
         for sends, receives in part.buckets:
             for transfers in (sends, receives):
                 # A row of stacked experts is a row of one expert.
-                one_row = sum(t.count * math.prod(t.extent[max(1, len(t.extent) - 1) :]) for t in transfers)
+                one_row = sum(
+                    t.count * math.prod(t.extent[max(1, len(t.extent) - 1) :]) for t in transfers
+                )
                 size = sum(t.numel for t in transfers)
                 assert size * plan.itemsize <= bucket_bytes or size == one_row

@@ -25,12 +25,18 @@ def test_learning_rate_factors_multiply_from_their_step_on(tmp_path: Path) -> No
     found = reread(tmp_path)
     assert [found.learning_rate_factor(step) for step in (4, 5, 8, 9)] == [1.0, 0.5, 0.5, 0.25]
     assert found.in_effect(8) == [
-        "learning rates are those of the config times 0.25 (adjustments.jsonl; without the file they are the config's)"
+        (
+            "learning rates are those of the config times 0.25 (adjustments.jsonl; without the "
+            "file they are the config's)"
+        )
     ]
     assert found.in_effect(3) == []
     # A deterministic fault has the same text each time that the run is rolled back.
     found.add(Adjustment("learning_rate_factor", 0.5, 8, "KL at step 8"))
-    assert reread(tmp_path).learning_rate_factor(9) == 0.125 and reread(tmp_path).count("learning_rate_factor") == 3
+    assert (
+        reread(tmp_path).learning_rate_factor(9) == 0.125
+        and reread(tmp_path).count("learning_rate_factor") == 3
+    )
     assert found.kl_coef(9) is None and found.max_token_len("update_actor", 9, 0) is None
 
 
@@ -49,13 +55,16 @@ def test_token_budget_is_of_one_phase_and_from_one_update_on(tmp_path: Path) -> 
         of_step = TokenBudget("critic", step, 512, 100, resumed)
         assert [of_step.update_limit(0), of_step.update_limit(2)] == updates
     assert TokenBudget("actor", 8, 512, 100, resumed).update_limit(0) == 512
-    assert TokenBudget("critic", 8, 128, 100, resumed).update_limit(0) == 128, "a resumed run may have a smaller one"
+    assert TokenBudget("critic", 8, 128, 100, resumed).update_limit(0) == 128, (
+        "a resumed run may have a smaller one"
+    )
     budget.halve(2, rank=1)
     budget.halve(2, rank=1)
     assert budget.update_limit(2) == 100, "not below the longest sequence"
     with pytest.raises(
         UserError,
-        match=r"^critic: rank 1 is out of memory in update 3 of step 7, with micro-batches of 100 tokens; "
+        match=r"^critic: rank 1 is out of memory in update 3 of step 7, with micro-batches of 100 "
+        r"tokens; "
         r"lower critic.ppo_max_token_len_per_gpu, or",
     ):
         budget.halve(2, rank=1)

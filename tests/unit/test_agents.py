@@ -1,5 +1,6 @@
-"""AGENTS.md, the page for coding assistants: each of its lines names a command, a page, a file of a run, a setting or a
-metric, and all that it names exists. Links are tested with those of the other pages."""
+"""AGENTS.md, the page for coding assistants: each of its lines names a command, a page, a file of a
+run, a setting or a metric, and all that it names exists. Links are tested with those of the other
+pages."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 
 PAGE = (ROOT / "AGENTS.md").read_text()
-ITEMS = [" ".join(item.split()) for item in re.findall(r"^(?:- |\d+\. )(.*(?:\n +.*)*)", PAGE, re.MULTILINE)]
+ITEMS = [
+    " ".join(item.split())
+    for item in re.findall(r"^(?:- |\d+\. )(.*(?:\n +.*)*)", PAGE, re.MULTILINE)
+]
 QUOTED = re.findall(r"`([^`]+)`", PAGE)
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 FILES = {value for value in vars(run_files).values() if isinstance(value, str)}
@@ -46,7 +50,9 @@ def test_the_page_is_short() -> None:
 def test_each_line_names_something_that_exists(item: str) -> None:
     quoted = re.findall(r"`([^`]+)`", item)
     assert "](" in item or any(map(is_named, quoted))
-    assert [text for text in quoted if not is_named(text) and not text.startswith(("rlhf_mc: ", "'~"))] == []
+    assert [
+        text for text in quoted if not is_named(text) and not text.startswith(("rlhf_mc: ", "'~"))
+    ] == []
 
 
 def test_exit_codes_are_those_of_the_program() -> None:
@@ -84,12 +90,19 @@ def programs() -> list[tuple[list[str], set[str]]]:
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        pytest.param(program, options, id=program[-1], marks=pytest.mark.slow if "check_layouts" in program[0] else ())
+        pytest.param(
+            program,
+            options,
+            id=program[-1],
+            marks=pytest.mark.slow if "check_layouts" in program[0] else (),
+        )
         for program, options in programs()
     ],
 )
 def test_programs_have_the_options(program: list[str], options: set[str]) -> None:
     """Ask each program for its help text."""
-    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr
     assert [option for option in options if option not in done.stdout] == []

@@ -1,4 +1,5 @@
-"""Settings of the advantage estimator, the critic and the losses: what must go together, and a user's own functions."""
+"""Settings of the advantage estimator, the critic and the losses: what must go together, and a
+user's own functions."""
 
 from __future__ import annotations
 
@@ -54,34 +55,53 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
     [
         (
             ("algorithm.adv_estimator=rloo",),
-            "algorithm.adv_estimator is rloo, which compares the responses of a prompt; rollout.n is 1; it must be at"
-            " least 2",
+            "algorithm.adv_estimator is rloo, which compares the responses of a prompt; rollout.n "
+            "is 1; it must be at least 2",
         ),
-        ((*GROUPS, "critic.model_path=x"), "critic.model_path is x and algorithm.adv_estimator is grpo"),
-        ((*GROUPS, "trainer.critic_warmup=2"), "trainer.critic_warmup is 2 and algorithm.adv_estimator is grpo"),
+        (
+            (*GROUPS, "critic.model_path=x"),
+            "critic.model_path is x and algorithm.adv_estimator is grpo",
+        ),
+        (
+            (*GROUPS, "trainer.critic_warmup=2"),
+            "trainer.critic_warmup is 2 and algorithm.adv_estimator is grpo",
+        ),
         (("algorithm.adv_estimator=custom",), "algorithm.custom_estimator.path is null; set both"),
         (("algorithm.custom_estimator.path=a.py",), "algorithm.adv_estimator is gae and"),
         (
             ("algorithm.custom_estimator.needs=[group]",),
             "algorithm.custom_estimator.needs is ['group'] and algorithm.adv_estimator is gae",
         ),
-        (("actor.policy_loss.loss_mode=custom",), "actor.policy_loss.custom_loss.path is null; set both"),
-        (("actor.policy_loss.loss_mode=gspo",), "actor.loss_agg_mode is token-mean; it must be seq-mean-token-mean"),
+        (
+            ("actor.policy_loss.loss_mode=custom",),
+            "actor.policy_loss.custom_loss.path is null; set both",
+        ),
+        (
+            ("actor.policy_loss.loss_mode=gspo",),
+            "actor.loss_agg_mode is token-mean; it must be seq-mean-token-mean",
+        ),
         (
             ("actor.loss_scale_factor=3",),
             "actor.loss_scale_factor is 3; that needs actor.loss_agg_mode seq-mean-token-sum-norm",
         ),
-        (("actor.policy_loss.clip_cov_lb=6",), "actor.policy_loss.clip_cov_lb is 6.0; it must be below clip_cov_ub"),
+        (
+            ("actor.policy_loss.clip_cov_lb=6",),
+            "actor.policy_loss.clip_cov_lb is 6.0; it must be below clip_cov_ub",
+        ),
     ],
 )
-def test_contradictions_are_refused(config_file: Path, overrides: tuple[str, ...], words: str) -> None:
+def test_contradictions_are_refused(
+    config_file: Path, overrides: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         validated(config_file, *overrides)
 
 
 def test_entropy_coefficient_is_annealed_to_its_end(config_file: Path) -> None:
     actor = load(config_file, "actor.entropy_coeff=0.4", "actor.entropy_coeff_end=0.1").actor
-    assert [entropy_coeff(actor, step, 4) for step in (1, 2, 3, 4)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert [entropy_coeff(actor, step, 4) for step in (1, 2, 3, 4)] == pytest.approx(
+        [0.4, 0.3, 0.2, 0.1]
+    )
     assert entropy_coeff(actor, 1, 1) == 0.4 and entropy_coeff(actor, 9, 4) == pytest.approx(0.1)
     constant = load(config_file, "actor.entropy_coeff=0.4").actor
     assert entropy_coeff(constant, 4, 4) == 0.4
@@ -101,7 +121,9 @@ def test_draws_are_a_function_of_seed_and_step() -> None:
 def example(function: str) -> str:
     """Return the Python block of docs/extending.md that defines the function."""
     blocks = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^```python\n(.*?)^```$",
+        (ROOT / "docs" / "extending.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     return next(block for block in blocks if f"def {function}(" in block)
 
@@ -130,8 +152,14 @@ ESTIMATE = "from rlhf_mc.algorithms.estimators import Estimate\ndef estimate(inp
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return inputs.rewards", "returned Tensor; it must return rlhf_mc.algorithms.estimators.Estimate"),
-        ("return Estimate(inputs.scores)", "returned advantages of shape (4,); it must be the rewards' shape, (10,)"),
+        (
+            "return inputs.rewards",
+            "returned Tensor; it must return rlhf_mc.algorithms.estimators.Estimate",
+        ),
+        (
+            "return Estimate(inputs.scores)",
+            "returned advantages of shape (4,); it must be the rewards' shape, (10,)",
+        ),
         ("return Estimate(inputs.rewards.double())", "returned advantages of torch.float64"),
         ("return Estimate(inputs.rewards, 3)", "returned returns of shape int"),
         ("return Estimate(inputs.rewards + inputs.values)", "raised TypeError: "),
@@ -145,7 +173,11 @@ def test_estimators_that_return_something_else_are_refused(
     (tmp_path / "mine.py").write_text(ESTIMATE + body)
     algorithm = load(config_file, *estimator_settings(tmp_path / "mine.py")).algorithm
     with pytest.raises(
-        UserError, match=r"^algorithm\.custom_estimator\.path .*mine\.py: estimate(, called with| raised SystemExit)"
+        UserError,
+        match=(
+            r"^algorithm\.custom_estimator\.path .*mine\.py: estimate(, called with| raised "
+            r"SystemExit)"
+        ),
     ) as caught:
         load_estimator(algorithm)
     assert words in str(caught.value)
@@ -155,18 +187,32 @@ def test_estimator_with_a_critic_must_return_returns(config_file: Path, tmp_path
     (tmp_path / "mine.py").write_text(ESTIMATE + "return Estimate(inputs.rewards - inputs.values)")
     needs = "algorithm.custom_estimator.needs=critic"
     algorithm = load(config_file, *estimator_settings(tmp_path / "mine.py", needs)).algorithm
-    with pytest.raises(UserError, match=r"returned no returns; with a critic in custom_estimator\.needs it must"):
+    with pytest.raises(
+        UserError, match=r"returned no returns; with a critic in custom_estimator\.needs it must"
+    ):
         load_estimator(algorithm)
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return inputs.log_probs.sum()", "returned no pair of a scalar loss and a dict of statistics"),
-        ("return inputs.advantages.sum(), {}", "returned a loss that is not a scalar tensor with a gradient"),
-        ("return inputs.log_probs, {}", "returned a loss that is not a scalar tensor with a gradient"),
+        (
+            "return inputs.log_probs.sum()",
+            "returned no pair of a scalar loss and a dict of statistics",
+        ),
+        (
+            "return inputs.advantages.sum(), {}",
+            "returned a loss that is not a scalar tensor with a gradient",
+        ),
+        (
+            "return inputs.log_probs, {}",
+            "returned a loss that is not a scalar tensor with a gradient",
+        ),
         ("return inputs.result(-inputs.log_probs)[0], {'a': 1.0}", "returned the statistic 'a'"),
-        ("return inputs.result(-inputs.log_probs)[0], {'a': inputs.log_probs.sum()}", "without a gradient"),
+        (
+            "return inputs.result(-inputs.log_probs)[0], {'a': inputs.log_probs.sum()}",
+            "without a gradient",
+        ),
         ("raise SystemExit(0)", "raised SystemExit: 0 (mine.py:2)"),
         ("raise KeyError('x')", "raised KeyError: 'x' (mine.py:2)"),
     ],
@@ -177,7 +223,11 @@ def test_losses_that_return_something_else_are_refused(
     (tmp_path / "mine.py").write_text(f"def policy_loss(inputs):\n    {body}")
     actor = load(config_file, *loss_settings(tmp_path / "mine.py")).actor
     with pytest.raises(
-        UserError, match=r"^actor\.policy_loss\.custom_loss\.path .*mine\.py: policy_loss(, called| raised SystemExit)"
+        UserError,
+        match=(
+            r"^actor\.policy_loss\.custom_loss\.path .*mine\.py: policy_loss(, called| raised "
+            r"SystemExit)"
+        ),
     ) as caught:
         load_policy_loss(actor)
     assert words in str(caught.value)
@@ -186,12 +236,24 @@ def test_losses_that_return_something_else_are_refused(
 def test_functions_that_exit_later_are_named(config_file: Path, tmp_path: Path) -> None:
     """Exit in the second call: the first one is the example's."""
     ends = "    calls.append(0)\n    if len(calls) > 1: sys.exit(0)\n    return "
-    for name, result in (("estimate", "Estimate(inputs.rewards)"), ("policy_loss", "(inputs.log_probs.sum(), {})")):
+    for name, result in (
+        ("estimate", "Estimate(inputs.rewards)"),
+        ("policy_loss", "(inputs.log_probs.sum(), {})"),
+    ):
         imports = f"import sys\n{ESTIMATE.partition('def')[0]}"
-        (tmp_path / f"{name}.py").write_text(f"{imports}calls = []\ndef {name}(inputs):\n{ends}{result}\n")
-    estimator = load_estimator(load(config_file, *estimator_settings(tmp_path / "estimate.py")).algorithm)
-    policy_loss = load_policy_loss(load(config_file, *loss_settings(tmp_path / "policy_loss.py")).actor).function
-    for function, words in ((estimator, "estimate.py: estimate"), (policy_loss, "policy_loss.py: policy_loss")):
+        (tmp_path / f"{name}.py").write_text(
+            f"{imports}calls = []\ndef {name}(inputs):\n{ends}{result}\n"
+        )
+    estimator = load_estimator(
+        load(config_file, *estimator_settings(tmp_path / "estimate.py")).algorithm
+    )
+    policy_loss = load_policy_loss(
+        load(config_file, *loss_settings(tmp_path / "policy_loss.py")).actor
+    ).function
+    for function, words in (
+        (estimator, "estimate.py: estimate"),
+        (policy_loss, "policy_loss.py: policy_loss"),
+    ):
         with pytest.raises(UserError, match=f"path .*{words} raised SystemExit: 0 ") as caught:
             function(None)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
@@ -199,7 +261,9 @@ def test_functions_that_exit_later_are_named(config_file: Path, tmp_path: Path) 
 
 def test_functions_that_cannot_be_called_are_refused(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def estimate(rewards, values): ...\npolicy_loss = 3")
-    with pytest.raises(UserError, match=r"estimate\(rewards, values\) cannot be called as estimate\(inputs\)"):
+    with pytest.raises(
+        UserError, match=r"estimate\(rewards, values\) cannot be called as estimate\(inputs\)"
+    ):
         load_estimator(load(config_file, *estimator_settings(tmp_path / "mine.py")).algorithm)
     with pytest.raises(UserError, match="'policy_loss' is not a function but int"):
         load_policy_loss(load(config_file, *loss_settings(tmp_path / "mine.py")).actor)

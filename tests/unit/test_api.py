@@ -18,7 +18,9 @@ from rlhf_mc.rewards.scoring import load_reward_function
 FACTOR = 3
 
 
-def times_three(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def times_three(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
     return FACTOR * float(solution_str)
 
 
@@ -52,12 +54,16 @@ def test_prompts_become_rows_of_a_file(tmp_path: Path) -> None:
 def test_reward_functions_of_any_module_are_copied(tmp_path: Path) -> None:
     offset = 1.0
 
-    def local(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    def local(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+    ) -> float:
         return float(solution_str) + offset
 
     for reward, wanted in ((times_three, 6.0), (local, 3.0)):
         custom = Trainer(config(tmp_path), reward=reward).config.custom_reward_function
-        loaded = load_reward_function(CustomRewardFunctionConfig(path=custom.path, name=custom.name))
+        loaded = load_reward_function(
+            CustomRewardFunctionConfig(path=custom.path, name=custom.name)
+        )
         assert loaded.function("s", "2", None) == wanted
 
 
@@ -65,7 +71,10 @@ def test_reward_functions_of_any_module_are_copied(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ({"prompts": []}, "prompts is empty"),
-        ({"val_prompts": ["a", {1, 2}]}, "val_prompts: prompt 1 is not text, messages or a row of plain values"),
+        (
+            {"val_prompts": ["a", {1, 2}]},
+            "val_prompts: prompt 1 is not text, messages or a row of plain values",
+        ),
         ({"reward": 3}, "reward is 3; it must be a function or a class"),
         ({"overrides": ["trainer.seeds=1"]}, "unknown key 'trainer.seeds'"),
     ],

@@ -88,10 +88,13 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
     with pytest.raises(UserError, match="the actor's family is qwen2 there and llama here"):
         check_shape(Path("ckpt"), "actor", {"actor": {"shape": other}}, shape)
     check_shape(Path("ckpt"), "actor", {"actor": {"shape": json.loads(json.dumps(stored))}}, shape)
-    older = {key: value for key, value in stored.items() if key != "qk_norm"}  # from before the trait was known
+    # from before the trait was known
+    older = {key: value for key, value in stored.items() if key != "qk_norm"}
     check_shape(Path("ckpt"), "actor", {"actor": {"shape": older}}, shape)
     with pytest.raises(UserError, match="the actor's qk_norm is False there and True here"):
-        check_shape(Path("ckpt"), "actor", {"actor": {"shape": older}}, replace(shape, qk_norm=True))
+        check_shape(
+            Path("ckpt"), "actor", {"actor": {"shape": older}}, replace(shape, qk_norm=True)
+        )
 
 
 CONFIG = {
@@ -108,13 +111,24 @@ CONFIG = {
 
 def test_shape_from_config() -> None:
     shape = ModelShape.from_hf_config(CONFIG | {"rope_theta": 5e5})
-    assert (shape.num_kv_heads, shape.head_dim, shape.rope_theta, shape.rope_scaling) == (2, 32, 5e5, None)
+    assert (shape.num_kv_heads, shape.head_dim, shape.rope_theta, shape.rope_scaling) == (
+        2,
+        32,
+        5e5,
+        None,
+    )
     assert shape.qkv_bias and not shape.o_bias and not shape.tie_embeddings
-    newer = {"rope_parameters": {"rope_theta": 7e5, "rope_type": "linear", "factor": 8.0}, "attention_bias": True}
+    newer = {
+        "rope_parameters": {"rope_theta": 7e5, "rope_type": "linear", "factor": 8.0},
+        "attention_bias": True,
+    }
     shape = ModelShape.from_hf_config(CONFIG | newer | {"model_type": "llama"})
     assert shape.rope_theta == 7e5 and shape.rope_scaling == {"rope_type": "linear", "factor": 8.0}
     assert shape.qkv_bias and shape.o_bias and not shape.mlp_bias
-    assert ModelShape.from_hf_config(CONFIG | {"rope_parameters": {"rope_type": "default"}}).rope_theta == 1e4
+    assert (
+        ModelShape.from_hf_config(CONFIG | {"rope_parameters": {"rope_type": "default"}}).rope_theta
+        == 1e4
+    )
     hash(shape)
 
 
@@ -122,13 +136,19 @@ def test_shape_from_config() -> None:
     "changes, message",
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama, qwen2"),
-        ({"model_type": "qwen3_5_moe"}, "model_type is 'qwen3_5_moe'; vLLM has it as a part of a model of images"),
+        (
+            {"model_type": "qwen3_5_moe"},
+            "model_type is 'qwen3_5_moe'; vLLM has it as a part of a model of images",
+        ),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads 3 is not a multiple"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 2},
+            "num_attention_heads 3 is not a multiple",
+        ),
     ],
 )
 def test_unsupported_configs_are_rejected(changes: dict, message: str) -> None:
@@ -138,7 +158,11 @@ def test_unsupported_configs_are_rejected(changes: dict, message: str) -> None:
 
 def test_traits_of_families() -> None:
     gemma = shape_of("gemma")
-    assert gemma.zero_centered_norms and gemma.scaled_embeddings and gemma.activation == "gelu_pytorch_tanh"
+    assert (
+        gemma.zero_centered_norms
+        and gemma.scaled_embeddings
+        and gemma.activation == "gelu_pytorch_tanh"
+    )
     assert gemma.tie_embeddings and not gemma.qkv_bias
     assert shape_of("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
     assert shape_of("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh") == gemma
@@ -146,14 +170,25 @@ def test_traits_of_families() -> None:
     sparse = {key: value for key, value in config_of("gemma").items() if key != "head_dim"}
     assert ModelShape.from_hf_config(sparse).head_dim == 256
     qwen3 = shape_of("qwen3")
-    assert qwen3.qk_norm and qwen3.head_dim == 3 and not qwen3.qkv_bias and qwen3.activation == "silu"
+    assert (
+        qwen3.qk_norm and qwen3.head_dim == 3 and not qwen3.qkv_bias and qwen3.activation == "silu"
+    )
     moe = shape_of("qwen3_moe")
-    assert (moe.num_experts, moe.experts_per_token, moe.expert_ffn_hidden_size, moe.norm_topk_prob) == (4, 2, 4, True)
+    assert (
+        moe.num_experts,
+        moe.experts_per_token,
+        moe.expert_ffn_hidden_size,
+        moe.norm_topk_prob,
+    ) == (4, 2, 4, True)
     newer = config_of("qwen3_moe", num_local_experts=4)
     del newer["num_experts"]
     assert ModelShape.from_hf_config(newer) == moe
     mixtral = shape_of("mixtral")
-    assert (mixtral.num_experts, mixtral.expert_ffn_hidden_size, mixtral.norm_topk_prob) == (4, 8, True)
+    assert (mixtral.num_experts, mixtral.expert_ffn_hidden_size, mixtral.norm_topk_prob) == (
+        4,
+        8,
+        True,
+    )
     assert mixtral.rope_theta == 1e6 and mixtral == shape_of("mixtral", norm_topk_prob=False)
     assert shape_of("mistral").layer_kinds[0] == "dense" and not shape_of("mistral").qkv_bias
 
@@ -163,24 +198,48 @@ def test_traits_of_families() -> None:
     [
         ("mistral", {"sliding_window": 4096}, 'sliding_window is 4096.*"sliding_window": null'),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window is true"),
-        ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'; only 'gelu_pytorch_tanh' or 'gelu'"),
+        (
+            "gemma",
+            {"hidden_act": "silu"},
+            "hidden_act is 'silu'; only 'gelu_pytorch_tanh' or 'gelu'",
+        ),
         ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
-        ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]; expected a list of layers from 0 to 1"),
-        ("qwen3_moe", {"mlp_only_layers": [1, 0]}, r"mlp_only_layers is \[1, 0\]; none of the 2 layers"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [2]},
+            r"mlp_only_layers is \[2\]; expected a list of layers from 0 to 1",
+        ),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [1, 0]},
+            r"mlp_only_layers is \[1, 0\]; none of the 2 layers",
+        ),
         ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step is 3; none of the 2 layers"),
-        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than num_experts, which is 4"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok is 5, more than num_experts, which is 4",
+        ),
         ("qwen3_moe", {"num_experts": None}, "num_local_experts is missing"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
     ],
 )
-def test_unsupported_configs_of_families_are_rejected(family: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_of_families_are_rejected(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         shape_of(family, **changes)
 
 
 def test_traits_of_gpt_oss() -> None:
     shape = shape_of("gpt_oss")
-    assert shape.sinks and shape.qkv_bias and shape.o_bias and shape.mlp_bias and shape.activation == "clamped_swiglu"
+    assert (
+        shape.sinks
+        and shape.qkv_bias
+        and shape.o_bias
+        and shape.mlp_bias
+        and shape.activation == "clamped_swiglu"
+    )
     assert (shape.num_experts, shape.expert_ffn_hidden_size, shape.norm_topk_prob) == (4, 4, True)
     assert (shape.sliding_window, shape.rope_theta) == (128, 150000.0)
     assert shape_of("gpt_oss", layer_types=["sliding_attention", "full_attention"]) == shape
@@ -194,20 +253,38 @@ def test_kinds_of_layers() -> None:
     mixed = shape_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[0], decoder_sparse_step=2)
     assert mixed.layer_kinds == ("dense", "moe", "dense", "moe", "dense", "moe")
     assert mixed == replace(shape_of("qwen3_moe", num_hidden_layers=6), dense_layers=(0, 2, 4))
-    assert [(part.num_layers, part.layer_kinds[0]) for part in mixed.by_kind(range(3))] == [(2, "dense"), (1, "moe")]
+    assert [(part.num_layers, part.layer_kinds[0]) for part in mixed.by_kind(range(3))] == [
+        (2, "dense"),
+        (1, "moe"),
+    ]
     assert [part.active_ffn_size for part in mixed.by_kind()] == [8, 8]
     last = shape_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[5]).one_of_each_kind()
     assert last.layer_kinds == ("moe", "dense")
 
 
 def test_kinds_and_costs_of_gated_delta_nets() -> None:
-    shape = shape_of("qwen3_next", num_hidden_layers=6, full_attention_interval=3, mlp_only_layers=[0, 2])
-    assert shape.layer_kinds == ("linear_dense", "linear_moe", "dense", "linear_moe", "linear_moe", "moe")
+    shape = shape_of(
+        "qwen3_next", num_hidden_layers=6, full_attention_interval=3, mlp_only_layers=[0, 2]
+    )
+    assert shape.layer_kinds == (
+        "linear_dense",
+        "linear_moe",
+        "dense",
+        "linear_moe",
+        "linear_moe",
+        "moe",
+    )
     assert shape.one_of_each_kind().layer_kinds == ("linear_dense", "linear_moe", "dense", "moe")
     types = ["linear_attention", "linear_attention", "full_attention"] * 2
-    assert shape == shape_of("qwen3_next", num_hidden_layers=6, layer_types=types, mlp_only_layers=[0, 2])
+    assert shape == shape_of(
+        "qwen3_next", num_hidden_layers=6, layer_types=types, mlp_only_layers=[0, 2]
+    )
     parts = shape.by_kind(range(1, 6))
-    assert [(part.num_layers, part.layer_kinds[0]) for part in parts] == [(3, "linear_moe"), (1, "dense"), (1, "moe")]
+    assert [(part.num_layers, part.layer_kinds[0]) for part in parts] == [
+        (3, "linear_moe"),
+        (1, "dense"),
+        (1, "moe"),
+    ]
     assert [part.state_size for part in parts] == [4 * 3 * 5, 0, 0]
     projections = [6 * (2 * (2 * 3 + 4 * 5) + 2 * 4 + 4 * 5), *2 * [6 * (3 * 4 * 3 + 2 * 2 * 3)]]
     assert [part.attention_weights() for part in parts] == projections
@@ -249,7 +326,9 @@ def test_sequence_cost_is_proportional_to_flops() -> None:
         return n * per_token + 2 * (2 * pairs * 6 * 16)  # scores, and weighted values
 
     for n in (1, 100, 4000):
-        assert shape.sequence_cost(n) / shape.sequence_cost(10) == pytest.approx(flops(n) / flops(10))
+        assert shape.sequence_cost(n) / shape.sequence_cost(10) == pytest.approx(
+            flops(n) / flops(10)
+        )
 
 
 def test_pairs_and_cost_with_a_sliding_window() -> None:
@@ -265,13 +344,21 @@ def test_pairs_and_cost_with_a_sliding_window() -> None:
     squares = (no_window.sequence_cost(20) - 20) / 20**2 * (20**2 + 2 * 8 * (2 * 20 - 8)) / 3
     assert shape.sequence_cost(20) == pytest.approx(20 + squares)
     of_all, of_three = (forward_flops(s, [20.0], 0).attention for s in (no_window, shape))
-    assert of_three / of_all == pytest.approx((num_pairs([20]) + 2 * num_pairs([20], 8)) / (3 * num_pairs([20])))
+    assert of_three / of_all == pytest.approx(
+        (num_pairs([20]) + 2 * num_pairs([20], 8)) / (3 * num_pairs([20]))
+    )
 
 
 def test_flops_of_70b() -> None:
-    """Compare with hand-computed numbers of Llama-3 70B: 8192 x (8192 + 2 x 1024 + 8192 + 3 x 28672) weights a layer.
-    tests/dist/test_operations.py compares tiny models with torch."""
-    sizes = {"num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_heads": 64, "num_kv_heads": 8}
+    """Compare with hand-computed numbers of Llama-3 70B: 8192 x (8192 + 2 x 1024 + 8192 + 3 x
+    28672) weights a layer. tests/dist/test_operations.py compares tiny models with torch."""
+    sizes = {
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "ffn_hidden_size": 28672,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+    }
     shape = replace(shape_of("llama"), **sizes, head_dim=128, vocab_size=128256)
     one = forward_flops(shape, [1.0], 0)
     assert one.projections + one.feed_forward == 80 * 2 * 855_638_016

@@ -1,4 +1,5 @@
-"""Attention over packed sequences with grouped queries: the call of torch that a GPU has a kernel for."""
+"""Attention over packed sequences with grouped queries: the call of torch that a GPU has a kernel
+for."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_a_gpu_gets_equal_heads_in_float32_and_the_same_values(
     calls: list[tuple[int, int, bool]] = []
     original = layers.scaled_dot_product_attention
 
-    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
+    def recorded(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any
+    ) -> torch.Tensor:
         calls.append((k.shape[1], v.shape[1], settings["enable_gqa"]))
         out: torch.Tensor = original(q, k, v, **settings)
         return out
@@ -57,6 +60,7 @@ def test_a_gpu_gets_equal_heads_in_float32_and_the_same_values(
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
     monkeypatch.setattr(layers, "scaled_dot_product_attention", recorded)
     found = attend(kv_heads, dtype)
-    assert calls == [(key_heads, key_heads, key_heads != HEADS)] * 2  # a call for each run of equal lengths
+    # a call for each run of equal lengths
+    assert calls == [(key_heads, key_heads, key_heads != HEADS)] * 2
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,5 @@
-"""balance.py: properties on random lengths, packings worked by hand, and idle time on lengths like GSM8K's."""
+"""balance.py: properties on random lengths, packings worked by hand, and idle time on lengths like
+GSM8K's."""
 
 import random
 from itertools import chain
@@ -43,7 +44,9 @@ def test_assignment_by_hand() -> None:
 
 @no_deadline
 @given(lengths, replicas)
-def test_assignment_is_a_partition_without_idle_replicas(seq_lens: list[int], num_replicas: int) -> None:
+def test_assignment_is_a_partition_without_idle_replicas(
+    seq_lens: list[int], num_replicas: int
+) -> None:
     groups = assign_to_replicas(seq_lens, num_replicas)
     assert len(groups) == num_replicas
     assert sorted(chain.from_iterable(groups)) == list(range(len(seq_lens)))
@@ -58,15 +61,18 @@ def test_assignment_is_a_partition_without_idle_replicas(seq_lens: list[int], nu
 def test_assignment_balances_the_given_cost() -> None:
     seq_lens = [60, 20, 20, 20]
     assert assign_to_replicas(seq_lens, 2) in ([[0], [1, 2, 3]], [[1, 2, 3], [0]])
-    seq_lens += [20, 20]  # the long sequence costs as much as three by tokens, but nine by squares: it stays alone
+    # the long sequence costs as much as three by tokens, but nine by squares: it stays alone
+    seq_lens += [20, 20]
     by_square = assign_to_replicas(seq_lens, 2, cost=lambda n: float(n * n))
     assert [0] in by_square
     assert [0] not in assign_to_replicas(seq_lens, 2)
 
 
 def gsm8k_like_lengths(count: int, seed: int) -> list[int]:
-    """Return lengths of a prompt (median 100, 40 to 512) plus a response (median 180, 20 to 1024), both log-normal.
-    The median question of GSM8K has 217 characters (about 50 tokens, without the template), the median answer 257.
+    """Return lengths of a prompt (median 100, 40 to 512) plus a response (median 180, 20 to 1024),
+    both log-normal.
+    The median question of GSM8K has 217 characters (about 50 tokens, without the template), the
+    median answer 257.
     The standard deviations of the logarithms are 0.38 and 0.49.
     """
     rng = random.Random(seed)
@@ -86,13 +92,15 @@ def test_idle_share_is_reported_by_cost() -> None:
 
 
 def qwen_05b_cost(num_tokens: int) -> float:
-    """Return ModelShape.sequence_cost of Qwen2.5-0.5B: 896 query dimensions and 14.9 M weights a layer."""
+    """Return ModelShape.sequence_cost of Qwen2.5-0.5B: 896 query dimensions and 14.9 M weights a
+    layer."""
     return num_tokens + num_tokens**2 / 16640
 
 
 @pytest.mark.parametrize("count", [64, 256, 1024])
 def test_idle_share_on_8_replicas_is_small(count: int) -> None:
-    """Check the idle share by compute cost. The plan may move sequences between replicas to fill micro-batches."""
+    """Check the idle share by compute cost. The plan may move sequences between replicas to fill
+    micro-batches."""
     for seed in range(5):
         costs = [qwen_05b_cost(n) for n in gsm8k_like_lengths(count, seed)]
         plan = plan_micro_batches(gsm8k_like_lengths(count, seed), 8, 4096, qwen_05b_cost)
@@ -140,7 +148,8 @@ def test_micro_batches_partition_within_the_budget(seq_lens: list[int], extra: i
     groups = micro_batches(seq_lens, BUDGET, count)
     assert len(groups) == count
     assert sorted(chain.from_iterable(groups)) == list(range(len(seq_lens)))
-    assert sum(1 for group in groups if group) == min(count, len(seq_lens))  # empty only when it must be
+    # empty only when it must be
+    assert sum(1 for group in groups if group) == min(count, len(seq_lens))
     loads = [load(group, seq_lens) for group in groups]
     assert loads == sorted(loads, reverse=True)
     assert max(loads, default=0) <= BUDGET
@@ -160,14 +169,19 @@ def test_number_of_micro_batches_is_near_the_lower_bound(seq_lens: list[int]) ->
 
 def test_plan_by_hand() -> None:
     # 90+80 on each replica, and no two of them fit into one micro-batch.
-    assert plan_micro_batches([90, 90, 80, 80], 2, 100) in ([[[0], [3]], [[1], [2]]], [[[1], [2]], [[0], [3]]])
+    assert plan_micro_batches([90, 90, 80, 80], 2, 100) in (
+        [[[0], [3]], [[1], [2]]],
+        [[[1], [2]], [[0], [3]]],
+    )
 
 
 def test_plan_moves_a_sequence_to_avoid_an_empty_micro_batch() -> None:
-    # The most even split by tokens, 100 | 40+31+31, gives one micro-batch and two, so that the first replica would run
-    # a dummy micro-batch. Instead it takes over a sequence of 31.
+    # The most even split by tokens, 100 | 40+31+31, gives one micro-batch and two, so that the
+    # first replica would run a dummy micro-batch. Instead it takes over a sequence of 31.
     plan = plan_micro_batches([100, 40, 31, 31], 2, 100)
-    assert sorted(sorted(group for micro_batch in replica for group in micro_batch) for replica in plan) in (
+    assert sorted(
+        sorted(group for micro_batch in replica for group in micro_batch) for replica in plan
+    ) in (
         [[0, 2], [1, 3]],
         [[0, 3], [1, 2]],
     )
@@ -177,7 +191,8 @@ def test_plan_moves_a_sequence_to_avoid_an_empty_micro_batch() -> None:
 def test_plan_has_empty_micro_batches_if_sequences_run_out() -> None:
     assert plan_micro_batches([10], 3, 100) == [[[0]], [[]], [[]]]
     assert plan_micro_batches([], 2, 100) == [[], []]
-    # Two micro-batches on each replica, because of the sequences of 60: three sequences for four micro-batches.
+    # Two micro-batches on each replica, because of the sequences of 60: three sequences for four
+    # micro-batches.
     plan = plan_micro_batches([100, 60, 60], 2, 100)
     assert sorted(len(group) for replica in plan for group in replica) == [0, 1, 1, 1]
 
@@ -185,7 +200,9 @@ def test_plan_has_empty_micro_batches_if_sequences_run_out() -> None:
 @no_deadline
 @given(lengths, replicas)
 @pytest.mark.slow
-def test_plan_is_a_partition_of_equal_counts_within_the_budget(seq_lens: list[int], num_replicas: int) -> None:
+def test_plan_is_a_partition_of_equal_counts_within_the_budget(
+    seq_lens: list[int], num_replicas: int
+) -> None:
     plan = plan_micro_batches(seq_lens, num_replicas, BUDGET)
     assert len(plan) == num_replicas
     count = len(plan[0])
@@ -201,7 +218,8 @@ def test_plan_is_a_partition_of_equal_counts_within_the_budget(seq_lens: list[in
 
 
 def test_a_long_sequence_is_shared_and_short_ones_are_not() -> None:
-    """Let the cost be the square of the length: of 4 ranks one sequence needs all, and the rest 1 each."""
+    """Let the cost be the square of the length: of 4 ranks one sequence needs all, and the rest 1
+    each."""
     plan = plan_shared([96, 20, 20, 20, 20], 4, 4, 30, lambda n: n * n, tokens_on_rank)
     assert [[(list(micro), micro.ranks) for micro in rank] for rank in plan] == [
         [([0], 4), ([i], 1)] for i in (1, 2, 3, 4)
@@ -220,9 +238,14 @@ def test_a_sequence_is_shared_for_its_cost_alone() -> None:
 
 
 @no_deadline
-@given(st.lists(st.integers(1, 4 * BUDGET), max_size=60), st.sampled_from([(2, 2), (4, 4), (8, 4), (12, 4)]))
+@given(
+    st.lists(st.integers(1, 4 * BUDGET), max_size=60),
+    st.sampled_from([(2, 2), (4, 4), (8, 4), (12, 4)]),
+)
 @pytest.mark.slow
-def test_shared_micro_batches_are_at_the_same_place_of_their_ranks(seq_lens: list[int], sizes: tuple[int, int]) -> None:
+def test_shared_micro_batches_are_at_the_same_place_of_their_ranks(
+    seq_lens: list[int], sizes: tuple[int, int]
+) -> None:
     num_ranks, most = sizes
     fitting = [n for n in seq_lens if tokens_on_rank(n, most) <= BUDGET]
     plan = plan_shared(fitting, num_ranks, most, BUDGET, lambda n: n + n * n / 100, tokens_on_rank)
@@ -238,4 +261,6 @@ def test_shared_micro_batches_are_at_the_same_place_of_their_ranks(seq_lens: lis
             assigned += micro if rank == first else []
     assert sorted(assigned) == list(range(len(fitting)))
     for rank in plan:
-        assert [micro.ranks for micro in rank] == sorted((micro.ranks for micro in rank), reverse=True)
+        assert [micro.ranks for micro in rank] == sorted(
+            (micro.ranks for micro in rank), reverse=True
+        )

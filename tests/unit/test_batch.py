@@ -28,7 +28,9 @@ def make_batch() -> RaggedBatch:
     prompts = [Prompt(i, np.array(ids, np.int32), "source", None) for i, ids in enumerate(PROMPTS)]
     finished = [True, False, True]
     rows = zip(RESPONSES, LOG_PROBS, finished, strict=True)
-    return build_batch(prompts, Responses.of([Generation(ids, log_probs, end) for ids, log_probs, end in rows]))
+    return build_batch(
+        prompts, Responses.of([Generation(ids, log_probs, end) for ids, log_probs, end in rows])
+    )
 
 
 def test_build_batch() -> None:
@@ -72,14 +74,22 @@ def test_concatenate_undoes_select() -> None:
 def test_observations_are_in_the_tokens_alone() -> None:
     """Check a conversation, without and with others that have no observation."""
     prompts = [Prompt(i, np.array(ids, np.int32), "source", None) for i, ids in enumerate(PROMPTS)]
-    conversation = Generation([14, 15, 16, 17, 18], [-0.5, OBSERVED, OBSERVED, -0.25, OBSERVED], True)
-    plain = [Generation(ids, log_probs, True) for ids, log_probs in zip(RESPONSES[1:], LOG_PROBS[1:], strict=True)]
+    conversation = Generation(
+        [14, 15, 16, 17, 18], [-0.5, OBSERVED, OBSERVED, -0.25, OBSERVED], True
+    )
+    plain = [
+        Generation(ids, log_probs, True)
+        for ids, log_probs in zip(RESPONSES[1:], LOG_PROBS[1:], strict=True)
+    ]
     batch = build_batch(prompts, Responses.of([conversation, *plain]))
     assert batch.response_lens.tolist() == [2, 3, 2] and batch.seq_lens.tolist() == [8, 4, 4]
     assert batch.rollout_log_probs.tolist() == [-0.5, -0.25, *LOG_PROBS[1], *LOG_PROBS[2]]
     assert batch.drawn_tokens.tolist() == [14, 17, 22, 23, 24, 33, 34]
     assert batch.responses() == [conversation.token_ids, *RESPONSES[1:]]
-    parts = [build_batch(prompts[:1], Responses.of([conversation])), build_batch(prompts[1:], Responses.of(plain))]
+    parts = [
+        build_batch(prompts[:1], Responses.of([conversation])),
+        build_batch(prompts[1:], Responses.of(plain)),
+    ]
     assert parts[1].response_mask is None
     for same in (concatenate(parts), batch.select([2, 0, 1]).select([1, 2, 0])):
         for field in fields(RaggedBatch):
@@ -108,8 +118,17 @@ def test_select(order: list[int]) -> None:
 
 def test_select_carries_every_field() -> None:
     """Catch a field that select forgets: it would be None or in its old order."""
-    fields = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
-    batch = make_batch().with_fields(**{name: 10.0 * k + torch.arange(6.0) for k, name in enumerate(fields)})
+    fields = (
+        "rollout_log_probs",
+        "old_log_probs",
+        "ref_log_probs",
+        "values",
+        "advantages",
+        "returns",
+    )
+    batch = make_batch().with_fields(
+        **{name: 10.0 * k + torch.arange(6.0) for k, name in enumerate(fields)}
+    )
     picked = batch.select(torch.tensor([2, 0]))
     for k, name in enumerate(fields):
         assert getattr(picked, name).tolist() == [10.0 * k + x for x in (4, 5, 0)], name

@@ -14,7 +14,8 @@ NAME = re.compile(r"get_\w+_rng_tracker_name|_[A-Z_]+_RNG_TRACKER_NAME")
 
 
 def test_every_random_state_that_megatron_names_exists() -> None:
-    """Enter each random state whose name the source of Megatron-Core reads, Transformer Engine's layers included."""
+    """Enter each random state whose name the source of Megatron-Core reads, Transformer Engine's
+    layers included."""
     (root,) = megatron.core.__path__
     read = {name for path in Path(root).rglob("*.py") for name in NAME.findall(path.read_text())}
     found = {getattr(mcore_random, name, name) for name in read}

@@ -13,7 +13,9 @@ from rlhf_mc.observability.catalog.metric import Metric, expanded
 
 METRICS = [metric for section in SECTIONS for metric in section.metrics]
 _IS = "{mean,std,max,min,eff_sample_size,ratio_fraction_high,ratio_fraction_low,batch_norm_factor,oob_ratio}"
-_SEQUENCES = "{seq_mean,seq_std,seq_max,seq_min,seq_max_deviation,seq_fraction_high,seq_fraction_low}"
+_SEQUENCES = (
+    "{seq_mean,seq_std,seq_max,seq_min,seq_max_deviation,seq_fraction_high,seq_fraction_low}"
+)
 _REJECTED = "{masked_fraction,seq_masked_fraction}"
 VERLS_METRICS = f"""
 training/{{global_step,epoch}}
@@ -71,7 +73,15 @@ def test_a_key_has_its_most_specific_declaration(key: str, declared_as: str) -> 
 
 
 @pytest.mark.parametrize(
-    "key", ["actor/ppo", "actor/ppo_kl2", "actor/my_statistic", "critic/score/", "val-core/gsm8k/acc/mean@", "loss"]
+    "key",
+    [
+        "actor/ppo",
+        "actor/ppo_kl2",
+        "actor/my_statistic",
+        "critic/score/",
+        "val-core/gsm8k/acc/mean@",
+        "loss",
+    ],
 )
 def test_other_keys_are_undeclared(key: str) -> None:
     assert undeclared([key, "actor/loss"]) == [key]
@@ -81,7 +91,9 @@ def test_each_metric_has_its_texts_and_one_row_of_the_page() -> None:
     for metric in METRICS:
         texts = (metric.keys, metric.meaning, metric.unit, metric.reduction)
         assert all(texts), metric.keys
-        assert not any(re.search(r"[|\n]", text) for text in (*texts, metric.watch_for)), metric.keys
+        assert not any(re.search(r"[|\n]", text) for text in (*texts, metric.watch_for)), (
+            metric.keys
+        )
     keys = [metric.keys for metric in METRICS]
     assert len(set(keys)) == len(keys)
 
@@ -95,7 +107,9 @@ def test_a_character_with_a_meaning_in_patterns_stands_for_itself() -> None:
 def test_verls_metrics_have_their_names_or_a_row_that_says_why_not() -> None:
     """Compare with the table in docs/from_verl.md, whose rows name absent metrics alone."""
     _, _, section = (ROOT / "docs" / "from_verl.md").read_text().partition("\n## Metrics\n")
-    rows = re.findall(r"^\| ([\w/{},* ]+/[\w/{},* ]+) \|", section.partition("\n## ")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([\w/{},* ]+/[\w/{},* ]+) \|", section.partition("\n## ")[0], re.MULTILINE
+    )
     absent = [name for row in rows for key in row.split() for name in expanded(key)]
     assert len(absent) > 10
     verls = [name for key in VERLS_METRICS.split() for name in expanded(key)]
@@ -103,4 +117,6 @@ def test_verls_metrics_have_their_names_or_a_row_that_says_why_not() -> None:
     for name in verls:
         patterns = [pattern for pattern in absent if fnmatch(name, pattern)]
         assert bool(patterns) != (find(name) is not None), (name, patterns)
-    assert [pattern for pattern in absent if not any(fnmatch(name, pattern) for name in verls)] == []
+    assert [
+        pattern for pattern in absent if not any(fnmatch(name, pattern) for name in verls)
+    ] == []

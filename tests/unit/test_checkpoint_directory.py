@@ -1,4 +1,5 @@
-"""Directories of training checkpoints: commit, corruption, retention, quarantine, and the run lock."""
+"""Directories of training checkpoints: commit, corruption, retention, quarantine, and the run
+lock."""
 
 from __future__ import annotations
 
@@ -56,7 +57,15 @@ def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["truncated", "edited", "missing", "manifest truncated", "manifest edited", "manifest of other paths"]
+    "change",
+    [
+        "truncated",
+        "edited",
+        "missing",
+        "manifest truncated",
+        "manifest edited",
+        "manifest of other paths",
+    ],
 )
 def test_corruption_is_detected(tmp_path: Path, change: str) -> None:
     path = write_checkpoint(tmp_path, 1)
@@ -73,15 +82,25 @@ def test_corruption_is_detected(tmp_path: Path, change: str) -> None:
         manifest["files"]["b"]["bytes"] = 5
         (path / directory.MANIFEST).write_text(json.dumps(manifest))
     else:
-        body = {"format": directory.FORMAT, "step": 1, "run_id": "first", "files": {"../a": manifest["files"]["a"]}}
-        (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._checksum(body)}))
+        body = {
+            "format": directory.FORMAT,
+            "step": 1,
+            "run_id": "first",
+            "files": {"../a": manifest["files"]["a"]},
+        }
+        (path / directory.MANIFEST).write_text(
+            json.dumps({**body, "sha256": directory._checksum(body)})
+        )
     with pytest.raises(
-        directory.CorruptCheckpoint, match="b" if not change.startswith("manifest") else directory.MANIFEST
+        directory.CorruptCheckpoint,
+        match="b" if not change.startswith("manifest") else directory.MANIFEST,
     ):
         directory.verify(path)
 
 
-def test_transient_read_error_is_not_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transient_read_error_is_not_corruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_checkpoint(tmp_path, 1)
     failed = []
     digest_file = directory.digest_file
@@ -106,15 +125,24 @@ def test_another_format_is_rejected(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 1)
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 1}))
-    with pytest.raises(UserError, match=r"another version of the program \(format 1, not 3\)") as error:
+    with pytest.raises(
+        UserError, match=r"another version of the program \(format 1, not 3\)"
+    ) as error:
         directory.verify(path)
     assert not isinstance(error.value, directory.CorruptCheckpoint)
 
 
 @pytest.mark.parametrize(
-    ("file", "words"), [("metadata.json", "dist_checkpointing_path"), ("config.json", "model.path"), ("x", "manifest")]
+    ("file", "words"),
+    [
+        ("metadata.json", "dist_checkpointing_path"),
+        ("config.json", "model.path"),
+        ("x", "manifest"),
+    ],
 )
-def test_directory_without_training_checkpoint_is_rejected(tmp_path: Path, file: str, words: str) -> None:
+def test_directory_without_training_checkpoint_is_rejected(
+    tmp_path: Path, file: str, words: str
+) -> None:
     (tmp_path / file).write_text("{}")
     with pytest.raises(UserError, match=words):
         directory.verify(tmp_path)
@@ -153,7 +181,9 @@ class MaliciousPickle:
 
 
 @pytest.mark.parametrize("kind", ["malicious", "truncated", "text"])
-def test_reading_metadata_executes_no_code(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_metadata_executes_no_code(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     intact = pickle.dumps(Metadata(state_dict_metadata={"a": torch.Size([1])}))
     (tmp_path / "m").write_bytes(intact)
@@ -185,7 +215,9 @@ class OnDevice(torch.Tensor):
 
 def blocks_over(data: torch.Tensor) -> list[Block]:
     """Return the rows of a tensor [2, 6] as two blocks."""
-    return [Block("a", (2, 6), ((row, row + 1), (0, 6)), data[row : row + 1], True) for row in range(2)]
+    return [
+        Block("a", (2, 6), ((row, row + 1), (0, 6)), data[row : row + 1], True) for row in range(2)
+    ]
 
 
 def test_gpu_tensors_are_written_without_buffers(tmp_path: Path) -> None:
@@ -202,10 +234,14 @@ def test_gpu_tensors_are_written_without_buffers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_background", [True, False])
 def test_host_memory_is_written_where_it_is(tmp_path: Path, in_background: bool) -> None:
-    """Megatron-Core must clone no tensor: each is written from the buffers, or from the parameter itself."""
+    """Megatron-Core must clone no tensor: each is written from the buffers, or from the parameter
+    itself."""
     data = torch.arange(36.0).bfloat16().view(6, 6)
     values = [data[0:2], data[2:3], data[3:6].flatten()[1:4], torch.arange(5.0)]
-    blocks = [Block(f"t{i}", tuple(v.shape), tuple((0, n) for n in v.shape), v, True) for i, v in enumerate(values)]
+    blocks = [
+        Block(f"t{i}", tuple(v.shape), tuple((0, n) for n in v.shape), v, True)
+        for i, v in enumerate(values)
+    ]
     buffers = training_tensors.HostBuffers() if in_background else None
     writing = training_tensors.TensorWriter(blocks, tmp_path, buffers)
     ((*_, (_, written)),) = writing._writer.write_buckets
@@ -214,7 +250,9 @@ def test_host_memory_is_written_where_it_is(tmp_path: Path, in_background: bool)
     if buffers is None:
         assert addresses == [value.data_ptr() for value in values]
     else:
-        assert addresses == [view.data_ptr() for view in buffers._arena.views([value.nbytes for value in values])]
+        assert addresses == [
+            view.data_ptr() for view in buffers._arena.views([value.nbytes for value in values])
+        ]
     writing.finish()
     wanted = [value.clone() for value in values]
     data.zero_()
@@ -231,7 +269,9 @@ def test_a_column_is_written_although_it_is_not_contiguous(tmp_path: Path) -> No
     assert data.tolist() == [[0, 0, 0, 3, 4, 5], [0, 0, 0, 9, 10, 11]]
 
 
-def test_background_save_has_the_values_of_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_save_has_the_values_of_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_bucket = training_tensors.write_bucket
     has_changed = threading.Event()
 
@@ -242,7 +282,9 @@ def test_background_save_has_the_values_of_its_beginning(tmp_path: Path, monkeyp
     monkeypatch.setattr(training_tensors, "write_bucket", later)
     data = torch.arange(12.0).view(2, 6)
     wanted = data.clone()
-    writing = training_tensors.TensorWriter(blocks_over(data), tmp_path, training_tensors.HostBuffers())
+    writing = training_tensors.TensorWriter(
+        blocks_over(data), tmp_path, training_tensors.HostBuffers()
+    )
     data.fill_(torch.nan)  # an optimizer step while the files are written
     gc.collect()
     has_changed.set()
@@ -265,8 +307,11 @@ def test_every_file_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     assert synced.items() >= {name: file.num_bytes for name, file in files.items()}.items()
 
 
-def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poll with short collectives, so that a disk slower than the collective timeout does not abort the run."""
+def test_ranks_poll_while_another_rank_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Poll with short collectives, so that a disk slower than the collective timeout does not abort
+    the run."""
     polls = []
     write_bucket = training_tensors.write_bucket
     was_polled = threading.Event()
@@ -283,7 +328,9 @@ def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(training_tensors, "write_bucket", slowly)
     monkeypatch.setattr(training_tensors, "_ASK_SECONDS", 0.05)
-    writing = training_tensors.TensorWriter(blocks_over(torch.ones(2, 6)), tmp_path, training_tensors.HostBuffers())
+    writing = training_tensors.TensorWriter(
+        blocks_over(torch.ones(2, 6)), tmp_path, training_tensors.HostBuffers()
+    )
     monkeypatch.setattr(training_tensors, "all_ranks", counted)
     writing.wait()
     assert polls.count(False) >= 3 and polls[-1] is True and writing.is_done()
@@ -308,7 +355,9 @@ def test_lock_of_a_live_process_is_respected(tmp_path: Path) -> None:
     try:
         other = owner(pid=child.pid, started=lock._start_time(child.pid), job="77")
         write_lock_of(tmp_path, other, seconds_ago=1000)  # suspended for long, but alive
-        with pytest.raises(UserError, match=f"belongs to another run: process {child.pid} on {other.host}, job 77"):
+        with pytest.raises(
+            UserError, match=f"belongs to another run: process {child.pid} on {other.host}, job 77"
+        ):
             lock.Lock(tmp_path).take()
     finally:
         child.kill()
@@ -363,7 +412,9 @@ def test_lock_of_another_host_is_watched_before_takeover(
     assert capfd.readouterr().err.count("waiting to see whether it touches its lock") == 1
 
 
-def test_lock_age_is_measured_by_the_file_systems_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_age_is_measured_by_the_file_systems_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
@@ -372,7 +423,9 @@ def test_lock_age_is_measured_by_the_file_systems_clock(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
 
 
-def test_requeued_job_takes_the_lock_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeued_job_takes_the_lock_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_lock_of(tmp_path, owner(host="elsewhere", job="5", restarts=0))
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with pytest.raises(UserError, match="job 5"):  # another step of the same start of the job
@@ -385,7 +438,8 @@ def test_lock_in_an_unwritable_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     lock.check_free(tmp_path / "file" / "run")
     with pytest.raises(
-        UserError, match=r"trainer.default_local_dir: .*run\.lock cannot be written \(Not a directory\)"
+        UserError,
+        match=r"trainer.default_local_dir: .*run\.lock cannot be written \(Not a directory\)",
     ):
         lock.Lock(tmp_path / "file" / "run").take()
 
@@ -402,7 +456,9 @@ def test_lock_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.Monke
         mine._put(tmp_path / LOCK_FILE)
 
 
-def test_lock_survives_deletion_and_transient_read_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_survives_deletion_and_transient_read_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = lock.Lock(tmp_path)
     mine.take()
     (tmp_path / LOCK_FILE).unlink()

@@ -29,7 +29,9 @@ QUICKSTART = REPO / "configs" / "quickstart.yaml"
 
 def run_program(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-X", "importtime", "-m", "rlhf_mc", *arguments]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=500)
+    return subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=500
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -41,7 +43,8 @@ def test_printed_config_loads_to_the_same_settings(path: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "value", ["1e-6", "020", "off", "", " a: #b ", "a\nb", "null", "2030-01-02", "\x85", "{a}", "🙂"]
+    "value",
+    ["1e-6", "020", "off", "", " a: #b ", "a\nb", "null", "2030-01-02", "\x85", "{a}", "🙂"],
 )
 def test_printed_strings_stay_strings(value: str, tmp_path: Path) -> None:
     config = load_config(str(CONFIGS[0]))
@@ -58,7 +61,10 @@ def test_printed_config_repeats_no_inherited_setting(tmp_path: Path) -> None:
     assert printed.count("tensor_model_parallel_size: 8\n") == 2, "the actor's and the engine's"
     sections = parse_yaml(printed, "printed")
     assert all(sections[role]["megatron"] == {} for role in ("critic", "ref", "reward_model"))
-    own = [f"critic.megatron.{setting}" for setting in ("tensor_model_parallel_size=4", "dtype=float32")]
+    own = [
+        f"critic.megatron.{setting}"
+        for setting in ("tensor_model_parallel_size=4", "dtype=float32")
+    ]
     own += ["ref.megatron.pipeline_model_parallel_size=1", "reward_models.judge.model_path=m"]
     config = load_config(str(REPO / "configs" / "ppo_70b.yaml"), own)
     sections = parse_yaml(commented_yaml(config), "printed")
@@ -78,7 +84,9 @@ def test_printed_config_has_the_values_of_each_choice() -> None:
     for name in {key.rpartition(".")[2] for key in keys}:
         for comment in re.findall(rf"((?:^ *# .*\n)+) *{name}: ", printed, re.MULTILINE):
             words = set(re.split(r"[^\w+-]+", comment))
-            known = [choices(hint) for key, hint in leaf_hints().items() if key.endswith(f".{name}")]
+            known = [
+                choices(hint) for key, hint in leaf_hints().items() if key.endswith(f".{name}")
+            ]
             assert any(words >= set(values) for values in known), name
 
 
@@ -86,7 +94,10 @@ def test_printed_config_has_the_values_of_each_choice() -> None:
     ("overrides", "message"),
     [
         (["trainer.save_freq=0"], "trainer.save_freq is 0; it must be -1 or at least 1"),
-        (["algorithm.adv_estimator=grpo", "rollout.n=1"], "compares the responses of a prompt; rollout.n is 1"),
+        (
+            ["algorithm.adv_estimator=grpo", "rollout.n=1"],
+            "compares the responses of a prompt; rollout.n is 1",
+        ),
         (["critic.enable=false"], "unknown key 'critic.enable'; "),
     ],
 )
@@ -96,8 +107,13 @@ def test_config_that_no_run_can_have_is_not_printed(overrides: list[str], messag
 
 
 def test_config_of_many_ranks_is_printed_on_one() -> None:
-    overrides = ["actor.megatron.tensor_model_parallel_size=6", "rollout.tensor_model_parallel_size=4"]
-    assert command_line.parse([str(QUICKSTART), *overrides, "profile.ranks=[99]", "--print-config"]).text()
+    overrides = [
+        "actor.megatron.tensor_model_parallel_size=6",
+        "rollout.tensor_model_parallel_size=4",
+    ]
+    assert command_line.parse(
+        [str(QUICKSTART), *overrides, "profile.ranks=[99]", "--print-config"]
+    ).text()
 
 
 @pytest.mark.parametrize("section", [TrainerConfig, MegatronConfig])
@@ -126,7 +142,11 @@ def test_only_rank_0_prints() -> None:
 def test_help_lists_every_option_and_exit_code() -> None:
     text = command_line.parse(["configs/x.yaml", "-h"]).text()
     of_tools = "EXIT_UNREAD"
-    codes = [code for name, code in vars(exit_codes).items() if name.startswith("EXIT_") and name != of_tools]
+    codes = [
+        code
+        for name, code in vars(exit_codes).items()
+        if name.startswith("EXIT_") and name != of_tools
+    ]
     assert all(option in text for option in command_line.OPTIONS)
     assert len(codes) == 4 and all(f"\n  {code:<3}  " in text for code in (0, *codes))
 
@@ -134,7 +154,10 @@ def test_help_lists_every_option_and_exit_code() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["config.yaml", "--print-confg"], r"unknown option --print-confg \(did you mean --print-config\?\)"),
+        (
+            ["config.yaml", "--print-confg"],
+            r"unknown option --print-confg \(did you mean --print-config\?\)",
+        ),
         (
             ["config.yaml", "--trainer.seed=1"],
             r"unknown option --trainer.seed=1 \(.*no dashes before it: trainer.seed=1",
@@ -145,7 +168,10 @@ def test_help_lists_every_option_and_exit_code() -> None:
         (["--print-config"], "usage: torchrun"),
         (["nowhere.yaml", "--print-config"], "nowhere.yaml: no such file"),
         (["--verl"], "--verl: expected a script or YAML file of verl's, or key=value settings"),
-        (["run.sh"], "run.sh is a script, not a config or section.key=value; --verl reads one of verl's"),
+        (
+            ["run.sh"],
+            "run.sh is a script, not a config or section.key=value; --verl reads one of verl's",
+        ),
         (["config.yaml", "run.sh"], "run.sh is a script"),
         (["--verl", "nowhere.sh"], "nowhere.sh: No such file"),
     ],

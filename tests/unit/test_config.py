@@ -1,4 +1,5 @@
-"""From YAML and overrides to a Config: values, bases, inherited layouts; the schema and the shipped files."""
+"""From YAML and overrides to a Config: values, bases, inherited layouts; the schema and the shipped
+files."""
 
 from __future__ import annotations
 
@@ -53,11 +54,14 @@ def test_critic_lr_keeps_its_own_default(config_file: Path) -> None:
         ("data.val_files=a=b.parquet", "data", "val_files", ["a=b.parquet"]),
         ("trainer.logger=console", "trainer", "logger", ["console"]),
         ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl", "type", "adaptive"),
-        ("data.apply_chat_template_kwargs.enable_thinking=false", "data", "apply_chat_template_kwargs",
+        ("data.apply_chat_template_kwargs.enable_thinking=false", "data",
+         "apply_chat_template_kwargs",
          {"enable_thinking": False}),
     ],
 )  # fmt: skip
-def test_override_sets_the_value(config_file: Path, override: str, section: str, name: str, value: Any) -> None:
+def test_override_sets_the_value(
+    config_file: Path, override: str, section: str, name: str, value: Any
+) -> None:
     found: Any = load(config_file, override)
     for part in [*section.split("."), name]:
         found = getattr(found, part)
@@ -80,7 +84,12 @@ def test_override_sets_the_value(config_file: Path, override: str, section: str,
         ("actor.optim.lr=.5", "actor.optim", "lr", 0.5),
         ("critic.model_path=~", "critic", "model_path", None),
         ("critic.model_path=", "critic", "model_path", None),
-        ("data.apply_chat_template_kwargs={think: no}", "data", "apply_chat_template_kwargs", {"think": False}),
+        (
+            "data.apply_chat_template_kwargs={think: no}",
+            "data",
+            "apply_chat_template_kwargs",
+            {"think": False},
+        ),
     ],
 )
 def test_yaml_values_get_the_type_of_the_setting(
@@ -100,8 +109,12 @@ def test_section_header_alone_is_an_empty_section(config_file: Path) -> None:
 
 def test_base_is_relative_to_its_file_and_merged_deeply(tmp_path: Path) -> None:
     (tmp_path / "common").mkdir()
-    (tmp_path / "common/base.yaml").write_text(MINIMAL + "  seed: 7\nactor: {ppo_epochs: 2, optim: {lr: 3e-6}}\n")
-    (tmp_path / "common/other.yaml").write_text("actor: {ppo_epochs: 3}\ndata: {apply_chat_template_kwargs: {a: 1}}\n")
+    (tmp_path / "common/base.yaml").write_text(
+        MINIMAL + "  seed: 7\nactor: {ppo_epochs: 2, optim: {lr: 3e-6}}\n"
+    )
+    (tmp_path / "common/other.yaml").write_text(
+        "actor: {ppo_epochs: 3}\ndata: {apply_chat_template_kwargs: {a: 1}}\n"
+    )
     (tmp_path / "run.yaml").write_text(
         "base: [common/base.yaml, common/other.yaml]\n"
         "actor: {optim: {min_lr: 1e-7}}\ndata: {apply_chat_template_kwargs: {b: 2}}\n"
@@ -123,7 +136,12 @@ def test_two_files_can_share_a_base(tmp_path: Path) -> None:
 
 
 def test_to_dict_can_be_loaded_again(config_file: Path, tmp_path: Path) -> None:
-    cfg = load(config_file, "actor.optim.betas=[0.8,0.9]", "data.apply_chat_template_kwargs.a=[1,2]", "rollout.n=3")
+    cfg = load(
+        config_file,
+        "actor.optim.betas=[0.8,0.9]",
+        "data.apply_chat_template_kwargs.a=[1,2]",
+        "rollout.n=3",
+    )
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(to_dict(cfg)))
     assert load(again) == cfg
@@ -146,13 +164,20 @@ def test_role_inherits_the_layout_of_the_actor(config_file: Path, role: str) -> 
     assert getattr(cfg, role).megatron is not cfg.actor.megatron
 
 
-def test_frozen_role_does_not_inherit_settings_of_training(config_file: Path, tmp_path: Path) -> None:
-    training = [f"actor.megatron.{key}" for key in ("grad_offload=true", "recompute_granularity=full")]
+def test_frozen_role_does_not_inherit_settings_of_training(
+    config_file: Path, tmp_path: Path
+) -> None:
+    training = [
+        f"actor.megatron.{key}" for key in ("grad_offload=true", "recompute_granularity=full")
+    ]
     cfg = load(config_file, *training, "actor.megatron.use_distributed_optimizer=false")
     assert cfg.critic.megatron == cfg.actor.megatron
     for role in ("ref", "reward_model"):
         assert not set(TRAINING_ONLY) & set(vars(getattr(cfg, role).megatron))
-        assert all(getattr(layouts(cfg)[role], key) == getattr(MegatronConfig(), key) for key in TRAINING_ONLY)
+        assert all(
+            getattr(layouts(cfg)[role], key) == getattr(MegatronConfig(), key)
+            for key in TRAINING_ONLY
+        )
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(to_dict(cfg)))
     assert load(again) == cfg
@@ -160,9 +185,12 @@ def test_frozen_role_does_not_inherit_settings_of_training(config_file: Path, tm
 
 @pytest.mark.parametrize("role", ["critic", "ref"])
 def test_role_does_not_inherit_settings_of_another_split(config_file: Path, role: str) -> None:
-    """TP 2: the actor's other settings. PP 1: no layers of a first stage. TP 1: no sequence parallelism."""
+    """TP 2: the actor's other settings. PP 1: no layers of a first stage. TP 1: no sequence
+    parallelism."""
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.tensor_model_parallel_size=2")
-    assert layouts(cfg)[role] == dataclasses.replace(cfg.actor.megatron, tensor_model_parallel_size=2)
+    assert layouts(cfg)[role] == dataclasses.replace(
+        cfg.actor.megatron, tensor_model_parallel_size=2
+    )
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.pipeline_model_parallel_size=1")
     assert layouts(cfg)[role] == dataclasses.replace(
         cfg.actor.megatron, pipeline_model_parallel_size=1, num_layers_in_first_pipeline_stage=None
@@ -177,9 +205,14 @@ def test_role_does_not_inherit_settings_of_another_split(config_file: Path, role
 
 
 def test_layout_of_a_role_can_be_loaded_again(config_file: Path, tmp_path: Path) -> None:
-    config_file.write_text(MINIMAL + "critic: {megatron: {tensor_model_parallel_size: 1, dtype: bfloat16}}\n")
+    config_file.write_text(
+        MINIMAL + "critic: {megatron: {tensor_model_parallel_size: 1, dtype: bfloat16}}\n"
+    )
     cfg = load(config_file, *ACTOR_SPLIT)
-    assert (cfg.critic.megatron.tensor_model_parallel_size, cfg.critic.megatron.dtype) == (1, "bfloat16")
+    assert (cfg.critic.megatron.tensor_model_parallel_size, cfg.critic.megatron.dtype) == (
+        1,
+        "bfloat16",
+    )
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(to_dict(cfg)))
     assert load(again) == cfg
@@ -190,7 +223,9 @@ MODULES = (schema, model_schema, algorithm_schema, reward_schema, trainer_schema
 
 def section_classes() -> list[type]:
     """Return the dataclasses of the settings, and those of settings' values."""
-    found = [cls for module in MODULES for _, cls in inspect.getmembers(module, dataclasses.is_dataclass)]
+    found = [
+        cls for module in MODULES for _, cls in inspect.getmembers(module, dataclasses.is_dataclass)
+    ]
     return list({cls for cls in found if cls.__module__ in {module.__name__ for module in MODULES}})
 
 
@@ -244,14 +279,22 @@ def test_every_setting_is_documented() -> None:
                     and isinstance(after.value, ast.Constant)
                     and isinstance(after.value.value, str)
                 )
-                assert documented, f"{node.name}.{ast.unparse(statement.target)} has no docstring under it"
+                assert documented, (
+                    f"{node.name}.{ast.unparse(statement.target)} has no docstring under it"
+                )
 
 
-@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("**/*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((REPO / "configs").glob("**/*.yaml")), ids=lambda path: path.name
+)
 def test_every_shipped_config_loads(path: Path) -> None:
     """Validate it with the smallest world of its layout."""
     cfg = load_config(str(path), [])
     layout = cfg.actor.megatron
-    world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+    world = (
+        layout.tensor_model_parallel_size
+        * layout.pipeline_model_parallel_size
+        * layout.context_parallel_size
+    )
     world *= layout.expert_model_parallel_size
     check_config(cfg, math.lcm(world, cfg.rollout.tensor_model_parallel_size))

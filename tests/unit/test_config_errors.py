@@ -28,13 +28,20 @@ from config_files import MINIMAL, error_of, load
          "a list, each entry one of console, jsonl, tensorboard, wandb, mlflow, swanlab"),
         ("data.val_files=[1]", "the list [1]", "a list, each entry a string"),
         ("actor.optim.betas=[0.9]", "the list [0.9]", "a list of 2, each entry a finite number"),
-        ("data.apply_chat_template_kwargs=x", "the string 'x'", "a mapping with string keys and JSON values"),
-        ("data.apply_chat_template_kwargs={1: 2}", "the mapping {1: 2}", "a mapping with string keys and JSON values"),
+        ("data.apply_chat_template_kwargs=x", "the string 'x'", ("a mapping with string keys and "
+                                                                "JSON values")),
+        ("data.apply_chat_template_kwargs={1: 2}", "the mapping {1: 2}", ("a mapping with string "
+                                                                         "keys and JSON values")),
     ],
 )  # fmt: skip
-def test_wrong_type_names_value_and_expected_type(config_file: Path, override: str, found: str, expected: str) -> None:
+def test_wrong_type_names_value_and_expected_type(
+    config_file: Path, override: str, found: str, expected: str
+) -> None:
     key = override.split("=")[0]
-    assert error_of(config_file, override) == f"override {override!r}: {key}: found {found}, expected {expected}"
+    assert (
+        error_of(config_file, override)
+        == f"override {override!r}: {key}: found {found}, expected {expected}"
+    )
 
 
 def test_wrong_type_in_a_base_names_that_file(tmp_path: Path) -> None:
@@ -55,7 +62,9 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     assert error_of(path) == f"config file {path}: no such file"
     path.write_text("base: nowhere.yaml\n")
-    assert error_of(path) == f"config file {tmp_path / 'nowhere.yaml'}: no such file (base of {path})"
+    assert (
+        error_of(path) == f"config file {tmp_path / 'nowhere.yaml'}: no such file (base of {path})"
+    )
     path.write_text("base: {a: 1}\n")
     assert "base: expected a file name or a list of them" in error_of(path)
     path.write_text("- 1\n")
@@ -68,7 +77,11 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     ("text", "line", "reason"),
     [
         ("actor:\n  optim: [1, 2\n", "line 3", "expected ',' or ']'"),
-        ("actor:\n  ppo_epochs: 1\n  shuffle: true\n  ppo_epochs: 2\n", "line 4", "key 'ppo_epochs' given twice"),
+        (
+            "actor:\n  ppo_epochs: 1\n  shuffle: true\n  ppo_epochs: 2\n",
+            "line 4",
+            "key 'ppo_epochs' given twice",
+        ),
         ("actor:\n\tppo_epochs: 1\n", "line 2", "cannot start any token"),
         ("actor: !!python/object:os.system {}\n", "line 1", "could not determine a constructor"),
     ],
@@ -85,7 +98,9 @@ def test_binary_file_is_refused(config_file: Path) -> None:
     assert error_of(config_file).startswith(f"{config_file}: not valid YAML: ")
 
 
-ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +125,13 @@ def test_hostile_yaml_is_refused_at_once(config_file: Path, text: str, words: st
 
 
 def test_anchors_are_accepted(config_file: Path) -> None:
-    config_file.write_text(MINIMAL + "actor: {optim: &o {lr: 1e-4}}\ncritic: {optim: {<<: *o, clip_grad: 2}}\n")
-    assert (load(config_file).critic.optim.lr, load(config_file).critic.optim.clip_grad) == (1e-4, 2.0)
+    config_file.write_text(
+        MINIMAL + "actor: {optim: &o {lr: 1e-4}}\ncritic: {optim: {<<: *o, clip_grad: 2}}\n"
+    )
+    assert (load(config_file).critic.optim.lr, load(config_file).critic.optim.clip_grad) == (
+        1e-4,
+        2.0,
+    )
 
 
 def test_shared_bases_are_read_once(tmp_path: Path) -> None:
@@ -127,17 +147,29 @@ def test_shared_bases_are_read_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("rollout.n=020", "found the string '020', expected an integer; a number does not begin with 0"),
+        (
+            "rollout.n=020",
+            "found the string '020', expected an integer; a number does not begin with 0",
+        ),
         ("rollout.n=1:30", "found the string '1:30', expected an integer"),
         ("trainer.seed=" + "9" * 400, "trainer.seed: found the string '999"),
         ("actor.optim.lr=" + "9" * 400, "actor.optim.lr: found the string '999"),
-        ("actor.optim.lr=" + "9" * 400 + ".0", "actor.optim.lr: found inf, expected a finite number"),
+        (
+            "actor.optim.lr=" + "9" * 400 + ".0",
+            "actor.optim.lr: found inf, expected a finite number",
+        ),
         ("actor.optim.lr=" + "9" * 5000, "actor.optim.lr: found the string '999"),
         ("data.prompt_key=on", "in quotes"),
         ("data.val_files=[no]", "in quotes"),
-        ("rollout.n=${data.max_prompt_length}", "references ($NAME, ${...}) are not replaced: write the value"),
+        (
+            "rollout.n=${data.max_prompt_length}",
+            "references ($NAME, ${...}) are not replaced: write the value",
+        ),
         ("data.apply_chat_template_kwargs={a: !!set {b}}", "expected a mapping"),
-        ("data.apply_chat_template_kwargs.a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q=1", "no setting has more than 16"),
+        (
+            "data.apply_chat_template_kwargs.a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q=1",
+            "no setting has more than 16",
+        ),
     ],
 )
 def test_unexpected_yaml_values_are_refused(config_file: Path, override: str, words: str) -> None:
@@ -162,4 +194,6 @@ def test_value_in_place_of_a_section_is_refused(config_file: Path, override: str
 
 
 def test_section_in_place_of_a_value_is_refused(config_file: Path) -> None:
-    assert "rollout.n: found the mapping {'x': 1}, expected an integer" in error_of(config_file, "rollout.n.x=1")
+    assert "rollout.n: found the mapping {'x': 1}, expected an integer" in error_of(
+        config_file, "rollout.n.x=1"
+    )

@@ -1,4 +1,5 @@
-"""consensus.py in one process: errors of any rank, ranks per node. Agreement of several ranks: tests/dist."""
+"""consensus.py in one process: errors of any rank, ranks per node. Agreement of several ranks:
+tests/dist."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> 
         consensus.gather_results(fail)
     assert consensus.all_ranks(True) and not consensus.all_ranks(False)
     monkeypatch.setattr(consensus, "all_ranks", lambda flag, group=None: False)
-    monkeypatch.setattr(consensus, "gather_objects", lambda value, group=None: [value, UserError("of rank 1")])
+    monkeypatch.setattr(
+        consensus, "gather_objects", lambda value, group=None: [value, UserError("of rank 1")]
+    )
     with pytest.raises(UserError, match="of rank 1"):
         consensus.on_every_rank(lambda: 7)
 

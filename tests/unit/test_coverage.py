@@ -1,4 +1,5 @@
-"""Coverage of checkpoints by the layouts of all ranks, and what is said of layouts that are wrong."""
+"""Coverage of checkpoints by the layouts of all ranks, and what is said of layouts that are
+wrong."""
 
 from __future__ import annotations
 
@@ -46,8 +47,12 @@ def test_layouts_cover_the_checkpoint(family: str, mesh: Mesh, value_head: bool)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_layouts_of_vllm_cover_the_checkpoint(tp: int) -> None:
     shape = shape_of("qwen3_moe")  # 2 KV heads: with TP 4 two ranks hold each
-    found = rollout_coverage(shape, tp, rollout_layouts(shape, [range(tp), range(tp, 2 * tp)], vllm_layout))
-    assert found.num_tensors == len(logical_shapes(shape)) and found.num_held >= 2 * found.num_elements
+    found = rollout_coverage(
+        shape, tp, rollout_layouts(shape, [range(tp), range(tp, 2 * tp)], vllm_layout)
+    )
+    assert (
+        found.num_tensors == len(logical_shapes(shape)) and found.num_held >= 2 * found.num_elements
+    )
 
 
 def without(layout: Layout, name: str) -> Layout:
@@ -59,7 +64,10 @@ def without(layout: Layout, name: str) -> Layout:
 def changed(layout: Layout, name: str, **fields: Any) -> Layout:
     """Return the layout with other fields in the first shard of a tensor."""
     first = next(shard for shard in layout.stacked if shard.local == name)
-    return Layout(layout.stacked_shapes, tuple(replace(s, **fields) if s is first else s for s in layout.stacked))
+    return Layout(
+        layout.stacked_shapes,
+        tuple(replace(s, **fields) if s is first else s for s in layout.stacked),
+    )
 
 
 def added(layout: Layout, shard: Shard) -> Layout:
@@ -75,10 +83,22 @@ SIZE = "[6, 12]"
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda layout: without(layout, PROJ), f"{OUT} {SIZE}: [0:6, 0:6] is held 1 times instead of 2"),
-        (lambda layout: without(layout, ROUTER), "model.layers.0.mlp.gate.weight [4, 6]: [0:4, 0:6] is held 3 times"),
-        (lambda layout: changed(layout, PROJ, box=((0, 6), (5, 11))), f"{OUT} {SIZE}: [0:6, 5:11] is held 1 times"),
-        (lambda layout: changed(layout, PROJ, offset=(0, 1)), f"rank 0: a block of {PROJ} is outside of [6, 6]"),
+        (
+            lambda layout: without(layout, PROJ),
+            f"{OUT} {SIZE}: [0:6, 0:6] is held 1 times instead of 2",
+        ),
+        (
+            lambda layout: without(layout, ROUTER),
+            "model.layers.0.mlp.gate.weight [4, 6]: [0:4, 0:6] is held 3 times",
+        ),
+        (
+            lambda layout: changed(layout, PROJ, box=((0, 6), (5, 11))),
+            f"{OUT} {SIZE}: [0:6, 5:11] is held 1 times",
+        ),
+        (
+            lambda layout: changed(layout, PROJ, offset=(0, 1)),
+            f"rank 0: a block of {PROJ} is outside of [6, 6]",
+        ),
         (
             lambda layout: changed(layout, PROJ, box=((0, 6), (0, 5))),
             f"rank 0: 6 of 36 elements of {PROJ} have no source",
@@ -116,7 +136,10 @@ def test_wrong_layout_of_one_rank(break_it: Callable[[Layout], Layout], message:
 def test_wrong_layout_of_all_ranks(boxes: list[Any], message: str | None) -> None:
     shape = shape_of("qwen3_moe")
     mesh = Mesh(2, 2, 1)
-    layouts = [changed(layout, PROJ, box=box) for layout, box in zip(training_layouts(shape, mesh), boxes, strict=True)]
+    layouts = [
+        changed(layout, PROJ, box=box)
+        for layout, box in zip(training_layouts(shape, mesh), boxes, strict=True)
+    ]
     if message is None:
         training_coverage(shape, mesh, layouts)
         return
@@ -128,5 +151,7 @@ def test_wrong_layout_of_all_ranks(boxes: list[Any], message: str | None) -> Non
 def test_tensor_that_no_rank_holds() -> None:
     shape = shape_of("qwen3_moe")
     layouts = [without(layout, PROJ) for layout in training_layouts(shape, Mesh(1, 1, 1))]
-    with pytest.raises(UserError, match=r"o_proj.weight \[6, 12\]: 72 of 72 elements are on no rank"):
+    with pytest.raises(
+        UserError, match=r"o_proj.weight \[6, 12\]: 72 of 72 elements are on no rank"
+    ):
         training_coverage(shape, Mesh(1, 1, 1), layouts)

@@ -22,7 +22,9 @@ from rlhf_mc.patching import Patch
 
 (NORM,) = megatron_patches.LOCAL_NORM
 ROTARY = next(patch for patch in megatron_patches.ON_CPU if patch.owner is attention)
-CONFIG = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
+CONFIG = SimpleNamespace(
+    apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False
+)
 
 
 class Operations(TorchDispatchMode):
@@ -45,16 +47,21 @@ def angles() -> torch.Tensor:
 
 @pytest.fixture
 def heads() -> Iterator[torch.Tensor]:
-    """Return q [7, 1, 3, 16] as Megatron-Core splits it off: with the strides of q, k and v together."""
+    """Return q [7, 1, 3, 16] as Megatron-Core splits it off: with the strides of q, k and v
+    together."""
     whole = torch.randn(7, 1, 3, 24, generator=torch.Generator().manual_seed(0))
     yield whole[..., :16].requires_grad_()
 
 
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("mscale", [1.0, 1.25])
-def test_rotation_is_megatrons(angles: torch.Tensor, heads: torch.Tensor, mscale: float, latent: bool) -> None:
+def test_rotation_is_megatrons(
+    angles: torch.Tensor, heads: torch.Tensor, mscale: float, latent: bool
+) -> None:
     config = SimpleNamespace(**{**vars(CONFIG), "multi_latent_attention": latent})
-    wanted = ROTARY.original(heads, torch.cat((angles, angles), -1)[:, None, None], config, None, mscale, cp_group=0)
+    wanted = ROTARY.original(
+        heads, torch.cat((angles, angles), -1)[:, None, None], config, None, mscale, cp_group=0
+    )
     found = rotate(heads, rotary_table(angles), config, None, mscale, cp_group=0)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     upstream = torch.randn(wanted.shape)
@@ -74,10 +81,14 @@ def test_norm_of_a_gradient_is_megatrons_in_fewer_calls(monkeypatch: pytest.Monk
         found, _ = NORM.replacement(65536, None, [tensors], False)
     assert found.shape == wanted.shape == (1,) and found.dtype == wanted.dtype
     assert torch.equal(found, wanted)
-    assert num_calls == len(calls) == 5, "if Megatron-Core no longer calls it for each tensor, drop the patch"
+    assert num_calls == len(calls) == 5, (
+        "if Megatron-Core no longer calls it for each tensor, drop the patch"
+    )
 
 
-@pytest.mark.parametrize(("kernel", "patched"), [(NORM.original, True), (lambda *arguments: None, False)])
+@pytest.mark.parametrize(
+    ("kernel", "patched"), [(NORM.original, True), (lambda *arguments: None, False)]
+)
 def test_a_gpu_takes_one_norm_of_all_where_there_is_no_kernel(
     kernel: Any, patched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,12 +96,18 @@ def test_a_gpu_takes_one_norm_of_all_where_there_is_no_kernel(
     monkeypatch.setattr(megatron_patches, "apply", applied.extend)
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
     monkeypatch.setattr(clip_grads, "l2_norm_impl", kernel)
-    monkeypatch.setattr(megatron_patches, "LOCAL_NORM", (Patch(clip_grads, NORM.name, NORM.replacement, NORM.reason),))
+    monkeypatch.setattr(
+        megatron_patches,
+        "LOCAL_NORM",
+        (Patch(clip_grads, NORM.name, NORM.replacement, NORM.reason),),
+    )
     megatron_patches._patch.__wrapped__()
     assert [patch.name for patch in applied].count("l2_norm_impl") == patched
 
 
-def test_megatron_computes_cosines_for_each_tensor(angles: torch.Tensor, heads: torch.Tensor) -> None:
+def test_megatron_computes_cosines_for_each_tensor(
+    angles: torch.Tensor, heads: torch.Tensor
+) -> None:
     """If it no longer does, the patch can be dropped."""
     twice = torch.cat((angles, angles), -1)[:, None, None]
     with Operations() as original:
@@ -122,7 +139,9 @@ def test_norm_is_torchs(shape: tuple[int, ...]) -> None:
     found = rms_norm(x, weight, 0.01)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     upstream = torch.randn(wanted.shape)
-    for own, torchs in zip(*(torch.autograd.grad(out, (x, weight), upstream) for out in (found, wanted)), strict=True):
+    for own, torchs in zip(
+        *(torch.autograd.grad(out, (x, weight), upstream) for out in (found, wanted)), strict=True
+    ):
         torch.testing.assert_close(own, torchs, rtol=1e-5, atol=1e-5)
 
 
@@ -139,10 +158,19 @@ def test_torch_computes_the_norms_gradient_operation_by_operation() -> None:
     x = torch.randn(5, 1, 12, requires_grad=True)
     weight = torch.ones(12, requires_grad=True)
     passes = []
-    for out in (torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6), rms_norm(x, weight, 1e-6)):
+    for out in (
+        torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6),
+        rms_norm(x, weight, 1e-6),
+    ):
         with Operations() as counted:
             torch.autograd.grad(out, (x, weight), torch.ones_like(out))
-        passes.append(sum(count for name, count in counted.counts.items() if not name.endswith(("view", "reshape"))))
+        passes.append(
+            sum(
+                count
+                for name, count in counted.counts.items()
+                if not name.endswith(("view", "reshape"))
+            )
+        )
     assert passes[0] > passes[1] + 4, passes
 
 

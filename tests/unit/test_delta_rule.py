@@ -1,4 +1,5 @@
-"""The chunked gated delta rule (models/gated_delta_net.py) against its recurrence, token by token in float64."""
+"""The chunked gated delta rule (models/gated_delta_net.py) against its recurrence, token by token
+in float64."""
 
 from __future__ import annotations
 

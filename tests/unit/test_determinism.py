@@ -1,5 +1,5 @@
-"""trainer.deterministic: the process-wide settings on a CPU, and the environment on a GPU. Whole runs:
-tests/system/test_deterministic.py."""
+"""trainer.deterministic: the process-wide settings on a CPU, and the environment on a GPU. Whole
+runs: tests/system/test_deterministic.py."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def test_environment_that_demands_the_opposite(
     with pytest.raises(UserError) as caught:
         use_deterministic_algorithms()
     assert str(caught.value) == (
-        f"trainer.deterministic: the environment variable {name} is {value!r}; unset it, or set it to {right}"
+        f"trainer.deterministic: the environment variable {name} is {value!r}; unset it, or set it "
+        f"to {right}"
     )
     assert not torch.are_deterministic_algorithms_enabled()

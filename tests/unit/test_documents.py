@@ -1,5 +1,5 @@
-"""The pages: their links lead somewhere, the files, settings and metrics that they name exist, and the messages that
-docs/debugging.md quotes are those of the source."""
+"""The pages: their links lead somewhere, the files, settings and metrics that they name exist, and
+the messages that docs/debugging.md quotes are those of the source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
+        assert not anchor or anchor in {
+            re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
+        }, target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -52,7 +54,11 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
     for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
         for text in expanded(quoted):
             found = re.match(r"([a-z_]+(?:\.[a-z_*]+)+)(?=$|[=: ])", text)
-            if found is None or found[1].partition(".")[0] not in SECTIONS or found[1] in NO_SETTINGS:
+            if (
+                found is None
+                or found[1].partition(".")[0] not in SECTIONS
+                or found[1] in NO_SETTINGS
+            ):
                 continue
             pattern = re.escape(found[1]).replace(r"\*", ".+")
             assert any(re.match(rf"{pattern}(\.|$)", key) for key in known), quoted
@@ -60,7 +66,8 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p != READINGS], ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """Compare paths in backticks, from the repository's root or within rlhf_mc; <name> and * are any text."""
+    """Compare paths in backticks, from the repository's root or within rlhf_mc; <name> and * are
+    any text."""
     for path in re.findall(r"`([\w./*<>-]+/[\w.*<>-]+\.(?:py|md|yaml|sh|toml))`", page.read_text()):
         pattern = re.sub(r"<\w+>", "*", path)
         assert any([*ROOT.glob(pattern), *(ROOT / "rlhf_mc").glob(pattern)]), path
@@ -100,13 +107,22 @@ def test_the_page_of_settings_is_made_of_their_dataclasses() -> None:
     assert text == settings_page.page(), "run python tests/checks/settings_page.py"
     rows = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
     sections = set(re.findall(r"^##+ ([\w.]+)$", text, re.MULTILINE))
-    repeated = {"critic.optim", "critic.megatron", "ref.megatron", "reward_model.megatron", "reward_models.NAME"}
+    repeated = {
+        "critic.optim",
+        "critic.megatron",
+        "ref.megatron",
+        "reward_model.megatron",
+        "reward_models.NAME",
+    }
     assert {key.rpartition(".")[0] for key in rows} | {"reward_models.NAME"} | repeated == sections
-    assert rows == {key for key in dotted_keys() if not key.startswith(tuple(f"{name}." for name in repeated))}
+    assert rows == {
+        key for key in dotted_keys() if not key.startswith(tuple(f"{name}." for name in repeated))
+    }
 
 
 def literals() -> set[str]:
-    """Return the constant texts of the program and its launchers, split where values are inserted."""
+    """Return the constant texts of the program and its launchers, split where values are
+    inserted."""
     found = set()
     for path in [*(ROOT / "rlhf_mc").rglob("*.py"), *(ROOT / "launch").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -116,17 +132,21 @@ def literals() -> set[str]:
 
 
 def written_in(known: set[str]) -> Callable[[str], bool]:
-    """Return a function: whether a text is part of one of the known ones, or the end of one, whole ones, and the start
-    of one."""
+    """Return a function: whether a text is part of one of the known ones, or the end of one, whole
+    ones, and the start of one."""
     beginnings = {part[:at] for part in known for at in range(len(part) + 1)}
     ends = {part[at:] for part in known for at in range(len(part))}
     all_text = "\n".join(known)
 
     def follows(rest: str) -> bool:
-        return rest in beginnings or any(rest[:at] in known and follows(rest[at:]) for at in range(1, len(rest)))
+        return rest in beginnings or any(
+            rest[:at] in known and follows(rest[at:]) for at in range(1, len(rest))
+        )
 
     def is_written(text: str) -> bool:
-        return text in all_text or any(text[:at] in ends and follows(text[at:]) for at in range(1, len(text)))
+        return text in all_text or any(
+            text[:at] in ends and follows(text[at:]) for at in range(1, len(text))
+        )
 
     return is_written
 
@@ -134,7 +154,10 @@ def written_in(known: set[str]) -> Callable[[str], bool]:
 def test_messages_that_a_page_quotes_are_in_the_source() -> None:
     """Compare the ```text blocks, one message each; … and numbers stand for inserted values."""
     page = (ROOT / "docs" / "debugging.md").read_text()
-    messages = [" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)]
+    messages = [
+        " ".join(text.split())
+        for text in re.findall(r"^```text\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+    ]
     assert len(messages) == page.count("```text") > 10
     is_written = written_in({part for part in literals() if len(part) > 1})
     for message in messages:
@@ -144,9 +167,18 @@ def test_messages_that_a_page_quotes_are_in_the_source() -> None:
 
 def commands_of(page: Path) -> list[list[str]]:
     """Return the words of each command in the ```console blocks, without assignments before it."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", joined(page.read_text()), re.MULTILINE | re.DOTALL)
-    lines = [shlex.split(line[2:]) for block in blocks for line in block.splitlines() if line.startswith("$ ")]
-    return [list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line)) for line in lines]
+    blocks = re.findall(
+        r"^```console\n(.*?)^```$", joined(page.read_text()), re.MULTILINE | re.DOTALL
+    )
+    lines = [
+        shlex.split(line[2:])
+        for block in blocks
+        for line in block.splitlines()
+        if line.startswith("$ ")
+    ]
+    return [
+        list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line)) for line in lines
+    ]
 
 
 @pytest.mark.parametrize(("page", "least"), [("cluster", 20), ("gsm8k", 8)])
@@ -157,7 +189,10 @@ def test_commands_of_a_page_can_be_given(page: str, least: int) -> None:
     options_of_tools = (ROOT / "rlhf_mc" / "checkpoint" / "convert.py").read_text()
     for command in commands:
         for word in command:
-            if re.match(r"(launch|slurm|tools|configs)/", word) and command[command.index(word) - 1] != "--write":
+            if (
+                re.match(r"(launch|slurm|tools|configs)/", word)
+                and command[command.index(word) - 1] != "--write"
+            ):
                 assert (ROOT / word).exists(), word
             if re.match(rf"({'|'.join(SECTIONS)})\.[\w.]+=", word):
                 assert word.partition("=")[0] in dotted_keys(), word

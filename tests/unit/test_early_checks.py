@@ -1,5 +1,5 @@
-"""Checks that run before torch is imported: missing paths, layouts that do not fit, files of the wrong kind. Each
-message begins with the wrong key."""
+"""Checks that run before torch is imported: missing paths, layouts that do not fit, files of the
+wrong kind. Each message begins with the wrong key."""
 
 from __future__ import annotations
 
@@ -81,19 +81,34 @@ def test_valid_config_passes(directory: Path) -> None:
 
 
 def test_every_path_setting_is_classified() -> None:
-    named = {unnamed(key) for key in dotted_keys() if key.endswith(("path", "_files", "_dir", ".replay"))}
-    assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT, *paths.OTHER_OUTPUTS}
+    named = {
+        unnamed(key) for key in dotted_keys() if key.endswith(("path", "_files", "_dir", ".replay"))
+    }
+    assert named == {
+        *paths.INPUT_FILES,
+        *paths.INPUT_DIRECTORIES,
+        paths.OUTPUT,
+        *paths.OTHER_OUTPUTS,
+    }
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reward.remote.url=http://h:x"], "reward.remote.url is 'http://h:x'; its host or port is not valid"),
-        (["reward.remote.api_key_env=NO_SUCH_KEY"], "the environment variable NO_SUCH_KEY is not set"),
+        (
+            ["reward.remote.url=http://h:x"],
+            "reward.remote.url is 'http://h:x'; its host or port is not valid",
+        ),
+        (
+            ["reward.remote.api_key_env=NO_SUCH_KEY"],
+            "the environment variable NO_SUCH_KEY is not set",
+        ),
         (["reward.remote.url=http://***@h"], "as a secret is recorded; give its value again"),
     ],
 )
-def test_endpoint_is_checked_before_torch_is_imported(directory: Path, overrides: list[str], message: str) -> None:
+def test_endpoint_is_checked_before_torch_is_imported(
+    directory: Path, overrides: list[str], message: str
+) -> None:
     endpoint = ["custom_reward_function.path=null", "reward.remote.url=http://h"]
     check(directory, *endpoint)
     assert message in error_of(directory, *endpoint, *overrides)
@@ -104,7 +119,10 @@ EXTRA = {
     "trainer.replay": ["rollout.tail_batching=true"],
     "algorithm.custom_estimator.path": ["algorithm.adv_estimator=custom"],
     "reward_model.tokenizer_path": ["reward_model.model_path={0}/model"],
-    "reward_model.chat_template_path": ["reward_model.model_path={0}/model", "reward_model.tokenizer_path={0}/model"],
+    "reward_model.chat_template_path": [
+        "reward_model.model_path={0}/model",
+        "reward_model.tokenizer_path={0}/model",
+    ],
     "actor.policy_loss.custom_loss.path": ["actor.policy_loss.loss_mode=custom"],
     "rollout.custom_engine.path": ["rollout.name=custom"],
 }
@@ -129,17 +147,24 @@ def test_file_for_a_directory_and_vice_versa_are_rejected(directory: Path, key: 
 def test_output_directory_that_cannot_be_created_is_rejected(directory: Path) -> None:
     message = error_of(directory, f"trainer.default_local_dir={directory}/train.parquet/run")
     assert (
-        message.startswith("trainer.default_local_dir ") and f"{directory}/train.parquet is not a directory" in message
+        message.startswith("trainer.default_local_dir ")
+        and f"{directory}/train.parquet is not a directory" in message
     )
     if os.geteuid() != 0:  # root may write anywhere
         (directory / "closed").mkdir(mode=0o500)
-        assert "no permission to write to" in error_of(directory, f"trainer.default_local_dir={directory}/closed/run")
+        assert "no permission to write to" in error_of(
+            directory, f"trainer.default_local_dir={directory}/closed/run"
+        )
         (directory / "unlisted").mkdir(mode=0o300)
-        assert "Permission denied" in error_of(directory, f"trainer.default_local_dir={directory}/unlisted")
+        assert "Permission denied" in error_of(
+            directory, f"trainer.default_local_dir={directory}/unlisted"
+        )
 
 
 @pytest.mark.parametrize("files", [["data.pt"], ["actor/huggingface/config.json"]])
-def test_output_directory_with_checkpoints_of_verl_is_rejected(directory: Path, files: list[str]) -> None:
+def test_output_directory_with_checkpoints_of_verl_is_rejected(
+    directory: Path, files: list[str]
+) -> None:
     run = directory / "run"
     for name in files:
         (run / "global_step_10" / name).parent.mkdir(parents=True)
@@ -148,7 +173,10 @@ def test_output_directory_with_checkpoints_of_verl_is_rejected(directory: Path, 
         check(directory)  # a checkpoint of ours that a killed process was deleting
         (run / "latest_checkpointed_iteration.txt").write_text("10")
     message = error_of(directory)
-    assert "run: global_step_10 there is a checkpoint of verl" in message and "verl.model_merger" in message
+    assert (
+        "run: global_step_10 there is a checkpoint of verl" in message
+        and "verl.model_merger" in message
+    )
     (run / "global_step_10" / "manifest.json").touch()
     check(directory)
 
@@ -160,22 +188,35 @@ def test_resume_path_may_be_gone_once_the_run_has_a_checkpoint(directory: Path) 
     assert "trainer.resume_from_path" in dict(paths.input_paths(config))
     (directory / "run" / "global_step_6").mkdir(parents=True)
     check(directory, *start)
-    assert "trainer.resume_from_path" not in dict(paths.input_paths(config))  # not compared between nodes either
+    # not compared between nodes either
+    assert "trainer.resume_from_path" not in dict(paths.input_paths(config))
 
 
 @pytest.mark.parametrize(
     ("corrupt", "words"),
     [
-        (lambda d: (d / "model/config.json").unlink(), ["model.path: ", "config.json", "cannot be read"]),
-        (lambda d: (d / "model/config.json").write_text("{"), ["model.path: ", "config.json", "not valid JSON"]),
-        (lambda d: (d / "model/config.json").write_text("[" * 100_000), ["model.path: ", "not valid JSON"]),
-        (lambda d: (d / "model/config.json").write_text("[]"), ["model.path: ", "not a JSON object"]),
-        (lambda d: _edit(d, model_type="gpt2"), ["model.path: ", "model/config.json: model_type is 'gpt2'"]),
-        (lambda d: _edit(d, architectures=["LlamaModel"]), ["model.path: ", "architectures is ['LlamaModel']"]),
-        (lambda d: (d / "val.parquet").write_text("x"), ["data.val_files ", "val.parquet: not a readable parquet"]),
+        (lambda d: (d / "model/config.json").unlink(), ["model.path: ", "config.json", ("cannot be "
+                                                                                       "read")]),
+        (lambda d: (d / "model/config.json").write_text("{"),
+         ["model.path: ", "config.json", ("not "
+                                                                                              "valid JSON")]),
+        (lambda d: (d / "model/config.json").write_text("[" * 100_000), ["model.path: ", ("not "
+                                                                                         "valid "
+                                                                                         "JSON")]),
+        (lambda d: (d / "model/config.json").write_text("[]"),
+         ["model.path: ", "not a JSON object"]),
+        (lambda d: _edit(d, model_type="gpt2"), ["model.path: ", ("model/config.json: model_type "
+                                                                  "is "
+                                                                 "'gpt2'")]),
+        (lambda d: _edit(d, architectures=["LlamaModel"]), ["model.path: ", ("architectures is "
+                                                                            "['LlamaModel']")]),
+        (lambda d: (d / "val.parquet").write_text("x"), ["data.val_files ", ("val.parquet: not a "
+                                                                            "readable parquet")]),
     ],
 )  # fmt: skip
-def test_invalid_input_files_are_named(directory: Path, corrupt: Callable[[Path], Any], words: list[str]) -> None:
+def test_invalid_input_files_are_named(
+    directory: Path, corrupt: Callable[[Path], Any], words: list[str]
+) -> None:
     corrupt(directory)
     message = error_of(directory)
     assert message.startswith(words[0]) and all(word in message for word in words)
@@ -188,15 +229,23 @@ def _edit(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor.megatron.tensor_model_parallel_size=3", ["actor.megatron.tensor_model_parallel_size 3", "1, 2"]),
-        ("critic.megatron.pipeline_model_parallel_size=3", ["critic.megatron.pipeline_model_parallel_size 3", "1, 2"]),
-        ("rollout.tensor_model_parallel_size=3", ["rollout.tensor_model_parallel_size 3 does not divide", "1, 2"]),
-        ("critic.megatron.expert_model_parallel_size=2", ["critic.megatron", "a qwen2 model has no experts"]),
-        ("data.prompt_key=question", ["data.train_files ", "no column 'question'; its columns are"]),
+        ("actor.megatron.tensor_model_parallel_size=3",
+         ["actor.megatron.tensor_model_parallel_size 3", "1, 2"]),
+        ("critic.megatron.pipeline_model_parallel_size=3",
+         ["critic.megatron.pipeline_model_parallel_size 3", "1, 2"]),
+        ("rollout.tensor_model_parallel_size=3", [("rollout.tensor_model_parallel_size 3 does not "
+                                                  "divide"), "1, 2"]),
+        ("critic.megatron.expert_model_parallel_size=2", ["critic.megatron", ("a qwen2 model has "
+                                                                              "no "
+                                                                             "experts")]),
+        ("data.prompt_key=question",
+         ["data.train_files ", "no column 'question'; its columns are"]),
         ("rollout.n=0", ["rollout.n is 0"]),
     ],
 )  # fmt: skip
-def test_settings_that_do_not_fit_the_world_size_or_files(directory: Path, override: str, words: list[str]) -> None:
+def test_settings_that_do_not_fit_the_world_size_or_files(
+    directory: Path, override: str, words: list[str]
+) -> None:
     message = error_of(directory, override)
     assert all(word in message for word in words)
 
@@ -209,12 +258,16 @@ def test_settings_that_do_not_fit_the_world_size_or_files(directory: Path, overr
         (["critic.megatron.pipeline_model_parallel_size=3"],
          "critic.megatron.pipeline_model_parallel_size: 3 does not divide the model's 4 layers"),
         (["actor.megatron.context_parallel_size=3", "actor.megatron.cp_comm_type=a2a"],
-         "actor.megatron.cp_comm_type: 'a2a' needs KV heads that actor.megatron.context_parallel_size 3 divides; a "
+         "actor.megatron.cp_comm_type: 'a2a' needs KV heads that "
+         "actor.megatron.context_parallel_size 3 divides; a "
          "tensor-parallel rank has 2 of the model's 2: set it to p2p (model.path)"),
-        (["data.max_response_length=200"], "216 tokens, more than the model's max_position_embeddings 128"),
+        (["data.max_response_length=200"], ("216 tokens, more than the model's "
+                                           "max_position_embeddings 128")),
     ],
 )  # fmt: skip
-def test_settings_that_do_not_fit_the_model_sizes(directory: Path, overrides: list[str], words: str) -> None:
+def test_settings_that_do_not_fit_the_model_sizes(
+    directory: Path, overrides: list[str], words: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         check(directory, *overrides, world=6)
 
@@ -231,7 +284,10 @@ EXPERTS = {
 
 @pytest.mark.parametrize("value", ["rollout", "recompute"])
 def test_a_dense_model_replays_no_experts(directory: Path, value: str) -> None:
-    wanted = f"algorithm.router_replay is {value}; the model of model.path has no experts: set it to off or null"
+    wanted = (
+        f"algorithm.router_replay is {value}; the model of model.path has no experts: set it to "
+        "off or null"
+    )
     assert error_of(directory, f"algorithm.router_replay={value}") == wanted
     check(directory, "algorithm.router_replay=off")
 
@@ -253,17 +309,22 @@ def test_experts_are_replayed_by_default(directory: Path) -> None:
     assert router_replay(cfg, has_experts=False, has_linear_attention=False) == "off"
     assert router_replay(cfg, has_experts=True, has_linear_attention=True) == "recompute"
     with pytest.raises(UserError, match="vLLM returns no experts of a model with linear attention"):
-        router_replay(replace(cfg, algorithm=replace(cfg.algorithm, router_replay="rollout")), True, True)
+        router_replay(
+            replace(cfg, algorithm=replace(cfg.algorithm, router_replay="rollout")), True, True
+        )
     bypass = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.router_replay=recompute"]
-    assert "algorithm.router_replay is recompute, which replays the choices of the pass that" in error_of(
-        directory, *bypass
+    assert (
+        "algorithm.router_replay is recompute, which replays the choices of the pass that"
+        in error_of(directory, *bypass)
     )
 
 
 def test_rollout_tp_must_divide_the_heads(directory: Path) -> None:
     _edit(directory, num_attention_heads=3, num_key_value_heads=3, hidden_size=96)
     message = error_of(directory, "rollout.tensor_model_parallel_size=2")
-    assert message.startswith("rollout.tensor_model_parallel_size 2 (vLLM)") and message.endswith("(model.path)")
+    assert message.startswith("rollout.tensor_model_parallel_size 2 (vLLM)") and message.endswith(
+        "(model.path)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,7 +340,9 @@ def test_rollout_tp_must_divide_the_heads(directory: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "model.path", "data.val_files"])
-def test_unexpanded_or_malformed_paths_are_rejected(directory: Path, key: str, value: str, words: str) -> None:
+def test_unexpanded_or_malformed_paths_are_rejected(
+    directory: Path, key: str, value: str, words: str
+) -> None:
     message = error_of(directory, f"{key}={value}")
     assert message.startswith(f"{key} is ") and words in message
     assert not list(directory.glob("$*"))
@@ -289,7 +352,9 @@ def test_output_directory_inside_an_input_is_rejected(directory: Path) -> None:
     (directory / "link").symlink_to(directory / "model")
     for output in ("model", "model/run", "link/deeper/run", "other/../model"):
         message = error_of(directory, f"trainer.default_local_dir={directory}/{output}")
-        assert f"/{output} {'is' if output.endswith('model') else 'lies inside'} model.path" in message
+        assert (
+            f"/{output} {'is' if output.endswith('model') else 'lies inside'} model.path" in message
+        )
     (directory / "run/hf").mkdir(parents=True)
     (directory / "model/config.json").rename(directory / "run/hf/config.json")
     message = error_of(directory, f"model.path={directory}/run/hf")
@@ -302,11 +367,16 @@ def test_output_directory_inside_an_input_is_rejected(directory: Path) -> None:
 def run_program(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the program in an environment where importing torch raises RuntimeError."""
     (directory / "no_torch").mkdir(exist_ok=True)
-    code = "import os\nraise RuntimeError('torch was imported', os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))\n"
+    code = (
+        "import os\nraise RuntimeError('torch was imported', "
+        "os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))\n"
+    )
     (directory / "no_torch" / "torch.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": f"{directory / 'no_torch'}:{REPO}", **env}
     command = [sys.executable, "-m", "rlhf_mc", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=directory)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=500, cwd=directory
+    )
 
 
 @pytest.mark.slow
@@ -319,15 +389,25 @@ def test_user_errors_are_reported_before_torch_is_imported(directory: Path) -> N
     ):
         done = run_program(directory, *arguments)
         assert done.returncode == 2, done.stderr
-        assert done.stderr.startswith("rlhf_mc: error: ") and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.startswith("rlhf_mc: error: ") and len(done.stderr.splitlines()) == 1, (
+            done.stderr
+        )
     done = run_program(directory, config)
-    assert done.returncode == 1 and "torch was imported" in done.stderr, "a valid config gets as far as torch"
+    assert done.returncode == 1 and "torch was imported" in done.stderr, (
+        "a valid config gets as far as torch"
+    )
 
 
 def test_cuda_connections_are_set_before_torch_is_imported(directory: Path) -> None:
-    """Import torch with the variable set, as the driver reads it; the tensor-parallel model is not the first."""
+    """Import torch with the variable set, as the driver reads it; the tensor-parallel model is not
+    the first."""
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = run_program(directory, str(directory / "config.yaml"), "critic.megatron.tensor_model_parallel_size=2", **env)
+    done = run_program(
+        directory,
+        str(directory / "config.yaml"),
+        "critic.megatron.tensor_model_parallel_size=2",
+        **env,
+    )
     assert "('torch was imported', '1')" in done.stderr, done.stderr
 
 
@@ -337,7 +417,12 @@ def test_early_error_is_reported_by_one_rank(directory: Path) -> None:
     for rank in ("1", "0"):
         error_file = directory / "attempt_0" / rank / "error.json"
         error_file.parent.mkdir(parents=True)
-        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        env = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+        }
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
         done = run_program(directory, str(directory / "config.yaml"), "rollout.n=0", **env, **agent)
         assert done.returncode == 2 and "rollout.n is 0" in error_file.read_text()
@@ -364,6 +449,11 @@ def test_world_size_must_be_a_number(directory: Path) -> None:
 
 
 def test_missing_master_addr_is_named(directory: Path) -> None:
-    done = run_program(directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="1", MASTER_PORT="1")
-    assert done.returncode == 2 and "RANK is set in the environment, and MASTER_ADDR not" in done.stderr
+    done = run_program(
+        directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="1", MASTER_PORT="1"
+    )
+    assert (
+        done.returncode == 2
+        and "RANK is set in the environment, and MASTER_ADDR not" in done.stderr
+    )
     assert len(done.stderr.splitlines()) == 1

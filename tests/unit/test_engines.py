@@ -1,4 +1,5 @@
-"""The choice of a rollout engine by rollout.name. A run with an engine of the user: tests/system/test_examples.py."""
+"""The choice of a rollout engine by rollout.name. A run with an engine of the user:
+tests/system/test_examples.py."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def test_engine_is_chosen_by_name(tmp_path: Path) -> None:
     [
         ("import nothing_of_this_name", r"importing it raised ModuleNotFoundError"),
         ("", r"own.py: has no function 'Engine'$"),
-        ("class Engine:\n    def __init__(self): raise KeyError('a')", r"Engine\(\) raised KeyError: 'a' \(own.py:2\)"),
+        (
+            "class Engine:\n    def __init__(self): raise KeyError('a')",
+            r"Engine\(\) raised KeyError: 'a' \(own.py:2\)",
+        ),
         (
             "class Engine: title = 'own'",
             r"Engine lacks layout, check_layout, check_installation, check_model",

@@ -1,5 +1,5 @@
-"""Environments in real worker processes: conversations through turns.py without an engine, and the faults of a user's
-environment."""
+"""Environments in real worker processes: conversations through turns.py without an engine, and the
+faults of a user's environment."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ STOP = 0x110000
 
 
 class Letters:
-    """A tokenizer whose tokens are the letters' code points, and one for the control token <stop>."""
+    """A tokenizer whose tokens are the letters' code points, and one for the control token
+    <stop>."""
 
     chat_template = ""
     is_fast = False
@@ -93,12 +94,23 @@ class Letters:
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         parts = re.split("(<stop>)", text)
-        return {"input_ids": [token for part in parts for token in ([STOP] if part == "<stop>" else map(ord, part))]}
+        return {
+            "input_ids": [
+                token
+                for part in parts
+                for token in ([STOP] if part == "<stop>" else map(ord, part))
+            ]
+        }
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool, tools: Sequence[Any] = ()
+        self,
+        messages: list[dict[str, Any]],
+        tokenize: bool,
+        add_generation_prompt: bool,
+        tools: Sequence[Any] = (),
     ) -> str:
-        """Render as models with tools do: a response that is followed by another message has no thoughts."""
+        """Render as models with tools do: a response that is followed by another message has no
+        thoughts."""
         text = json.dumps(tools) * bool(tools)
         for i, one in enumerate(messages):
             if one["role"] == "tool" and not any("tool_calls" in before for before in messages[:i]):
@@ -121,8 +133,8 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def begun(
     cfg: EnvironmentConfig, limit: int = 60, replayed: str | None = None, **fields: Any
 ) -> tuple[EnvironmentManager, Conversations]:
-    """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields. Their journal is beside
-    the file."""
+    """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields.
+    Their journal is beside the file."""
     cfg.num_workers = cfg.num_workers or 1
     data = DataConfig(train_files=[], max_response_length=limit)
     directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
@@ -141,7 +153,8 @@ def prompts_of(conversations: Conversations) -> list[Prompt]:
 def played(
     conversations: Conversations, turns: Sequence[str] = ("\3",) * 100, num_played: int = 2
 ) -> dict[int, Generation]:
-    """Play the first conversations to their ends: the model draws these turns, each with the end token 2."""
+    """Play the first conversations to their ends: the model draws these turns, each with the end
+    token 2."""
     ended: dict[int, Generation] = {}
     texts = [iter(turns) for _ in conversations.requests]
     seconds = 30.0
@@ -173,19 +186,30 @@ def test_conversation_appends_observations_until_the_end(user_file: str) -> None
     marks = [log_prob == OBSERVED for log_prob in ended[0].log_probs]
     assert marks == [False, False, True, True, True] * 2 + [False, False] and ended[0].finished
     rewards = [(1, 1.0), (3, 1.0), (5, 1.0)]
-    assert conversations.episode(0) == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
+    assert conversations.episode(0) == Episode(
+        rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)]
+    )
     conversations = Conversations(environments, conversations.requests, prompts_of(conversations))
     conversations.start(conversations.requests)
     conversations.submit({1: Generation([3, 2], [-1.0, -1.0], True)})
     assert conversations.abort() == {1: Generation([3, 2], [-1.0, -1.0], True)}
-    assert [(one.waits, one.ended) for one in conversations.states().values()] == [(False, False), (True, False)]
+    assert [(one.waits, one.ended) for one in conversations.states().values()] == [
+        (False, False),
+        (True, False),
+    ]
     environments.close()
 
 
-@pytest.mark.parametrize(("skips", "splits"), [(True, True), (True, False), (False, True), (False, False)])
-def test_control_tokens_in_texts_are_kept_where_a_setting_says_so(user_file: str, skips: bool, splits: bool) -> None:
+@pytest.mark.parametrize(
+    ("skips", "splits"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_control_tokens_in_texts_are_kept_where_a_setting_says_so(
+    user_file: str, skips: bool, splits: bool
+) -> None:
     settings = {"skip_special_tokens": skips, "split_special_tokens": splits}
-    environments, conversations = begun(EnvironmentConfig(user_file, kwargs={"kind": "says"}, **settings))
+    environments, conversations = begun(
+        EnvironmentConfig(user_file, kwargs={"kind": "says"}, **settings)
+    )
     ended = played(conversations, ["a<stop>", "b"])
     text = "<stop>a\2" if skips else "<stop>a<stop>\2"
     observation = [*map(ord, text)] if splits else Letters()(text, False)["input_ids"]
@@ -194,10 +218,14 @@ def test_control_tokens_in_texts_are_kept_where_a_setting_says_so(user_file: str
 
 
 def test_the_default_observation_has_control_tokens_and_its_reason_none(user_file: str) -> None:
-    cfg = EnvironmentConfig(user_file, kwargs={"kind": "raises"}, default_observation="<stop>{error}")
+    cfg = EnvironmentConfig(
+        user_file, kwargs={"kind": "raises"}, default_observation="<stop>{error}"
+    )
     environments, conversations = begun(cfg, limit=100)
     ended = played(conversations)
-    assert ended[1].token_ids.count(STOP) == 1 and "no more <stop>" in Letters().decode(ended[1].token_ids)
+    assert ended[1].token_ids.count(STOP) == 1 and "no more <stop>" in Letters().decode(
+        ended[1].token_ids
+    )
     environments.close()
 
 
@@ -206,7 +234,12 @@ def test_the_default_observation_has_control_tokens_and_its_reason_none(user_fil
     [
         ({"max_turns": 2}, 60, [3, 2, 3, 2, 9, 3, 2], True),
         ({"max_tokens_per_turn": 1, "max_turns": 2}, 60, [3, 3, 9, 3], True),
-        ({"max_observation_length": 2, "truncate": "left", "max_turns": 2}, 60, [3, 2, 2, 9, 3, 2], True),
+        (
+            {"max_observation_length": 2, "truncate": "left", "max_turns": 2},
+            60,
+            [3, 2, 2, 9, 3, 2],
+            True,
+        ),
         ({}, 7, [3, 2, 3, 2, 9, 3, 2], True),  # the end token is the last that fits
         ({}, 6, [3, 2, 3, 2, 9, 3], False),
         ({}, 4, [3, 2, 3, 2], False),  # a cut observation
@@ -222,21 +255,32 @@ def test_limits_of_a_conversation(
 
 
 def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
-    """Check a turn of other tokens, and observations that no conversation waits for. A replay calls no environment."""
+    """Check a turn of other tokens, and observations that no conversation waits for. A replay calls
+    no environment."""
     environments, conversations = begun(EnvironmentConfig(user_file))
     ended = played(conversations)
     conversations.finish()
     environments.close()
     Path(user_file).write_text(USER_FILE.replace("self.turn += 1", "raise SystemExit"))
-    environments, conversations = begun(EnvironmentConfig(user_file), replayed=str(Path(user_file).parent))
+    environments, conversations = begun(
+        EnvironmentConfig(user_file), replayed=str(Path(user_file).parent)
+    )
     assert played(conversations) == ended
     conversations.finish()
     for kwargs, problem in (
-        ({"turns": ("\3\3",) * 100}, "step 0, row 1, turn 1: the runs have drawn other tokens: are model"),
-        ({"num_played": 1}, "the journal has 3 observations for conversations that do not wait for them"),
+        (
+            {"turns": ("\3\3",) * 100},
+            "step 0, row 1, turn 1: the runs have drawn other tokens: are model",
+        ),
+        (
+            {"num_played": 1},
+            "the journal has 3 observations for conversations that do not wait for them",
+        ),
     ):
         environments.journal.begin_step(0)
-        conversations = Conversations(environments, conversations.requests, prompts_of(conversations))
+        conversations = Conversations(
+            environments, conversations.requests, prompts_of(conversations)
+        )
         played(conversations, **kwargs)
         with pytest.raises(UserError) as caught:
             conversations.finish()
@@ -245,14 +289,17 @@ def test_a_replay_of_other_conversations_is_one_line(user_file: str) -> None:
 
 
 def test_a_replay_with_shorter_responses_is_one_line(user_file: str) -> None:
-    """Check an observation of three tokens where two are left: the engine gets no request without room."""
+    """Check an observation of three tokens where two are left: the engine gets no request without
+    room."""
     for limit, replayed in ((10, None), (4, str(Path(user_file).parent))):
         environments, conversations = begun(EnvironmentConfig(user_file), limit, replayed)
         played(conversations)
         if replayed is None:
             conversations.finish()
         else:
-            with pytest.raises(UserError, match=r"turn 1: data\.max_response_length 4 has no room .*: are model"):
+            with pytest.raises(
+                UserError, match=r"turn 1: data\.max_response_length 4 has no room .*: are model"
+            ):
                 conversations.finish()
         environments.close()
 
@@ -266,7 +313,12 @@ def test_a_journal_that_cannot_be_written_is_one_warning_a_step(
         journal.begin_step(step)
         for turn in range(2):
             journal.record(TurnAnswer(TurnId(0, 0, turn), 0, Reply(1)))
-    assert capfd.readouterr().err.count("observations cannot be written (File exists); the run continues") == 2
+    assert (
+        capfd.readouterr().err.count(
+            "observations cannot be written (File exists); the run continues"
+        )
+        == 2
+    )
 
 
 TURN = TurnId(0, 3, 1)
@@ -281,7 +333,9 @@ def read_journal(directory: Path, replayed: str | None = None) -> dict[int, Repl
     return dict(journal.replies(TURN))
 
 
-def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bit_of_the_journal_that_has_flipped_is_noticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     journal = ObservationJournal(tmp_path, None, 0, 0, 10, 4)
     journal.begin_step(1)
     for digest in (7, 8):
@@ -300,13 +354,18 @@ def test_a_bit_of_the_journal_that_has_flipped_is_noticed(tmp_path: Path, capfd:
     path.write_bytes(content.replace(b'"iteration": 7', b'"iteration": 6'))
     with pytest.raises(UserError, match=r"^trainer\.replay: .*, line 2: its checksum is wrong$"):
         read_journal(tmp_path, str(tmp_path))
-    path.write_bytes(content[:-1])  # killed between a row and its newline: the answer is there, and is not asked again
+    # killed between a row and its newline: the answer is there, and is not asked again
+    path.write_bytes(content[:-1])
     assert read_journal(tmp_path) == answers
     assert "warning" not in capfd.readouterr().err
-    for size in (9, 2):  # the second one ends within the two last braces, and a resumed run has ended the line
+    # the second one ends within the two last braces, and a resumed run has ended the line
+    for size in (9, 2):
         path.write_bytes(content[:-size] + b"\n")
         assert read_journal(tmp_path, str(tmp_path)).keys() == {7}
-        assert "line 3: is incomplete (of a killed process, or corrupt); it is left out" in capfd.readouterr().err
+        assert (
+            "line 3: is incomplete (of a killed process, or corrupt); it is left out"
+            in capfd.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(
@@ -362,7 +421,9 @@ def test_a_forged_row_of_the_journal_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_journal_of_the_first_format_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_journal_of_the_first_format_is_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Check an answer, the end of a call, and a line that is neither."""
     (tmp_path / "observations").mkdir()
     common = {"step": 1, "environment": 0}
@@ -388,7 +449,9 @@ def test_the_end_of_a_call_is_in_the_journal(tmp_path: Path) -> None:
     for engine, iteration in enumerate((4, 3)):
         journal = ObservationJournal(tmp_path, None, engine, 0, num_tokens=10, max_tokens=4)
         journal.begin_step(1)
-        journal.record(TurnAnswer(TURN, 7, REPLY), CallEnd(0, engine, iteration), CallEnd(1, engine, 9))
+        journal.record(
+            TurnAnswer(TURN, 7, REPLY), CallEnd(0, engine, iteration), CallEnd(1, engine, 9)
+        )
     journal.begin_step(1)
     journal.begin_call()
     assert (journal.last_iteration(0), journal.num_answered(0)) == (4, 1)
@@ -398,19 +461,26 @@ def test_the_end_of_a_call_is_in_the_journal(tmp_path: Path) -> None:
 def test_an_environment_that_is_begun_again_gets_the_earlier_turns(
     user_file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Check two conversations that wait in their second turn, of which one had another reward for the first."""
+    """Check two conversations that wait in their second turn, of which one had another reward for
+    the first."""
     environments, conversations = begun(EnvironmentConfig(user_file))
-    turns = Generation([3, 2, 3, 2, 9, 3, 2], [-1.0, -1.0, OBSERVED, OBSERVED, OBSERVED, -1.0, -1.0], True)
+    turns = Generation(
+        [3, 2, 3, 2, 9, 3, 2], [-1.0, -1.0, OBSERVED, OBSERVED, OBSERVED, -1.0, -1.0], True
+    )
     requests = [Request(i, one.prompt, i, turns) for i, one in enumerate(conversations.requests)]
     retained = {
         i: ConversationState(0, True, False, Episode([(1, reward)], {}, {}, None, 0.0, [(2, 5)]))
         for i, reward in enumerate((1.0, 0.5))
     }
-    conversations = Conversations(environments, requests, prompts_of(conversations), range(2), retained)
+    conversations = Conversations(
+        environments, requests, prompts_of(conversations), range(2), retained
+    )
     ended = played(conversations)
     assert ended[0].token_ids == ended[1].token_ids == [3, 2, 3, 2, 9] * 2 + [3, 2]
     rewards = [(1, 0.5), (3, 1.0), (5, 1.0)]
-    assert conversations.episode(1) == Episode(rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)])
+    assert conversations.episode(1) == Episode(
+        rewards, {"turn": 3.0}, {}, None, 0.0, [(2, 5), (7, 10)]
+    )
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "begun again" in line]
     assert "row 1: begun again, it answers turn 1 otherwise than before" in line
     environments.close()
@@ -425,9 +495,14 @@ FAULTS: dict[str, tuple[str, str]] = {
 }
 
 
-def test_reset_gives_the_first_observation(user_file: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Check one that fits, one that leaves the model a single token, and a reset that fails or needs the setting."""
-    cfg = EnvironmentConfig(user_file, kwargs={"kind": "begins"}, first_observation=True, max_turns=2)
+def test_reset_gives_the_first_observation(
+    user_file: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Check one that fits, one that leaves the model a single token, and a reset that fails or
+    needs the setting."""
+    cfg = EnvironmentConfig(
+        user_file, kwargs={"kind": "begins"}, first_observation=True, max_turns=2
+    )
     prompt = [{"role": "system", "content": "Play."}]
     environments, conversations = begun(cfg, messages=prompt)
     assert environments.translator.prompt_arguments == {"add_generation_prompt": False}
@@ -437,7 +512,10 @@ def test_reset_gives_the_first_observation(user_file: str, tmp_path: Path, capfd
     assert "".join(map(chr, ended[1].token_ids)) == f"{first}\3\2\3\2\t\3\2"
     assert observations(ended[1]) == [first, "\3\2\t"]
     episode = conversations.episode(1)
-    assert episode.rewards == [(-1, 0.0), (1, 1.0), (3, 1.0)] and (episode.num_turns, episode.score) == (2, 2.0)
+    assert episode.rewards == [(-1, 0.0), (1, 1.0), (3, 1.0)] and (
+        episode.num_turns,
+        episode.score,
+    ) == (2, 2.0)
     assert len(ended[0].token_ids) == 60 and ended[0].num_drawn == 1 and not ended[0].finished
     environments.close()
     for kind, first_observation, problem in (
@@ -457,8 +535,11 @@ def test_reset_gives_the_first_observation(user_file: str, tmp_path: Path, capfd
 def test_a_fault_of_an_environment_ends_its_conversation_alone(
     user_file: str, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Check with a default observation, and without one, where the conversation has the default score."""
-    cfg = EnvironmentConfig(user_file, kwargs={"kind": kind}, timeout_seconds=0.5, num_workers=2, default_score=-2.0)
+    """Check with a default observation, and without one, where the conversation has the default
+    score."""
+    cfg = EnvironmentConfig(
+        user_file, kwargs={"kind": kind}, timeout_seconds=0.5, num_workers=2, default_score=-2.0
+    )
     environments, conversations = begun(cfg)
     ended = played(conversations)
     assert len(ended[0].token_ids) == 12  # the other conversation, of another worker
@@ -468,14 +549,21 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     else:
         wanted, message = FAULTS.get(kind, ("timeout", "is blocked"))
         assert (episode.failure, episode.score, episode.failed_calls) == (wanted, -2.0, {wanted: 1})
-        assert not any(reward for _, reward in episode.rewards), "its tokens would be rewarded beside the score"
+        assert not any(reward for _, reward in episode.rewards), (
+            "its tokens would be rewarded beside the score"
+        )
         # "blocks" does so at once, in a process that starts with the turn.
-        assert ended[1].token_ids == ([3, 2] if kind == "blocks" else [3, 2, 3, 2, 9, 3, 2]) and ended[1].finished
+        assert (
+            ended[1].token_ids == ([3, 2] if kind == "blocks" else [3, 2, 3, 2, 9, 3, 2])
+            and ended[1].finished
+        )
         assert message in capfd.readouterr().err
     if kind in FAULTS:
         cfg.default_observation = "!{error}"
         cfg.max_observation_length = 9
-        conversations = Conversations(environments, conversations.requests, prompts_of(conversations))
+        conversations = Conversations(
+            environments, conversations.requests, prompts_of(conversations)
+        )
         ended = played(conversations)
         assert ended[1].token_ids[7] == ord("!") and conversations.episode(1).failure is None
         assert conversations.episode(1).failed_calls == {FAULTS[kind][0]: 1}
@@ -516,14 +604,20 @@ def test_a_process_that_a_call_ends_takes_no_other_conversation_with_it(
     (request,) = answered(conversations, 0, "a").requests
     assert answered(conversations, 1, "k").ended and conversations.episode(1).score == -2.0
     assert answered(conversations, 0, "z", request.begun).ended
-    assert conversations.episode(0).info == {"turns": 2} and conversations.episode(0).failure is None
+    assert (
+        conversations.episode(0).info == {"turns": 2} and conversations.episode(0).failure is None
+    )
     cfg.default_observation = "!{error}"
     conversations = Conversations(environments, conversations.requests, prompts_of(conversations))
     ended = played(conversations, ("a", "k", "a", "x", "s", "z"))
     one = conversations.episode(0)
     other = conversations.episode(1)
     assert (one.score, one.info, one.failed_calls) == (6.0, {"turns": 6}, {})
-    assert (other.score, other.info, other.failed_calls) == (3.0, {"turns": 3}, {"exited": 3}) and not other.failure
+    assert (other.score, other.info, other.failed_calls) == (
+        3.0,
+        {"turns": 3},
+        {"exited": 3},
+    ) and not other.failure
     ends = ("by SIGKILL (out of memory?)", "with exit code 3", "by SIGSEGV")
     texts = [f"!its worker process ended, {end}" for end in ends]
     assert observations(ended[1]) == ["go", texts[0], "go", *texts[1:]]
@@ -532,7 +626,9 @@ def test_a_process_that_a_call_ends_takes_no_other_conversation_with_it(
     environments.close()
 
 
-def answered(conversations: Conversations, number: int, text: str, begun: Generation = NOTHING) -> Arrivals:
+def answered(
+    conversations: Conversations, number: int, text: str, begun: Generation = NOTHING
+) -> Arrivals:
     """Let the model draw a turn of one conversation. Return what arrives for it."""
     tokens = [*begun.token_ids, *map(ord, text), 2]
     log_probs = [*begun.log_probs, *[-1.0] * (len(text) + 1)]
@@ -560,7 +656,9 @@ def test_constructors_do_not_block_the_process(tmp_path: Path) -> None:
     conversations = EnvironmentsOfWorker(EnvironmentConfig(str(path)))
 
     async def answers() -> list[Any]:
-        return await asyncio.gather(*(conversations.answer(Turn((0, i), {}, "", [])) for i in range(2)))
+        return await asyncio.gather(
+            *(conversations.answer(Turn((0, i), {}, "", [])) for i in range(2))
+        )
 
     assert asyncio.run(answers()) == [StepResult("", 1.0, True, {})] * 2
 
@@ -569,12 +667,20 @@ def test_constructors_do_not_block_the_process(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("class Other: pass", "has no function 'Environment' (rollout.environment.name)"),
-        ("class Environment:\n    def __init__(self): raise ValueError(3)", "building an object raised ValueError: 3"),
+        (
+            "class Environment:\n    def __init__(self): raise ValueError(3)",
+            "building an object raised ValueError: 3",
+        ),
         ("class Environment:\n    def reset(self, row): pass", "has no method step"),
-        ("import os; os._exit(3)", "importing it failed: its worker process ended, with exit code 3"),
+        (
+            "import os; os._exit(3)",
+            "importing it failed: its worker process ended, with exit code 3",
+        ),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_one_line(user_file: str, text: str, message: str) -> None:
+def test_an_environment_that_cannot_be_used_is_one_line(
+    user_file: str, text: str, message: str
+) -> None:
     Path(user_file).write_text(text)
     with pytest.raises(UserError) as caught:
         begun(EnvironmentConfig(user_file))
@@ -681,7 +787,11 @@ def call(name: str, **arguments: Any) -> str:
 @pytest.fixture
 def tools(user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConfig:
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name, text in (("functions.py", FUNCTIONS), ("own_classes.py", CLASSES), ("tools.yaml", CONFIG)):
+    for name, text in (
+        ("functions.py", FUNCTIONS),
+        ("own_classes.py", CLASSES),
+        ("tools.yaml", CONFIG),
+    ):
         (tmp_path / name).write_text(text)
     return EnvironmentConfig(
         function_tool_path=str(tmp_path / "functions.py"),
@@ -701,14 +811,31 @@ def tools(user_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> En
             CONFIG.replace("Counter", "Other"),
             "tools.yaml: AttributeError: module 'own_classes' has no attribute 'Other'",
         ),
-        (CONFIG.replace("name: count", "title: count"), "tools.yaml: ValueError: tool_schema has no function.name"),
-        (CONFIG.replace("name: count", "name: 3"), "Counter: its schema is no tool's: Expected `str`, got `int`"),
-        (CONFIG.replace("parameters: {", "parameters: []  # {"), "Expected `object | null`, got `array`"),
-        (CONFIG.replace("Counter", "Wrong"), "Wrong: its schema is no tool's: 'list' object has no attribute"),
-        (CONFIG.replace("Count.", '"\\ud800"'), "Counter: its schema is no tool's: 'utf-8' codec can't encode"),
+        (
+            CONFIG.replace("name: count", "title: count"),
+            "tools.yaml: ValueError: tool_schema has no function.name",
+        ),
+        (
+            CONFIG.replace("name: count", "name: 3"),
+            "Counter: its schema is no tool's: Expected `str`, got `int`",
+        ),
+        (
+            CONFIG.replace("parameters: {", "parameters: []  # {"),
+            "Expected `object | null`, got `array`",
+        ),
+        (
+            CONFIG.replace("Counter", "Wrong"),
+            "Wrong: its schema is no tool's: 'list' object has no attribute",
+        ),
+        (
+            CONFIG.replace("Count.", '"\\ud800"'),
+            "Counter: its schema is no tool's: 'utf-8' codec can't encode",
+        ),
     ],
 )
-def test_a_tool_file_that_cannot_be_used_is_one_line(tools: EnvironmentConfig, text: str, message: str) -> None:
+def test_a_tool_file_that_cannot_be_used_is_one_line(
+    tools: EnvironmentConfig, text: str, message: str
+) -> None:
     Path(str(tools.tool_config_path)).write_text(text)
     with pytest.raises(UserError) as caught:
         begun(EnvironmentConfig(tool_config_path=tools.tool_config_path))
@@ -717,14 +844,22 @@ def test_a_tool_file_that_cannot_be_used_is_one_line(tools: EnvironmentConfig, t
 
 def observations(one: Generation) -> list[str]:
     """Return the texts of a conversation's observations."""
-    marked = "".join(chr(t) if p == OBSERVED else "|" for t, p in zip(one.token_ids, one.log_probs, strict=True))
+    marked = "".join(
+        chr(t) if p == OBSERVED else "|" for t, p in zip(one.token_ids, one.log_probs, strict=True)
+    )
     return [text for text in marked.split("|") if text]
 
 
 @pytest.mark.slow
-def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capfd: pytest.CaptureFixture[str]) -> None:
-    """Check a function, and a class of verl's with a row's arguments, which has an instance for each conversation."""
-    kwargs = {"count": {"create_kwargs": {"start": 5, "step": None}, "calc_reward_kwargs": {"factor": 2}}, "add": None}
+def test_tools_answer_calls_until_a_turn_has_none(
+    tools: EnvironmentConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Check a function, and a class of verl's with a row's arguments, which has an instance for
+    each conversation."""
+    kwargs = {
+        "count": {"create_kwargs": {"start": 5, "step": None}, "calc_reward_kwargs": {"factor": 2}},
+        "add": None,
+    }
     environments, conversations = begun(tools, 5000, extra_info={"tools_kwargs": kwargs})
     schemas = environments.translator.prompt_arguments["tools"]
     assert [one["function"]["name"] for one in schemas] == ["add", "fault", "count"]
@@ -738,7 +873,12 @@ def test_tools_answer_calls_until_a_turn_has_none(tools: EnvironmentConfig, capf
         ]
         episode = conversations.episode(number)
         assert [reward for _, reward in episode.rewards] == [-0.25, -0.25, 0.0]
-        assert episode.info == {"tool_calls": 3, "invalid_calls": 0, "counted": 25, "calc_reward/count": 50}
+        assert episode.info == {
+            "tool_calls": 3,
+            "invalid_calls": 0,
+            "counted": 25,
+            "calc_reward/count": 50,
+        }
     single = replace(prompts_of(conversations)[1], agent_name="single_turn_agent")
     conversations = Conversations(environments, conversations.requests, [single, single])
     assert not observations(played(conversations, [three])[0])
@@ -757,9 +897,14 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
         call("fault", kind="text"): "Error: raised SystemExit: 3",
         call("fault", kind="megabyte"): "m" * 50 + "...(truncated)..." + "m" * 50,
         call("nothing"): "Error: there is no tool 'nothing'; the tools are add, fault, count",
-        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>': r"Error: there is no tool '\ud800'; the tools",
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>': (
+            r"Error: there is no tool "
+            r"'\ud800'; the tools"
+        ),
         call("add", c=1): "Error: add: missing a required argument: 'a'",
-        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "Error: the arguments are not a JSON object",
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': (
+            "Error: the arguments are not a JSON object"
+        ),
         "<tool_call>{": "Error: the tool call cannot be read",
         call("count"): "Error: raised KeyError: 'start'",  # the rows have no arguments for it
     }
@@ -767,7 +912,10 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
     for found, text in zip(observations(ended[0]), wanted.values(), strict=True):
         assert found.startswith(f"\n<tool>{text}") and len(found) < 200
     episode = conversations.episode(0)
-    assert episode.failed_calls == {"raised": 3, "timeout": 1, "invalid": 1} and episode.failure is None
+    assert (
+        episode.failed_calls == {"raised": 3, "timeout": 1, "invalid": 1}
+        and episode.failure is None
+    )
     assert episode.info == {"tool_calls": 11, "invalid_calls": 5}
     environments.close()
 
@@ -784,11 +932,15 @@ FORMATS = {
         '<tool_call>\n{"name": "add"}\n</tool_call>',
     ),
     "deepseek_v31": (
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": '
+            "1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add",
     ),
     "gpt-oss": (
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.add"
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.add"
         ' <|constrain|>json<|message|>{"a": 1}<|call|>',
         "<|channel|>commentary to=functions.add",
     ),
@@ -826,7 +978,8 @@ def _without_end(role: str, content: str, is_last: bool) -> str:
 
 
 def _gpt_oss(role: str, content: str, is_last: bool) -> str:
-    """Render a message. The last response has another end token than those before, which have no thoughts."""
+    """Render a message. The last response has another end token than those before, which have no
+    thoughts."""
     text = content.rpartition(")")[2]
     return f"<{role}>{content}R" if is_last and role == "assistant" else f"<{role}>{text}E"
 
@@ -843,7 +996,9 @@ def _gpt_oss(role: str, content: str, is_last: bool) -> str:
         (_without_end, "h", "<user>hi<assistant>"),
     ],
 )
-def test_observations_follow_the_end_token_of_the_turn(rendered: Callable[..., str], turn: str, wanted: str) -> None:
+def test_observations_follow_the_end_token_of_the_turn(
+    rendered: Callable[..., str], turn: str, wanted: str
+) -> None:
     """Check contents with an end token too: it ends no turn, and no text before it is lost."""
     for content in ("hi", "hOi", "O<stop>"):
         assert observed(rendered, turn, content) == wanted.replace("hi", content)
@@ -863,17 +1018,22 @@ def observed(rendered: Callable[..., str], turn: str, content: str = "hi") -> st
     messages = [{"role": "user", "content": content}]
     tokens = observations.tokens(messages, [*map(ord, turn)])
     assert STOP not in tokens
-    observations.check([{"role": "user", "content": "?"}], turn, [], [])  # an empty observation has no messages
+    # an empty observation has no messages
+    observations.check([{"role": "user", "content": "?"}], turn, [], [])
     observations.check([{"role": "user", "content": "?"}], turn.rstrip("R"), messages, tokens)
     return tokenizer.decode(tokens)
 
 
-def test_templates_that_leave_out_tools_or_thoughts_are_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+def test_templates_that_leave_out_tools_or_thoughts_are_a_warning(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     observed(_gpt_oss, "hR")
     (line,) = capfd.readouterr().err.splitlines()
     assert "the chat template does not render tools" in line
     observed(_gpt_oss, "(hm)hR")
-    assert "renders the response '(hm)h' otherwise, or without its thoughts" in capfd.readouterr().err
+    assert (
+        "renders the response '(hm)h' otherwise, or without its thoughts" in capfd.readouterr().err
+    )
 
 
 def test_truncated_leaves_out_the_part_that_is_asked_for() -> None:

@@ -18,7 +18,10 @@ from rlhf_mc.runtime.heartbeat import _addresses_to_bind
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.EMFILE, f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files"),
+        (
+            errno.EMFILE,
+            f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files",
+        ),
         (errno.ENFILE, "sysctl fs.file-max"),
         (errno.ENOSPC, "free some space"),
         (errno.EFBIG, "ulimit -f"),
@@ -75,7 +78,10 @@ def test_running_out_of_file_descriptors_is_not_corruption(tmp_path: os.PathLike
     with open(path, "w") as file:
         file.write("{}")
     done = subprocess.run(
-        [sys.executable, "-c", OUT_OF_FILE_DESCRIPTORS, str(tmp_path)], capture_output=True, text=True, timeout=500
+        [sys.executable, "-c", OUT_OF_FILE_DESCRIPTORS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done

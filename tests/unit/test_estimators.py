@@ -1,5 +1,5 @@
-"""The advantage estimators of estimators.py: hand-worked groups, slow plain-Python versions, equal scores, and their
-needs."""
+"""The advantage estimators of estimators.py: hand-worked groups, slow plain-Python versions, equal
+scores, and their needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_every_estimator_can_be_set_and_has_needs() -> None:
     assert set(ADVANTAGE_ESTIMATORS) == set(ESTIMATOR_NEEDS)
 
 
-def inputs_of(scores: list[float], lens: list[int], group: list[int], **fields: object) -> EstimatorInputs:
+def inputs_of(
+    scores: list[float], lens: list[int], group: list[int], **fields: object
+) -> EstimatorInputs:
     response_lens = torch.tensor(lens)
     score = torch.tensor(scores)
     given = {"rewards": token_rewards(score, None, 0.0, response_lens), "scores": score, **fields}
@@ -45,7 +47,8 @@ def inputs_of(scores: list[float], lens: list[int], group: list[int], **fields: 
 
 
 def random_inputs(seed: int) -> EstimatorInputs:
-    """Return 5 prompts with 3 responses each, not in the order of the prompts, with rewards on every token."""
+    """Return 5 prompts with 3 responses each, not in the order of the prompts, with rewards on
+    every token."""
     g = torch.Generator().manual_seed(seed)
     lens = torch.randint(1, 8, (15,), generator=g)
     return EstimatorInputs(
@@ -124,7 +127,9 @@ def test_estimator_matches_plain_python(name: str, norm_by_std: bool) -> None:
 
 def test_gae_is_whitened_and_has_the_returns_of_the_values() -> None:
     inputs = random_inputs(seed=0)
-    raw, returns = estimators.gae(inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma, inputs.lam)
+    raw, returns = estimators.gae(
+        inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma, inputs.lam
+    )
     found = ADVANTAGE_ESTIMATORS["gae"](inputs)
     assert torch.equal(found.advantages, whiten(raw))
     assert found.returns is not None and torch.equal(found.returns, returns)
@@ -132,13 +137,24 @@ def test_gae_is_whitened_and_has_the_returns_of_the_values() -> None:
 
 @pytest.mark.parametrize("statistic", ["sum", "mean", "max", "min", "std"])
 def test_statistics_match_plain_python(statistic: str) -> None:
-    functions = {"sum": math.fsum, "mean": statistics.fmean, "max": max, "min": min, "std": statistics.stdev}
+    functions = {
+        "sum": math.fsum,
+        "mean": statistics.fmean,
+        "max": max,
+        "min": min,
+        "std": statistics.stdev,
+    }
     function = functions[statistic]
     inputs = random_inputs(seed=3)
     scores = inputs.scores.tolist()
-    of_group = {g: [x for x, other in zip(scores, inputs.group, strict=True) if other == g] for g in range(5)}
+    of_group = {
+        g: [x for x, other in zip(scores, inputs.group, strict=True) if other == g]
+        for g in range(5)
+    }
     expected = [function(of_group[g]) for g in inputs.group.tolist()]
-    assert inputs.per_prompt(inputs.scores, statistic).tolist() == pytest.approx(expected, rel=1e-12)  # type: ignore[arg-type]
+    assert inputs.per_prompt(inputs.scores, statistic).tolist() == pytest.approx(
+        expected, rel=1e-12
+    )  # type: ignore[arg-type]
     assert inputs.group_sizes.tolist() == [3.0] * 15
     if statistic != "std":
         expected = [function(row) for row in responses_of(inputs.rewards, inputs)]
@@ -163,10 +179,16 @@ def test_groups_by_hand() -> None:
     inputs = inputs_of([1.0, 0.0, 2.0, 3.0, 3.0, 3.0], [1, 1, 2, 1, 2, 3], [0, 0, 0, 1, 1, 1])
     zeros = [0.0] * 3
     near = {"abs": 1e-5}
-    assert first_tokens(estimators.grpo(inputs), inputs) == pytest.approx([0.0, -1.0, 1.0, *zeros], **near)
-    assert first_tokens(estimators.rloo(inputs), inputs) == [0.0, -1.5, 1.5, *zeros]  # 0 - (1 + 2) / 2, 2 - (1 + 0) / 2
-    assert first_tokens(estimators.grpo_passk(inputs), inputs) == pytest.approx([0.0, 0.0, 1.0, *zeros], **near)
-    assert first_tokens(estimators.opo(inputs), inputs) == [-0.25, -1.25, 0.75, *zeros]  # the mean by length is 5 / 4
+    assert first_tokens(estimators.grpo(inputs), inputs) == pytest.approx(
+        [0.0, -1.0, 1.0, *zeros], **near
+    )
+    # 0 - (1 + 2) / 2, 2 - (1 + 0) / 2
+    assert first_tokens(estimators.rloo(inputs), inputs) == [0.0, -1.5, 1.5, *zeros]
+    assert first_tokens(estimators.grpo_passk(inputs), inputs) == pytest.approx(
+        [0.0, 0.0, 1.0, *zeros], **near
+    )
+    # the mean by length is 5 / 4
+    assert first_tokens(estimators.opo(inputs), inputs) == [-0.25, -1.25, 0.75, *zeros]
     assert first_tokens(estimators.gpg(inputs), inputs) == [
         0.0,
         -2.0,
@@ -180,7 +202,14 @@ def test_groups_by_hand() -> None:
 
 def test_remax_and_reinforce_plus_plus_by_hand() -> None:
     rewards = torch.tensor([-0.5, 1.0, 2.0])
-    inputs = inputs_of([1.0, 2.0], [2, 1], [0, 1], rewards=rewards, greedy_scores=torch.tensor([0.25, 3.0]), gamma=0.5)
+    inputs = inputs_of(
+        [1.0, 2.0],
+        [2, 1],
+        [0, 1],
+        rewards=rewards,
+        greedy_scores=torch.tensor([0.25, 3.0]),
+        gamma=0.5,
+    )
     found = estimators.remax(inputs)
     assert found.advantages.tolist() == [0.25, 0.75, -1.0]
     assert found.returns is not None and found.returns.tolist() == [0.5, 1.0, 2.0]
@@ -224,12 +253,13 @@ def test_passk_gives_nothing_to_several_best_responses() -> None:
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_advantages_of_conversations_equal_a_slow_masked_version(estimator: str) -> None:
-    """Compare with loops over all tokens of a response and its mask: the value that follows a drawn token is the next
-    drawn one's, and a group is compared by its scores."""
+    """Compare with loops over all tokens of a response and its mask: the value that follows a drawn
+    token is the next drawn one's, and a group is compared by its scores."""
     draw = np.random.default_rng(4)
     masks = [[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 1], [1, 1, 1], [1, 0, 1]]
     conversations = [
-        Generation([9] * len(mask), [-1.0 if drawn else OBSERVED for drawn in mask], True) for mask in masks
+        Generation([9] * len(mask), [-1.0 if drawn else OBSERVED for drawn in mask], True)
+        for mask in masks
     ]
     prompts = [Prompt(0, np.array([5, 6], np.int32), "", None)] * 4
     episodes = [
@@ -241,7 +271,10 @@ def test_advantages_of_conversations_equal_a_slow_masked_version(estimator: str)
     scores = [Score(episode.score, episode=episode) for episode in episodes]
     batch = build_batch(prompts, Responses.of(conversations))
     num_drawn = int(batch.response_lens.sum())
-    fields = {name: torch.from_numpy(draw.normal(size=num_drawn)).float() for name in ("values", "old_log_probs")}
+    fields = {
+        name: torch.from_numpy(draw.normal(size=num_drawn)).float()
+        for name in ("values", "old_log_probs")
+    }
     batch = batch.with_fields(
         **fields,
         ref_log_probs=fields["old_log_probs"] + 0.1,
@@ -257,7 +290,11 @@ def test_advantages_of_conversations_equal_a_slow_masked_version(estimator: str)
         places = [t for t, drawn in enumerate(mask) if drawn]
         value = {t: next(values) for t in places}
         reward = dict.fromkeys(places, -kl_penalty)
-        given = episode.rewards if episode.failure is None else [(len(places) - 1, episode.default_score)]
+        given = (
+            episode.rewards
+            if episode.failure is None
+            else [(len(places) - 1, episode.default_score)]
+        )
         for place, one in given:
             reward[places[place]] += one
         if estimator == "grpo":

@@ -6,7 +6,9 @@ from rlhf_mc.runtime.failure_detector import FailureDetector
 from rlhf_mc.runtime.rank_status import WRITE_PROFILE, Heartbeat
 
 
-def heartbeat(rank: int, moves: int = 5, phase: str = "gen", seconds: float = 1.0, collective: str = "") -> Heartbeat:
+def heartbeat(
+    rank: int, moves: int = 5, phase: str = "gen", seconds: float = 1.0, collective: str = ""
+) -> Heartbeat:
     return Heartbeat(rank, 3, phase, moves, seconds, collective, "engine.py:7 (generate)")
 
 
@@ -75,7 +77,10 @@ def test_stragglers_are_silent_else_behind_else_in_no_collective() -> None:
     detector.received(heartbeat(0, moves=6, phase="ref"), 103.0)
     detector.received(heartbeat(1, moves=6, phase="ref"), 103.0)
     assert detector.stragglers(103.0).startswith("rank 2 (node2) is behind: in phase gen")
-    assert detector.stragglers(112.0) == "rank 2 (node2) has sent no heartbeat for 11 s, last in phase gen of step 3"
+    assert (
+        detector.stragglers(112.0)
+        == "rank 2 (node2) has sent no heartbeat for 11 s, last in phase gen of step 3"
+    )
 
 
 def test_further_silent_ranks_are_counted() -> None:
@@ -87,14 +92,18 @@ def test_further_silent_ranks_are_counted() -> None:
 
 def test_straggler_is_warned_about_once_and_only_if_others_wait() -> None:
     detector = failure_detector(world=2)
-    detector.received(heartbeat(0, moves=6, phase="ref", seconds=70.0, collective="all_reduce"), 170.0)
+    detector.received(
+        heartbeat(0, moves=6, phase="ref", seconds=70.0, collective="all_reduce"), 170.0
+    )
     detector.received(heartbeat(1, seconds=50.0), 170.0)
-    assert detector.straggler_warning(170.0, 60.0) == ""  # rank 1 has been in its phase for less than a minute
+    # rank 1 has been in its phase for less than a minute
+    assert detector.straggler_warning(170.0, 60.0) == ""
     detector.received(heartbeat(1, seconds=65.0), 171.0)
     line = detector.straggler_warning(171.0, 60.0)
     assert "rank 1 (node1) is behind: in phase gen of step 3 for 65 s" in line
     assert line.endswith(
-        "rank 0 waits in phase ref of step 3 for 70 s, in all_reduce, called from engine.py:7 (generate)"
+        "rank 0 waits in phase ref of step 3 for 70 s, in all_reduce, called from engine.py:7 "
+        "(generate)"
     )
     assert detector.straggler_warning(172.0, 60.0) == ""
     detector.received(heartbeat(0, moves=5, seconds=900.0), 172.0)

@@ -32,7 +32,11 @@ def test_padding_is_a_separate_sequence_without_targets(multiple_of: int, padded
     plain = pack_micro_batch(batch, [0, 1])
     micro = pack_micro_batch(batch, [0, 1], multiple_of)
     assert micro.tokens.shape == (1, padded)
-    assert micro.tokens[0, :11].tolist() == plain.tokens[0].tolist() == [8, 9, 10, 11, 1, 2, 3, 4, 5, 6, 7]
+    assert (
+        micro.tokens[0, :11].tolist()
+        == plain.tokens[0].tolist()
+        == [8, 9, 10, 11, 1, 2, 3, 4, 5, 6, 7]
+    )
     assert micro.tokens[0, 11:].tolist() == [0] * (padded - 11)
     ends = [0, 4, 11] if padded == 11 else [0, 4, 11, padded]
     assert plain.targets.tolist() == [10, 11, 4, 5, 6, 7]
@@ -53,9 +57,16 @@ def test_context_parallel_ranks_have_each_token_and_each_result_once(
     batch = make_batch([3, 2, 1, 9], [4, 2, 1, 12])
     plain = pack_micro_batch(batch, [0, 1, 2, 3], at_last_token=at_last_token)
     contexts = [Context(size=size, rank=rank) for rank in range(size)]
-    parts = [pack_micro_batch(batch, [0, 1, 2, 3], multiple_of, context, at_last_token) for context in contexts]
-    assert sorted(t for part in parts for t in part.tokens[0].tolist() if t) == sorted(plain.tokens[0].tolist())
-    assert sorted(i for part in parts for i in part.own_results.tolist()) == list(range(len(plain.response_index)))
+    parts = [
+        pack_micro_batch(batch, [0, 1, 2, 3], multiple_of, context, at_last_token)
+        for context in contexts
+    ]
+    assert sorted(t for part in parts for t in part.tokens[0].tolist() if t) == sorted(
+        plain.tokens[0].tolist()
+    )
+    assert sorted(i for part in parts for i in part.own_results.tolist()) == list(
+        range(len(plain.response_index))
+    )
     for context, part in zip(contexts, parts, strict=True):
         (length,) = packed_lengths(batch, [[0, 1, 2, 3]], multiple_of, [context])
         assert part.tokens.shape == (1, length) and length % multiple_of == 0
@@ -81,7 +92,8 @@ def test_dummy_micro_batch_can_be_padded() -> None:
 
 
 def test_hooks_of_gradients_are_removed() -> None:
-    """Check what the removal is for: the owner of a hook, which refers to the node, can be collected."""
+    """Check what the removal is for: the owner of a hook, which refers to the node, can be
+    collected."""
 
     class Owner:
         def __init__(self, parameter: torch.Tensor) -> None:

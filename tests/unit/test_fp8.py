@@ -1,4 +1,5 @@
-"""fp8: refused where it cannot run, and what it asks of sizes and of the tokens of a micro-batch."""
+"""fp8: refused where it cannot run, and what it asks of sizes and of the tokens of a
+micro-batch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def shape_of(**sizes: int) -> ModelShape:
 
 def test_recipes_are_megatrons() -> None:
     """Compare with the recipes of Megatron-Core; delayed scaling has a state, custom needs code."""
-    known = typing.get_args(typing.get_args(typing.get_type_hints(TransformerConfig)["fp8_recipe"])[0])
+    known = typing.get_args(
+        typing.get_args(typing.get_type_hints(TransformerConfig)["fp8_recipe"])[0]
+    )
     ours = typing.get_args(typing.get_args(typing.get_type_hints(MegatronConfig)["fp8"])[0])
     assert set(ours) == set(RECIPES) == FP8_MULTIPLES.keys() == set(known) - {"delayed", "custom"}
     for recipe in RECIPES:
@@ -46,7 +49,9 @@ def test_recipes_are_megatrons() -> None:
     assert transformer_engine.fp8_settings(MegatronConfig()) == {}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with GPUs may have Transformer Engine")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a machine with GPUs may have Transformer Engine"
+)
 def test_a_gpu_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
     monkeypatch.setattr(transformer_engine, "uses_transformer_engine", lambda: False)
@@ -57,7 +62,10 @@ def test_a_gpu_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyP
 def test_settings_that_are_refused(config_file: Path) -> None:
     validated(config_file, "actor.megatron.fp8=mxfp8")
     for override, words in (
-        ("actor.megatron.dtype=float32", "actor.megatron.fp8 is 'mxfp8' and actor.megatron.dtype is float32"),
+        (
+            "actor.megatron.dtype=float32",
+            "actor.megatron.fp8 is 'mxfp8' and actor.megatron.dtype is float32",
+        ),
         ("actor.megatron.fp8=delayed", "actor.megatron.fp8"),
     ):
         with pytest.raises(UserError, match=re.escape(words)):
@@ -68,10 +76,17 @@ def test_sizes_that_a_recipe_cannot_multiply_are_refused() -> None:
     for recipe in RECIPES:
         check_layout(shape_of(), MegatronConfig(fp8=recipe))
     check_layout(shape_of(), MegatronConfig(fp8="mxfp8", tensor_model_parallel_size=2))
-    with pytest.raises(UserError, match=r"^critic.megatron.fp8: 'blockwise' .*multiples of 128; .*\[320, 256\]"):
+    with pytest.raises(
+        UserError, match=r"^critic.megatron.fp8: 'blockwise' .*multiples of 128; .*\[320, 256\]"
+    ):
         check_layout(shape_of(intermediate_size=160), MegatronConfig(fp8="blockwise"), "critic")
-    with pytest.raises(UserError, match=r"'tensorwise' .*multiples of 16; .*linear_fc2.weight has \[256, 24\] on"):
-        check_layout(shape_of(intermediate_size=48), MegatronConfig(fp8="tensorwise", tensor_model_parallel_size=2))
+    with pytest.raises(
+        UserError, match=r"'tensorwise' .*multiples of 16; .*linear_fc2.weight has \[256, 24\] on"
+    ):
+        check_layout(
+            shape_of(intermediate_size=48),
+            MegatronConfig(fp8="tensorwise", tensor_model_parallel_size=2),
+        )
 
 
 def test_tokens_of_a_micro_batch() -> None:
@@ -79,8 +94,12 @@ def test_tokens_of_a_micro_batch() -> None:
     assert transformer_engine.token_multiple(MegatronConfig(tensor_model_parallel_size=4)) == 1
     split = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
     assert transformer_engine.token_multiple(MegatronConfig(**split)) == 4
-    assert [transformer_engine.token_multiple(MegatronConfig(fp8=recipe)) for recipe in RECIPES] == [16, 128, 32]
-    assert [transformer_engine.token_multiple(MegatronConfig(fp8=recipe, **split)) for recipe in RECIPES] == [
+    assert [
+        transformer_engine.token_multiple(MegatronConfig(fp8=recipe)) for recipe in RECIPES
+    ] == [16, 128, 32]
+    assert [
+        transformer_engine.token_multiple(MegatronConfig(fp8=recipe, **split)) for recipe in RECIPES
+    ] == [
         64,
         512,
         128,

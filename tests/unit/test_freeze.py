@@ -38,7 +38,9 @@ def test_patterns_name_tensors_of_the_checkpoint() -> None:
 def test_tied_embedding_is_frozen_on_both_stages() -> None:
     shape = shape_of("qwen2", tie_word_embeddings=True)
     for stage, name in ((0, "embedding.word_embeddings.weight"), (1, "output_layer.weight")):
-        layout = mcore_layout(shape, 0, 1, range(stage, stage + 1), first=stage == 0, last=stage == 1)
+        layout = mcore_layout(
+            shape, 0, 1, range(stage, stage + 1), first=stage == 0, last=stage == 1
+        )
         assert frozen_parameters({"model.embed_tokens.weight"}, layout) == {name}
 
 
@@ -53,11 +55,17 @@ MOE = {
 
 def test_transformer_engine_freezes_all_experts_of_a_layer_or_none() -> None:
     shape = shape_of("qwen3_moe", **MOE)
-    for patterns in (["*.mlp.gate.weight"], ["model.layers.1.mlp.experts.*"], ["*.down_proj.weight", "model.norm.*"]):
+    for patterns in (
+        ["*.mlp.gate.weight"],
+        ["model.layers.1.mlp.experts.*"],
+        ["*.down_proj.weight", "model.norm.*"],
+    ):
         check_experts("actor.freeze", frozen_tensors("actor.freeze", patterns, shape), shape)
     some = frozen_tensors("actor.freeze", ["model.layers.1.mlp.experts.[12].*"], shape)
     expert = r"model\.layers\.1\.mlp\.experts\.%d\.gate_proj\.weight"
-    with pytest.raises(UserError, match=f"^actor.freeze freezes {expert % 1} but not {expert % 0}; ") as error:
+    with pytest.raises(
+        UserError, match=f"^actor.freeze freezes {expert % 1} but not {expert % 0}; "
+    ) as error:
         check_experts("actor.freeze", some, shape)
     assert "freeze all of them or none" in str(error.value)
 
@@ -73,19 +81,29 @@ def test_routers_of_a_moe_can_be_frozen() -> None:
 @pytest.mark.parametrize(
     ("patterns", "value_head", "words"),
     [
-        (["model.embed_token.*"], False, ("'model.embed_token.*' matches no tensor", "'model.embed_tokens.weight'")),
+        (
+            ["model.embed_token.*"],
+            False,
+            ("'model.embed_token.*' matches no tensor", "'model.embed_tokens.weight'"),
+        ),
         (["model.norm.weight", "score.weight"], False, ("'score.weight' matches no tensor",)),
         (
             ["*.0.self_attn.q_proj.weight"],
             False,
             ("0.self_attn.q_proj.weight but not", "k_proj", "v_proj"),
         ),
-        (["*.up_proj.weight"], False, ("up_proj.weight but not model.layers.0.mlp.gate_proj.weight",)),
+        (
+            ["*.up_proj.weight"],
+            False,
+            ("up_proj.weight but not model.layers.0.mlp.gate_proj.weight",),
+        ),
         (["*"], True, ("critic.freeze freezes every tensor",)),
         (["model.*", "score.*"], True, ("critic.freeze freezes every tensor",)),
     ],
 )
-def test_bad_patterns_are_rejected_in_one_line(patterns: list[str], value_head: bool, words: tuple[str, ...]) -> None:
+def test_bad_patterns_are_rejected_in_one_line(
+    patterns: list[str], value_head: bool, words: tuple[str, ...]
+) -> None:
     with pytest.raises(UserError) as caught:
         frozen_tensors("critic.freeze", patterns, shape_of("qwen2", value_head))
     for word in ("critic.freeze", *words):

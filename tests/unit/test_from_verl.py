@@ -1,4 +1,5 @@
-"""The conversion of verl's settings: its published Megatron examples, each kind of answer, and its scripts."""
+"""The conversion of verl's settings: its published Megatron examples, each kind of answer, and its
+scripts."""
 
 from __future__ import annotations
 
@@ -25,13 +26,18 @@ from rlhf_mc.verl.keys import plain_key
 DEFAULTS_OF_VERL = Path(__file__).with_name("verl_defaults")
 """verl's complete configs, as keys and values."""
 EXAMPLES = Path(__file__).with_name("verl_examples")
-"""verl's published Megatron examples as keys and values, with the place and the commit of each. other_settings.txt has
-the settings of those that are not there as a whole."""
+"""verl's published Megatron examples as keys and values, with the place and the commit of each.
+other_settings.txt has the settings of those that are not there as a whole."""
 
 
 def example(name: str) -> dict[str, Any]:
-    """Return the settings of a file of EXAMPLES by verl's key, with the values that verl's parser reads."""
-    words = [line for line in (EXAMPLES / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    """Return the settings of a file of EXAMPLES by verl's key, with the values that verl's parser
+    reads."""
+    words = [
+        line
+        for line in (EXAMPLES / f"{name}.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     return {item.written: item.value for item in read_verl(None, words).settings.values()}
 
 
@@ -44,7 +50,8 @@ def converted(settings: dict[str, Any]) -> Conversion:
 
 
 def line_of(key: str, value: Any, **others: Any) -> tuple[str, str | None, Any]:
-    """Return (kind, our key, our value) of one setting of verl's; others: `section__name` = value."""
+    """Return (kind, our key, our value) of one setting of verl's; others: `section__name` =
+    value."""
     settings = {name.replace("__", "."): other for name, other in others.items()}
     (line,) = (line for name, line in converted({**settings, key: value}).report if name == key)
     return line.kind, line.ours, line.value
@@ -68,7 +75,10 @@ def test_published_example_loads(name: str, tmp_path: Path) -> None:
     assert given == list(settings), "each setting has one line"
     plain = {plain_key(key): value for key, value in settings.items()}
     assert cfg.model.path == plain["model.path"]
-    assert cfg.actor.megatron.tensor_model_parallel_size == plain["actor.megatron.tensor_model_parallel_size"]
+    assert (
+        cfg.actor.megatron.tensor_model_parallel_size
+        == plain["actor.megatron.tensor_model_parallel_size"]
+    )
     assert cfg.trainer.logger == ["console", "wandb", "jsonl"]
     assert cfg.trainer.project_name == plain["trainer.project_name"]
     assert cfg.trainer.experiment_name == plain["trainer.experiment_name"]
@@ -93,8 +103,13 @@ def test_defaults_of_verl_are_written_out(tmp_path: Path) -> None:
     cfg = loaded(converted(PPO_MATH), tmp_path / "ours.yaml")
     assert cfg.actor.ppo_max_token_len_per_gpu == 4 * (1024 + 512) and cfg.rollout.free_cache_engine
     assert cfg.actor.megatron.sequence_parallel
-    assert (cfg.critic.megatron.tensor_model_parallel_size, cfg.critic.megatron.pipeline_model_parallel_size) == (1, 1)
-    kl = converted({"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.use_kl_loss": True}).settings
+    assert (
+        cfg.critic.megatron.tensor_model_parallel_size,
+        cfg.critic.megatron.pipeline_model_parallel_size,
+    ) == (1, 1)
+    kl = converted(
+        {"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.use_kl_loss": True}
+    ).settings
     assert (kl["actor.kl_loss_type"], kl["rollout.tensor_model_parallel_size"]) == ("low_var_kl", 2)
     for key, value, _ in DEFAULTS:
         assert our_default(key) != value, "a default that does not differ"
@@ -103,26 +118,50 @@ def test_defaults_of_verl_are_written_out(tmp_path: Path) -> None:
 def test_moe_example() -> None:
     settings = converted(example("grpo_qwen3moe_30b_96gb")).settings
     assert settings["reshard.share_weights"] is False, "as the actor is offloaded"
-    assert (settings["reward.overlong_buffer.len"], settings["reward.overlong_buffer.penalty_factor"]) == (4096, 1.0)
+    assert (
+        settings["reward.overlong_buffer.len"],
+        settings["reward.overlong_buffer.penalty_factor"],
+    ) == (4096, 1.0)
     assert settings["actor.optim.lr_warmup_steps"] == 10
     assert settings["actor.ppo_max_token_len_per_gpu"] == 10240, "micro-batches are by token budget"
 
 
 def defaults(name: str) -> list[str]:
     """Return verl's defaults as overrides: megatron.txt, or those of FSDP where they differ."""
-    lines = {file: (DEFAULTS_OF_VERL / f"{file}.txt").read_text().splitlines() for file in ("megatron", "fsdp")}
+    lines = {
+        file: (DEFAULTS_OF_VERL / f"{file}.txt").read_text().splitlines()
+        for file in ("megatron", "fsdp")
+    }
     words = {file: [line for line in lines[file] if not line.startswith("#")] for file in lines}
     words["megatron"].append("actor_rollout_ref.rollout.name=vllm")  # verl has no default for it
     if name == "megatron":
         return words[name]
-    of_megatron = (".megatron.", ".strategy=", "lr_warmup_init", "_decay_", "_incr_style", "weight_decay_incr")
-    return [word for word in words["megatron"] if not any(part in word for part in of_megatron)] + words[name]
+    of_megatron = (
+        ".megatron.",
+        ".strategy=",
+        "lr_warmup_init",
+        "_decay_",
+        "_incr_style",
+        "weight_decay_incr",
+    )
+    return [
+        word for word in words["megatron"] if not any(part in word for part in of_megatron)
+    ] + words[name]
 
 
 @pytest.mark.parametrize("name", ["megatron", "fsdp"])
 def test_verls_complete_config_is_converted(name: str, tmp_path: Path) -> None:
-    files = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "critic.model.path")
-    words = [*defaults(name), *(f"{key}=a" for key in files), "actor_rollout_ref.actor.use_dynamic_bsz=True"]
+    files = (
+        "data.train_files",
+        "data.val_files",
+        "actor_rollout_ref.model.path",
+        "critic.model.path",
+    )
+    words = [
+        *defaults(name),
+        *(f"{key}=a" for key in files),
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    ]
     conversion = converted_arguments(words)
     assert conversion.refused() == []
     assert len({key for key, line in conversion.report if line.kind != "default"}) == len(
@@ -143,7 +182,8 @@ NAMES_AND_FILES = (
     "reshard.bucket_megabytes",
     "critic.model_path",
 )
-"""Settings whose defaults differ from verl's, and which change nothing that is computed or are files."""
+"""Settings whose defaults differ from verl's, and which change nothing that is computed or are
+files."""
 OF_ACTOR = "actor_rollout_ref.actor"
 OF_EXPERTS = f"{OF_ACTOR}.megatron.override_transformer_config"
 LARGE = [
@@ -159,7 +199,11 @@ LARGE = [
         "override_transformer_config.num_layers_in_first_pipeline_stage=3",
     )
 ]
-KL = [f"{OF_ACTOR}.use_kl_loss=True", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+KL = [
+    f"{OF_ACTOR}.use_kl_loss=True",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=2",
+]
 
 
 @pytest.mark.parametrize(
@@ -167,13 +211,19 @@ KL = [f"{OF_ACTOR}.use_kl_loss=True", "algorithm.adv_estimator=grpo", "actor_rol
     [
         ("megatron", [*LARGE, *KL]),
         ("megatron", [*LARGE, "algorithm.use_kl_in_reward=True"]),
-        ("megatron", [f"{OF_ACTOR}.strategy=megatron", f"{OF_ACTOR}.loss_agg_mode=seq-mean-token-sum",
-                      f"{OF_ACTOR}.ppo_max_token_len_per_gpu=9000", f"{OF_ACTOR}.use_dynamic_bsz=True"]),
-        ("megatron", [f"{OF_ACTOR}.strategy=megatron", f"{OF_ACTOR}.ppo_epochs=2", f"{OF_ACTOR}.shuffle=True",
-                      f"{OF_ACTOR}.ppo_mini_batch_size=128", "critic.ppo_max_token_len_per_gpu=8000"]),
-        ("fsdp", [*KL, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]),
+        ("megatron",
+         [f"{OF_ACTOR}.strategy=megatron", f"{OF_ACTOR}.loss_agg_mode=seq-mean-token-sum",
+                      f"{OF_ACTOR}.ppo_max_token_len_per_gpu=9000",
+                      f"{OF_ACTOR}.use_dynamic_bsz=True"]),
+        ("megatron",
+         [f"{OF_ACTOR}.strategy=megatron", f"{OF_ACTOR}.ppo_epochs=2", f"{OF_ACTOR}.shuffle=True",
+                      f"{OF_ACTOR}.ppo_mini_batch_size=128",
+                      "critic.ppo_max_token_len_per_gpu=8000"]),
+        ("fsdp",
+         [*KL, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]),
         ("fsdp", ["critic.model.path=m", f"{OF_ACTOR}.ulysses_sequence_parallel_size=2",
-                  f"{OF_ACTOR}.ppo_micro_batch_size_per_gpu=4", "critic.ppo_micro_batch_size_per_gpu=8"]),
+                  f"{OF_ACTOR}.ppo_micro_batch_size_per_gpu=4",
+                  "critic.ppo_micro_batch_size_per_gpu=8"]),
         ("fsdp", [*KL, f"{OF_ACTOR}.fsdp_config.param_offload=True",
                   "actor_rollout_ref.ref.fsdp_config.param_offload=True",
                   "actor_rollout_ref.model.enable_gradient_checkpointing=False"]),
@@ -181,7 +231,11 @@ KL = [f"{OF_ACTOR}.use_kl_loss=True", "algorithm.adv_estimator=grpo", "actor_rol
 )  # fmt: skip
 def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_path: Path) -> None:
     """Compare with a config in which all of verl's defaults are written out."""
-    always = ["data.train_files=[a]", "actor_rollout_ref.model.path=m", "trainer.default_local_dir=d"]
+    always = [
+        "data.train_files=[a]",
+        "actor_rollout_ref.model.path=m",
+        "trainer.default_local_dir=d",
+    ]
     configs = []
     for words in (always, [*defaults(name), *always]):
         conversion = converted_arguments([*words, *given])
@@ -192,12 +246,17 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
     unused = () if KL[0] in given else ("actor.kl_loss_type", "ref.log_prob_max_token_len_per_gpu")
     of_actor = ["critic.ppo_mini_batch_size", "critic.ppo_epochs"]  # null is the actor's
     for key in of_actor:
-        assert get_setting(with_defaults, key) in (None, get_setting(cfg, key.replace("critic", "actor")))
+        assert get_setting(with_defaults, key) in (
+            None,
+            get_setting(cfg, key.replace("critic", "actor")),
+        )
     skipped = {*NAMES_AND_FILES, *unused, *of_actor}
     differing = {
         key: (get_setting(cfg, key), get_setting(with_defaults, key))
         for key in dotted_keys()
-        if key not in skipped and "NAME" not in key and get_setting(cfg, key) != get_setting(with_defaults, key)
+        if key not in skipped
+        and "NAME" not in key
+        and get_setting(cfg, key) != get_setting(with_defaults, key)
     }
     assert differing == {}
 
@@ -207,7 +266,8 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
     [
         ("algorithm.kl_penalty", "kl", ("same", "algorithm.kl_penalty", "k1")),
         ("algorithm.kl_penalty", "mse", ("same", "algorithm.kl_penalty", "k2")),
-        ("actor_rollout_ref.actor.kl_loss_type", "k3", ("same", "actor.kl_loss_type", "low_var_kl")),
+        ("actor_rollout_ref.actor.kl_loss_type", "k3",
+         ("same", "actor.kl_loss_type", "low_var_kl")),
         ("actor_rollout_ref.actor.clip_ratio", 0.2, ("not needed", None, None)),
         ("actor_rollout_ref.actor.clip_ratio", 0.1, ("not supported", None, None)),
         ("actor_rollout_ref.actor.grad_clip", 0.5, ("renamed", "actor.optim.clip_grad", 0.5)),
@@ -215,32 +275,41 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.actor.optim.lr_warmup_steps", -1, ("implied", None, None)),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", 0.1,
          ("same", "actor.optim.lr_warmup_steps_ratio", 0.1)),
-        ("actor_rollout_ref.actor.optim.min_lr_ratio", 0.1, ("renamed", "actor.optim.min_lr", 1e-7)),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio", 0.1,
+         ("renamed", "actor.optim.min_lr", 1e-7)),
         ("actor_rollout_ref.actor.optim.min_lr_ratio", "x", ("not supported", None, None)),
         ("trainer.logger", 1, ("same", "trainer.logger", ["jsonl"])),
         ("actor_rollout_ref.actor.optim.override_optimizer_config", {}, ("implied", None, None)),
         ("actor_rollout_ref.actor.megatron.context_parallel_size", 2,
          ("same", "actor.megatron.context_parallel_size", 2)),
-        ("critic.megatron.context_parallel_size", 2, ("same", "critic.megatron.context_parallel_size", 2)),
+        ("critic.megatron.context_parallel_size", 2,
+         ("same", "critic.megatron.context_parallel_size", 2)),
         ("actor_rollout_ref.ref.megatron.override_transformer_config.cp_comm_type", "a2a",
          ("renamed", "ref.megatron.cp_comm_type", "a2a")),
-        ("actor_rollout_ref.actor.megatron.dynamic_context_parallel", True, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.megatron.dynamic_context_parallel", True,
+         ("not supported", None, None)),
         ("actor_rollout_ref.actor.megatron.dynamic_context_parallel", False,
          ("same", "actor.megatron.dynamic_context_parallel", False)),
         ("actor_rollout_ref.actor.megatron.sequence_parallel", True, ("implied", None, None)),
-        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size", 4, ("not needed", None, None)),
+        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size", 4,
+         ("not needed", None, None)),
         ("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size", 1,
          ("same", "actor.megatron.virtual_pipeline_model_parallel_size", None)),
-        ("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity", "full",
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity",
+         "full",
          ("renamed", "actor.megatron.recompute_granularity", "full")),
         ("actor_rollout_ref.ref.megatron.optimizer_offload", True, ("not needed", None, None)),
         ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"], ("not needed", None, None)),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload", True, ("renamed", "actor.megatron.param_offload", True)),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", True,
+         ("renamed", "actor.megatron.param_offload", True)),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bf16", ("implied", None, None)),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype", "fp16", ("not supported", None, None)),
         ("critic.fsdp.model_dtype", "bfloat16", ("implied", None, None)),
-        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "bf16", ("implied", None, None)),
-        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "fp32", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "bf16",
+         ("implied", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "fp32", (("not "
+                                                                                     "supported"),
+                                                                                     None, None)),
         ("actor_rollout_ref.rollout.name", "vllm", ("same", "rollout.name", "vllm")),
         ("actor_rollout_ref.rollout.name", "sglang", ("same", "rollout.name", "vllm")),
         ("actor_rollout_ref.rollout.name", "trtllm", ("same", "rollout.name", "vllm")),
@@ -255,24 +324,29 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         (f"{OF_EXPERTS}.attention_dropout", 0.1, ("not supported", None, None)),
         (f"{OF_EXPERTS}.normalization", "RMSNorm", ("implied", None, None)),
         (f"{OF_EXPERTS}.normalization", "LayerNorm", ("not supported", None, None)),
-        ("actor_rollout_ref.actor.veomni.param_offload", True, ("renamed", "actor.megatron.param_offload", True)),
+        ("actor_rollout_ref.actor.veomni.param_offload", True,
+         ("renamed", "actor.megatron.param_offload", True)),
         ("actor_rollout_ref.actor.veomni.enable_fsdp_offload", True,
          ("renamed", "actor.megatron.param_offload", True)),
         ("actor_rollout_ref.actor.veomni.ulysses_parallel_size", 2,
          ("renamed", "actor.megatron.context_parallel_size", 2)),
         ("actor_rollout_ref.actor.veomni.moe_implementation", "fused", ("not needed", None, None)),
-        ("actor_rollout_ref.actor.veomni.router_replay.mode", "R3", ("renamed", "algorithm.router_replay", "rollout")),
+        ("actor_rollout_ref.actor.veomni.router_replay.mode", "R3",
+         ("renamed", "algorithm.router_replay", "rollout")),
         ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", 2,
          ("same", "actor.megatron.expert_model_parallel_size", 2)),
         ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", True,
          ("renamed", "actor.megatron.optimizer_offload", True)),
         ("actor_rollout_ref.ref.fsdp_config.optimizer_offload", True, ("not needed", None, None)),
-        ("actor_rollout_ref.ref.fsdp_config.offload_policy", True, ("renamed", "ref.megatron.param_offload", True)),
+        ("actor_rollout_ref.ref.fsdp_config.offload_policy", True,
+         ("renamed", "ref.megatron.param_offload", True)),
         ("critic.fsdp.param_offload", True, ("renamed", "critic.megatron.param_offload", True)),
         ("critic.fsdp.fsdp_size", 8, ("not needed", None, None)),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype", "fp32", ("implied", None, None)),
         ("actor_rollout_ref.ref.fsdp_config.model_dtype", "bf16", ("implied", None, None)),
-        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "fp16", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "fp16", (("not "
+                                                                                     "supported"),
+                                                                                     None, None)),
         ("actor_rollout_ref.model.enable_gradient_checkpointing", True,
          ("renamed", "actor.megatron.recompute_granularity", "full")),
         ("critic.model.enable_gradient_checkpointing", False,
@@ -283,7 +357,8 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
          ("renamed", "actor.ppo_max_token_len_per_gpu", 8 * 1024)),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 4,
          ("renamed", "actor.ppo_max_token_len_per_gpu", 4 * 1024)),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "x", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "x",
+         ("not supported", None, None)),
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 9000, ("not needed", None, None)),
         ("actor_rollout_ref.actor.ppo_micro_batch_size", 6, ("not supported", None, None)),
         # values that are not ours, though the setting is
@@ -297,25 +372,32 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("algorithm.rollout_correction.rollout_rs", "seq_max_k1", ("not supported", None, None)),
         ("actor_rollout_ref.actor.megatron.dtype", "float16", ("not supported", None, None)),
         ("actor_rollout_ref.actor.optim.lr_scheduler_type", "wsd", ("not supported", None, None)),
-        ("actor_rollout_ref.actor.router_replay.mode", "R3", ("renamed", "algorithm.router_replay", "rollout")),
-        ("actor_rollout_ref.actor.router_replay.mode", "R2", ("renamed", "algorithm.router_replay", "recompute")),
+        ("actor_rollout_ref.actor.router_replay.mode", "R3",
+         ("renamed", "algorithm.router_replay", "rollout")),
+        ("actor_rollout_ref.actor.router_replay.mode", "R2",
+         ("renamed", "algorithm.router_replay", "recompute")),
         ("actor_rollout_ref.actor.router_replay.mode", "R4", ("not supported", None, None)),
         ("critic.megatron.router_replay.mode", "R3", ("not supported", None, None)),
         (f"{OF_EXPERTS}.moe_aux_loss_coeff", 0.01, ("not needed", None, None)),
         (f"{OF_EXPERTS}.moe_z_loss_coeff", 0.01, ("renamed", "actor.moe_z_loss_coeff", 0.01)),
-        (f"{OF_EXPERTS}.moe_router_bias_update_rate", 0.01, ("renamed", "actor.moe_router_bias_update_rate", 0.01)),
+        (f"{OF_EXPERTS}.moe_router_bias_update_rate", 0.01,
+         ("renamed", "actor.moe_router_bias_update_rate", 0.01)),
         (f"{OF_EXPERTS}.moe_router_bias_update_rate", 0.0, ("implied", None, None)),
         (f"{OF_EXPERTS}.moe_router_load_balancing_type", "seq_aux_loss", ("implied", None, None)),
-        (f"{OF_EXPERTS}.moe_router_load_balancing_type", "global_aux_loss", ("not supported", None, None)),
-        (f"{OF_EXPERTS}.moe_aux_loss_coeff".replace("actor.", "ref."), 0.01, ("not needed", None, None)),
+        (f"{OF_EXPERTS}.moe_router_load_balancing_type", "global_aux_loss",
+         ("not supported", None, None)),
+        (f"{OF_EXPERTS}.moe_aux_loss_coeff".replace("actor.", "ref."), 0.01,
+         ("not needed", None, None)),
         (f"{OF_EXPERTS}.moe_z_loss_coeff".replace("actor_rollout_ref.actor", "critic"), 0.01,
          ("not supported", None, None)),
         ("actor_rollout_ref.actor.clip_ratio_low", "x", ("not supported", None, None)),
         ("reward_model.reward_manager.name", "gdpo", ("not supported", None, None)),
         # images
-        ("actor_rollout_ref.model.path", "Qwen/Qwen2.5-VL-7B-Instruct", ("not supported", None, None)),
+        ("actor_rollout_ref.model.path", "Qwen/Qwen2.5-VL-7B-Instruct",
+         ("not supported", None, None)),
         ("actor_rollout_ref.model.path", "/models/qwen3-vl-8b", ("not supported", None, None)),
-        ("actor_rollout_ref.model.path", "Qwen/Qwen2.5-7B", ("same", "model.path", "Qwen/Qwen2.5-7B")),
+        ("actor_rollout_ref.model.path", "Qwen/Qwen2.5-7B",
+         ("same", "model.path", "Qwen/Qwen2.5-7B")),
         ("data.image_key", "images", ("not supported", None, None)),
         ("data.image_key", None, ("not needed", None, None)),
         ("actor_rollout_ref.actor.freeze_vision_tower", True, ("not supported", None, None)),
@@ -325,7 +407,8 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.rollout.layered_summon", True, ("not needed", None, None)),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache", True,
          ("not needed", None, None)),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype", "fp8", ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype", "fp8",
+         ("not supported", None, None)),
         ("actor_rollout_ref.rollout.data_parallel_size", 8, ("not needed", None, None)),
         ("trainer.v1.trainer_mode", "sync", ("implied", None, None)),
         ("trainer.v1.trainer_mode", "colocate_async", ("renamed", "rollout.partial_rollout", True)),
@@ -347,10 +430,14 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.rollout.val_kwargs.do_sample", True, ("implied", None, None)),
         ("actor_rollout_ref.rollout.val_kwargs.top_p", 0.7, ("not needed", None, None)),
         ("actor_rollout_ref.rollout.multi_turn.enable", True, ("not needed", None, None)),
-        ("actor_rollout_ref.rollout.agent.default_agent_loop", "tool_agent", ("implied", None, None)),
-        ("actor_rollout_ref.rollout.agent.default_agent_loop", "mine", ("not supported", None, None)),
-        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", "a.yaml", ("not supported", None, None)),
-        ("actor_rollout_ref.rollout.agent.custom_async_server.path", "a.py", ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop", "tool_agent",
+         ("implied", None, None)),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop", "mine",
+         ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", "a.yaml",
+         ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.agent.custom_async_server.path", "a.py",
+         ("not supported", None, None)),
         ("data.tool_config_path", "t.yaml", ("not supported", None, None)),
         ("actor_rollout_ref.rollout.multi_turn.format", "hermes", ("not needed", None, None)),
         ("critic.enable", None, ("implied", None, None)),
@@ -377,7 +464,8 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("data.custom_cls.path", None, ("implied", None, None)),
         ("data.apply_chat_template_kwargs.enable_thinking", False,
          ("same", "data.apply_chat_template_kwargs.enable_thinking", False)),
-        ("reward.custom_reward_function.path", "r.py", ("same", "custom_reward_function.path", "r.py")),
+        ("reward.custom_reward_function.path", "r.py",
+         ("same", "custom_reward_function.path", "r.py")),
         ("custom_reward_function.name", None, ("implied", None, None)),
         ("reward_model.model.path", "rm", ("not needed", None, None)),
         ("reward_model.reward_manager", "naive", ("implied", None, None)),
@@ -395,8 +483,14 @@ def test_a_setting_has_this_answer(key: str, value: Any, expected: tuple[Any, ..
 
 
 def test_settings_that_depend_on_others() -> None:
-    kind = {f"{OF_EXPERTS}.moe_router_load_balancing_type".replace("actor_rollout_ref.", ""): "aux_loss"}
-    assert line_of(f"{OF_EXPERTS}.moe_aux_loss_coeff", 0.01, **kind) == ("renamed", "actor.moe_aux_loss_coeff", 0.01)
+    kind = {
+        f"{OF_EXPERTS}.moe_router_load_balancing_type".replace("actor_rollout_ref.", ""): "aux_loss"
+    }
+    assert line_of(f"{OF_EXPERTS}.moe_aux_loss_coeff", 0.01, **kind) == (
+        "renamed",
+        "actor.moe_aux_loss_coeff",
+        0.01,
+    )
     ratio = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
     assert line_of(ratio, 0.1, actor__optim__lr_warmup_steps=7)[0] == "not needed"
     assert line_of("trainer.max_actor_ckpt_to_keep", 3, trainer__save_freq=5) == (
@@ -410,20 +504,31 @@ def test_settings_that_depend_on_others() -> None:
     off = converted({**given, key: None}).settings
     assert off["reward_model.model_path"] == "rm" and "reward_model.tokenizer_path" not in off
     assert line_of("critic.optim.lr", 1.0, algorithm__adv_estimator="grpo")[0] == "not needed"
-    assert line_of("actor_rollout_ref.model.lora_alpha", 32, model__lora_adapter_path="a")[0] == "not supported"
+    assert (
+        line_of("actor_rollout_ref.model.lora_alpha", 32, model__lora_adapter_path="a")[0]
+        == "not supported"
+    )
     correction: dict[str, Any] = {"algorithm__rollout_correction__rollout_is": "token"}
     bound = "algorithm.rollout_correction.rollout_is_threshold"
     assert line_of(bound, "0.5_5.0", **correction)[0] == "not supported", "IcePop"
     assert line_of(bound, "2.5", **correction) == ("same", bound, 2.5)
     whole = {"data__video_key": "videos"}
     assert line_of("data.image_key", "images", **whole)[0] == "not needed"
-    assert line_of("data.image_key", "images", **whole, model__path="Qwen3-VL-8B")[0] == "not supported"
+    assert (
+        line_of("data.image_key", "images", **whole, model__path="Qwen3-VL-8B")[0]
+        == "not supported"
+    )
     contents = "actor_rollout_ref.actor.checkpoint.save_contents"
-    assert line_of(contents, ["hf_model"], trainer__save_freq=5) == ("renamed", "trainer.export_freq", 5)
+    assert line_of(contents, ["hf_model"], trainer__save_freq=5) == (
+        "renamed",
+        "trainer.export_freq",
+        5,
+    )
 
 
 def test_tools_become_an_environment() -> None:
-    """Check settings of multi_turn in a run with tools, where they count whatever multi_turn.enable is."""
+    """Check settings of multi_turn in a run with tools, where they count whatever multi_turn.enable
+    is."""
     given: dict[str, Any] = {"rollout__multi_turn__tool_config_path": "t.yaml"}
     for name, value, ours, wanted in (
         ("tool_config_path", "t.yaml", "tool_config_path", "t.yaml"),
@@ -434,7 +539,8 @@ def test_tools_become_an_environment() -> None:
         ("max_assistant_turns", 5, "max_turns", 5),
         ("max_user_turns", 5, "max_turns", 6),
         ("max_tool_response_length", 100, "max_observation_length", 100),
-        ("tool_response_truncate_side", "left", "truncate", "right"),  # verl's names the part that is kept
+        # verl's names the part that is kept
+        ("tool_response_truncate_side", "left", "truncate", "right"),
     ):
         key = f"actor_rollout_ref.rollout.multi_turn.{name}"
         assert line_of(key, value, **given) == ("renamed", f"rollout.environment.{ours}", wanted)
@@ -450,14 +556,21 @@ def test_tools_become_an_environment() -> None:
 def test_micro_batches_are_by_the_switch_of_their_pass() -> None:
     """Convert numbers of sequences of 8 + 2 tokens where the pass is not by token budget."""
     lengths: dict[str, Any] = {"data__max_prompt_length": 8, "data__max_response_length": 2}
-    for role, ours in (("rollout", "rollout.log_prob_"), ("ref", "ref.log_prob_"), ("critic", "critic.ppo_")):
+    for role, ours in (
+        ("rollout", "rollout.log_prob_"),
+        ("ref", "ref.log_prob_"),
+        ("critic", "critic.ppo_"),
+    ):
         size = f"{ours}micro_batch_size_per_gpu"
         budget = f"{ours}max_token_len_per_gpu"
         switch = f"{role}__{'' if role == 'critic' else 'log_prob_'}use_dynamic_bsz"
         for switches, by_number in (({}, True), ({"actor__use_dynamic_bsz": True}, False),
                                     ({"actor__use_dynamic_bsz": True, switch: False}, True),
-                                    ({"actor__use_dynamic_bsz": False, switch: True}, False)):  # fmt: skip
-            assert line_of(size, 3, **lengths, **switches)[1:] == ((budget, 30) if by_number else (None, None))
+                                    ({"actor__use_dynamic_bsz": False, switch: True},
+                                     False)):  # fmt: skip
+            assert line_of(size, 3, **lengths, **switches)[1:] == (
+                (budget, 30) if by_number else (None, None)
+            )
             assert (line_of(budget, 90, **switches)[2] is None) == by_number
     scorer: dict[str, Any] = {"reward_model__enable": True, "critic__use_dynamic_bsz": True}
     assert line_of("reward_model.micro_batch_size_per_gpu", 3, **lengths, **scorer)[0] == "implied"
@@ -476,21 +589,38 @@ def test_layouts_that_depend_on_others() -> None:
     experts = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
     sizes = {"actor__megatron__tensor_model_parallel_size": 4}
     for etp, ours in ((None, 8), (4, 8), (1, 2), (2, 4)):
-        assert line_of(experts, 8, **sizes, actor__megatron__expert_tensor_parallel_size=etp)[2] == ours
-    assert line_of(experts, 6, **sizes, actor__megatron__expert_tensor_parallel_size=1)[0] == "not supported"
+        assert (
+            line_of(experts, 8, **sizes, actor__megatron__expert_tensor_parallel_size=etp)[2]
+            == ours
+        )
+    assert (
+        line_of(experts, 6, **sizes, actor__megatron__expert_tensor_parallel_size=1)[0]
+        == "not supported"
+    )
     of_ref = experts.replace("actor.", "ref.")
-    assert line_of(of_ref, 8, **sizes, actor__megatron__expert_tensor_parallel_size=1)[2] == 2, "the actor's"
+    assert line_of(of_ref, 8, **sizes, actor__megatron__expert_tensor_parallel_size=1)[2] == 2, (
+        "the actor's"
+    )
 
     checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing"
-    assert line_of(checkpointing, True, **sizes)[0] == "not needed", "verl's Megatron does not read it"
-    ulysses: dict[str, Any] = {"actor__ulysses_sequence_parallel_size": 2, "actor__use_dynamic_bsz": True}
+    assert line_of(checkpointing, True, **sizes)[0] == "not needed", (
+        "verl's Megatron does not read it"
+    )
+    ulysses: dict[str, Any] = {
+        "actor__ulysses_sequence_parallel_size": 2,
+        "actor__use_dynamic_bsz": True,
+    }
     for key in ("actor.ppo_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"):
         assert line_of(key, 9000, **ulysses) == ("same", key, 9000), "of one rank"
     del ulysses["actor__use_dynamic_bsz"]
     for key, tokens in (("ref.log_prob", 3 * 512), ("critic.ppo", 3 * 1024)):
         assert line_of(f"{key}_micro_batch_size_per_gpu", 3, **ulysses)[2] == tokens
     aggregation = "actor.loss_agg_mode"
-    for loss, ours in (("gspo", "seq-mean-token-mean"), ("sapo", "seq-mean-token-mean"), ("cispo", "token-mean")):
+    for loss, ours in (
+        ("gspo", "seq-mean-token-mean"),
+        ("sapo", "seq-mean-token-mean"),
+        ("cispo", "token-mean"),
+    ):
         assert line_of(aggregation, "token-mean", actor__policy_loss__loss_mode=loss)[2] == ours
     gspo = {"actor.policy_loss.loss_mode": "geo_mean"}
     assert converted(gspo).settings[aggregation] == "seq-mean-token-mean"
@@ -502,7 +632,10 @@ def test_fsdp_is_recomputed_and_says_how_to_find_a_layout() -> None:
     assert fsdp.settings["actor.megatron.grad_offload"] is True
     assert "note: layout" in fsdp.text() and "--gpus-per-node" in fsdp.text()
     megatron = converted(PPO_MATH)
-    assert "actor.megatron.recompute_granularity" not in megatron.settings and "note: layout" not in megatron.text()
+    assert (
+        "actor.megatron.recompute_granularity" not in megatron.settings
+        and "note: layout" not in megatron.text()
+    )
 
 
 @pytest.mark.slow
@@ -523,7 +656,8 @@ def test_machine_gives_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
-    given = ["data.train_files=[a]", f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo",
+    given = ["data.train_files=[a]", f"actor_rollout_ref.model.path={model}",
+     "algorithm.adv_estimator=grpo",
              "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.use_dynamic_bsz=True",
              "actor_rollout_ref.actor.strategy=fsdp2", f"{OF_ACTOR}.use_kl_loss=True",
              "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=32"]  # fmt: skip
@@ -556,7 +690,10 @@ def test_rewards_are_verls_rules() -> None:
     most = "algorithm.filter_groups.max_num_gen_batches"
     assert [line_of(most, count, **filters)[2] for count in (10, 0, -1)] == [10, 0, 0]
     path = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
-    assert line_of(path, "m", actor__megatron__use_dist_checkpointing=True)[1] == "model.dist_checkpointing_path"
+    assert (
+        line_of(path, "m", actor__megatron__use_dist_checkpointing=True)[1]
+        == "model.dist_checkpointing_path"
+    )
     both = converted(
         {
             "actor.loss_agg_mode": "seq-mean-token-sum",
@@ -583,9 +720,13 @@ def test_rewards_are_verls_rules() -> None:
         ("token_k1,seq_sum_k1", "0.8_4,2", None),  # two lower bounds
     ],
 )
-def test_strings_of_rejection_are_converted(statistics: str, thresholds: Any, expected: Any) -> None:
+def test_strings_of_rejection_are_converted(
+    statistics: str, thresholds: Any, expected: Any
+) -> None:
     section = "algorithm.rollout_correction"
-    conversion = converted({f"{section}.rollout_rs": statistics, f"{section}.rollout_rs_threshold": thresholds})
+    conversion = converted(
+        {f"{section}.rollout_rs": statistics, f"{section}.rollout_rs_threshold": thresholds}
+    )
     if expected is None:
         assert [key for key, _ in conversion.refused()] == [f"{section}.rollout_rs_threshold"]
         return
@@ -597,10 +738,18 @@ def test_strings_of_rejection_are_converted(statistics: str, thresholds: Any, ex
 
 def test_bounds_of_an_earlier_version_pass() -> None:
     section = "algorithm.rollout_correction"
-    given = {"rollout_rs": "sequence", "rollout_rs_threshold": 3.0, "rollout_rs_threshold_lower": 0.5}
+    given = {
+        "rollout_rs": "sequence",
+        "rollout_rs_threshold": 3.0,
+        "rollout_rs_threshold_lower": 0.5,
+    }
     settings = converted({f"{section}.{name}": value for name, value in given.items()}).settings
     ours = {name: settings[f"{section}.{name}"] for name in given}
-    assert ours == {"rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [3.0], "rollout_rs_threshold_lower": 0.5}
+    assert ours == {
+        "rollout_rs": ["seq_sum_k1"],
+        "rollout_rs_threshold": [3.0],
+        "rollout_rs_threshold_lower": 0.5,
+    }
 
 
 # ---------------------------------------------------------------- scripts and overrides
@@ -646,15 +795,25 @@ def test_script_is_read(tmp_path: Path) -> None:
         "data.apply_chat_template_kwargs.enable_thinking": False,
         "algorithm.lam": 1,
     }
-    without_data = read_verl(str(script), ["data.return_raw_chat=x", "~data", "trainer.seed=1"]).settings
-    names = ["actor.megatron.tensor_model_parallel_size", "trainer.logger", "algorithm.lam", "trainer.seed"]
+    without_data = read_verl(
+        str(script), ["data.return_raw_chat=x", "~data", "trainer.seed=1"]
+    ).settings
+    names = [
+        "actor.megatron.tensor_model_parallel_size",
+        "trainer.logger",
+        "algorithm.lam",
+        "trainer.seed",
+    ]
     assert list(without_data) == names
 
 
 def test_words_that_expand_to_nothing_are_no_settings(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text('NONE=()\npython3 -m verl.trainer.main_ppo a.b=1 "${NONE[@]}" a.c="" "$@"\n')
-    assert {key: item.value for key, item in read_verl(str(script), []).settings.items()} == {"a.b": 1, "a.c": ""}
+    assert {key: item.value for key, item in read_verl(str(script), []).settings.items()} == {
+        "a.b": 1,
+        "a.c": "",
+    }
 
 
 @pytest.mark.parametrize(
@@ -677,7 +836,11 @@ def test_mistake_in_a_script_names_the_line(tmp_path: Path, line: str, words: st
     script.write_text(f"# a comment\npython3 -m verl.trainer.main_ppo {line}\n")
     with pytest.raises(UserError) as caught:
         read_verl(str(script), [])
-    assert words in str(caught.value) and str(script) in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        words in str(caught.value)
+        and str(script) in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("module", ["recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo"])
@@ -686,13 +849,17 @@ def test_script_of_the_dapo_recipe_is_read(tmp_path: Path, module: str) -> None:
     script.write_text(
         "on=True\nsize=512\ngen=$((size * 3))\n"
         f"ray job submit --no-wait -- python3 -m {module} --config-name=dapo_trainer \\\n"
-        "    data.train_batch_size=${size} data.gen_batch_size=${gen} actor_rollout_ref.rollout.n=16 \\\n"
-        "    algorithm.adv_estimator=grpo algorithm.filter_groups.enable=${on} algorithm.filter_groups.metric=acc \\\n"
+        "    data.train_batch_size=${size} data.gen_batch_size=${gen} "
+        "actor_rollout_ref.rollout.n=16 \\\n"
+        "    algorithm.adv_estimator=grpo algorithm.filter_groups.enable=${on} "
+        "algorithm.filter_groups.metric=acc \\\n"
         "    algorithm.filter_groups.max_num_gen_batches=10\n"
     )
     found = convert(read_verl(str(script), []).settings)
     assert not found.refused()
-    assert {key: found.settings[key] for key in found.settings if "filter" in key or "batch_size" in key} == {
+    assert {
+        key: found.settings[key] for key in found.settings if "filter" in key or "batch_size" in key
+    } == {
         "data.train_batch_size": 512,
         "data.gen_batch_size": 1536,
         "algorithm.filter_groups.enable": True,
@@ -706,7 +873,8 @@ def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     with pytest.raises(
         UserError,
-        match=r"line 19: data.return_raw_chat: \$return_raw_chat is 'True' or not set, by the condition .* in line 6, "
+        match=r"line 19: data.return_raw_chat: \$return_raw_chat is 'True' or not set, by the "
+        r"condition .* in line 6, "
         r"which is not decided; give --env mode=VALUE, or data.return_raw_chat=VALUE",
     ):
         read_verl(str(script), [])
@@ -725,15 +893,21 @@ def report_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[
 def test_every_setting_of_a_script_is_in_the_report(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Check scripts that have settings in arrays, in a branch that is not taken and behind the command's end."""
-    words = [line for line in (EXAMPLES / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    """Check scripts that have settings in arrays, in a branch that is not taken and behind the
+    command's end."""
+    words = [
+        line
+        for line in (EXAMPLES / f"{name}.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     parts = [words[start::4] for start in range(4)]
     quoted = [" \\\n    ".join(shlex.quote(word) for word in part) for part in parts]
     script = tmp_path / "run.sh"
     script.write_text(
         f"ALL=(\n    # these\n    {parts[0][0]}\n)\nALL+=({quoted[0]})\n"
         f'if [ -n "$MORE" ]; then\n    ALL+=({quoted[1]})\nfi\n'
-        f'python3 -m verl.trainer.main_ppo {quoted[2]} \\\n    "${{ALL[@]}}" \\\n    # a comment ends it\n'
+        f'python3 -m verl.trainer.main_ppo {quoted[2]} \\\n    "${{ALL[@]}}" \\\n    # a comment '
+        "ends it\n"
         f"    {quoted[3]}\n"
     )
     keys = [[word.partition("=")[0].lstrip("+") for word in part] for part in parts]
@@ -741,36 +915,51 @@ def test_every_setting_of_a_script_is_in_the_report(
         found = report_of([str(script), *environment], capsys)
         kinds = {(line[:13].strip(), re.split("[: ]", line[15:])[0]) for line in found}
         not_given = [key for kind, key in kinds if kind == "not given"]
-        assert sorted(not_given) == sorted(key for number in range(4) if number not in passed for key in keys[number])
+        assert sorted(not_given) == sorted(
+            key for number in range(4) if number not in passed for key in keys[number]
+        )
         others = {key for kind, key in kinds if kind not in ("not given", "default")}
         assert [key for number in passed for key in keys[number] if key not in others] == []
 
 
-def test_name_that_is_not_known_becomes_a_plain_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_name_that_is_not_known_becomes_a_plain_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "run.sh"
-    base = " ".join(shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None)
+    base = " ".join(
+        shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None
+    )
     script.write_text(
-        f"source env.sh\nNAME=a_$(date +%s)_$JOB\npython3 -m verl.trainer.main_ppo {base} trainer.experiment_name=$NAME"
+        f"source env.sh\nNAME=a_$(date +%s)_$JOB\npython3 -m verl.trainer.main_ppo {base} "
+        "trainer.experiment_name=$NAME"
         " trainer.default_local_dir=/x/$(date +%F)\n"
     )
     assert from_verl.main([str(script)]) == 0
     out, report = capsys.readouterr()
     assert "experiment_name: a_date_JOB\n" in out and "default_local_dir: /x/date\n" in out
     assert "not read       env.sh: line 1 sources it; give its variables by --env\n" in report
-    assert "replaced       trainer.experiment_name=a_date_JOB: $(date +%s) is not evaluated; a plain word" in report
+    assert (
+        "replaced       trainer.experiment_name=a_date_JOB: $(date +%s) is not evaluated; a plain "
+        "word"
+    ) in report
     assert from_verl.main([str(script), "--env", "NAME=b"]) == 0
     out, report = capsys.readouterr()
     assert "experiment_name: b\n" in out and "environment    NAME: b: given\n" in report
     script.write_text(f"python3 -m verl.trainer.main_ppo {base} trainer.default_local_dir=$OUT/x\n")
     assert report_of([str(script)], capsys)[-1].endswith(
-        "line 1: trainer.default_local_dir: $OUT is not set; give --env OUT=VALUE, or trainer.default_local_dir=VALUE"
+        "line 1: trainer.default_local_dir: $OUT is not set; give --env OUT=VALUE, or "
+        "trainer.default_local_dir=VALUE"
     )
 
 
 def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "run.sh"
-    overrides = " ".join(shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None)
-    script.write_text(f"python3 -m verl.trainer.main_ppo {overrides} data.train_files=$DATA/x.parquet\n")
+    overrides = " ".join(
+        shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None
+    )
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo {overrides} data.train_files=$DATA/x.parquet\n"
+    )
     monkeypatch.setenv("DATA", "/of/this/process")
     with pytest.raises(UserError, match=r"\$DATA is not set; give --env DATA=VALUE"):
         command_line.parse(["--verl", str(script)])
@@ -781,7 +970,10 @@ def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         command = command_line.parse(["--verl", str(script), *arguments, "trainer.seed=3"])
         cfg = load_config(command.config, command.overrides)
         assert cfg.data.train_files == [expected] and cfg.trainer.seed == 3
-    for wrong, words in (("A B", "expected --env NAME=VALUE"), ("ABSENT", "the environment has no ABSENT")):
+    for wrong, words in (
+        ("A B", "expected --env NAME=VALUE"),
+        ("ABSENT", "the environment has no ABSENT"),
+    ):
         with pytest.raises(UserError, match=words):
             command_line.parse(["--verl", str(script), "--env", wrong])
     with pytest.raises(UserError, match="unknown option --env"):
@@ -799,7 +991,10 @@ def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("trainer.experiment_name=x${trainer.project_name}", "trainer.project_name is not given"),
         ("model.path=${oc.env:MODEL}", "give --env MODEL=VALUE, or --env MODEL"),
         ("a.b=${a.b}", "a.b: ${a.b}: more than 10 references in turn"),
-        ("custom_reward_function.name=mine", "custom_reward_function.name=mine without custom_reward_function.path"),
+        (
+            "custom_reward_function.name=mine",
+            "custom_reward_function.name=mine without custom_reward_function.path",
+        ),
         ("a.b={" + "{" * 5000, "line 1: nested too deeply"),
         ("a.b=" + "[" * 5000, "line 1: nested too deeply"),
     ],
@@ -807,13 +1002,21 @@ def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_value_that_cannot_be_resolved_is_an_error(override: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         read_verl(None, [override])
-    assert words in str(caught.value) and len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+    assert (
+        words in str(caught.value)
+        and len(str(caught.value)) < 300
+        and "\n" not in str(caught.value)
+    )
 
 
-def test_home_in_settings_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_in_settings_is_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = tmp_path / "verl.yaml"
-    config.write_text("data: {train_files: [$HOME/a, '${HOME}/b', $HOMER], val_files: '${oc.env:HOME}/c'}\n")
+    config.write_text(
+        "data: {train_files: [$HOME/a, '${HOME}/b', $HOMER], val_files: '${oc.env:HOME}/c'}\n"
+    )
     reading = read_verl(str(config), ["model.path=${oc.env:MODEL}"], {"MODEL": "m"})
     assert {key: item.value for key, item in reading.settings.items()} == {
         "data.train_files": ["/home/me/a", "/home/me/b", "$HOMER"],
@@ -828,17 +1031,24 @@ def test_yaml_with_references_is_read(tmp_path: Path) -> None:
     config.write_text(
         "defaults: [ppo_megatron_trainer, _self_]\n"
         "actor_rollout_ref:\n"
-        "  actor: {ppo_epochs: 2, checkpoint: {save_contents: [model], load_contents: '${.save_contents}'}}\n"
-        "  rollout: {n: 3, prompt_length: '${oc.select:data.max_prompt_length,512}', engine_kwargs: {vllm: {}}}\n"
-        "critic: {ppo_epochs: '${actor_rollout_ref.actor.ppo_epochs}', shuffle: '${oc.select:absent.key}',\n"
-        "  forward_max_token_len_per_gpu: '${.ppo_max_token_len_per_gpu}', ppo_max_token_len_per_gpu: 8}\n"
+        "  actor: {ppo_epochs: 2, checkpoint: {save_contents: [model], load_contents: "
+        "'${.save_contents}'}}\n"
+        "  rollout: {n: 3, prompt_length: '${oc.select:data.max_prompt_length,512}', "
+        "engine_kwargs: {vllm: {}}}\n"
+        "critic: {ppo_epochs: '${actor_rollout_ref.actor.ppo_epochs}', shuffle: "
+        "'${oc.select:absent.key}',\n"
+        "  forward_max_token_len_per_gpu: '${.ppo_max_token_len_per_gpu}', "
+        "ppo_max_token_len_per_gpu: 8}\n"
         "reward_model: {forward_max_token_len_per_gpu: '${critic.forward_max_token_len_per_gpu}'}\n"
         "trainer: {experiment_name: 'n${actor_rollout_ref.rollout.n}'}\n"
     )
     reading = read_verl(str(config), ["++actor_rollout_ref.rollout.n=4"])
     given = {key: item.value for key, item in reading.settings.items()}
     assert reading.notes == [
-        ("default        critic.shuffle", "${oc.select:absent.key} is not given: verl's default of both")
+        (
+            "default        critic.shuffle",
+            "${oc.select:absent.key} is not given: verl's default of both",
+        )
     ]
     assert given == {
         "actor.ppo_epochs": 2,
@@ -869,11 +1079,16 @@ def test_yaml_with_references_is_read(tmp_path: Path) -> None:
         assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_one_of_several_commands_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_several_commands_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "run.sh"
     run = "python3 -m verl.trainer.main_ppo"
     script.write_text(f"for s in 1 2; do\n  {run} trainer.seed=$s\ndone\n{run} trainer.seed=7\n")
-    expected = "3 commands (lines 2, 2, 4) with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`; choose one"
+    expected = (
+        "3 commands (lines 2, 2, 4) with `-m verl.trainer.main_ppo` or `-m "
+        "recipe.dapo.main_dapo`; choose one"
+    )
     for wrong in ([], ["--command", "4"]):
         assert f"{expected} by --command 1 to 3" in report_of([str(script), *wrong], capsys)[-1]
     assert "expected the number of a command" in report_of([str(script), "--command=x"], capsys)[-1]
@@ -887,7 +1102,9 @@ def test_one_of_several_commands_is_chosen(tmp_path: Path, capsys: pytest.Captur
 
 def test_value_that_is_no_yaml_can_be_removed_or_replaced(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
-    script.write_text("python3 -m verl.trainer.main_ppo a.b='[1,' a.c='{x' trainer.seed=$SEED data.seed=1\n")
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo a.b='[1,' a.c='{x' trainer.seed=$SEED data.seed=1\n"
+    )
     given = read_verl(str(script), ["~a.b", "a.c=2", "~trainer"]).settings
     assert {key: item.value for key, item in given.items()} == {"a.c": 2, "data.seed": 1}
     with pytest.raises(UserError, match=r"line 1: a\.b: not valid YAML"):
@@ -904,7 +1121,9 @@ def test_config_of_several_files_is_read(tmp_path: Path) -> None:
         "# @package _group_\noptim: {lr: 1, clip_grad: 2}\nshuffle: {}\n"
     )
     (tmp_path / "parts" / "actor" / "large.yaml").write_text("optim: null\n")
-    (tmp_path / "parts" / "all.yaml").write_text("# a comment\n# @package _global_\ntrainer: {seed: 1, nnodes: 2}\n")
+    (tmp_path / "parts" / "all.yaml").write_text(
+        "# a comment\n# @package _global_\ntrainer: {seed: 1, nnodes: 2}\n"
+    )
     (tmp_path / "parts" / "run.yaml").write_text(
         "hydra: {searchpath: ['file://verl/trainer/config']}\n"
         "defaults: [ppo_megatron_trainer, size: small, optional machine: mine,"
@@ -914,7 +1133,9 @@ def test_config_of_several_files_is_read(tmp_path: Path) -> None:
     (tmp_path / "parts" / "size").mkdir()
     (tmp_path / "parts" / "size" / "small.yaml").write_text("# @package critic\nppo_epochs: 5\n")
     script = tmp_path / "run.sh"
-    script.write_text("python3 -m verl.trainer.main_ppo --config-path=parts --config-name=run trainer.nnodes=3\n")
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo --config-path=parts --config-name=run trainer.nnodes=3\n"
+    )
     given = {
         "critic.ppo_epochs": 5,
         "actor.optim.lr": 3,
@@ -924,7 +1145,9 @@ def test_config_of_several_files_is_read(tmp_path: Path) -> None:
     }
     for source in (script, tmp_path / "parts" / "run.yaml"):
         reading = read_verl(str(source), ["data.seed=1"])
-        settings = {key: item.value for key, item in reading.settings.items() if not key.startswith("hydra")}
+        settings = {
+            key: item.value for key, item in reading.settings.items() if not key.startswith("hydra")
+        }
         nodes = 3 if source == script else 2
         assert settings == {**given, "trainer.seed": 1, "trainer.nnodes": nodes, "data.seed": 1}
         assert reading.engine == "megatron"
@@ -935,16 +1158,23 @@ def test_config_of_several_files_is_read(tmp_path: Path) -> None:
         "actor.optim": None, "actor.ppo_epochs": 4}  # fmt: skip
 
 
-def test_config_before_a_script_takes_the_place_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_before_a_script_takes_the_place_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text(
-        "trainer: {nnodes: 4, seed: 1}\nactor_rollout_ref: {actor: {fsdp_config: {param_offload: true}}}\n"
+        "trainer: {nnodes: 4, seed: 1}\nactor_rollout_ref: {actor: {fsdp_config: {param_offload: "
+        "true}}}\n"
     )
     script = tmp_path / "run.sh"
     script.write_text("python3 -m verl.trainer.main_ppo --config-name=absent trainer.seed=2\n")
     for files in ([str(config), str(script)], [str(script), str(config)]):
         found = converted_arguments([*files, "trainer.test_freq=3"])
-        assert (found.nodes, found.settings["trainer.seed"], found.settings["trainer.test_freq"]) == (4, 2, 3)
+        assert (
+            found.nodes,
+            found.settings["trainer.seed"],
+            found.settings["trainer.test_freq"],
+        ) == (4, 2, 3)
         assert found.settings["actor.megatron.param_offload"] is True
     assert f"Converted from {script} and {config}" in found.yaml(f"{script} and {config}")
     assert report_of([str(config), str(config)], capsys)[-1].endswith(
@@ -955,20 +1185,27 @@ def test_config_before_a_script_takes_the_place_of_its_own(tmp_path: Path, capsy
 VERLS_OWN = (
     "defaults:\n  - model_engine: dp\n  - actor@actor_rollout_ref.actor: ${model_engine}_actor\n"
     "  - data@data: legacy_data\n"
-    "  - critic@critic: ${model_engine}_critic\n  - legacy_reward_impl\n  - _self_\ntrainer: {nnodes: 2}\n"
+    "  - critic@critic: ${model_engine}_critic\n  - legacy_reward_impl\n  - _self_\ntrainer: "
+    "{nnodes: 2}\n"
 )
-"""The form of verl's ppo_trainer.yaml. Its parts are not there, as in a copy that a user has changed."""
+"""The form of verl's ppo_trainer.yaml. Its parts are not there, as in a copy that a user has
+changed."""
 
 
 def test_verls_own_configs_are_read(tmp_path: Path) -> None:
     (tmp_path / "ppo_trainer.yaml").write_text(VERLS_OWN)
     megatron = tmp_path / "ppo_megatron_trainer.yaml"
-    megatron.write_text("defaults:\n  - ppo_trainer\n  - override model_engine: megatron\n  - _self_\n")
+    megatron.write_text(
+        "defaults:\n  - ppo_trainer\n  - override model_engine: megatron\n  - _self_\n"
+    )
     for name, engine in (("ppo_trainer", "fsdp"), ("ppo_megatron_trainer", "megatron")):
         reading = read_verl(str(tmp_path / f"{name}.yaml"), [])
         assert {key: item.value for key, item in reading.settings.items()} == {"trainer.nnodes": 2}
         assert reading.engine == engine
-    assert read_verl(str(tmp_path / "ppo_trainer.yaml"), ["model_engine=megatron"]).engine == "megatron"
+    assert (
+        read_verl(str(tmp_path / "ppo_trainer.yaml"), ["model_engine=megatron"]).engine
+        == "megatron"
+    )
 
 
 @pytest.mark.parametrize(
@@ -982,14 +1219,22 @@ def test_verls_own_configs_are_read(tmp_path: Path) -> None:
         ("model_engine=megatron", False),
     ],
 )
-def test_overrides_do_not_change_the_engine_of_a_script(tmp_path: Path, command: str, is_fsdp: bool) -> None:
+def test_overrides_do_not_change_the_engine_of_a_script(
+    tmp_path: Path, command: str, is_fsdp: bool
+) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"python3 -m verl.trainer.main_ppo {command} algorithm.adv_estimator=grpo\n")
-    layout = [f"{OF_ACTOR}.megatron.{name}_model_parallel_size=2" for name in ("tensor", "pipeline")]
+    layout = [
+        f"{OF_ACTOR}.megatron.{name}_model_parallel_size=2" for name in ("tensor", "pipeline")
+    ]
     for overrides in ([], layout):
         settings = converted_arguments([str(script), *overrides]).settings
         recomputed = settings.get("actor.megatron.recompute_granularity")
-        assert (recomputed == "full") == (settings.get("actor.megatron.grad_offload") is True) == is_fsdp
+        assert (
+            (recomputed == "full")
+            == (settings.get("actor.megatron.grad_offload") is True)
+            == is_fsdp
+        )
     assert "actor.megatron.recompute_granularity" not in converted_arguments(layout).settings
 
 
@@ -1001,9 +1246,14 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text(out)
     check_config(load_config(str(path)), 8)
     assert "torchrun --standalone --nproc-per-node 8 -m rlhf_mc" in out
-    assert "renamed        critic.model.path -> critic.model_path: Qwen/Qwen2-7B-Instruct\n" in report
+    assert (
+        "renamed        critic.model.path -> critic.model_path: Qwen/Qwen2-7B-Instruct\n" in report
+    )
     assert len(report.splitlines()) >= len(PPO_MATH) and "warning" not in report
-    assert from_verl.main(["--env", "NAME=b", "trainer.project_name=http://me:secret@host/x"]) in (0, 2)
+    assert from_verl.main(["--env", "NAME=b", "trainer.project_name=http://me:secret@host/x"]) in (
+        0,
+        2,
+    )
     out, report = capsys.readouterr()
     assert "http://***@host/x" in report and "secret" not in report
     assert from_verl.main(["--env", "NAME=b"]) == 0
@@ -1013,7 +1263,8 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     out, report = capsys.readouterr()
     assert out == ""
     assert report.splitlines()[-1].startswith(
-        "rlhf_mc: error: 2 settings are not supported, and no config is written: actor_rollout_ref.rollout.top_p, "
+        "rlhf_mc: error: 2 settings are not supported, and no config is written: "
+        "actor_rollout_ref.rollout.top_p, "
     )
     assert from_verl.main([*overrides, "trainer.x=1", "~trainer.x", "data.train_files=~/x"]) == 0
     assert "to be changed before it runs: data.train_files is '~/x'" in capsys.readouterr().err
@@ -1023,25 +1274,53 @@ def test_verl_option_takes_verls_overrides(tmp_path: Path) -> None:
     """Check `python -m rlhf_mc --verl`: the same settings as those of the converted file."""
     overrides = [f"{key}={value}" for key, value in PPO_MATH.items()]
     command = command_line.parse(["--verl", *overrides])
-    assert load_config(command.config, command.overrides) == loaded(converted(PPO_MATH), tmp_path / "ours.yaml")
+    assert load_config(command.config, command.overrides) == loaded(
+        converted(PPO_MATH), tmp_path / "ours.yaml"
+    )
     assert "kl_penalty: k1" in command_line.parse(["--verl", *overrides, "--print-config"]).text()
-    with pytest.raises(UserError, match=r"1 settings of verl's are not supported: trainer.x: no setting"):
+    with pytest.raises(
+        UserError, match=r"1 settings of verl's are not supported: trainer.x: no setting"
+    ):
         command_line.parse(["--verl", *overrides, "trainer.x=1"])
-    with pytest.raises(UserError, match=r"command line: required key 'data.train_files' is missing"):
+    with pytest.raises(
+        UserError, match=r"command line: required key 'data.train_files' is missing"
+    ):
         load_config(None)
 
 
 def test_profiles() -> None:
-    """Convert verl's global_profiler and the actor's profiler, of which those of other roles are copies."""
+    """Convert verl's global_profiler and the actor's profiler, of which those of other roles are
+    copies."""
     enabled: dict[str, Any] = {"actor__profiler__enable": True, "global_profiler__steps": [1, 2]}
     assert line_of("global_profiler.steps", [1, 2]) == ("renamed", "profile.steps", [1, 2])
     assert line_of("trainer.profile_steps", [1]) == ("renamed", "profile.steps", [1])
     assert line_of("global_profiler.steps", None)[0] == "implied"
-    assert line_of("actor.profiler.ranks", [0, 3], **enabled) == ("renamed", "profile.ranks", [0, 3])
+    assert line_of("actor.profiler.ranks", [0, 3], **enabled) == (
+        "renamed",
+        "profile.ranks",
+        [0, 3],
+    )
     assert line_of("actor.profiler.ranks", [0, 3])[0] == "not needed"
-    assert line_of("actor.profiler.all_ranks", True, **enabled) == ("renamed", "profile.ranks", None)
-    assert line_of("actor.profiler.ranks", [], **enabled, actor__profiler__all_ranks=True)[0] == "implied"
+    assert line_of("actor.profiler.all_ranks", True, **enabled) == (
+        "renamed",
+        "profile.ranks",
+        None,
+    )
+    assert (
+        line_of("actor.profiler.ranks", [], **enabled, actor__profiler__all_ranks=True)[0]
+        == "implied"
+    )
     contents = "actor.profiler.tool_config.torch.contents"
-    assert line_of(contents, ["cpu", "memory"], **enabled) == ("renamed", "profile.contents", ["memory"])
-    assert line_of(contents, ["cuda"], **enabled)[0] == line_of(contents, ["memory"])[0] == "implied"
-    assert line_of("critic.profiler.ranks", [0])[0] == line_of("global_profiler.save_path", "x")[0] == "not needed"
+    assert line_of(contents, ["cpu", "memory"], **enabled) == (
+        "renamed",
+        "profile.contents",
+        ["memory"],
+    )
+    assert (
+        line_of(contents, ["cuda"], **enabled)[0] == line_of(contents, ["memory"])[0] == "implied"
+    )
+    assert (
+        line_of("critic.profiler.ranks", [0])[0]
+        == line_of("global_profiler.save_path", "x")[0]
+        == "not needed"
+    )

@@ -1,5 +1,6 @@
-"""Corrupt training checkpoints: files truncated, changed, deleted or swapped, also before the manifest was written, so
-that the checksums match. Each difference is detected and reported in one line."""
+"""Corrupt training checkpoints: files truncated, changed, deleted or swapped, also before the
+manifest was written, so that the checksums match. Each difference is detected and reported in one
+line."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.dcp_metadata import read_metadata
-from rlhf_mc.checkpoint.training_state import CONFIG, STATE, reading_state, stored_config, stored_origin
+from rlhf_mc.checkpoint.training_state import (
+    CONFIG,
+    STATE,
+    reading_state,
+    stored_config,
+    stored_origin,
+)
 from rlhf_mc.config.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -59,13 +66,20 @@ def intact() -> dict[str, bytes]:
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 3]), [])
     state = {
         "step": STEP,
-        "loop": {"position": {"step": STEP, "accuracy": 0.5}, "kl_controller": {}, "consecutive_skipped_updates": {}},
+        "loop": {
+            "position": {"step": STEP, "accuracy": 0.5},
+            "kl_controller": {},
+            "consecutive_skipped_updates": {},
+        },
         "models": {"actor": {"shape": {"num_layers": 2}, "dtype": "float32", "progress": {}}},
         "versions": {},
         "inputs": {},
         "run_id": "first",
     }
-    config = {"trainer": {"resume_from_path": None, "seed": 1}, "data": {"train_files": ["a.parquet"]}}
+    config = {
+        "trainer": {"resume_from_path": None, "seed": 1},
+        "data": {"train_files": ["a.parquet"]},
+    }
     return {
         "__0_0.distcp": bytes(range(256)) * 8,
         METADATA: pickle.dumps(Metadata({"actor.weight.x": tensor})),
@@ -134,7 +148,9 @@ def test_differences_from_the_manifest_are_detected(
 
 @examples(150)
 @given(corrupt=corruptions())
-def test_corrupt_manifests(root: Path, intact: dict[str, bytes], corrupt: Callable[[bytes], bytes]) -> None:
+def test_corrupt_manifests(
+    root: Path, intact: dict[str, bytes], corrupt: Callable[[bytes], bytes]
+) -> None:
     path = write_checkpoint(root, intact)
     manifest = path / directory.MANIFEST
     before = json.loads(manifest.read_bytes())

@@ -29,24 +29,34 @@ MINIMAL = {
 }
 
 numbers = st.one_of(
-    st.integers(-3, 2000), st.integers(), st.floats(), st.sampled_from([2**31, 2**63, 10**30, 10**400, 1e-320, 1e308])
+    st.integers(-3, 2000),
+    st.integers(),
+    st.floats(),
+    st.sampled_from([2**31, 2**63, 10**30, 10**400, 1e-320, 1e308]),
 )
 scalars = st.one_of(
     st.none(), st.booleans(), numbers, st.text(max_size=8), st.dates(), st.binary(max_size=4),
     st.sampled_from(["020", "1:30", "yes", "~", "${oc.env:HOME}", "$HOME/x", "a/../b", "model", "k1", "<<", "="]),
 )  # fmt: skip
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3), max_leaves=8
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3),
+    max_leaves=8,
 )
 keys = st.one_of(
     st.sampled_from(dotted_keys()),
-    st.sampled_from(["actor", "rollout.name", "actor_rollout_ref.actor.lr", "base", "actor.ppo_epoch", ""]),
+    st.sampled_from(
+        ["actor", "rollout.name", "actor_rollout_ref.actor.lr", "base", "actor.ppo_epoch", ""]
+    ),
     st.text(max_size=12),
 )
 FRAGMENTS = [
-    "&a ", "*a", "[", "]", "{", "}", ": ", "? ", "- ", "<<: ", ", ", "\n", "\n  ", " ", "x", "0", "1_", "'", "|\n", "%",
-    "!!int ", "!!float ", "!!bool ", "!!null ", "!!set ", "!!omap ", "!!pairs ", "!!timestamp ", "!!binary ", "!x ",
-    "actor", "data", "train_files", "base", "---", "9" * 400, "1e999", ".inf", "-0x1", "0b", "1:2:3", "._", "+.e1",
+    "&a ", "*a", "[", "]", "{", "}", ": ", "? ", "- ", "<<: ", ", ", "\n", "\n  ", " ", "x", "0",
+    "1_", "'", "|\n", "%",
+    "!!int ", "!!float ", "!!bool ", "!!null ", "!!set ", "!!omap ", "!!pairs ", "!!timestamp ",
+    "!!binary ", "!x ",
+    "actor", "data", "train_files", "base", "---", "9" * 400, "1e999", ".inf", "-0x1", "0b",
+    "1:2:3", "._", "+.e1",
 ]  # fmt: skip
 raw = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join) | st.text(
     "0123456789abez._-+:,#&*!?|>'\"%@`[]{}<~=\\\n\t \x00é$", max_size=30
@@ -93,7 +103,10 @@ def test_arbitrary_trees(path: Path, settings: dict[str, Any], world: int) -> No
 
 @examples(200)
 @given(
-    overrides=st.lists(st.tuples(keys, values.map(lambda v: yaml.dump(v, default_flow_style=True)) | raw), max_size=3)
+    overrides=st.lists(
+        st.tuples(keys, values.map(lambda v: yaml.dump(v, default_flow_style=True)) | raw),
+        max_size=3,
+    )
 )
 def test_arbitrary_overrides(path: Path, overrides: list[tuple[str, str]]) -> None:
     path.write_text(yaml.safe_dump(nested(MINIMAL)))

@@ -1,5 +1,5 @@
-"""Arbitrary and corrupt files of prompts, parquet and JSONL, through the reader, a real tokenizer and its chat
-template: each gives prompts or a UserError of one line."""
+"""Arbitrary and corrupt files of prompts, parquet and JSONL, through the reader, a real tokenizer
+and its chat template: each gives prompts or a UserError of one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.slow
 
 texts = st.text(max_size=20)
 messages = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "system", ""]) | texts, "content": texts | st.none()}, optional={"name": texts}
+    {"role": st.sampled_from(["user", "system", ""]) | texts, "content": texts | st.none()},
+    optional={"name": texts},
 )
 truths = st.fixed_dictionaries({"ground_truth": texts}, optional={"style": texts})
 STRUCT = pa.struct([("ground_truth", pa.string())])
@@ -68,13 +69,17 @@ USUAL = {
     "prompt": (pa.list_(MESSAGE), st.lists(messages, min_size=1, max_size=3)),
     "data_source": (pa.string(), texts),
     "reward_model": (STRUCT, truths),
-    "extra_info": (pa.struct([("index", pa.int64())]), st.fixed_dictionaries({"index": st.integers(0, 5)})),
+    "extra_info": (
+        pa.struct([("index", pa.int64())]),
+        st.fixed_dictionaries({"index": st.integers(0, 5)}),
+    ),
 }
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> pa.Table:
-    """Draw a table of up to three rows. Each column has its usual type or any other, or is missing; some come twice."""
+    """Draw a table of up to three rows. Each column has its usual type or any other, or is missing;
+    some come twice."""
     num_rows = draw(st.integers(0, 3))
     names = []
     arrays = []
@@ -106,10 +111,16 @@ def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def check(
-    path: Path, tokenizer: PreTrainedTokenizerBase, filter_overlong: bool = True, on_bad_row: Any = "error"
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    filter_overlong: bool = True,
+    on_bad_row: Any = "error",
 ) -> None:
     cfg = DataConfig(
-        train_files=[], max_prompt_length=30, filter_overlong_prompts=filter_overlong, on_bad_row=on_bad_row
+        train_files=[],
+        max_prompt_length=30,
+        filter_overlong_prompts=filter_overlong,
+        on_bad_row=on_bad_row,
     )
 
     def read() -> Any:
@@ -142,14 +153,19 @@ def write_intact(directory: Path, compression: str) -> bytes:
         }
         for i in range(20)
     ]
-    pq.write_table(pa.Table.from_pylist(rows), directory / "intact.parquet", compression=compression)
+    pq.write_table(
+        pa.Table.from_pylist(rows), directory / "intact.parquet", compression=compression
+    )
     return (directory / "intact.parquet").read_bytes()
 
 
 @examples(250)
 @given(corrupt=corruptions(), compression=st.sampled_from(["none", "snappy"]))
 def test_corrupt_files(
-    directory: Path, tokenizer: PreTrainedTokenizerBase, corrupt: Callable[[bytes], bytes], compression: str
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    corrupt: Callable[[bytes], bytes],
+    compression: str,
 ) -> None:
     path = directory / "corrupt.parquet"
     path.write_bytes(corrupt(write_intact(directory, compression)))
@@ -166,7 +182,9 @@ ROW = {"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_t
 
 @examples(150)
 @given(
-    changes=st.lists(st.dictionaries(st.sampled_from([*ROW, "extra_info"]), values, max_size=2), max_size=3),
+    changes=st.lists(
+        st.dictionaries(st.sampled_from([*ROW, "extra_info"]), values, max_size=2), max_size=3
+    ),
     corrupt=st.none() | corruptions(),
     on_bad_row=st.sampled_from(["error", "skip"]),
 )
@@ -177,7 +195,8 @@ def test_arbitrary_lines(
     corrupt: Callable[[bytes], bytes] | None,
     on_bad_row: str,
 ) -> None:
-    """Check, with on_bad_row "skip", that the first row, which is good, is read whatever the others are."""
+    """Check, with on_bad_row "skip", that the first row, which is good, is read whatever the others
+    are."""
     path = directory / "lines.jsonl"
     data = "".join(f"{json.dumps({**ROW, **change})}\n" for change in [{}, *changes]).encode()
     path.write_bytes(corrupt(data) if corrupt else data)

@@ -1,5 +1,5 @@
-"""Arbitrary and corrupt Hugging Face checkpoints: config.json, safetensors, their index, the tokenizer's files. Each is
-read, or rejected in one line."""
+"""Arbitrary and corrupt Hugging Face checkpoints: config.json, safetensors, their index, the
+tokenizer's files. Each is read, or rejected in one line."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ pytestmark = pytest.mark.slow
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 300) | st.integers() | st.floats() | st.text(max_size=5)
+    st.none() | st.booleans() | st.integers(-2,
+     300) | st.integers() | st.floats() | st.text(max_size=5)
     | st.sampled_from(["default", "linear", "yarn", "llama3", "silu", "gelu", "float32", 10**400]),
     lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["rope_type", "type", "factor", "rope_theta", "x"]), inner, max_size=3),
+    | st.dictionaries(st.sampled_from(["rope_type", "type", "factor", "rope_theta", "x"]), inner,
+     max_size=3),
     max_leaves=5,
 )  # fmt: skip
 
@@ -49,14 +51,21 @@ def directory() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def intact(directory: Path) -> dict[str, bytes]:
     """Return the files of a checkpoint in two shards."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     make_checkpoint(directory, **sizes)
     tensors = load_file(directory / WEIGHTS)
     (directory / WEIGHTS).unlink()
     names = sorted(tensors)
     shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
     for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, directory / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in part}, directory / file, metadata={"format": "pt"}
+        )
     weight_map = {name: file for file, part in shards.items() for name in part}
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -84,9 +93,14 @@ def test_intact_checkpoint_can_be_read(directory: Path, intact: dict[str, bytes]
 @examples(250)
 @given(data=st.data(), corrupt=corruptions())
 def test_corrupt_files(
-    directory: Path, intact: dict[str, bytes], data: st.DataObject, corrupt: Callable[[bytes], bytes]
+    directory: Path,
+    intact: dict[str, bytes],
+    data: st.DataObject,
+    corrupt: Callable[[bytes], bytes],
 ) -> None:
-    name = data.draw(st.sampled_from(["config.json", INDEX, "model-1.safetensors", "model-2.safetensors"]))
+    name = data.draw(
+        st.sampled_from(["config.json", INDEX, "model-1.safetensors", "model-2.safetensors"])
+    )
     restore(directory, {**intact, name: corrupt(intact[name])})
     success_or_user_error(lambda: read(directory))
 
@@ -119,10 +133,15 @@ def test_arbitrary_values_in_config_json(
     directory: Path, intact: dict[str, bytes], data: st.DataObject, family: str
 ) -> None:
     config = json.loads(intact["config.json"])
-    extra = ["rope_scaling", "rope_theta", "sliding_window", "use_sliding_window", "num_experts", "attention_bias",
-             "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "partial_rotary_factor"]  # fmt: skip
+    extra = ["rope_scaling", "rope_theta", "sliding_window", "use_sliding_window", "num_experts",
+     "attention_bias",
+             "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+             "partial_rotary_factor"]  # fmt: skip
     keys = st.sampled_from([*config, *extra])
-    config |= {"model_type": family, **data.draw(st.dictionaries(keys, json_values, min_size=1, max_size=3))}
+    config |= {
+        "model_type": family,
+        **data.draw(st.dictionaries(keys, json_values, min_size=1, max_size=3)),
+    }
     restore(directory, {**intact, "config.json": json.dumps(config).encode()})
     success_or_user_error(lambda: read(directory))
 

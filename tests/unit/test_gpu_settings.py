@@ -28,7 +28,9 @@ def test_one_line_names_all_on_a_cpu(
     assert for_this_device(cfg) == load(config_file)
     (line,) = capsys.readouterr().err.splitlines()
     names = ("free_cache_engine", "offload_cuda_graphs", "gpu_memory_utilization", "enforce_eager")
-    named = ", ".join([*(f"rollout.{name}" for name in names), "actor.megatron.fp8", "critic.megatron.fp8"])
+    named = ", ".join(
+        [*(f"rollout.{name}" for name in names), "actor.megatron.fp8", "critic.megatron.fp8"]
+    )
     assert line.startswith("rlhf_mc: on a CPU these settings") and f": {named}" in line
     assert "ref.megatron" not in line
     for_this_device(load(config_file))

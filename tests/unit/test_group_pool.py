@@ -1,4 +1,5 @@
-"""The groups of several steps (trainer/pool/group_pool.py), their settings, and the metrics of older weights."""
+"""The groups of several steps (trainer/pool/group_pool.py), their settings, and the metrics of
+older weights."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ from rlhf_mc.trainer import generate
 from rlhf_mc.trainer.generate import CallPlan, EngineCall, prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pool import strategies
-from rlhf_mc.trainer.pool.group_pool import POOL_FILE, Group, GroupPool, drop_stale, load_groups, may_end, oldest_first
+from rlhf_mc.trainer.pool.group_pool import (
+    POOL_FILE,
+    Group,
+    GroupPool,
+    drop_stale,
+    load_groups,
+    may_end,
+    oldest_first,
+)
 from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.pool.stored_pool import load_pool
 from rlhf_mc.trainer.pool.strategies import PartialRollout, TailBatching, off_policy_metrics
@@ -48,9 +57,13 @@ def new_group(position: int) -> Group:
 
 
 def begun_group(position: int = 7) -> Group:
-    """Return a group that steps 3 and 4 have generated: two tokens and none, then one more and two."""
+    """Return a group that steps 3 and 4 have generated: two tokens and none, then one more and
+    two."""
     group = new_group(position).continued([Generation([10, 11], [-0.5, -0.25], False), NOTHING], 2)
-    responses = [Generation([10, 11, 12], [-0.5, -0.25, -2.0], True), Generation([13, 14], [-1.0, -1.5], False)]
+    responses = [
+        Generation([10, 11, 12], [-0.5, -0.25, -2.0], True),
+        Generation([13, 14], [-1.0, -1.5], False),
+    ]
     return group.continued(responses, 3)
 
 
@@ -58,7 +71,10 @@ def test_each_token_has_the_version_of_its_weights() -> None:
     group = begun_group()
     assert [each.tolist() for each in group.versions] == [[2, 2, 3], [3, 3]]
     assert group.first_version == 2 and new_group(0).first_version is None
-    assert group.has_ended(8).tolist() == [True, False] and group.has_ended(2).tolist() == [True, True]
+    assert group.has_ended(8).tolist() == [True, False] and group.has_ended(2).tolist() == [
+        True,
+        True,
+    ]
     assert group.restarted().first_version is None and group.restarted().responses == [NOTHING] * 2
 
 
@@ -82,8 +98,13 @@ def test_the_state_of_a_checkpoint(tmp_path: Path, max_tokens: int) -> None:
     assert arrays["versions"].tolist() == [2, 3] and arrays["version_lens"].tolist() == [2, 3]
     first, second = load_groups(arrays, [new_group(7), new_group(9)], max_tokens, False)
     assert second.responses == [NOTHING] * 2 and second.position == 9
-    for one, whole, versions in zip(first.responses, begun_group().responses, first.versions, strict=True):
-        assert one.token_ids == whole.token_ids[:max_tokens] and one.log_probs == whole.log_probs[:max_tokens]
+    for one, whole, versions in zip(
+        first.responses, begun_group().responses, first.versions, strict=True
+    ):
+        assert (
+            one.token_ids == whole.token_ids[:max_tokens]
+            and one.log_probs == whole.log_probs[:max_tokens]
+        )
         assert one.finished == (whole.finished and len(whole.token_ids) <= max_tokens)
         assert len(versions) == len(one.token_ids)
     assert first.versions[0].tolist() == [2, 2, 3][:max_tokens]
@@ -122,7 +143,9 @@ def test_a_file_that_is_not_as_it_was_written_is_one_line(tmp_path: Path, conten
 def test_the_planner_counts_the_bytes_of_the_file(config_file: Path, tmp_path: Path) -> None:
     """Compare with a file of as many groups as a run keeps at most, of the longest responses."""
     limit = 64
-    cfg = _run(config_file, PARTIAL, "rollout.prompts_in_flight=9", f"data.max_response_length={limit}").config
+    cfg = _run(
+        config_file, PARTIAL, "rollout.prompts_in_flight=9", f"data.max_response_length={limit}"
+    ).config
     pool = GroupPool()
     response = Generation([7] * limit, [-1.0] * limit, False)
     pool.groups = [new_group(position).continued([response] * 2, 3) for position in range(5)]
@@ -133,7 +156,8 @@ def test_the_planner_counts_the_bytes_of_the_file(config_file: Path, tmp_path: P
 
 @pytest.mark.parametrize(("version", "kept"), [(3, True), (4, True), (5, False)])
 def test_a_group_spans_at_most_the_threshold(version: int, kept: bool) -> None:
-    """Check a group whose oldest token is of version 2, where three versions are allowed: 2, 3 and 4."""
+    """Check a group whose oldest token is of version 2, where three versions are allowed: 2, 3 and
+    4."""
     groups = [begun_group(), new_group(8)]
     drop = RolloutConfig(max_off_policy_threshold=3, max_off_policy_strategy="drop")
     wait = RolloutConfig(max_off_policy_threshold=3, max_off_policy_strategy="wait")
@@ -181,7 +205,12 @@ class Prompts:
 
 def _run(config_file: Path, *overrides: str, shift: int = 0) -> Any:
     cfg = load(config_file, "data.train_batch_size=4", "rollout.n=2", CORRECTION, *overrides)
-    run = {"train_prompts": Prompts(shift), "group_pool": GroupPool(), "journal": None, "environments": None}
+    run = {
+        "train_prompts": Prompts(shift),
+        "group_pool": GroupPool(),
+        "journal": None,
+        "environments": None,
+    }
     schedule = StepSchedule(cfg.trainer, 100, 12 * cfg.trainer.total_epochs, False)
     actor = SimpleNamespace(replay=None, shape=SimpleNamespace(vocab_size=99, num_experts=0))
     return SimpleNamespace(config=cfg, actor=actor, schedule=schedule, **run)
@@ -211,11 +240,14 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
     shift: int,
     words: str,
 ) -> None:
-    """Check a pool of two groups, of which one has tokens, in a run with other prompts or settings. Tail
+    """Check a pool of two groups, of which one has tokens, in a run with other prompts or settings.
+    Tail
     batching, and a run without a pool, train on no token of older weights."""
     run = _run(config_file, PARTIAL)
     new = strategies.groups_at(run, [2, 5])
-    first = new[0].continued([Generation([10, 11], [-0.5, -0.25], False), Generation([12], [-1.0], True)], 3)
+    first = new[0].continued(
+        [Generation([10, 11], [-0.5, -0.25], False), Generation([12], [-1.0], True)], 3
+    )
     run.group_pool.groups = [first, new[1]]
     run.group_pool.num_drawn = 9
     state = stored(run.group_pool, tmp_path)
@@ -228,13 +260,20 @@ def test_groups_continue_with_the_prompts_and_seeds_that_have_begun_them(
     pool = other.group_pool
     assert pool.num_drawn == 9 and [group.position for group in pool.groups] == [2, 5]
     for group in pool.groups:
-        assert len(group.seeds) == len(group.responses) == len(group.versions) == other.config.rollout.n
+        assert (
+            len(group.seeds)
+            == len(group.responses)
+            == len(group.versions)
+            == other.config.rollout.n
+        )
         assert words == "" or group.first_version is None
     if not words:
         assert pool.groups[0].responses == first.responses and pool.groups[0].seeds == first.seeds
 
 
-STATE = ConversationState(1, True, False, Episode([(1, 0.5)], {"x": 1.0}, {"raised": 1}, None, 0.0, [(0, 1)]))
+STATE = ConversationState(
+    1, True, False, Episode([(1, 0.5)], {"x": 1.0}, {"raised": 1}, None, 0.0, [(0, 1)])
+)
 
 
 def forged_state(name: str, value: Any) -> str:
@@ -264,9 +303,17 @@ def forged_state(name: str, value: Any) -> str:
         ("conversations", np.array(forged_state("engine", -1))),
         ("conversations", np.array(forged_state("waits", "no"))),
         ("conversations", np.array(forged_state("episode", {}))),
-        ("conversations", np.array(forged_state("episode", asdict(replace(STATE.episode, observations=[(0, 9)]))))),
+        (
+            "conversations",
+            np.array(
+                forged_state("episode", asdict(replace(STATE.episode, observations=[(0, 9)])))
+            ),
+        ),
         *(
-            ("conversations", np.array(forged_state("episode", asdict(replace(STATE.episode, **{name: value})))))
+            (
+                "conversations",
+                np.array(forged_state("episode", asdict(replace(STATE.episode, **{name: value})))),
+            )
             for name, value in (
                 ("rewards", [("1", 0.5)]),
                 ("rewards", [(1, np.nan)]),
@@ -285,7 +332,9 @@ def forged_state(name: str, value: Any) -> str:
         ),
     ],
 )
-def test_a_forged_file_is_a_corrupt_checkpoint(config_file: Path, tmp_path: Path, name: str, value: Any) -> None:
+def test_a_forged_file_is_a_corrupt_checkpoint(
+    config_file: Path, tmp_path: Path, name: str, value: Any
+) -> None:
     """Check arrays that no run writes: the checkpoint before is then tried."""
     run = _run(config_file, PARTIAL)
     new = strategies.groups_at(run, [2, 5])
@@ -296,22 +345,28 @@ def test_a_forged_file_is_a_corrupt_checkpoint(config_file: Path, tmp_path: Path
     order = prompt_order(run)
     load_pool(_run(config_file, PARTIAL), state, tmp_path, Position(4, 4), order)
     arrays = read_arrays(tmp_path / POOL_FILE) | {name: value}
-    np.savez(tmp_path / POOL_FILE, **{key: array for key, array in arrays.items() if array is not None})
+    np.savez(
+        tmp_path / POOL_FILE, **{key: array for key, array in arrays.items() if array is not None}
+    )
     with pytest.raises(CorruptCheckpoint, match=r"group_pool\.npz: corrupt") as caught:
         load_pool(_run(config_file, PARTIAL), state, tmp_path, Position(4, 4), order)
     assert "\n" not in str(caught.value)
 
 
 def test_positions_follow_the_batches_of_prompts(config_file: Path) -> None:
-    """Check data.gen_batch_size, which is not data.train_batch_size: the prompts of an epoch are drawn once each."""
+    """Check data.gen_batch_size, which is not data.train_batch_size: the prompts of an epoch are
+    drawn once each."""
     sizes = ["algorithm.filter_groups.enable=true", "data.gen_batch_size=3"]
     groups = strategies.groups_at(_run(config_file, PARTIAL, *sizes), range(12))
     assert sorted(group.prompt.index for group in groups) == list(range(12))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 8])
-def test_a_run_without_a_pool_continues_with_its_next_prompt(config_file: Path, tmp_path: Path, size: int) -> None:
-    """Check a resume after four of 12 prompts with another batch size. The remainder of an epoch fills no batch."""
+def test_a_run_without_a_pool_continues_with_its_next_prompt(
+    config_file: Path, tmp_path: Path, size: int
+) -> None:
+    """Check a resume after four of 12 prompts with another batch size. The remainder of an epoch
+    fills no batch."""
     run = _run(config_file, f"data.train_batch_size={size}")
     order = prompt_order(run)
     position = load_pool(run, GroupPool().state_dict(), tmp_path, Position(1, 4), order)
@@ -324,14 +379,17 @@ def test_a_run_without_a_pool_continues_with_its_next_prompt(config_file: Path, 
 def test_checkpoints_of_earlier_versions_count_without_remainders(
     config_file: Path, tmp_path: Path, places: list[int]
 ) -> None:
-    """Check 13 prompts that are drawn, in batches of five of 12 prompts: three of the second epoch. The present run
+    """Check 13 prompts that are drawn, in batches of five of 12 prompts: three of the second epoch.
+    The present run
     has batches of six."""
     old = _run(config_file, PARTIAL, "data.train_batch_size=5")
     old.group_pool.groups = strategies.groups_at(old, places)
     state = stored(old.group_pool, tmp_path) | {"num_drawn": 13}
     if places:
         arrays = read_arrays(tmp_path / POOL_FILE)
-        np.savez(tmp_path / POOL_FILE, **{key: array for key, array in arrays.items() if key != "seeds"})
+        np.savez(
+            tmp_path / POOL_FILE, **{key: array for key, array in arrays.items() if key != "seeds"}
+        )
     run = _run(config_file, PARTIAL, "data.train_batch_size=6")
     loop = {"position": {"step": 2, "num_batches": 2}, "group_pool": state}
     order = prompt_order(run).with_sizes({"train_batch_size": 5, "gen_batch_size": None})
@@ -345,7 +403,8 @@ def test_checkpoints_of_earlier_versions_count_without_remainders(
 @pytest.mark.parametrize(
     ("epochs", "drawn", "left", "expected"),
     [
-        (1, 8, 3, [*range(3), *range(8, 12)]),  # seven groups, of eight in flight: the epoch has no other prompt
+        # seven groups, of eight in flight: the epoch has no other prompt
+        (1, 8, 3, [*range(3), *range(8, 12)]),
         (1, 12, 4, [*range(4)]),
         (1, 12, 2, [0, 1, 12, 13]),  # groups were dropped as too stale
         (2, 8, 3, [*range(3), *range(8, 13)]),
@@ -362,7 +421,8 @@ def test_the_last_epoch_ends_with_its_own_prompts(
 
 
 def test_tail_batching_leaves_no_prompt_at_the_end_of_a_run(config_file: Path) -> None:
-    """Check three groups of an earlier batch size: they are trained on before one of another epoch is."""
+    """Check three groups of an earlier batch size: they are trained on before one of another epoch
+    is."""
     run = _run(config_file, TAIL, "trainer.total_epochs=1")
     run.group_pool.groups = strategies.groups_at(run, [3, 4, 5])
     run.group_pool.num_drawn = 12
@@ -371,8 +431,8 @@ def test_tail_batching_leaves_no_prompt_at_the_end_of_a_run(config_file: Path) -
 
 
 def test_a_step_of_tail_batching_has_enough_groups_after_any_change(config_file: Path) -> None:
-    """Check an epoch of 12 prompts with two left and one group of an earlier batch size: a step of four begins one of
-    the next epoch."""
+    """Check an epoch of 12 prompts with two left and one group of an earlier batch size: a step of
+    four begins one of the next epoch."""
     run = _run(config_file, TAIL)
     run.group_pool.groups = strategies.groups_at(run, [3])
     run.group_pool.num_drawn = 10
@@ -380,8 +440,11 @@ def test_a_step_of_tail_batching_has_enough_groups_after_any_change(config_file:
     assert [group.position for group in plan.groups] == [3, 10, 11, 12] and plan.enough is None
 
 
-def test_responses_that_have_begun_are_generated_first(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a response that is longer than expected: others, which are not begun, do not pass it by."""
+def test_responses_that_have_begun_are_generated_first(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a response that is longer than expected: others, which are not begun, do not pass it
+    by."""
     run = _run(config_file, PARTIAL)
     run.response_lengths = ResponseLengths()
     run.response_lengths.record([0, 1, 2], [3, 3, 3])
@@ -392,7 +455,9 @@ def test_responses_that_have_begun_are_generated_first(config_file: Path, monkey
     begun = new[1].continued([Generation([7] * 9, [-1.0] * 9, False), NOTHING], 0)
     calls = []
 
-    def no_token(engine: None, requests: Any, sampling: Any, clock: Any, expected_lens: Any, *rest: Any) -> Responses:
+    def no_token(
+        engine: None, requests: Any, sampling: Any, clock: Any, expected_lens: Any, *rest: Any
+    ) -> Responses:
         queue = SharedQueue(len(requests), expected_lens)
         calls.append([requests[number].begun.token_ids for number in queue.left])
         return Responses.of([request.begun for request in requests])
@@ -404,11 +469,14 @@ def test_responses_that_have_begun_are_generated_first(config_file: Path, monkey
     call = EngineCall(run, plan, Sampling(1.0, 16, ()), scores)
     groups = call.collect(call.sample(), 0)
     assert calls == [[[7] * 9, [], [], []]]
-    assert groups[0].responses == begun.responses and [len(each) for each in groups[0].versions] == [9, 0]
+    assert groups[0].responses == begun.responses and [
+        len(each) for each in groups[0].versions
+    ] == [9, 0]
 
 
 def test_a_replayed_step_may_be_repeated(config_file: Path, tmp_path: Path) -> None:
-    """Check a step of two rollouts, as algorithm.filter_groups has them, that a roll-back repeats."""
+    """Check a step of two rollouts, as algorithm.filter_groups has them, that a roll-back
+    repeats."""
     run = _run(config_file, PARTIAL, f"trainer.default_local_dir={tmp_path}")
     writer = RolloutJournal(run.config)
     for position in (4, 5):
@@ -429,14 +497,24 @@ def test_metrics_of_older_weights() -> None:
     batch = batch.with_fields(token_ages=torch.tensor([3, 1, 1, 0, 2, 2], dtype=torch.int32))
     metrics = off_policy_metrics(batch)
     prefix = "training/off_policy"
-    assert [metrics[f"{prefix}/trajectory_spans/{kind}"] for kind in ("mean", "max", "min")] == [2.5, 4, 1]
-    assert [metrics[f"{prefix}/trajectory_staleness/{kind}"] for kind in ("mean", "max", "min")] == [1, 2, 0]
-    assert [metrics[f"{prefix}/trajectory_staleness_worst/{kind}"] for kind in ("mean", "max", "min")] == [2.5, 3, 2]
+    assert [metrics[f"{prefix}/trajectory_spans/{kind}"] for kind in ("mean", "max", "min")] == [
+        2.5,
+        4,
+        1,
+    ]
+    assert [
+        metrics[f"{prefix}/trajectory_staleness/{kind}"] for kind in ("mean", "max", "min")
+    ] == [1, 2, 0]
+    assert [
+        metrics[f"{prefix}/trajectory_staleness_worst/{kind}"] for kind in ("mean", "max", "min")
+    ] == [2.5, 3, 2]
     assert [metrics[f"{prefix}/token_share/age_{age}"] for age in range(4)] == pytest.approx(
         [1 / 6, 1 / 3, 1 / 3, 1 / 6]
     )
     batch = batch.with_fields(old_log_probs=torch.tensor([-9.0, -1.0, -1.0, -1.5, -9.0, -9.0]))
-    assert Difference.from_batch(batch) == Difference(0.5, 0.5, 0.5), "of the tokens of the trained weights alone"
+    assert Difference.from_batch(batch) == Difference(0.5, 0.5, 0.5), (
+        "of the tokens of the trained weights alone"
+    )
 
 
 @pytest.mark.parametrize(
@@ -452,15 +530,30 @@ def test_metrics_of_older_weights() -> None:
             " algorithm.rollout_correction.rollout_is",
         ),
         (
-            (PARTIAL, "algorithm.rollout_correction.bypass_mode=true", "actor.policy_loss.loss_mode=gpg"),
-            "actor.policy_loss.loss_mode is gpg, which has no ratio to the policy that drew a token",
+            (
+                PARTIAL,
+                "algorithm.rollout_correction.bypass_mode=true",
+                "actor.policy_loss.loss_mode=gpg",
+            ),
+            (
+                "actor.policy_loss.loss_mode is gpg, which has no ratio to the policy that drew a "
+                "token"
+            ),
         ),
         (
-            (PARTIAL, CORRECTION, "rollout.max_off_policy_strategy=wait", "rollout.max_off_policy_threshold=1"),
-            "rollout.prompts_in_flight is 64 and rollout.max_off_policy_strategy is wait; it must be at most"
-            " rollout.max_off_policy_threshold x data.train_batch_size, 1 x 32 = 32",
+            (
+                PARTIAL,
+                CORRECTION,
+                "rollout.max_off_policy_strategy=wait",
+                "rollout.max_off_policy_threshold=1",
+            ),
+            "rollout.prompts_in_flight is 64 and rollout.max_off_policy_strategy is wait; it must "
+            "be at most rollout.max_off_policy_threshold x data.train_batch_size, 1 x 32 = 32",
         ),
-        (("rollout.prompts_in_flight=2048",), "that needs rollout.tail_batching or rollout.partial_rollout: true"),
+        (
+            ("rollout.prompts_in_flight=2048",),
+            "that needs rollout.tail_batching or rollout.partial_rollout: true",
+        ),
         (
             ("rollout.tail_batching=true", "rollout.prompts_in_flight=8"),
             "rollout.prompts_in_flight is 8; it must be at least data.train_batch_size, 32",
@@ -472,11 +565,16 @@ def test_metrics_of_older_weights() -> None:
                 "algorithm.adv_estimator=grpo",
                 "rollout.n=2",
             ),
-            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of them, or",
+            (
+                "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one "
+                "of them, or"
+            ),
         ),
     ],
 )
-def test_settings_that_do_not_go_together(config_file: Path, overrides: tuple[str, ...], words: str) -> None:
+def test_settings_that_do_not_go_together(
+    config_file: Path, overrides: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(UserError) as caught:
         validated(config_file, *overrides)
     assert words in str(caught.value)

@@ -1,4 +1,5 @@
-"""benchmarks/gpu/head.py at a small size: reads and writes of the logits as the head's code has them."""
+"""benchmarks/gpu/head.py at a small size: reads and writes of the logits as the head's code has
+them."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ SMALL = ["--columns", "600", "--tokens", "50", "--rounds", "1", "--copy-bytes", 
 def test_passes_over_the_logits(
     chunk: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Count in float32: the product's write, amax, sub_, exp_, sum; with entropy exp's copy, mul_ and its sum too.
-    Backward the product's write, sub_, exp_, and a read by each of two products."""
+    """Count in float32: the product's write, amax, sub_, exp_, sum; with entropy exp's copy, mul_
+    and its sum too. Backward the product's write, sub_, exp_, and a read by each of two
+    products."""
     monkeypatch.setattr(head.heads, "CHUNK_LOGITS", chunk * 600)
     figures = head.main(["--hidden", "8", "16", *SMALL])
     assert list(figures) == [8, 16]
@@ -29,10 +31,14 @@ def test_passes_over_the_logits(
         assert all(value > 0 for value in of_size["A"].values())
     out = capsys.readouterr().out
     assert ("B is left out" in out) == (head.head_kernels is None)
-    assert out.count("a read or write of the logits") == 2 and out.count("hidden gradient in 4") == 2
+    assert (
+        out.count("a read or write of the logits") == 2 and out.count("hidden gradient in 4") == 2
+    )
 
 
-def test_a_variant_takes_the_place_of_the_heads_row_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_takes_the_place_of_the_heads_row_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Let B be A with another name, and with a wrong gradient: both are compared with A."""
     right = head.heads.row_gradient
     wrong = head.SimpleNamespace(

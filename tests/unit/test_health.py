@@ -1,5 +1,5 @@
-"""The health rules on made-up metrics: each holds where it should and not beside it; lines appear once; a replay gives
-the same state; mistakes in the settings are one line."""
+"""The health rules on made-up metrics: each holds where it should and not beside it; lines appear
+once; a replay gives the same state; mistakes in the settings are one line."""
 
 from __future__ import annotations
 
@@ -65,13 +65,17 @@ class Recorded:
         self.verdict = None
 
     def steps(self, count: int, first: int = 1, **change: Any) -> Recorded:
-        """Run healthy steps with some metrics changed. A change of a key may be a function of the step."""
+        """Run healthy steps with some metrics changed. A change of a key may be a function of the
+        step."""
         for step in range(first, first + count):
             changed = {
-                key.replace("__", "/"): value(step) if callable(value) else value for key, value in change.items()
+                key.replace("__", "/"): value(step) if callable(value) else value
+                for key, value in change.items()
             }
             # A score with a trend, so that reward_flat does not hold.
-            self.verdict = self.monitor.step(step, {**HEALTHY, "critic/score/mean": 0.5 + 0.001 * step, **changed})
+            self.verdict = self.monitor.step(
+                step, {**HEALTHY, "critic/score/mean": 0.5 + 0.001 * step, **changed}
+            )
         return self
 
     def begun(self) -> set[str]:
@@ -98,7 +102,12 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("entropy_falling", 2, {"actor__entropy": 0.15}, {"actor__entropy": 0.3}),
     ("entropy_low", 6, {"actor__entropy": 0.009}, {"actor__entropy": 0.011}),
     ("vf_clipfrac_high", 2, {"critic__vf_clipfrac": 0.06}, {"critic__vf_clipfrac": 0.04}),
-    ("explained_variance_low", 6, {"critic__vf_explained_var": -0.1}, {"critic__vf_explained_var": 0.0}),
+    (
+        "explained_variance_low",
+        6,
+        {"critic__vf_explained_var": -0.1},
+        {"critic__vf_explained_var": 0.0},
+    ),
     ("truncated", 2, {"response_length__clip_ratio": 0.11}, {"response_length__clip_ratio": 0.1}),
     (
         "reward_constant",
@@ -106,7 +115,12 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         {"critic__score__max": 0.0, "critic__score__mean": 0.0},
         {"critic__score__min": 1.0, "critic__score__mean": 1.0},
     ),
-    ("reward_flat", 2, {"critic__score__mean": 0.4}, {"critic__score__mean": lambda step: 0.5 + 0.001 * step}),
+    (
+        "reward_flat",
+        2,
+        {"critic__score__mean": 0.4},
+        {"critic__score__mean": lambda step: 0.5 + 0.001 * step},
+    ),
     ("reward_saturated", 2, {"critic__score__mean": 0.991}, {"critic__score__mean": 0.98}),
     ("equal_groups", 2, {"train__equal_groups_ratio": 0.95}, {"train__equal_groups_ratio": 0.85}),
     (
@@ -115,11 +129,26 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         {"training__rollout_logprobs_diff_p99": 1.1},
         {"training__rollout_logprobs_diff_p99": 0.9},
     ),
-    ("groups_dropped", 2, {"training__off_policy__dropped_groups": 1.0}, {"training__off_policy__dropped_groups": 0.0}),
-    ("calls_failing", 2, {"environment__failed_calls_ratio": 0.11}, {"environment__failed_calls_ratio": 0.1}),
+    (
+        "groups_dropped",
+        2,
+        {"training__off_policy__dropped_groups": 1.0},
+        {"training__off_policy__dropped_groups": 0.0},
+    ),
+    (
+        "calls_failing",
+        2,
+        {"environment__failed_calls_ratio": 0.11},
+        {"environment__failed_calls_ratio": 0.1},
+    ),
     ("turns_falling", 2, {"num_turns__mean": 1.4}, {"num_turns__mean": 1.6}),
     ("throughput_falling", 2, {"perf__throughput": 490.0}, {"perf__throughput": 510.0}),
-    ("replicas_unbalanced", 2, {"global_seqlen__idle_share": 0.11}, {"global_seqlen__idle_share": 0.09}),
+    (
+        "replicas_unbalanced",
+        2,
+        {"global_seqlen__idle_share": 0.11},
+        {"global_seqlen__idle_share": 0.09},
+    ),
     ("memory_near_limit", 1, {"perf__memory_used_ratio": 0.96}, {"perf__memory_used_ratio": 0.94}),
 ]
 
@@ -179,7 +208,10 @@ def test_responses_note_disable_and_stop() -> None:
     assert (acting.event, acting.action, acting.rule.name) == ("acts", "stop", "kl_explosion")
     assert len(stopping.lines) == 2
     stopping.steps(2, 2, **bad)
-    assert [event.event for event in stopping.events if event.rule.name == "kl_explosion"] == ["begins", "acts"]
+    assert [event.event for event in stopping.events if event.rule.name == "kl_explosion"] == [
+        "begins",
+        "acts",
+    ]
     again = Recorded(stop=["kl_explosion"])
     again.monitor.replay(1, {**HEALTHY, "actor/ppo_kl": 0.7})  # the run that was ended resumes
     again.steps(1, 2, **bad)
@@ -190,22 +222,45 @@ def test_an_event_is_a_row_of_strict_json() -> None:
     run = Recorded().steps(1, actor__loss=math.inf)
     row = json.loads(json.dumps(run.events[0].row("run-1"), allow_nan=False))
     assert set(row) == {
-        *("step", "run_id", "time", "rule", "metric", "value", "bound", "count", "action", "event", "text"),
+        *(
+            "step",
+            "run_id",
+            "time",
+            "rule",
+            "metric",
+            "value",
+            "bound",
+            "count",
+            "action",
+            "event",
+            "text",
+        ),
     }
-    assert (row["metric"], row["value"], row["bound"], row["run_id"]) == ("actor/loss", None, "not finite", "run-1")
+    assert (row["metric"], row["value"], row["bound"], row["run_id"]) == (
+        "actor/loss",
+        None,
+        "not finite",
+        "run-1",
+    )
 
 
 def test_rules_that_a_run_lacks_the_grounds_for_are_silent() -> None:
     traits = RunTraits(updates_per_step=1, compares_groups=False, logprob_bound=None)
-    bad = {"actor__ppo_kl": 0.0, "train__equal_groups_ratio": 1.0, "training__rollout_logprobs_diff_mean": 9.0}
+    bad = {
+        "actor__ppo_kl": 0.0,
+        "train__equal_groups_ratio": 1.0,
+        "training__rollout_logprobs_diff_mean": 9.0,
+    }
     assert Recorded(traits).steps(20, **bad).begun() == set()
     monitor = Recorded().monitor
-    for step in range(1, 20):  # a run without critic, reference and comparison, in which the actor is not trained yet
+    # a run without critic, reference and comparison, in which the actor is not trained yet
+    for step in range(1, 20):
         assert monitor.step(step, {"perf/throughput": 1.0}).num_active == 0
 
 
 def test_a_collapse_needs_a_policy_that_had_entropy() -> None:
-    """Take no deterministic model, nor one without reference whose score has risen, for a collapsed one."""
+    """Take no deterministic model, nor one without reference whose score has risen, for a collapsed
+    one."""
     dead = {"actor__entropy": 1e-5, "critic__score__mean": 0.0, "actor__reward_kl_penalty": 9.0}
     assert "policy_collapsed" not in Recorded().steps(9, **dead).begun()
     near = {**dead, "actor__reward_kl_penalty": 0.9}
@@ -213,7 +268,10 @@ def test_a_collapse_needs_a_policy_that_had_entropy() -> None:
     without_reference = {**dead, "actor__reward_kl_penalty": None}
     run = Recorded().steps(3)
     for step in range(4, 9):
-        metrics = {**HEALTHY, **{key.replace("__", "/"): value for key, value in without_reference.items()}}
+        metrics = {
+            **HEALTHY,
+            **{key.replace("__", "/"): value for key, value in without_reference.items()},
+        }
         run.monitor.step(step, {key: value for key, value in metrics.items() if value is not None})
     assert "policy_collapsed" in run.begun()
 
@@ -221,7 +279,8 @@ def test_a_collapse_needs_a_policy_that_had_entropy() -> None:
 def test_replayed_steps_give_the_state_of_an_uninterrupted_run() -> None:
     draws = random.Random(1)
     rows = [
-        {key: value * draws.choice([1, 1, 1, 0.01, 30, math.nan]) for key, value in HEALTHY.items()} for _ in range(60)
+        {key: value * draws.choice([1, 1, 1, 0.01, 30, math.nan]) for key, value in HEALTHY.items()}
+        for _ in range(60)
     ]
     whole = Recorded()
     for step, row in enumerate(rows, start=1):
@@ -233,13 +292,20 @@ def test_replayed_steps_give_the_state_of_an_uninterrupted_run() -> None:
             if step <= resumed_after:
                 stored = {key: None if math.isnan(value) else value for key, value in row.items()}
                 resumed.monitor.replay(
-                    step, numeric_metrics(json.loads(json.dumps({"step": step, "run_id": "a", **stored})))
+                    step,
+                    numeric_metrics(
+                        json.loads(json.dumps({"step": step, "run_id": "a", **stored}))
+                    ),
                 )
             else:
                 resumed.monitor.step(step, row)
-        assert repr(resumed.events) == repr([event for event in whole.events if event.step > resumed_after])
+        assert repr(resumed.events) == repr(
+            [event for event in whole.events if event.step > resumed_after]
+        )
         later = [
-            line for line in whole.lines if line.startswith("health") and int(line.split()[2][:-1]) > resumed_after
+            line
+            for line in whole.lines
+            if line.startswith("health") and int(line.split()[2][:-1]) > resumed_after
         ]
         assert [line for line in resumed.lines if line.startswith("health")] == later
 
@@ -257,13 +323,18 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
     for step, kept in {4: [0, 1, 2, 4, 5], 3: [0, 1, 2, 4], 2: [0, 1, 4], 1: [0], 0: []}.items():
         path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1')
         keep_events_up_to(path, step)
-        assert [json.loads(line) for line in path.read_text().splitlines()] == [rows[i] for i in kept], step
+        assert [json.loads(line) for line in path.read_text().splitlines()] == [
+            rows[i] for i in kept
+        ], step
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["health.stop=[throughput_falling]"], "health.stop: found the list ['throughput_falling'], expected a list, "),
+        (
+            ["health.stop=[throughput_falling]"],
+            "health.stop: found the list ['throughput_falling'], expected a list, ",
+        ),
         (["health.warn=[truncate]"], "expected a list, each entry one of not_finite, kl_explosion"),
         (
             ["health.warn=truncated", "health.stop=truncated"],
@@ -273,17 +344,33 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
             ["health.kl_coef=0.1", "health.stop=kl_explosion", "algorithm.use_kl_in_reward=true"],
             "health.stop and health.kl_coef are both responses to kl_explosion; a rule has one",
         ),
-        (["health.ppo_kl_max=often"], "health.ppo_kl_max: found the string 'often', expected a finite number"),
+        (
+            ["health.ppo_kl_max=often"],
+            "health.ppo_kl_max: found the string 'often', expected a finite number",
+        ),
         (["health.ppo_kl_max=.inf"], "expected a finite number"),
         (["health.truncated_max=1.5"], "health.truncated_max is 1.5; it must be at most 1"),
         (["health.rollback_lr_factor=1"], "health.rollback_lr_factor is 1.0; it must be below 1"),
         (["health.window=1"], "health.window is 1; it must be at least 2"),
-        (["health.ppo_kl_max=0.6"], "health.ppo_kl_max is 0.6, above health.ppo_kl_explosion, which is 0.5"),
-        (["health.ppo_kl_min=0.05"], "unknown key 'health.ppo_kl_min'; the nearest known key is 'health.ppo_kl_max'"),
+        (
+            ["health.ppo_kl_max=0.6"],
+            "health.ppo_kl_max is 0.6, above health.ppo_kl_explosion, which is 0.5",
+        ),
+        (
+            ["health.ppo_kl_min=0.05"],
+            "unknown key 'health.ppo_kl_min'; the nearest known key is 'health.ppo_kl_max'",
+        ),
     ],
 )
-def test_mistakes_in_the_settings_are_one_line(settings: list[str], message: str, tmp_path: Path) -> None:
-    needed = ["data.train_files=t", "data.val_files=v", "model.path=m", f"trainer.default_local_dir={tmp_path}"]
+def test_mistakes_in_the_settings_are_one_line(
+    settings: list[str], message: str, tmp_path: Path
+) -> None:
+    needed = [
+        "data.train_files=t",
+        "data.val_files=v",
+        "model.path=m",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
     with pytest.raises(UserError) as error:
         check_config(load_config(None, [*needed, *settings]), 1)
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -20,9 +20,18 @@ ALONE = ("actor.megatron.overlap_grad_reduce=false", "critic.megatron.overlap_gr
     [
         (
             [ROLL_BACK],
-            "health.roll_back has kl_explosion; that needs checkpoints: trainer.save_freq of at least",
+            (
+                "health.roll_back has kl_explosion; that needs checkpoints: trainer.save_freq of "
+                "at least"
+            ),
         ),
-        ([FIXED], "health.kl_coef is 0.1; that needs a KL term: algorithm.use_kl_in_reward or actor.use_kl_loss: true"),
+        (
+            [FIXED],
+            (
+                "health.kl_coef is 0.1; that needs a KL term: algorithm.use_kl_in_reward or "
+                "actor.use_kl_loss: true"
+            ),
+        ),
         ([HALVE], "that needs actor.megatron.overlap_grad_reduce: false (now null)"),
         (
             [HALVE, ALONE[0], "critic.megatron.overlap_grad_reduce=true"],
@@ -30,16 +39,27 @@ ALONE = ("actor.megatron.overlap_grad_reduce=false", "critic.megatron.overlap_gr
         ),
         (
             [HALVE, *ALONE, "actor.megatron.tensor_model_parallel_size=2"],
-            "that needs actor.megatron.tensor_model_parallel_size: 1 (now 2), since no rank may wait for another",
+            (
+                "that needs actor.megatron.tensor_model_parallel_size: 1 (now 2), since no rank "
+                "may wait for another"
+            ),
         ),
-        (["health.ppo_kl_max=0.7"], "health.ppo_kl_max is 0.7, above health.ppo_kl_explosion, which is 0.5"),
+        (
+            ["health.ppo_kl_max=0.7"],
+            "health.ppo_kl_max is 0.7, above health.ppo_kl_explosion, which is 0.5",
+        ),
         (["health.roll_back=grad_norm_high"], "health.roll_back: found"),
-        (["health.stop=kl_explosoin"], "each entry one of not_finite, kl_explosion, policy_collapsed, ppo_kl_high"),
+        (
+            ["health.stop=kl_explosoin"],
+            "each entry one of not_finite, kl_explosion, policy_collapsed, ppo_kl_high",
+        ),
         (["health.rollback_lr_factor=0"], "health.rollback_lr_factor"),
         (["health.max_rollbacks=0"], "health.max_rollbacks"),
     ],
 )
-def test_settings_that_cannot_be_carried_out_are_refused(config_file: Path, overrides: list[str], message: str) -> None:
+def test_settings_that_cannot_be_carried_out_are_refused(
+    config_file: Path, overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         validated(config_file, *overrides)
     assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""Export of Hugging Face checkpoints: a bit-exact round trip through a simulated TP 2 x PP 2, files, and failures."""
+"""Export of Hugging Face checkpoints: a bit-exact round trip through a simulated TP 2 x PP 2,
+files, and failures."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_checkpoints import CONFIGS, all_tensors, assert_same_bits, import_all, merge_ranks, save_model, tp2_pp2
+from hf_checkpoints import (
+    CONFIGS,
+    all_tensors,
+    assert_same_bits,
+    import_all,
+    merge_ranks,
+    save_model,
+    tp2_pp2,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -32,7 +41,9 @@ def test_round_trip_is_bit_exact(tmp_path: Path, name: str, dtype_name: str) -> 
     reader.check(shape)
     layouts = tp2_pp2(shape)
     ranks = import_all(reader, layouts, dtype=dtype)
-    assert (ranks[1]["embedding.word_embeddings.weight"][447 - 224 :] == 7).all(), "padding was touched"
+    assert (ranks[1]["embedding.word_embeddings.weight"][447 - 224 :] == 7).all(), (
+        "padding was touched"
+    )
     params, layout = merge_ranks(ranks, layouts)
     export_hf(params, [layout], shape, tmp_path / "end", 0, None, dtype_name, start)
     assert_same_bits(all_tensors(tmp_path / "end"), all_tensors(start))
@@ -45,15 +56,22 @@ def test_round_trip_is_bit_exact(tmp_path: Path, name: str, dtype_name: str) -> 
 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 50_000])
 def test_layers_of_multi_token_prediction_are_kept(tmp_path: Path, max_shard_bytes: int) -> None:
-    """Copy the layers after the model's last one, in a type of their own, as far as config.json says that there are
-    any, and what is named "mtp"."""
+    """Copy the layers after the model's last one, in a type of their own, as far as config.json
+    says that there are any, and what is named "mtp"."""
     start = save_model(tmp_path / "start")
     names = ("model.layers.3.eh_proj.weight", "model.layers.3.x.weight", "mtp.layers.0.x.weight")
     draft = {name: torch.randn(100, 100).bfloat16() for name in names}
-    save_file({**load_file(start / "model.safetensors"), **draft}, start / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**load_file(start / "model.safetensors"), **draft},
+        start / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((start / "config.json").read_text())
     shape = ModelShape.from_hf_config(config)
-    with pytest.raises(UserError, match=r"model\.layers\.3\.eh_proj.weight, model\.layers\.3\.x\.weight are no part"):
+    with pytest.raises(
+        UserError,
+        match=r"model\.layers\.3\.eh_proj.weight, model\.layers\.3\.x\.weight are no part",
+    ):
         HFReader(start).check(shape)
     (start / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     reader = HFReader(start)
@@ -62,17 +80,24 @@ def test_layers_of_multi_token_prediction_are_kept(tmp_path: Path, max_shard_byt
     layouts = tp2_pp2(shape)
     params, layout = merge_ranks(import_all(reader, layouts), layouts)
     for end in ("end", "again"):
-        export_hf(params, [layout], shape, tmp_path / end, 0, None, "float32", start, max_shard_bytes)
+        export_hf(
+            params, [layout], shape, tmp_path / end, 0, None, "float32", start, max_shard_bytes
+        )
         assert_same_bits(all_tensors(tmp_path / end), all_tensors(start))
         start = tmp_path / end
     index = json.loads((tmp_path / "end" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in all_tensors(start).values())
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in all_tensors(start).values()
+    )
     value = replace(shape, value_head=True, tie_embeddings=False)
-    assert hf_export._draft_files(start, value, 1) == hf_export._draft_files(tmp_path, shape, 1) == []
+    assert (
+        hf_export._draft_files(start, value, 1) == hf_export._draft_files(tmp_path, shape, 1) == []
+    )
 
 
 def test_rank_reads_only_its_own_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the elements that are sliced from the file: those of the rank's parameters, without padding."""
+    """Count the elements that are sliced from the file: those of the rank's parameters, without
+    padding."""
     reader = HFReader(save_model(tmp_path / "start"))
     shape = ModelShape.from_hf_config(reader.config)
     read: list[int] = []
@@ -89,7 +114,9 @@ def test_rank_reads_only_its_own_blocks(tmp_path: Path, monkeypatch: pytest.Monk
 
     original = HFReader.slices
     monkeypatch.setattr(
-        HFReader, "slices", lambda self, names: {n: Counting(f) for n, f in original(self, names).items()}
+        HFReader,
+        "slices",
+        lambda self, names: {n: Counting(f) for n, f in original(self, names).items()},
     )
     total = sum(t.numel() for t in all_tensors(tmp_path / "start").values())
     for layout in tp2_pp2(shape):
@@ -99,7 +126,9 @@ def test_rank_reads_only_its_own_blocks(tmp_path: Path, monkeypatch: pytest.Monk
         assert sum(read) == num_own < 0.5 * total
 
 
-def test_export_holds_one_file_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_holds_one_file_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = save_model(tmp_path / "start")
     reader = HFReader(start)
     shape = ModelShape.from_hf_config(reader.config)
@@ -127,7 +156,8 @@ def test_sharded_files_are_read_and_written(tmp_path: Path) -> None:
     reader.check(shape)
     params, layout = merge_ranks(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
     end = tmp_path / "end"
-    for max_shard_bytes in (50_000, 120_000):  # the second export replaces the first, which has more files
+    # the second export replaces the first, which has more files
+    for max_shard_bytes in (50_000, 120_000):
         export_hf(params, [layout], shape, end, 0, None, "float32", start, max_shard_bytes)
     files = sorted(end.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
@@ -146,7 +176,9 @@ def test_export_casts_and_copies_the_tokenizer(tmp_path: Path) -> None:
     shape = ModelShape.from_hf_config(reader.config)
     params, layout = merge_ranks(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
     export_hf(params, [layout], shape, tmp_path / "end", 0, None, "bfloat16", start)
-    assert_same_bits(all_tensors(tmp_path / "end"), {n: t.bfloat16() for n, t in all_tensors(start).items()})
+    assert_same_bits(
+        all_tensors(tmp_path / "end"), {n: t.bfloat16() for n, t in all_tensors(start).items()}
+    )
     config = json.loads((tmp_path / "end" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16" and config["tie_word_embeddings"] is True
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "end").dtype == torch.bfloat16
@@ -165,7 +197,10 @@ def test_critic_is_exported_as_a_classifier(tmp_path: Path) -> None:
     reader.check(shape)
     assert "score.weight" not in reader.names
     ranks = import_all(reader, tp2_pp2(shape), skip={"score.weight"})
-    assert all((r["output_layer.weight"] == 7).all() and r["output_layer.weight"].shape == (1, 64) for r in ranks[2:])
+    assert all(
+        (r["output_layer.weight"] == 7).all() and r["output_layer.weight"].shape == (1, 64)
+        for r in ranks[2:]
+    )
     assert "output_layer.weight" not in ranks[0]
     params, layout = merge_ranks(ranks, tp2_pp2(shape))
     export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)

@@ -30,7 +30,9 @@ from rlhf_mc.trainer.samples import (
 )
 
 
-@pytest.mark.parametrize(("longest", "width"), [(1, 1), (4, 1), (64, 1), (65, 2), (1000, 16), (32768, 512)])
+@pytest.mark.parametrize(
+    ("longest", "width"), [(1, 1), (4, 1), (64, 1), (65, 2), (1000, 16), (32768, 512)]
+)
 def test_bins_have_one_width_and_hold_every_length(longest: int, width: int) -> None:
     edges = length_edges(longest)
     assert {b - a for a, b in itertools.pairwise(edges)} == {width}
@@ -42,7 +44,10 @@ def test_bins_have_one_width_and_hold_every_length(longest: int, width: int) -> 
 
 
 def test_a_length_on_an_edge_is_below_it() -> None:
-    assert histogram(torch.tensor([2, 2, 3, 4]), [0, 2, 4]) == {"edges": [0, 2, 4], "counts": [2, 2]}
+    assert histogram(torch.tensor([2, 2, 3, 4]), [0, 2, 4]) == {
+        "edges": [0, 2, 4],
+        "counts": [2, 2],
+    }
 
 
 def test_rows_of_steps_and_of_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,11 +89,17 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def pieces_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that decodes as those of SentencePiece: the space of the first token is left out."""
+    """Return a tokenizer that decodes as those of SentencePiece: the space of the first token is
+    left out."""
     vocab = {"<unk>": 0, "▁the": 1, "▁cat": 2, "s": 3, "<0xC3>": 4, "<0xA9>": 5, ".": 6}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
@@ -96,18 +107,35 @@ def pieces_tokenizer() -> PreTrainedTokenizerFast:
 def test_token_texts_are_the_text_of_the_response() -> None:
     tokenizer = bytes_tokenizer()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    symbols = "".join(piece for piece, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é\n😀a"))
+    symbols = "".join(
+        piece
+        for piece, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é\n😀a")
+    )
     ids = [*(alphabet.index(letter) for letter in symbols), len(alphabet)]
     assert token_texts(tokenizer, ids) == ["", "é", "\n", "", "", "", "😀", "a", "<|end|>"]
-    assert token_texts(tokenizer, ids[:5]) == ["", "é", "\n", "", "\ufffd"], "cut within a character"
-    assert token_texts(pieces_tokenizer(), [1, 2, 3, 1, 4, 5, 6]) == ["the", " cat", "s", " the", "", "é", "."]
+    assert token_texts(tokenizer, ids[:5]) == ["", "é", "\n", "", "\ufffd"], (
+        "cut within a character"
+    )
+    assert token_texts(pieces_tokenizer(), [1, 2, 3, 1, 4, 5, 6]) == [
+        "the",
+        " cat",
+        "s",
+        " the",
+        "",
+        "é",
+        ".",
+    ]
     assert token_texts(tokenizer, []) == []
 
 
 def test_token_columns_are_those_of_each_response() -> None:
     prompts = [Prompt(i, np.array([1], np.int32), "source", None) for i in range(3)]
     turns = Generation([3, 1, 2, 3], [-0.5, OBSERVED, OBSERVED, -0.25], True)
-    responses = [Generation([1, 2], [-1.0, -2.0], True), turns, Generation([3] * 600, [-0.1] * 600, False)]
+    responses = [
+        Generation([1, 2], [-1.0, -2.0], True),
+        turns,
+        Generation([3] * 600, [-0.1] * 600, False),
+    ]
     batch = build_batch(prompts, Responses.of(responses))
     values = torch.arange(604) / 3
     values[1] = float("nan")
@@ -117,8 +145,20 @@ def test_token_columns_are_those_of_each_response() -> None:
         **{"text": ["the", " cat"], "response_mask": [1, 1], "rollout_log_probs": [-1.0, -2.0]},
         **{"values": [0.0, None], "kept": [1, 1]},
     }
-    assert observed["text"] == ["s", " the", " cat", "s"] and observed["response_mask"] == [1, 0, 0, 1]
+    assert observed["text"] == ["s", " the", " cat", "s"] and observed["response_mask"] == [
+        1,
+        0,
+        0,
+        1,
+    ]
     assert observed["rollout_log_probs"] == [-0.5, None, None, -0.25]
-    assert observed["values"] == [0.666667, None, None, 1.0] and observed["kept"] == [0, None, None, 1]
-    assert {len(column) for column in long.values()} == {MAX_TOKENS} and long["values"][0] == 1.333333
+    assert observed["values"] == [0.666667, None, None, 1.0] and observed["kept"] == [
+        0,
+        None,
+        None,
+        1,
+    ]
+    assert {len(column) for column in long.values()} == {MAX_TOKENS} and long["values"][
+        0
+    ] == 1.333333
     assert long["rollout_log_probs"][0] == -0.1

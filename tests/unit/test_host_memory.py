@@ -1,4 +1,5 @@
-"""Arenas of host memory: exact sizes, use by several offloads and saves, release, and too little memory."""
+"""Arenas of host memory: exact sizes, use by several offloads and saves, release, and too little
+memory."""
 
 from __future__ import annotations
 
@@ -88,7 +89,10 @@ def test_an_offload_takes_its_bytes_and_no_more() -> None:
 
 def test_saves_use_the_same_memory() -> None:
     def blocks(*values: torch.Tensor) -> list[Block]:
-        return [Block(str(i), tuple(v.shape), tuple((0, n) for n in v.shape), v, True) for i, v in enumerate(values)]
+        return [
+            Block(str(i), tuple(v.shape), tuple((0, n) for n in v.shape), v, True)
+            for i, v in enumerate(values)
+        ]
 
     buffers = HostBuffers()
     first = [torch.randn(3, 5), torch.randn(1001).bfloat16(), torch.tensor(2.5)]
@@ -111,13 +115,16 @@ def test_too_little_memory_is_one_line() -> None:
     with pytest.raises(UserError) as caught:
         arena.views([1 << 50])
     message = str(caught.value)
-    assert message.startswith(f"actor.megatron.param_offload: {1 << 50} bytes of host memory are needed by this rank, ")
+    assert message.startswith(
+        f"actor.megatron.param_offload: {1 << 50} bytes of host memory are needed by this rank, "
+    )
     assert "available on this node" in message and "\n" not in message
     assert arena.num_bytes == 0 and len(arena.views([10])[0]) == 10
 
 
 def test_ranks_of_a_node_count_what_the_others_have_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let two threads be two ranks of a node with memory for one of them, and the lock take a while."""
+    """Let two threads be two ranks of a node with memory for one of them, and the lock take a
+    while."""
     left = [150]
     errors: list[UserError] = []
 
@@ -142,7 +149,9 @@ def test_ranks_of_a_node_count_what_the_others_have_locked(monkeypatch: pytest.M
     assert "22 are available on this node (more than is available)" in str(error)
 
 
-def test_available_memory_within_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_within_a_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = available_memory()
     assert 0 < before < 1 << 50
     (tmp_path / "memory.max").write_text("1000000\n")
@@ -182,13 +191,17 @@ class Driver:
 
 def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
     gc.collect()  # arenas of the tests before
-    cuda = SimpleNamespace(cudart=lambda: driver, synchronize=lambda: driver.calls.append(("synchronize", 0)))
+    cuda = SimpleNamespace(
+        cudart=lambda: driver, synchronize=lambda: driver.calls.append(("synchronize", 0))
+    )
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
     monkeypatch.setattr(platform.torch, "cuda", cuda)
 
 
 @pytest.mark.slow
-def test_registered_once_and_unregistered_before_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_once_and_unregistered_before_its_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver()
     with_driver(monkeypatch, driver)
     arena = HostArena("test")
@@ -208,7 +221,9 @@ def test_registered_once_and_unregistered_before_its_release(monkeypatch: pytest
 def test_memory_that_the_driver_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(code=2)
     with_driver(monkeypatch, driver)
-    with pytest.raises(UserError, match=r"x: 8192 bytes of host memory .* \(cudaHostRegister: out of memory\)"):
+    with pytest.raises(
+        UserError, match=r"x: 8192 bytes of host memory .* \(cudaHostRegister: out of memory\)"
+    ):
         HostArena("x").views([2 * PAGE])
     assert driver.calls == [("register", 2 * PAGE)], "nothing to unregister"
 

@@ -1,5 +1,5 @@
-"""The image is complete without Apex (Dockerfile, requirements/apex.sh), with stand-ins for pip and for the image's
-interpreter."""
+"""The image is complete without Apex (Dockerfile, requirements/apex.sh), with stand-ins for pip and
+for the image's interpreter."""
 
 from __future__ import annotations
 
@@ -30,12 +30,17 @@ esac
 
 
 def build_image(folder: Path, **variables: str) -> tuple[str, list[str], Library]:
-    """Run both commands of apex.sh, as the Dockerfile does. Return the last line of the build, the calls of pip, and
-    Apex as --check reads it."""
+    """Run both commands of apex.sh, as the Dockerfile does. Return the last line of the build, the
+    calls of pip, and Apex as --check reads it."""
     for name, text in {"pip": PIP, "python": PYTHON}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "BUILD": "works", "IMPORT": "works", **variables}
+    env = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "BUILD": "works",
+        "IMPORT": "works",
+        **variables,
+    }
     for command in ("build", "install"):
         arguments = [ROOT / "requirements/apex.sh", command, folder / "apex"]
         done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=100)
@@ -54,14 +59,22 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_apex_is_installed_by_default(tmp_path: Path) -> None:
     last, calls, library = build_image(tmp_path)
-    assert (last, calls, library) == ("apex: installed; the image is complete", ["wheel", "install"], Library(None))
+    assert (last, calls, library) == (
+        "apex: installed; the image is complete",
+        ["wheel", "install"],
+        Library(None),
+    )
 
 
 @pytest.mark.parametrize(
     ("variables", "expected_calls", "reason"),
     [
         ({"BUILD": "fails"}, ["wheel"], "its build failed when the image was built"),
-        ({"IMPORT": "fails"}, ["wheel", "install", "uninstall"], "it was built with the image, but cannot be imported"),
+        (
+            {"IMPORT": "fails"},
+            ["wheel", "install", "uninstall"],
+            "it was built with the image, but cannot be imported",
+        ),
         ({"APEX": "0"}, [], "the image was built with APEX=0"),
     ],
     ids=["build fails", "import fails", "left out"],
@@ -76,9 +89,20 @@ def test_image_without_apex_says_so(
 
 def test_apex_is_the_last_stage_and_no_other_needs_it() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
-    stages = re.findall(r"^FROM (\S+)(?: AS (\S+))?\n((?:(?!FROM ).*\n)*)", dockerfile, re.MULTILINE)
-    assert [name for _, name, _ in stages] == ["python", "locked", "transformer-engine", "complete", "apex", ""]
+    stages = re.findall(
+        r"^FROM (\S+)(?: AS (\S+))?\n((?:(?!FROM ).*\n)*)", dockerfile, re.MULTILINE
+    )
+    assert [name for _, name, _ in stages] == [
+        "python",
+        "locked",
+        "transformer-engine",
+        "complete",
+        "apex",
+        "",
+    ]
     base, _, last = stages[-1]
     assert base == "complete" and "apex.sh install" in last
-    assert not any("apex" in text for _, name, text in stages if name in ("python", "locked", "complete"))
+    assert not any(
+        "apex" in text for _, name, text in stages if name in ("python", "locked", "complete")
+    )
     assert "ENTRYPOINT" in stages[3][2] and "ARG APEX=1\n" in stages[4][2]

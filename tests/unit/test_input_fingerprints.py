@@ -32,7 +32,9 @@ def small_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_fingerprints, "NUM_BLOCKS", 8)
 
 
-def write_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> None:
+def write_weights(
+    path: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None
+) -> None:
     """Write a file of 20 tensors of 200 kB, beginning and ending with zeros, and a norm of ones."""
     generator = torch.Generator().manual_seed(0)
     tensors = {f"layers.{i}.weight": torch.randn(100, 500, generator=generator) for i in range(20)}
@@ -102,7 +104,12 @@ def test_changed_input_is_rejected_or_warned_about(
 ) -> None:
     cfg = workspace(tmp_path)
     before = input_fingerprints.read_inputs(cfg)
-    assert input_fingerprints.check_unchanged(before, input_fingerprints.read_inputs(cfg), False, "a checkpoint") == []
+    assert (
+        input_fingerprints.check_unchanged(
+            before, input_fingerprints.read_inputs(cfg), False, "a checkpoint"
+        )
+        == []
+    )
     change(tmp_path)
     now = input_fingerprints.read_inputs(cfg)
     with pytest.raises(
@@ -121,7 +128,9 @@ def test_changed_reward_function_is_warned_about(tmp_path: Path) -> None:
     cfg = workspace(tmp_path)
     before = input_fingerprints.read_inputs(cfg)
     edit_file("reward.py")(tmp_path)
-    (line,) = input_fingerprints.check_unchanged(before, input_fingerprints.read_inputs(cfg), False, "a checkpoint")
+    (line,) = input_fingerprints.check_unchanged(
+        before, input_fingerprints.read_inputs(cfg), False, "a checkpoint"
+    )
     assert line.startswith("custom_reward_function.path has changed")
 
 
@@ -136,7 +145,8 @@ def test_moved_files_are_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_thresholds")
 def test_large_weights_are_hashed_by_sampled_blocks(tmp_path: Path) -> None:
-    """Check the known gap, the price of a fast start: a change between the sampled blocks goes unnoticed."""
+    """Check the known gap, the price of a fast start: a change between the sampled blocks goes
+    unnoticed."""
     cfg = workspace(tmp_path)
     before = input_fingerprints.read_inputs(cfg)
     assert "sampled_sha256" in before["model.path"]["model.safetensors"]
@@ -175,5 +185,7 @@ def test_sharded_weights(tmp_path: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert len(input_fingerprints.read_inputs(cfg)["model.path"]) == 4
     (model / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model\.path: .*00002-of-00002\.safetensors cannot be read"):
+    with pytest.raises(
+        UserError, match=r"model\.path: .*00002-of-00002\.safetensors cannot be read"
+    ):
         input_fingerprints.read_inputs(cfg)

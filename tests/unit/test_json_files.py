@@ -1,5 +1,5 @@
-"""JSON files of a run directory and of models that are no JSON, or no regular files: one line or a fresh start, never a
-stack trace or an endless wait.
+"""JSON files of a run directory and of models that are no JSON, or no regular files: one line or a
+fresh start, never a stack trace or an endless wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.report.run_reader import live_owner
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.run_directory import lock, ownership
-from rlhf_mc.run_files import HEALTH_FILE, LOCK_FILE, METRICS_FILE, RUN_FILE, json_objects_and_bad_lines, steps_logged
+from rlhf_mc.run_files import (
+    HEALTH_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    json_objects_and_bad_lines,
+    steps_logged,
+)
 from rlhf_mc.setup.build import stop_token_ids
 from rlhf_mc.trainer.samples import write_samples
 
@@ -106,7 +113,9 @@ def test_a_nested_line_is_no_row(tmp_path: Path, name: str) -> None:
         (2, True, "eos_token_id is True; expected a token's number"),
     ],
 )
-def test_end_tokens_are_in_the_vocabulary(tmp_path: Path, own: int, listed: Any, words: str) -> None:
+def test_end_tokens_are_in_the_vocabulary(
+    tmp_path: Path, own: int, listed: Any, words: str
+) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     with pytest.raises(UserError, match=words):
         stop_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=own), 8)  # type: ignore[arg-type]
@@ -117,7 +126,9 @@ def test_the_report_takes_no_spoilt_lock(tmp_path: Path, spoil: Callable[[Path],
     assert live_owner(tmp_path / "run.lock") is None
 
 
-def test_corrupt_run_file_is_quarantined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_run_file_is_quarantined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / RUN_FILE).write_text(DEEP)
     assert ownership.finish_moving(tmp_path) is None and ownership.owner(tmp_path) is None
     (line,) = capsys.readouterr().err.splitlines()
@@ -140,11 +151,15 @@ def test_readable_text_is_utf8_of_the_same_value(text: str) -> None:
 
 
 def test_a_lone_surrogate_is_written_with_the_samples(tmp_path: Path) -> None:
-    tokenizer: Any = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: ["text"] * len(rows))
+    tokenizer: Any = SimpleNamespace(
+        batch_decode=lambda rows, skip_special_tokens: ["text"] * len(rows)
+    )
     prompts = [
         Prompt(0, np.array([1], np.int32), "mine", "\ud800"),
         Prompt(1, np.array([1], np.int32), "mine", "good"),
     ]
     write_samples(tmp_path, 3, tokenizer, prompts, [[1], [2]], [Score(0.0), Score(1.0)])
-    rows = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "3.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["gts"] for row in rows] == ["\ud800", "good"]

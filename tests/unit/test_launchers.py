@@ -1,5 +1,6 @@
-"""Requeue decisions of launch/slurm_job.sh, with stand-ins for Slurm's commands that give rare answers; the pre-flight
-comparison; signals and exit codes of torchrun_1node.sh. On a real Slurm: tests/system/test_slurm.py."""
+"""Requeue decisions of launch/slurm_job.sh, with stand-ins for Slurm's commands that give rare
+answers; the pre-flight comparison; signals and exit codes of torchrun_1node.sh. On a real Slurm:
+tests/system/test_slurm.py."""
 
 from __future__ import annotations
 
@@ -75,13 +76,27 @@ def slurm(tmp_path: Path) -> Path:
 
 
 def attempt(slurm: Path, number: int = 0, **settings: str) -> tuple[int, str, int]:
-    """Run one attempt of a job. Return its exit code, its output, and its number of requeue requests."""
+    """Run one attempt of a job. Return its exit code, its output, and its number of requeue
+    requests."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    env |= {"PATH": f"{slurm}:{env['PATH']}", "PYTHON": str(slurm / "python"), "LOG_ROOT": str(slurm / "logs")}
+    env |= {
+        "PATH": f"{slurm}:{env['PATH']}",
+        "PYTHON": str(slurm / "python"),
+        "LOG_ROOT": str(slurm / "logs"),
+    }
     env |= {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node1"}
-    env |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2", "SLURM_NODEID": "0", "SLURMD_NODENAME": "node1"}
+    env |= {
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_CPUS_ON_NODE": "2",
+        "SLURM_NODEID": "0",
+        "SLURMD_NODENAME": "node1",
+    }
     env |= {"SLURM_RESTART_COUNT": str(number), **settings}
-    command = [ROOT / "launch/slurm_job.sh", "configs/ppo_70b.yaml", f"trainer.default_local_dir={slurm / 'run'}"]
+    command = [
+        ROOT / "launch/slurm_job.sh",
+        "configs/ppo_70b.yaml",
+        f"trainer.default_local_dir={slurm / 'run'}",
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     requests = slurm / "requeues"
     requeues = len(requests.read_text().splitlines()) if requests.exists() else 0
@@ -114,7 +129,9 @@ def test_requeues_end_without_new_checkpoints(slurm: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "when", [{"SIGNAL_IN_PREFLIGHT": "USR1"}, {"SIGNAL_IN_PREFLIGHT": "TERM"}, {"SIGNAL_AT_START": "yes"}], ids=str
+    "when",
+    [{"SIGNAL_IN_PREFLIGHT": "USR1"}, {"SIGNAL_IN_PREFLIGHT": "TERM"}, {"SIGNAL_AT_START": "yes"}],
+    ids=str,
 )
 def test_signal_before_the_program_starts_requeues(slurm: Path, when: dict[str, str]) -> None:
     code, output, requeues = attempt(slurm, **when)
@@ -125,11 +142,17 @@ def test_signal_before_the_program_starts_requeues(slurm: Path, when: dict[str, 
 def test_rank_variables_in_the_environment_are_ignored(slurm: Path) -> None:
     code, output, _ = attempt(slurm, RANK="5", WORLD_SIZE="6", SLURM_NTASKS_PER_NODE="2")
     assert code == 75 and "the program has started as rank 0\n" in output
-    assert (slurm / "logs/7/attempt_0/rank_0000.node1.log").read_text() == "the program has started as rank 0\n"
+    assert (
+        slurm / "logs/7/attempt_0/rank_0000.node1.log"
+    ).read_text() == "the program has started as rank 0\n"
 
 
-@pytest.mark.parametrize(("reported", "expected"), [("0", 0), ("", 1)], ids=["finished", "not finished"])
-def test_exit_code_0_without_a_report_is_no_success(slurm: Path, reported: str, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("reported", "expected"), [("0", 0), ("", 1)], ids=["finished", "not finished"]
+)
+def test_exit_code_0_without_a_report_is_no_success(
+    slurm: Path, reported: str, expected: int
+) -> None:
     code, output, requeues = attempt(slurm, EXIT_CODE="0", REPORTED_CODE=reported)
     assert (code, requeues) == (expected, 0), output
     assert ("every rank ended with 0, but the run has not finished" in output) == (expected == 1)
@@ -140,9 +163,9 @@ def test_crashed_run_restarts_after_new_checkpoints_up_to_the_limit(slurm: Path)
     code, output, requeues = attempt(slurm, 0, **crash, SAVES_STEP="1")
     assert (code, requeues) == (1, 1)
     assert (
-        "the run crashed after global_step_1, and the start was the newest when it started: the job is requeued"
-        in output
-    )
+        "the run crashed after global_step_1, and the start was the newest when it started: the "
+        "job is requeued"
+    ) in output
     code, output, requeues = attempt(slurm, 1, **crash)
     assert (code, requeues) == (
         1,
@@ -150,23 +173,37 @@ def test_crashed_run_restarts_after_new_checkpoints_up_to_the_limit(slurm: Path)
     ) and "not requeued: this attempt has written no checkpoint (the newest is gl" in output
     assert attempt(slurm, 2, **crash, SAVES_STEP="2")[2] == 1
     code, output, requeues = attempt(slurm, 3, **crash, SAVES_STEP="3")
-    assert (code, requeues) == (1, 0) and "not requeued: it has been restarted 2 times after a crash" in output
+    assert (code, requeues) == (
+        1,
+        0,
+    ) and "not requeued: it has been restarted 2 times after a crash" in output
 
 
 def test_checkpoints_moved_away_are_no_progress(slurm: Path) -> None:
     write_checkpoint(slurm / "run", 9)
     crash = {"EXIT_CODE": "1", "REPORTED_CODE": "", "MAX_RESTARTS": "2", "REMOVES_RUN": "yes"}
     code, output, requeues = attempt(slurm, 0, **crash)
-    assert (code, requeues) == (1, 0) and "this attempt has written no checkpoint (the newest is the start)" in output
+    assert (code, requeues) == (
+        1,
+        0,
+    ) and "this attempt has written no checkpoint (the newest is the start)" in output
     assert attempt(slurm, 1, **{**crash, "REMOVES_RUN": ""}, SAVES_STEP="1")[2] == 1
 
 
 def test_every_step_runs_in_the_sites_container(slurm: Path) -> None:
-    """Check the pre-flight's steps, the training and the listing of checkpoints with pyxis, which srun alone enters."""
+    """Check the pre-flight's steps, the training and the listing of checkpoints with pyxis, which
+    srun alone enters."""
     (slurm / "image.sqsh").touch()
-    site = f"[container]\nruntime = pyxis\nimage = {slurm}/image.sqsh\n[launch]\npython = {slurm}/python\n"
-    (slurm / "site.ini").write_text(f"{site}srun_options = --mpi=none\n[environment]\nNCCL_IB_HCA = a,b\n")
-    code, output, requeues = attempt(slurm, RLHF_MC_SITE=str(slurm / "site.ini"), PYTHON="", SLURM_NTASKS_PER_NODE="2")
+    site = (
+        f"[container]\nruntime = pyxis\nimage = {slurm}/image.sqsh\n[launch]\npython = "
+        f"{slurm}/python\n"
+    )
+    (slurm / "site.ini").write_text(
+        f"{site}srun_options = --mpi=none\n[environment]\nNCCL_IB_HCA = a,b\n"
+    )
+    code, output, requeues = attempt(
+        slurm, RLHF_MC_SITE=str(slurm / "site.ini"), PYTHON="", SLURM_NTASKS_PER_NODE="2"
+    )
     assert (code, requeues) == (75, 1), output
     steps = [line.partition(" launch/") for line in (slurm / "steps").read_text().splitlines()]
     one = "--nodes=1 --ntasks=1 --ntasks-per-node=1"
@@ -176,26 +213,48 @@ def test_every_step_runs_in_the_sites_container(slurm: Path) -> None:
         "slurm_rank.sh",
         "python.sh -m launch.prog",
     ]
-    tasks = [one, one, "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=1 --kill-on-bad-exit=1", one]
+    tasks = [
+        one,
+        one,
+        "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=1 --kill-on-bad-exit=1",
+        one,
+    ]
     container = f"--container-image={slurm}/image.sqsh --container-name=rlhf_mc_7"
-    container += f" --container-mounts={ROOT}:{ROOT},{slurm}/logs:{slurm}/logs --container-workdir={ROOT}"
-    options = f"--cpu-bind=none --mpi=none {container} --no-container-entrypoint --container-env=NCCL_IB_HCA"
+    container += (
+        f" --container-mounts={ROOT}:{ROOT},{slurm}/logs:{slurm}/logs --container-workdir={ROOT}"
+    )
+    options = (
+        f"--cpu-bind=none --mpi=none {container} --no-container-entrypoint "
+        "--container-env=NCCL_IB_HCA"
+    )
     assert [options_of for options_of, _, _ in steps] == [f"{options} {task}" for task in tasks]
-    assert all(program.startswith(name) for (_, _, program), name in zip(steps, programs, strict=True))
+    assert all(
+        program.startswith(name) for (_, _, program), name in zip(steps, programs, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "expected", "why"),
     [
         ({"EXIT_CODE": "1", "REPORTED_CODE": "1"}, 1, "MAX_RESTARTS is 0"),
-        ({"EXIT_CODE": "1", "REPORTED_CODE": "2", "MAX_RESTARTS": "1"}, 2, "the same error would come again"),
-        ({"EXIT_CODE": "1", "REPORTED_CODE": "130", "MAX_RESTARTS": "1"}, 130, "it was interrupted"),
+        (
+            {"EXIT_CODE": "1", "REPORTED_CODE": "2", "MAX_RESTARTS": "1"},
+            2,
+            "the same error would come again",
+        ),
+        (
+            {"EXIT_CODE": "1", "REPORTED_CODE": "130", "MAX_RESTARTS": "1"},
+            130,
+            "it was interrupted",
+        ),
         ({"EXIT_CODE": "0", "REPORTED_CODE": ""}, 1, "MAX_RESTARTS is 0"),
         ({"MAX_RESTARTS": "often"}, 2, "MAX_RESTARTS is often; it must be a number of restarts"),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )
-def test_reason_against_a_restart_is_printed(slurm: Path, settings: dict[str, str], expected: int, why: str) -> None:
+def test_reason_against_a_restart_is_printed(
+    slurm: Path, settings: dict[str, str], expected: int, why: str
+) -> None:
     code, output, requeues = attempt(slurm, SAVES_STEP="1", **settings)
     assert (code, requeues) == (expected, 0), output
     assert why in output
@@ -203,7 +262,9 @@ def test_reason_against_a_restart_is_printed(slurm: Path, settings: dict[str, st
 
 def test_ending_job_is_not_restarted(slurm: Path) -> None:
     (slurm / "answers").write_text("COMPLETING\n")
-    code, output, requeues = attempt(slurm, EXIT_CODE="1", REPORTED_CODE="", MAX_RESTARTS="1", SAVES_STEP="1")
+    code, output, requeues = attempt(
+        slurm, EXIT_CODE="1", REPORTED_CODE="", MAX_RESTARTS="1", SAVES_STEP="1"
+    )
     assert (code, requeues) == (1, 0) and "not requeued: the job is being ended" in output
 
 
@@ -222,7 +283,10 @@ def test_preflight_compares_the_nodes(tmp_path: Path) -> None:
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "config.json").write_text("{}")
     for node in ("a", "b"):
-        settings = [f"trainer.default_local_dir={tmp_path}/run", f"reward_model.model_path={tmp_path}/reward"]
+        settings = [
+            f"trainer.default_local_dir={tmp_path}/run",
+            f"reward_model.model_path={tmp_path}/reward",
+        ]
         settings += ["actor.ppo_epochs=2"] if node == "b" else []
         done = preflight(tmp_path, "probe", "configs/ppo_70b.yaml", *settings, node=node)
         assert done.returncode == 0, done.stderr
@@ -255,7 +319,10 @@ def test_sbatch_scripts_add_their_config_unless_another_is_given(
     body.chmod(0o755)
     env = {**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path)}
     command = ["bash", ROOT / "slurm" / script, *arguments.split()]
-    assert subprocess.run(command, env=env, capture_output=True, text=True, timeout=500).stdout == f"{expected}\n"
+    assert (
+        subprocess.run(command, env=env, capture_output=True, text=True, timeout=500).stdout
+        == f"{expected}\n"
+    )
 
 
 VERL_SCRIPT = """
@@ -266,12 +333,15 @@ python3 -m verl.trainer.main_ppo data.train_files=train.parquet data.val_files=v
 
 
 def test_job_takes_a_script_of_verls(tmp_path: Path) -> None:
-    """Check that the pre-flight reads a script as the converted file, and refuses what rlhf_mc lacks."""
+    """Check that the pre-flight reads a script as the converted file, and refuses what rlhf_mc
+    lacks."""
     script = tmp_path / "run.sh"
     script.write_text(VERL_SCRIPT.format(run=tmp_path / "run"))
     converter = [sys.executable, "tools/from_verl.py", str(script)]
     converted = tmp_path / "ours.yaml"
-    converted.write_text(subprocess.run(converter, cwd=ROOT, capture_output=True, text=True, timeout=500).stdout)
+    converted.write_text(
+        subprocess.run(converter, cwd=ROOT, capture_output=True, text=True, timeout=500).stdout
+    )
     assert preflight(tmp_path, "probe", "--verl", str(script), node="a").returncode == 0
     assert preflight(tmp_path, "probe", str(converted), node="b").returncode == 0
     facts = [json.loads((tmp_path / f"preflight.{node}.json").read_text()) for node in ("a", "b")]
@@ -282,7 +352,10 @@ def test_job_takes_a_script_of_verls(tmp_path: Path) -> None:
     assert preflight(tmp_path / "refused", "probe", "--verl", str(script), refused).returncode == 0
     done = preflight(tmp_path / "refused", "compare", "1")
     assert done.returncode == 1
-    assert "node a: config: 1 settings of verl's are not supported: actor_rollout_ref.actor" in done.stderr
+    assert (
+        "node a: config: 1 settings of verl's are not supported: actor_rollout_ref.actor"
+        in done.stderr
+    )
 
 
 def test_newest_checkpoint_of_a_script_of_verls_is_found(tmp_path: Path) -> None:
@@ -294,10 +367,13 @@ def test_newest_checkpoint_of_a_script_of_verls_is_found(tmp_path: Path) -> None
 
 
 def in_launcher(command: str, **variables: str) -> list[str]:
-    """Return the lines that a command prints after launch/env.sh with no other variables than these."""
+    """Return the lines that a command prints after launch/env.sh with no other variables than
+    these."""
     script = f"set -euo pipefail; ulimit -S -n 200; source launch/env.sh; {command}"
     env = {"PATH": os.environ["PATH"], **variables}
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout.splitlines()
 
@@ -305,7 +381,9 @@ def in_launcher(command: str, **variables: str) -> list[str]:
 def test_launchers_raise_the_limit_on_open_files() -> None:
     soft, hard = in_launcher("ulimit -S -n; ulimit -H -n")
     assert soft == hard != "200"
-    refusal = 'ulimit() { [[ "$*" != "-S -n "* ]] || { echo no >&2; return 1; }; builtin ulimit "$@"; }'
+    refusal = (
+        'ulimit() { [[ "$*" != "-S -n "* ]] || { echo no >&2; return 1; }; builtin ulimit "$@"; }'
+    )
     refused = in_launcher(f"{refusal}; source launch/env.sh; ulimit -S -n")
     assert refused == [hard]  # quietly
 
@@ -319,7 +397,9 @@ def test_launchers_raise_the_limit_on_open_files() -> None:
     ],
     ids=["none", "both", "set already"],
 )
-def test_launchers_pass_the_sites_interface_on(variables: dict[str, str], expected: list[str]) -> None:
+def test_launchers_pass_the_sites_interface_on(
+    variables: dict[str, str], expected: list[str]
+) -> None:
     command = 'echo "${GLOO_SOCKET_IFNAME:-}"; echo "${NCCL_SOCKET_IFNAME:-}"'
     assert in_launcher(command, **variables) == expected
 
@@ -336,10 +416,16 @@ def test_launchers_keep_compiled_kernels_on_the_node() -> None:
     names = ["RLHF_MC_CACHE", *CACHES]
     command = "; ".join(f'printenv {name} || echo "not exported"' for name in names)
     root, *others = in_launcher(command, HOME="/shared/home")
-    checksum = subprocess.check_output(["cksum", ROOT / "requirements/gpu.txt"], text=True).split()[0]
+    checksum = subprocess.check_output(["cksum", ROOT / "requirements/gpu.txt"], text=True).split()[
+        0
+    ]
     assert root == f"/tmp/rlhf_mc_{os.getuid()}/{checksum}"
     assert others == [f"{root}/{inner}".rstrip("/") for inner in CACHES.values()]
-    assert in_launcher(command, RLHF_MC_CACHE="/scratch")[:3] == ["/scratch", "/scratch/triton", "/scratch/inductor"]
+    assert in_launcher(command, RLHF_MC_CACHE="/scratch")[:3] == [
+        "/scratch",
+        "/scratch/triton",
+        "/scratch/inductor",
+    ]
     chosen = {name: f"/mine/{name}" for name in names}
     assert in_launcher(command, **chosen) == list(chosen.values())
 
@@ -364,7 +450,8 @@ pathlib.Path("got").write_text(signal.Signals(signal.sigwait([signal.SIGTERM, si
 
 
 def replace_program(folder: Path, program: str) -> dict[str, str]:
-    """Write a program that replaces rlhf_mc for processes started in the folder. Return their environment."""
+    """Write a program that replaces rlhf_mc for processes started in the folder. Return their
+    environment."""
     (folder / "rlhf_mc").mkdir()
     (folder / "rlhf_mc" / "__init__.py").touch()
     (folder / "rlhf_mc" / "__main__.py").write_text(program)
@@ -380,25 +467,37 @@ def replace_program(folder: Path, program: str) -> dict[str, str]:
     ],
     ids=["0 without a report", "finished", "stopped"],
 )
-def test_torchrun_1node_exits_with_the_programs_code(tmp_path: Path, body: str, expected: int) -> None:
-    program = f"import os, pathlib, sys\nsaid = pathlib.Path(os.environ['RLHF_MC_EXIT_CODE_FILE'])\n{body}\n"
+def test_torchrun_1node_exits_with_the_programs_code(
+    tmp_path: Path, body: str, expected: int
+) -> None:
+    program = (
+        "import os, pathlib, sys\nsaid = "
+        f"pathlib.Path(os.environ['RLHF_MC_EXIT_CODE_FILE'])\n{body}\n"
+    )
     env = replace_program(tmp_path, program)
     command = [ROOT / "launch/torchrun_1node.sh", "x.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == expected, done.stderr
     assert ("has not finished" in done.stderr) == (body == "os._exit(0)")
     assert "Traceback" not in done.stderr
 
 
 def test_torchrun_1node_uses_the_users_exit_code_file(tmp_path: Path) -> None:
-    program = "import os, pathlib\nassert not (said := pathlib.Path(os.environ['RLHF_MC_EXIT_CODE_FILE'])).exists()\n"
+    program = (
+        "import os, pathlib\nassert not (said := "
+        "pathlib.Path(os.environ['RLHF_MC_EXIT_CODE_FILE'])).exists()\n"
+    )
     env = {
         **replace_program(tmp_path, program + "said.write_text('0')\n"),
         "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"),
     }
     (tmp_path / "code").write_text("75\n")  # of an earlier run
     command = [ROOT / "launch/torchrun_1node.sh", "x.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+    )
     assert (done.returncode, (tmp_path / "code").read_text()) == (0, "0"), done.stderr
 
 

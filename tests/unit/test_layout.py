@@ -28,12 +28,19 @@ def test_names_of_fused_norms() -> None:
     } <= names
 
 
-@pytest.mark.parametrize(("num_kv_heads", "tp", "wanted"), [(2, 4, [0, 0, 1, 1]), (1, 2, [0, 0]), (4, 4, [0, 1, 2, 3])])
-def test_neighbouring_ranks_of_vllm_have_the_same_kv_head(num_kv_heads: int, tp: int, wanted: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_kv_heads", "tp", "wanted"), [(2, 4, [0, 0, 1, 1]), (1, 2, [0, 0]), (4, 4, [0, 1, 2, 3])]
+)
+def test_neighbouring_ranks_of_vllm_have_the_same_kv_head(
+    num_kv_heads: int, tp: int, wanted: list[int]
+) -> None:
     shape = make_shape(num_kv_heads=num_kv_heads)
     for name in ("k_proj", "v_proj"):
         tensor = f"model.layers.0.self_attn.{name}.weight"
-        boxes = [next(s.box for s in vllm_layout(shape, t, tp).shards if s.tensor == tensor) for t in range(tp)]
+        boxes = [
+            next(s.box for s in vllm_layout(shape, t, tp).shards if s.tensor == tensor)
+            for t in range(tp)
+        ]
         heads = [(head * shape.head_dim, (head + 1) * shape.head_dim) for head in wanted]
         assert [rows for rows, _ in boxes] == heads
 
@@ -42,7 +49,9 @@ def test_routers_of_glm_are_float32_in_vllm_and_in_the_trainer() -> None:
     shape = shape_of("glm4_moe")
     routers = {s.local for s in vllm_layout(shape, 0, 1).shards if ".gate." in s.tensor}
     assert routers and vllm_layout(shape, 0, 1).float32 == routers
-    router = SimpleNamespace(config=transformer_config(shape, MegatronConfig(dtype="bfloat16")), bias=None)
+    router = SimpleNamespace(
+        config=transformer_config(shape, MegatronConfig(dtype="bfloat16")), bias=None
+    )
     router.weight = torch.randn(4, 8).bfloat16()
     states = torch.randn(3, 8).bfloat16()
     with megatron_calls():
@@ -53,18 +62,43 @@ def test_routers_of_glm_are_float32_in_vllm_and_in_the_trainer() -> None:
 @pytest.mark.parametrize(
     "check, tp, changes, message",
     [
-        (check_mcore, 3, {}, "tensor_model_parallel_size 3 .Megatron.: num_attention_heads is 4.*work: 1, 2, 4$"),
+        (
+            check_mcore,
+            3,
+            {},
+            "tensor_model_parallel_size 3 .Megatron.: num_attention_heads is 4.*work: 1, 2, 4$",
+        ),
         (check_mcore, 8, {}, "num_attention_heads is 4, which 8 does not divide.*work: 1, 2, 4$"),
-        (check_mcore, 2, {"num_heads": 6, "num_kv_heads": 3}, "num_key_value_heads is 3, and neither.*work: 1$"),
+        (
+            check_mcore,
+            2,
+            {"num_heads": 6, "num_kv_heads": 3},
+            "num_key_value_heads is 3, and neither.*work: 1$",
+        ),
         (
             check_mcore,
             4,
             {"num_kv_heads": 1, "head_dim": 1},
             "rows of q, k and v together is 6, which 4 does not divide.*work: 1, 2$",
         ),
-        (check_mcore, 2, {"ffn_hidden_size": 15}, "intermediate_size is 15, which 2 does not divide.*work: 1$"),
-        (check_vllm, 6, {"num_heads": 12, "num_kv_heads": 4}, "num_key_value_heads is 4.*work: 1, 2, 4$"),
-        (check_vllm, 3, {"num_heads": 6, "num_kv_heads": 3, "ffn_hidden_size": 24}, "vocab_size is 128.*work: 1$"),
+        (
+            check_mcore,
+            2,
+            {"ffn_hidden_size": 15},
+            "intermediate_size is 15, which 2 does not divide.*work: 1$",
+        ),
+        (
+            check_vllm,
+            6,
+            {"num_heads": 12, "num_kv_heads": 4},
+            "num_key_value_heads is 4.*work: 1, 2, 4$",
+        ),
+        (
+            check_vllm,
+            3,
+            {"num_heads": 6, "num_kv_heads": 3, "ffn_hidden_size": 24},
+            "vocab_size is 128.*work: 1$",
+        ),
         (check_vllm, 1, {"value_head": True}, "value head"),
     ],
 )

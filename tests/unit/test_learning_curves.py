@@ -1,4 +1,5 @@
-"""benchmarks/learning_curves.py: its commands, and the summary of runs that learn, do not learn, and fail."""
+"""benchmarks/learning_curves.py: its commands, and the summary of runs that learn, do not learn,
+and fail."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS
 from rlhf_mc.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("learning_curves", ROOT / "benchmarks" / "learning_curves.py")
+spec = importlib.util.spec_from_file_location(
+    "learning_curves", ROOT / "benchmarks" / "learning_curves.py"
+)
 assert spec is not None and spec.loader is not None
 curves = importlib.util.module_from_spec(spec)
 sys.modules["learning_curves"] = curves
@@ -47,8 +50,18 @@ def test_runs_are_summarised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    program = ["learning_curves.py", "--variants", "rloo", "--steps", "5", "--output", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", [*program, "--launch", f"{sys.executable} {tmp_path / 'stand_in.py'}"])
+    program = [
+        "learning_curves.py",
+        "--variants",
+        "rloo",
+        "--steps",
+        "5",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    monkeypatch.setattr(
+        sys, "argv", [*program, "--launch", f"{sys.executable} {tmp_path / 'stand_in.py'}"]
+    )
     curves.main()
     assert capsys.readouterr().out.endswith("1 of 3 runs have learnt the task\n")
     rows = [
@@ -61,8 +74,11 @@ def test_runs_are_summarised(
     assert (tmp_path / "out" / "table.md").read_text() == "\n".join(rows) + "\n"
     assert (tmp_path / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
-    (tmp_path / "stand_in.py").write_text(STAND_IN.replace('"3"', '"4"'))  # the next start repeats the failed run alone
+    # the next start repeats the failed run alone
+    (tmp_path / "stand_in.py").write_text(STAND_IN.replace('"3"', '"4"'))
     curves.main()
-    results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    results = [
+        json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    ]
     assert [result["seed"] for result in results][3:] == [3] and results[3]["error"] is None
     assert "2 of 3 runs have learnt the task" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""tests/fake_gpu/lock.py without the installation: folders that it leaves alone, and its line after a difference."""
+"""tests/fake_gpu/lock.py without the installation: folders that it leaves alone, and its line after
+a difference."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_a_folder_of_the_users_is_left_alone(
     (tmp_path / "pyvenv.cfg").write_text("another environment")
     assert run_main(monkeypatch, "--environment", str(tmp_path)) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path} is not empty") and line.endswith("give another folder")
+    assert line.startswith(f"error: {tmp_path} is not empty") and line.endswith(
+        "give another folder"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
 
 
@@ -34,7 +37,11 @@ def test_a_folder_of_the_users_is_left_alone(
     ("body", "status", "line"),
     [
         ("print('part | as expected')", 0, None),
-        ("raise AssertionError('part: 1 in place of 2')", 1, "error: {program}: part: 1 in place of 2"),
+        (
+            "raise AssertionError('part: 1 in place of 2')",
+            1,
+            "error: {program}: part: 1 in place of 2",
+        ),
         ("import sys; sys.exit('no module')", 1, "error: {program}: no module"),
     ],
 )
@@ -58,4 +65,5 @@ def test_the_first_difference_is_one_line(
     assert run_main(monkeypatch, "--environment", str(environment), "--only", "one,two") == status
     printed = capsys.readouterr()
     assert printed.err.splitlines() == ([] if line is None else [line.format(program=program)])
-    assert printed.out.count("as expected") == (3 if status == 0 else 0)  # the last line says so of the lock
+    # the last line says so of the lock
+    assert printed.out.count("as expected") == (3 if status == 0 else 0)

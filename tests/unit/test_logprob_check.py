@@ -1,4 +1,5 @@
-"""logprob_check.py: bounds on the difference between vLLM's and the trainer's log-probs, and the messages."""
+"""logprob_check.py: bounds on the difference between vLLM's and the trainer's log-probs, and the
+messages."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.trainer.logprob_check import Difference, LogProbCheck
 from rlhf_mc.trainer.step_report import difference_metrics
 
-LOG_PROB_METRICS = {f"training/rollout_logprobs_diff_{statistic}" for statistic in ("mean", "p99", "max")}
+LOG_PROB_METRICS = {
+    f"training/rollout_logprobs_diff_{statistic}" for statistic in ("mean", "p99", "max")
+}
 
 
 def make_batch(differences: list[float], lens: list[int] | None = None) -> RaggedBatch:
-    """Return a batch of response tokens with these differences of log-probs, split into responses of lengths `lens`.
-    Prompts have two tokens. Response token i of a sequence is 100 + i.
+    """Return a batch of response tokens with these differences of log-probs, split into responses
+    of lengths `lens`. Prompts have two tokens. Response token i of a sequence is 100 + i.
     """
     lens = lens or [len(differences)]
     rollout = torch.full((len(differences),), -1.0)
@@ -82,7 +85,8 @@ def test_single_outlier_token_is_accepted() -> None:
 
 @pytest.mark.parametrize(("temperature", "passes"), [(1.0, False), (0.5, True), (2.0, False)])
 def test_bound_applies_at_temperature_1(temperature: float, passes: bool) -> None:
-    """Scale the difference by the temperature: at 0.5 the same logits give twice the difference of log-probs."""
+    """Scale the difference by the temperature: at 0.5 the same logits give twice the difference of
+    log-probs."""
     check = make_check(temperature=temperature)
     batch = make_batch([0.15] * 10)
     if passes:
@@ -104,7 +108,8 @@ def test_the_first_later_rollout_beyond_the_bound_warns(caplog: pytest.LogCaptur
 
 
 def test_the_check_stays_open_until_a_token_of_the_trained_weights_is_compared() -> None:
-    """Take a batch that older weights have drawn alone: it says nothing about the engine's present weights."""
+    """Take a batch that older weights have drawn alone: it says nothing about the engine's present
+    weights."""
     check = make_check()
     older = replace(make_batch([5.0] * 4), token_ages=torch.tensor([1, 2, 1, 1]))
     assert Difference.from_batch(older) is None
@@ -119,11 +124,15 @@ def test_the_check_stays_open_until_a_token_of_the_trained_weights_is_compared()
     assert not check.is_first
 
 
-@pytest.mark.parametrize(("field", "engine"), [("old_log_probs", "Megatron-Core"), ("rollout_log_probs", "vLLM")])
+@pytest.mark.parametrize(
+    ("field", "engine"), [("old_log_probs", "Megatron-Core"), ("rollout_log_probs", "vLLM")]
+)
 def test_nonfinite_log_probs_are_named(field: str, engine: str) -> None:
     batch = make_batch([0.0] * 4)
     getattr(batch, field)[2] = torch.nan
-    with pytest.raises(UserError, match=rf"1 of 4 log-probs of {engine}.* not finite; the first: .*position 2"):
+    with pytest.raises(
+        UserError, match=rf"1 of 4 log-probs of {engine}.* not finite; the first: .*position 2"
+    ):
         make_check().check(batch, 1)
 
 

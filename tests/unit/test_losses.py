@@ -1,5 +1,5 @@
-"""losses.py and PPO's clipped surrogate: hand-computed numbers, a plain-Python reference, gradients, and invariance to
-the split into micro-batches."""
+"""losses.py and PPO's clipped surrogate: hand-computed numbers, a plain-Python reference,
+gradients, and invariance to the split into micro-batches."""
 
 import math
 from typing import Any
@@ -40,12 +40,18 @@ def random_tokens(seed: int = 0, count: int = NUM_TOKENS) -> dict[str, torch.Ten
     }
 
 
-def policy_inputs(t: dict[str, torch.Tensor], weights: torch.Tensor, **settings: Any) -> PolicyLossInputs:
+def policy_inputs(
+    t: dict[str, torch.Tensor], weights: torch.Tensor, **settings: Any
+) -> PolicyLossInputs:
     """Return inputs of a loss that does not look at sequences."""
     named = {name: t[name] for name in ("log_probs", "old_log_probs", "advantages")}
     sequence = torch.zeros(len(weights), dtype=torch.int64)
     return PolicyLossInputs(
-        **named, weights=weights, sequence=sequence, num_sequences=1, **{"num_tokens": len(weights), **CLIP, **settings}
+        **named,
+        weights=weights,
+        sequence=sequence,
+        num_sequences=1,
+        **{"num_tokens": len(weights), **CLIP, **settings},
     )
 
 
@@ -60,9 +66,12 @@ def test_aggregation_weights_by_hand() -> None:
     lens = torch.tensor([3, 1])
     assert aggregation_weights(lens, "token-mean").tolist() == [0.25] * 4
     assert aggregation_weights(lens, "seq-mean-token-sum").tolist() == [0.5] * 4
-    assert aggregation_weights(lens, "seq-mean-token-sum-norm", 8).tolist() == [0.0625] * 4  # 1 / (2 * 8)
+    # 1 / (2 * 8)
+    assert aggregation_weights(lens, "seq-mean-token-sum-norm", 8).tolist() == [0.0625] * 4
     # 1 / (2 * 3) three times, 1 / (2 * 1)
-    assert aggregation_weights(lens, "seq-mean-token-mean").tolist() == pytest.approx([1 / 6] * 3 + [0.5])
+    assert aggregation_weights(lens, "seq-mean-token-mean").tolist() == pytest.approx(
+        [1 / 6] * 3 + [0.5]
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -75,7 +84,9 @@ def test_aggregation_weights_are_the_means_that_the_modes_name(mode: str) -> Non
         "seq-mean-token-mean": sum(sum(s) / len(s) for s in sequences) / len(sequences),
         "seq-mean-token-sum-norm": sum(sum(s) / SCALE for s in sequences) / len(sequences),
     }[mode]
-    assert (aggregation_weights(LENS, mode, SCALE) * token_loss).sum().item() == pytest.approx(expected, rel=1e-6)
+    assert (aggregation_weights(LENS, mode, SCALE) * token_loss).sum().item() == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 # Policy
@@ -114,7 +125,10 @@ def test_policy_loss_matches_plain_python(seed: int) -> None:
     clipped = 0
     lower = 0
     kl = 0.0
-    rows = zip(*(t[k].tolist() for k in ("log_probs", "old_log_probs", "advantages", "entropy")), strict=True)
+    rows = zip(
+        *(t[k].tolist() for k in ("log_probs", "old_log_probs", "advantages", "entropy")),
+        strict=True,
+    )
     for log_prob, old, advantage, weight in rows:
         r = math.exp(log_prob - old)
         a = -advantage * r
@@ -138,7 +152,12 @@ def test_first_epoch_gradient_is_the_policy_gradient() -> None:
     log_probs = t["old_log_probs"].clone().requires_grad_()
     weights = aggregation_weights(LENS, "token-mean").double()
     loss, stats = policy_loss({**t, "log_probs": log_probs}, weights)
-    assert stats["pg_clipfrac"].item() == stats["pg_clipfrac_lower"].item() == stats["ppo_kl"].item() == 0.0
+    assert (
+        stats["pg_clipfrac"].item()
+        == stats["pg_clipfrac_lower"].item()
+        == stats["ppo_kl"].item()
+        == 0.0
+    )
     assert loss.item() == pytest.approx(-t["advantages"].mean().item(), rel=1e-6)
     loss.backward()
     torch.testing.assert_close(log_probs.grad, -weights * t["advantages"])
@@ -148,7 +167,9 @@ def test_policy_loss_stays_finite_at_extreme_log_ratios() -> None:
     log_probs = torch.tensor([0.0, 0.0, -1000.0, -1000.0], requires_grad=True)
     old = torch.tensor([-1000.0, -1000.0, 0.0, 0.0])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, _ = policy_loss({"log_probs": log_probs, "old_log_probs": old, "advantages": advantages}, torch.ones(4))
+    loss, _ = policy_loss(
+        {"log_probs": log_probs, "old_log_probs": old, "advantages": advantages}, torch.ones(4)
+    )
     loss.backward()
     assert math.isfinite(loss.item())
     assert torch.isfinite(log_probs.grad).all()
@@ -173,16 +194,21 @@ def test_value_loss_by_hand() -> None:
     assert stats["vpred_mean"].item() == pytest.approx(4.25 / 3)
     assert not any(value.requires_grad for value in stats.values())
     loss.backward()
-    assert values.grad.tolist() == pytest.approx([1.0, 0.0, -75.0])  # weight * (v - R), 0 where the clip holds
+    # weight * (v - R), 0 where the clip holds
+    assert values.grad.tolist() == pytest.approx([1.0, 0.0, -75.0])
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_value_loss_matches_plain_python(seed: int) -> None:
     t = random_tokens(seed, count=200)
-    loss, stats = value_loss(t["values"], t["old_values"], t["returns"], t["entropy"], num_tokens=200, cliprange=0.4)
+    loss, stats = value_loss(
+        t["values"], t["old_values"], t["returns"], t["entropy"], num_tokens=200, cliprange=0.4
+    )
     total = 0.0
     clipped = 0
-    rows = zip(*(t[k].tolist() for k in ("values", "old_values", "returns", "entropy")), strict=True)
+    rows = zip(
+        *(t[k].tolist() for k in ("values", "old_values", "returns", "entropy")), strict=True
+    )
     for v, old, ret, weight in rows:
         a = (v - ret) ** 2
         b = (min(max(v, old - 0.4), old + 0.4) - ret) ** 2
@@ -196,7 +222,9 @@ def test_value_loss_matches_plain_python(seed: int) -> None:
 # Actor loss
 
 
-def actor_inputs(t: dict[str, torch.Tensor], weights: torch.Tensor, *optional: str, **settings: Any) -> ActorLossInputs:
+def actor_inputs(
+    t: dict[str, torch.Tensor], weights: torch.Tensor, *optional: str, **settings: Any
+) -> ActorLossInputs:
     policy = policy_inputs(t, weights, **{"num_tokens": NUM_TOKENS, **settings})
     return ActorLossInputs(policy, weights, **{name: t[name] for name in optional})
 
@@ -218,7 +246,8 @@ def test_actor_loss_is_the_sum_of_its_terms() -> None:
     assert stats["loss"].item() == loss.item()
     assert stats["pg_loss"].item() == pytest.approx(policy.item())
     assert stats["kl_loss"].item() == pytest.approx(kl.item())
-    assert stats["entropy"].item() == pytest.approx(t["entropy"].mean().item())  # over tokens, in every mode
+    # over tokens, in every mode
+    assert stats["entropy"].item() == pytest.approx(t["entropy"].mean().item())
     assert stats["entropy_loss"].item() == pytest.approx((weights * t["entropy"]).sum().item())
     assert not any(value.requires_grad for value in stats.values())
 
@@ -252,12 +281,16 @@ def test_loss_gradients_against_finite_differences(kind: str) -> None:
         t[name].requires_grad_()
 
     def actor(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        inputs = actor_inputs({**t, "log_probs": log_probs, "entropy": entropy}, weights, "entropy", "ref_log_probs")
+        inputs = actor_inputs(
+            {**t, "log_probs": log_probs, "entropy": entropy}, weights, "entropy", "ref_log_probs"
+        )
         coefs: dict[str, Any] = {"entropy_coeff": 0.3, "kl_loss_coef": 0.7, "kl_loss_type": kind}
         return actor_loss(inputs, vanilla, **coefs)[0]
 
     def critic(values: torch.Tensor) -> torch.Tensor:
-        return value_loss(values, t["old_values"], t["returns"], weights, num_tokens=NUM_TOKENS, cliprange=0.4)[0]
+        return value_loss(
+            values, t["old_values"], t["returns"], weights, num_tokens=NUM_TOKENS, cliprange=0.4
+        )[0]
 
     assert torch.autograd.gradcheck(actor, (t["log_probs"], t["entropy"]))
     assert torch.autograd.gradcheck(critic, (t["values"],))
@@ -273,13 +306,17 @@ SPLITS = [
 ]
 
 
-def summed_over_micro_batches(mode: str, split: list[list[int]]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the gradient of both losses in a small model's parameters, accumulated over micro-batches as a trainer
-    does, and the summed statistics. Log-probs, entropy and values come from shared parameters, so that the gradient
-    depends on the order of the tokens.
+def summed_over_micro_batches(
+    mode: str, split: list[list[int]]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the gradient of both losses in a small model's parameters, accumulated over
+    micro-batches as a trainer does, and the summed statistics. Log-probs, entropy and values come
+    from shared parameters, so that the gradient depends on the order of the tokens.
     """
     t = random_tokens(seed=7)
-    features = torch.randn(NUM_TOKENS, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    features = torch.randn(
+        NUM_TOKENS, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64
+    )
     parameters = torch.full((4, 3), 0.2, dtype=torch.float64, requires_grad=True)
     weights = aggregation_weights(LENS, mode, SCALE).double()
     totals: dict[str, float] = {}
@@ -296,7 +333,12 @@ def summed_over_micro_batches(mode: str, split: list[list[int]]) -> tuple[torch.
             kl_loss_coef=0.7,
         )
         critic, critic_stats = value_loss(
-            values, micro["old_values"], micro["returns"], weights[at], num_tokens=NUM_TOKENS, cliprange=0.4
+            values,
+            micro["old_values"],
+            micro["returns"],
+            weights[at],
+            num_tokens=NUM_TOKENS,
+            cliprange=0.4,
         )
         (actor + critic).backward()
         for name, value in (actor_stats | critic_stats).items():
@@ -307,7 +349,9 @@ def summed_over_micro_batches(mode: str, split: list[list[int]]) -> tuple[torch.
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("split", SPLITS[1:], ids=["singles", "uneven", "with_empty"])
-def test_loss_statistics_and_gradient_do_not_depend_on_the_split(mode: str, split: list[list[int]]) -> None:
+def test_loss_statistics_and_gradient_do_not_depend_on_the_split(
+    mode: str, split: list[list[int]]
+) -> None:
     whole_gradient, whole = summed_over_micro_batches(mode, SPLITS[0])
     gradient, totals = summed_over_micro_batches(mode, split)
     assert whole_gradient.abs().min() > 1e-3
@@ -319,4 +363,6 @@ def test_loss_statistics_and_gradient_do_not_depend_on_the_split(mode: str, spli
 def test_aggregation_modes_give_different_gradients() -> None:
     """Guard the test above, which would pass with any weights of the same sum."""
     gradients = [summed_over_micro_batches(mode, SPLITS[0])[0] for mode in MODES]
-    assert all((gradients[i] - gradients[j]).abs().max() > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
+    assert all(
+        (gradients[i] - gradients[j]).abs().max() > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2))
+    )

@@ -1,4 +1,5 @@
-"""Times to expect: the measured step of one H200 within some percent, and the kind of every figure."""
+"""Times to expect: the measured step of one H200 within some percent, and the kind of every
+figure."""
 
 from __future__ import annotations
 
@@ -50,15 +51,21 @@ def times(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def measured_seconds() -> dict[str, float]:
-    """Return the seconds of each phase by the tokens/s in docs/gpu.md, of 256 sequences of 12 + 1024 tokens."""
+    """Return the seconds of each phase by the tokens/s in docs/gpu.md, of 256 sequences of 12 +
+    1024 tokens."""
     (row,) = re.findall(r"^\| step_speed .*$", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
     rates = {phase: re.search(rf"{name} ([\d,]+)", row) for phase, name in PHASES.items()}
     tokens = dict.fromkeys(PHASES, 256 * 1036) | {"gen": 256 * 1024}
-    return {phase: tokens[phase] / float(rate[1].replace(",", "")) for phase, rate in rates.items() if rate}
+    return {
+        phase: tokens[phase] / float(rate[1].replace(",", ""))
+        for phase, rate in rates.items()
+        if rate
+    }
 
 
 def test_the_measured_step_is_expected_within_two_percent(times: Any) -> None:
-    """Hold the arithmetic of the factors, which are from these figures, and the planner's use of them."""
+    """Hold the arithmetic of the factors, which are from these figures, and the planner's use of
+    them."""
     expected = times(*MEASURED_STEP, H200)["expected"]
     found = {phase: sum(parts.values()) for phase, parts in expected["phases"].items()}
     assert found == pytest.approx(measured_seconds(), rel=0.02)
@@ -68,8 +75,10 @@ def test_the_measured_step_is_expected_within_two_percent(times: Any) -> None:
 
 
 def test_a_head_of_another_size_is_expected_as_it_was_measured() -> None:
-    """Compute heads_152k, 16384 tokens at hidden size 3584: 425 TFLOP/s forward, 496 of four products
-    with backward. It reads and writes the logits 4 times less than an update, which has the entropy."""
+    """Compute heads_152k, 16384 tokens at hidden size 3584: 425 TFLOP/s forward, 496 of four
+    products
+    with backward. It reads and writes the logits 4 times less than an update, which has the
+    entropy."""
     factors = H200_HALF_BILLION
     rates = GPUS["h200"].rates
     assert rates is not None
@@ -78,7 +87,9 @@ def test_a_head_of_another_size_is_expected_as_it_was_measured() -> None:
     forward, training = factors.logits[3584]
     peak = rates.bfloat16 * factors.products
     assert product / (product / peak + forward * logits) == pytest.approx(425e12, rel=0.02)
-    assert 4 * product / (4 * product / peak + (training - 4) * logits) == pytest.approx(496e12, rel=0.02)
+    assert 4 * product / (4 * product / peak + (training - 4) * logits) == pytest.approx(
+        496e12, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +97,8 @@ def test_a_head_of_another_size_is_expected_as_it_was_measured() -> None:
     [
         ([H200], set()),
         (["--gpu=h100"], set(PHASES)),
-        ([H200, "actor.megatron.recompute_granularity=full"], set(PHASES)),  # the critic inherits it
+        # the critic inherits it
+        ([H200, "actor.megatron.recompute_granularity=full"], set(PHASES)),
         ([H200, "critic.megatron.recompute_granularity=full"], {"values", "update_critic"}),
         ([H200, "--mean-response-length=400"], set(PHASES)),
         ([H200, "rollout.max_num_seqs=64"], {"gen"}),
@@ -94,9 +106,13 @@ def test_a_head_of_another_size_is_expected_as_it_was_measured() -> None:
         ([H200, "actor.megatron.optimizer_offload=true"], {"offload"}),
     ],
 )
-def test_what_was_not_measured_is_extrapolated(times: Any, changes: list[str], extrapolated: set[str]) -> None:
+def test_what_was_not_measured_is_extrapolated(
+    times: Any, changes: list[str], extrapolated: set[str]
+) -> None:
     expected = times(*MEASURED_STEP, *changes)["expected"]
-    assert {phase for phase, kind in expected["kinds"].items() if kind == "extrapolated"} == extrapolated
+    assert {
+        phase for phase, kind in expected["kinds"].items() if kind == "extrapolated"
+    } == extrapolated
     assert expected["kind"] == ("extrapolated" if extrapolated else "measured")
 
 
@@ -110,7 +126,9 @@ def test_what_is_expected_is_above_the_bound(times: Any) -> None:
     # More sequences at a time, on engines of one GPU, take the host longer than the device.
     host = times(*MEASURED_STEP[:-1], "--gpu=b200")["expected"]["phases"]["gen"]["host"]
     assert host > 0 and "host" not in expected["phases"]["gen"]
-    full = times(*PLAN_70B, "actor.megatron.recompute_granularity=full")["expected"]["phases"]["update_actor"]
+    full = times(*PLAN_70B, "actor.megatron.recompute_granularity=full")["expected"]["phases"][
+        "update_actor"
+    ]
     assert full["activations"] > 1.2 * expected["phases"]["update_actor"]["activations"]
 
 

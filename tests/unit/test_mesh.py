@@ -1,4 +1,5 @@
-"""Rank arithmetic: Megatron-Core's order of ranks, and the rollout groups that reuse the training layout."""
+"""Rank arithmetic: Megatron-Core's order of ranks, and the rollout groups that reuse the training
+layout."""
 
 from __future__ import annotations
 
@@ -49,20 +50,32 @@ def test_smaller_shard_of_a_rank_is_part_of_its_larger_one() -> None:
                     for s, n in ((mesh.coordinate(rank).tp, tp), (part, rollout_tp))
                     for at in (0, 1)
                 ]
-                inside = (ends[2] <= ends[0] and ends[1] <= ends[3]) or (ends[0] <= ends[2] and ends[3] <= ends[1])
+                inside = (ends[2] <= ends[0] and ends[1] <= ends[3]) or (
+                    ends[0] <= ends[2] and ends[3] <= ends[1]
+                )
                 assert inside, (tp, rollout_tp, group)
 
 
 def test_uneven_stages() -> None:
-    def sizes(num_layers: int, pp: int, first: int | None = None, last: int | None = None) -> list[int] | None:
-        return Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last).stage_sizes(num_layers)
+    def sizes(
+        num_layers: int, pp: int, first: int | None = None, last: int | None = None
+    ) -> list[int] | None:
+        return Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last).stage_sizes(
+            num_layers
+        )
 
     assert sizes(12, 3) == [4, 4, 4]
     assert sizes(12, 3, first=2) == [2, 5, 5]
     assert sizes(12, 3, last=2) == [5, 5, 2]
     assert sizes(12, 4, first=3, last=1) == [3, 4, 4, 1]
     assert sizes(5, 2, first=3, last=2) == [3, 2]
-    assert sizes(5, 2) is sizes(5, 2, first=3, last=3) is sizes(4, 3, first=4) is sizes(6, 3, first=1) is None
+    assert (
+        sizes(5, 2)
+        is sizes(5, 2, first=3, last=3)
+        is sizes(4, 3, first=4)
+        is sizes(6, 3, first=1)
+        is None
+    )
     mesh = Mesh(world=4, tp=1, pp=4, first_stage_layers=3, last_stage_layers=1)
     assert [list(*mesh.chunk_layers(8, pp)) for pp in range(4)] == [[0, 1, 2], [3, 4], [5, 6], [7]]
 
@@ -86,8 +99,10 @@ def test_expert_parallel_ranks_are_neighbouring_replicas() -> None:
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "ep", "cp"),
     [
-        (1, 1, 1, 1, 1), (4, 2, 2, 1, 1), (8, 2, 2, 1, 1), (8, 2, 1, 2, 1), (16, 2, 2, 2, 1), (16, 1, 2, 4, 1),
-        (24, 2, 3, 2, 1), (16, 2, 2, 1, 2), (32, 2, 2, 2, 4), (32, 2, 2, 4, 2), (24, 2, 1, 6, 4), (48, 2, 2, 2, 3),
+        (1, 1, 1, 1, 1), (4, 2, 2, 1, 1), (8, 2, 2, 1, 1), (8, 2, 1, 2, 1), (16, 2, 2, 2, 1),
+        (16, 1, 2, 4, 1),
+        (24, 2, 3, 2, 1), (16, 2, 2, 1, 2), (32, 2, 2, 2, 4), (32, 2, 2, 4, 2), (24, 2, 1, 6, 4),
+        (48, 2, 2, 2, 3),
     ],
 )  # fmt: skip
 def test_groups_match_megatron_core(world: int, tp: int, pp: int, ep: int, cp: int) -> None:
@@ -110,4 +125,5 @@ def test_groups_match_megatron_core(world: int, tp: int, pp: int, ep: int, cp: i
     ends = [[stages[0], stages[-1]] if pp > 1 else stages for stages in dense.get_ranks("pp")]
     assert sorted(found.pop("embd")) == sorted(ends)
     assert sorted(found.pop("pos_embd")) == sorted([stage[0]] for stage in dense.get_ranks("pp"))
-    assert not {name for name in found if not name.startswith("cp_")}  # of the ranks of a micro-batch
+    # of the ranks of a micro-batch
+    assert not {name for name in found if not name.startswith("cp_")}

@@ -1,5 +1,5 @@
-"""NUMA binding (topology/numa.py), with files in place of the system's. Each case runs in a process of its own, whose
-affinity it changes."""
+"""NUMA binding (topology/numa.py), with files in place of the system's. Each case runs in a process
+of its own, whose affinity it changes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ NO_CPU = 10**6
 
 
 def bound(system: Path, node: str | None, cpus: str, allowed: list[int]) -> str:
-    """Return the affinities of a process's two threads after it is bound to a GPU of `node` with these CPUs. allowed:
-    the CPUs of the first thread before that."""
+    """Return the affinities of a process's two threads after it is bound to a GPU of `node` with
+    these CPUs. allowed: the CPUs of the first thread before that."""
     (system / "bus/pci/devices" / ADDRESS).mkdir(parents=True)
     if node is not None:
         (system / "bus/pci/devices" / ADDRESS / "numa_node").write_text(f"{node}\n")
     (system / "devices/system/node/node1").mkdir(parents=True)
     (system / "devices/system/node/node1/cpulist").write_text(f"{cpus}\n")
     command = [sys.executable, "-c", CODE, str(system), repr(set(allowed))]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=100
+    ).stdout.strip()
 
 
 def test_all_threads_run_on_the_cpus_of_the_gpus_node(tmp_path: Path) -> None:
@@ -50,15 +52,24 @@ def test_all_threads_run_on_the_cpus_of_the_gpus_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("node", "cpus"),
     [("-1", f"{FIRST}"), (None, f"{FIRST}"), ("7", f"{FIRST}"), ("1", f"{NO_CPU}"), ("1", "")],
-    ids=["node not known", "no such device", "no such node", "none of its CPUs allowed", "node without CPUs"],
+    ids=[
+        "node not known",
+        "no such device",
+        "no such node",
+        "none of its CPUs allowed",
+        "node without CPUs",
+    ],
 )
-def test_affinity_stays_where_the_node_has_no_cpu_for_it(tmp_path: Path, node: str | None, cpus: str) -> None:
+def test_affinity_stays_where_the_node_has_no_cpu_for_it(
+    tmp_path: Path, node: str | None, cpus: str
+) -> None:
     assert bound(tmp_path, node, cpus, CPUS) == f"{CPUS} {CPUS}"
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
 def test_narrower_affinity_stays(tmp_path: Path) -> None:
-    """Check that a user's own binding, as by srun --cpu-bind, is not widened to the rest of the node."""
+    """Check that a user's own binding, as by srun --cpu-bind, is not widened to the rest of the
+    node."""
     assert bound(tmp_path, "1", f"0-{max(CPUS)}", [FIRST]) == f"[{FIRST}] {CPUS}"
 
 
@@ -84,7 +95,9 @@ def test_each_rank_binds_to_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(platform, "num_devices", lambda: 8)
     monkeypatch.setattr(platform, "set_device", lambda: None)
     monkeypatch.setattr(platform, "enter_stream", lambda: None)
-    monkeypatch.setattr(platform.torch.cuda, "get_device_properties", lambda gpu: devices.append(gpu) or Properties)
+    monkeypatch.setattr(
+        platform.torch.cuda, "get_device_properties", lambda gpu: devices.append(gpu) or Properties
+    )
     monkeypatch.setattr(rendezvous, "bind_to_numa_node", bind)
     for name, value in {"RANK": "13", "LOCAL_RANK": "5", "WORLD_SIZE": "16"}.items():
         monkeypatch.setenv(name, value)

@@ -24,7 +24,11 @@ from rlhf_mc.report.plots import plot_run
 
 
 def test_metrics_are_means_over_the_values_of_each_key() -> None:
-    rows = [{"loss": 1.0, "skipped": 0.0}, {"skipped": 1.0}, {"loss": 5.0, "skipped": 0.0, "late": 2.0}]
+    rows = [
+        {"loss": 1.0, "skipped": 0.0},
+        {"skipped": 1.0},
+        {"loss": 5.0, "skipped": 0.0, "late": 2.0},
+    ]
     means = mean_by_key(rows)
     assert means == {"loss": 3.0, "skipped": 1 / 3, "late": 2.0}
     assert list(means) == ["loss", "skipped", "late"]
@@ -84,7 +88,15 @@ def test_jsonl_is_strict_flushed_each_step_and_replaces_an_earlier_run(tmp_path:
     for _ in range(2):
         sinks = Sinks(config, total_steps=2)
         sinks.log(0, {"val-core/gsm8k/acc/mean@1": 0.5})
-        sinks.log(1, {"a": float("nan"), "b": float("-inf"), "training/global_step": 1, "c": torch.tensor(0.25)})
+        sinks.log(
+            1,
+            {
+                "a": float("nan"),
+                "b": float("-inf"),
+                "training/global_step": 1,
+                "c": torch.tensor(0.25),
+            },
+        )
         rows = [strict_json(line) for line in path.read_text().splitlines()]  # before close
         assert rows == [
             {"step": 0, "val-core/gsm8k/acc/mean@1": 0.5},
@@ -131,15 +143,24 @@ def test_unwritable_sinks_warn_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlhf_mc: ")]
+    warnings = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("rlhf_mc: ")
+    ]
     assert len(warnings) == 2
-    assert warnings[0].startswith("rlhf_mc: warning: table of steps cannot be written (No space left on device; free")
-    assert warnings[1].startswith("rlhf_mc: warning: TensorBoard cannot be written (File too large; ")
+    assert warnings[0].startswith(
+        "rlhf_mc: warning: table of steps cannot be written (No space left on device; free"
+    )
+    assert warnings[1].startswith(
+        "rlhf_mc: warning: TensorBoard cannot be written (File too large; "
+    )
 
 
 def test_unwritable_tensorboard_directory_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file")
-    sinks = Sinks(TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl", "tensorboard"]), total_steps=1)
+    sinks = Sinks(
+        TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl", "tensorboard"]),
+        total_steps=1,
+    )
     sinks.log(1, {"a": 1.0})
     sinks.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": 1.0}
@@ -148,7 +169,9 @@ def test_unwritable_tensorboard_directory_does_not_end_the_run(tmp_path: Path) -
 def test_unwritable_directory_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = TrainerConfig(default_local_dir=str(tmp_path / "file"), logger=["jsonl"])
-    with pytest.raises(UserError, match=r"^trainer\.default_local_dir: cannot write .*/file/.+") as caught:
+    with pytest.raises(
+        UserError, match=r"^trainer\.default_local_dir: cannot write .*/file/.+"
+    ) as caught:
         Sinks(config, total_steps=1)
     assert "\n" not in str(caught.value)
 
@@ -162,7 +185,11 @@ def test_full_disk_is_a_one_line_error(tmp_path: Path) -> None:
 
 
 def test_validation_accuracies_of_a_source_with_slashes() -> None:
-    metrics = {"val-core/openai/gsm8k/acc/mean@4": 0.5, "val-core/x/reward/mean@1": 1.0, "critic/score/mean": 1.0}
+    metrics = {
+        "val-core/openai/gsm8k/acc/mean@4": 0.5,
+        "val-core/x/reward/mean@1": 1.0,
+        "critic/score/mean": 1.0,
+    }
     assert validation_accuracies(metrics) == {"openai/gsm8k": 0.5}
 
 
@@ -182,7 +209,10 @@ FULL_ROW = {
         [],
         [{"step": 1, **FULL_ROW}],
         [{"step": 0, "val-core/a/acc/mean@1": 0.4}],
-        [{"step": 1, "critic/score/mean": None}, {"step": 2, "critic/score/mean": 0.5, "val-core/a/acc/mean@1": None}],
+        [
+            {"step": 1, "critic/score/mean": None},
+            {"step": 2, "critic/score/mean": 0.5, "val-core/a/acc/mean@1": None},
+        ],
         [{"step": step, **FULL_ROW, f"val-core/{step % 6}/acc/mean@1": 0.5} for step in range(40)],
     ],
     ids=["empty", "one step", "validation alone", "nulls", "many steps"],
@@ -199,10 +229,13 @@ def test_plot_is_a_png_for_any_metrics(tmp_path: Path, rows: list[dict]) -> None
 
 @pytest.mark.slow
 def test_plot_shows_the_numbers(tmp_path: Path) -> None:
-    """Check that another reward curve changes the picture, and that a metric without a panel does not."""
+    """Check that another reward curve changes the picture, and that a metric without a panel does
+    not."""
     pictures = []
     for change in ({}, {"actor/lr": 1.0}, {"critic/score/mean": 0.9}):
-        plot_run([{"step": 1, **FULL_ROW}, {"step": 2, **FULL_ROW, **change}], tmp_path / "plot.png")
+        plot_run(
+            [{"step": 1, **FULL_ROW}, {"step": 2, **FULL_ROW, **change}], tmp_path / "plot.png"
+        )
         with Image.open(tmp_path / "plot.png") as image:
             pictures.append(image.tobytes())
     assert pictures[0] == pictures[1] != pictures[2]

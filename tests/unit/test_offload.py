@@ -67,7 +67,9 @@ def test_group_may_grow_between_offloads() -> None:
 
 
 def test_values_not_kept_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostArena, "_allocate", lambda arena, size: pytest.fail("host memory was taken"))
+    monkeypatch.setattr(
+        HostArena, "_allocate", lambda arena, size: pytest.fail("host memory was taken")
+    )
     grads = torch.ones(10, device=DEVICE)
     group = TensorGroup(lambda: [grads], keep_values=False)
     group.offload()
@@ -85,18 +87,27 @@ def test_storage_not_allocated_by_torch_is_rejected() -> None:
 def test_optimizer_tensors_exclude_parameter_shards() -> None:
     flat = torch.zeros(8, device=DEVICE)
     moment = torch.zeros(4, device=DEVICE)
-    assert [t.data_ptr() for t in tensors_besides([flat[4:], moment], [flat[:2]])] == [moment.data_ptr()]
+    assert [t.data_ptr() for t in tensors_besides([flat[4:], moment], [flat[:2]])] == [
+        moment.data_ptr()
+    ]
 
 
 def test_offloaded_group_cannot_be_used() -> None:
     params = torch.zeros(3, device=DEVICE)
     moments = torch.zeros(3, device=DEVICE)
-    model = Offload("critic", {"params": TensorGroup(lambda: [params]), "optimizer": TensorGroup(lambda: [moments])})
+    model = Offload(
+        "critic",
+        {"params": TensorGroup(lambda: [params]), "optimizer": TensorGroup(lambda: [moments])},
+    )
     model.require("params", "grads", "optimizer")
     assert not model.differs_from(("params", "optimizer"))
     model.offload_all_but(("params",))
     model.require("params", "grads")
-    assert model.offloaded_bytes == 12 and model.differs_from(()) and not model.differs_from(("params", "grads"))
+    assert (
+        model.offloaded_bytes == 12
+        and model.differs_from(())
+        and not model.differs_from(("params", "grads"))
+    )
     with pytest.raises(RuntimeError, match="the optimizer of critic are offloaded"):
         model.require("params", "optimizer")
     model.onload(("optimizer",))
@@ -104,11 +115,16 @@ def test_offloaded_group_cannot_be_used() -> None:
 
 
 def test_rank_with_an_empty_group_reports_the_same_placement() -> None:
-    """Check that a rank without tensors agrees with the others on what to move: all ranks enter the same phases."""
+    """Check that a rank without tensors agrees with the others on what to move: all ranks enter the
+    same phases."""
     empty = Offload("actor", {"optimizer": TensorGroup(lambda: [])})
     assert empty.differs_from(())
     empty.offload_all_but(())
-    assert not empty.differs_from(()) and empty.differs_from(("optimizer",)) and empty.offloaded_bytes == 0
+    assert (
+        not empty.differs_from(())
+        and empty.differs_from(("optimizer",))
+        and empty.offloaded_bytes == 0
+    )
     empty.onload(("optimizer",))
     assert not empty.differs_from(("optimizer",))
 
@@ -129,7 +145,9 @@ def test_file_that_ranks_of_a_node_lock_is_private(host_lock: Path) -> None:
 
 
 @pytest.mark.parametrize("planted", ["link", "owner"])
-def test_file_of_another_user_is_refused(host_lock: Path, monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+def test_file_of_another_user_is_refused(
+    host_lock: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
     victim = host_lock.with_name("victim")
     victim.write_text("content")
     if planted == "link":
@@ -139,6 +157,8 @@ def test_file_of_another_user_is_refused(host_lock: Path, monkeypatch: pytest.Mo
         uid = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: uid + 1)
         host_lock = host_lock.rename(host_lock.with_name(f"rlhf_mc_host_memory_{uid + 1}"))
-    with pytest.raises(UserError, match=rf"^trainer.async_save: {host_lock}: .*; remove it, or set TMPDIR"):
+    with pytest.raises(
+        UserError, match=rf"^trainer.async_save: {host_lock}: .*; remove it, or set TMPDIR"
+    ):
         HostArena("trainer.async_save").views([8])
     assert host_lock.read_text() == "content"

@@ -1,4 +1,5 @@
-"""The step count of optimizers that keep it by group, as Transformer Engine's and Apex's Adam do."""
+"""The step count of optimizers that keep it by group, as Transformer Engine's and Apex's Adam
+do."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def test_count_by_group() -> None:
     assert adam_steps(optimizer) == 0
     set_adam_steps(optimizer, 7)
     assert adam_steps(optimizer) == 7
-    assert inner.state[main].keys() == {"exp_avg", "exp_avg_sq"}  # a "step" there would be a third moment to TE
+    # a "step" there would be a third moment to TE
+    assert inner.state[main].keys() == {"exp_avg", "exp_avg_sq"}
     set_adam_steps(optimizer, 0)
     assert adam_steps(optimizer) == 0
     assert not inner.state

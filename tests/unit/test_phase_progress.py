@@ -28,9 +28,13 @@ def status_of(phases: list[str], entered: list[float], **fields: object) -> Rank
     return RankStatus(phases=phases, entered=entered, **fields)  # type: ignore[arg-type]
 
 
-def generating(seconds: float, done: float = 115, tokens: int = 62000, last: float | None = None) -> str:
+def generating(
+    seconds: float, done: float = 115, tokens: int = 62000, last: float | None = None
+) -> str:
     """Return the line of a generation that has run for so long."""
-    status = status_of(["start", "fit", "step", "gen"], [0.0, 50.0, 90.0, 100.0], step=12, total_steps=300)
+    status = status_of(
+        ["start", "fit", "step", "gen"], [0.0, 50.0, 90.0, 100.0], step=12, total_steps=300
+    )
     if last is not None:
         status.last_seconds["gen"] = last
     responses = Work("", 256, "responses", done, tokens, start=100.0)
@@ -42,7 +46,9 @@ def test_generation_has_rate_and_time_left() -> None:
 
 
 def test_time_left_of_a_generation_is_that_of_the_last_one_until_it_is_over() -> None:
-    assert generating(20, done=0, last=32).endswith("0% 0/256 responses, 3.10k tok/s, 0:20, 0:12 left")
+    assert generating(20, done=0, last=32).endswith(
+        "0% 0/256 responses, 3.10k tok/s, 0:20, 0:12 left"
+    )
     assert generating(20, done=128, last=10).endswith("0:20, 0:20 left")
     assert generating(20, done=0).endswith("3.10k tok/s, 0:20")
 
@@ -76,8 +82,13 @@ def test_name_of_the_work_and_no_work_of_an_outer_phase() -> None:
 
 
 def test_short_phase_leaves_the_line_to_the_one_around_it() -> None:
-    status = status_of(["start", "fit", "step", "ref"], [0.0, 1.0, 10.0, 18.0], step=2, total_steps=3)
-    assert phase_line(status, [Work("", 4, "micro-batches", 2, start=18.0)], 20.0, 3.0, 80) == "step 2/3 0:10"
+    status = status_of(
+        ["start", "fit", "step", "ref"], [0.0, 1.0, 10.0, 18.0], step=2, total_steps=3
+    )
+    assert (
+        phase_line(status, [Work("", 4, "micro-batches", 2, start=18.0)], 20.0, 3.0, 80)
+        == "step 2/3 0:10"
+    )
     assert phase_line(status_of(["start"], [0.0]), [], 2.0, 3.0, 80) == ""
 
 
@@ -91,7 +102,13 @@ def test_short_phase_leaves_the_line_to_the_one_around_it() -> None:
     tokens=st.integers(0, 10**12),
 )
 def test_line_fits_and_keeps_phase_and_last_measure(
-    columns: int, name: str, total: int, part: float, seconds: float, last: float | None, tokens: int
+    columns: int,
+    name: str,
+    total: int,
+    part: float,
+    seconds: float,
+    last: float | None,
+    tokens: int,
 ) -> None:
     status = status_of(["start", "gen"], [0.0, 0.0], step=12345, total_steps=20000)
     status.last_seconds = {} if last is None else {"gen": last}
@@ -122,7 +139,9 @@ class Clock:
         return self.now
 
 
-def test_file_gets_a_line_after_ten_silent_seconds_and_no_carriage_return(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_gets_a_line_after_ten_silent_seconds_and_no_carriage_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock()
     monkeypatch.setattr(console.time, "monotonic", clock)
     monkeypatch.setattr(console, "_last_line", 0.0)
@@ -160,7 +179,8 @@ def test_full_disk_ends_neither_the_thread_nor_the_run(monkeypatch: pytest.Monke
 
 
 def terminal_output(monkeypatch: pytest.MonkeyPatch, columns: int, body) -> str:
-    """Return what the body writes to standard output and error, which are a terminal of that width."""
+    """Return what the body writes to standard output and error, which are a terminal of that
+    width."""
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -189,7 +209,9 @@ def screen(output: str) -> list[str]:
     return lines
 
 
-def test_terminal_has_one_line_that_is_rewritten_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_has_one_line_that_is_rewritten_and_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     status = status_of(["start", "fit", "gen"], [0.0, 0.0, 0.0], step=1, total_steps=20)
     clock = Clock()
 
@@ -222,7 +244,12 @@ def test_other_output_overwrites_the_line(monkeypatch: pytest.MonkeyPatch) -> No
         print_line("END")
 
     lines = screen(terminal_output(monkeypatch, 80, body))
-    assert lines == ["a line of a reward function, 2", "a line of a reward function, 3", "rlhf_mc: END", ""]
+    assert lines == [
+        "a line of a reward function, 2",
+        "a line of a reward function, 3",
+        "rlhf_mc: END",
+        "",
+    ]
 
 
 def test_terminal_of_no_columns_is_treated_as_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

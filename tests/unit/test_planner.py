@@ -1,4 +1,5 @@
-"""The planner's command: verdicts and their advice, for the shipped configs at full size. No weights are needed."""
+"""The planner's command: verdicts and their advice, for the shipped configs at full size. No
+weights are needed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ from rlhf_mc.topology.mesh import Mesh
 GB = 10**9
 
 
-PLAN_SMALL = [str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"), "--model", "qwen2.5-0.5b", "--gpus-per-node", "1"]
+PLAN_SMALL = [
+    str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"),
+    "--model",
+    "qwen2.5-0.5b",
+    "--gpus-per-node",
+    "1",
+]
 
 
 def test_70b_fits_as_its_config_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,15 +50,29 @@ def test_70b_fits_as_its_config_says(capsys: pytest.CaptureFixture[str]) -> None
     state = sum(update[f"actor {part}"] for part in ("params", "grads", "optimizer"))
     assert state / GB == pytest.approx(27.2, abs=0.1)
     assert update["activations"] / GB == pytest.approx(28.5, abs=0.6)
-    assert set(update) == {"actor params", "actor grads", "actor optimizer", "activations", "reserved"}
+    assert set(update) == {
+        "actor params",
+        "actor grads",
+        "actor optimizer",
+        "activations",
+        "reserved",
+    }
     assert first["rollout"]["weights"] / GB == pytest.approx(17.6, abs=0.1)
     assert first["rollout"]["kv_bytes_per_token"] == 2 * 80 * 128 * 2  # one of 8 KV heads
     assert set(first["phases"]["gen"]) == {"vLLM", "reserved"}
 
 
 def test_replayed_experts_take_a_byte_for_each_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    """Check 128 of 512 prompts in an update, on 8 replicas of a stage of 24 layers with 8 experts a token."""
-    config = [str(REPO / "configs/ppo_qwen3_30b_a3b.yaml"), "--model", "qwen3-30b-a3b", "--nodes", "2", "--json"]
+    """Check 128 of 512 prompts in an update, on 8 replicas of a stage of 24 layers with 8 experts a
+    token."""
+    config = [
+        str(REPO / "configs/ppo_qwen3_30b_a3b.yaml"),
+        "--model",
+        "qwen3-30b-a3b",
+        "--nodes",
+        "2",
+        "--json",
+    ]
     for mode, rows in (("rollout", 1), ("off", 0)):
         assert main([*config, f"algorithm.router_replay={mode}"]) == 0
         phases = json.loads(capsys.readouterr().out)["ranks"][0]["phases"]
@@ -73,8 +94,16 @@ def test_replayed_experts_take_a_byte_for_each_choice(capsys: pytest.CaptureFixt
             "leave 0.00 for keys and values",
             "rollout.gpu_memory_utilization=0.3",
         ),
-        (["rollout.gpu_memory_utilization=1.0"], "phase gen on ranks 0 to 15", "rollout.gpu_memory_utilization=0.9"),
-        (["rollout.free_cache_engine=false"], "largest part is vLLM", "rollout.free_cache_engine=true"),
+        (
+            ["rollout.gpu_memory_utilization=1.0"],
+            "phase gen on ranks 0 to 15",
+            "rollout.gpu_memory_utilization=0.9",
+        ),
+        (
+            ["rollout.free_cache_engine=false"],
+            "largest part is vLLM",
+            "rollout.free_cache_engine=true",
+        ),
     ],
 )
 def test_advice_makes_it_fit(
@@ -92,9 +121,14 @@ def test_advice_makes_it_fit(
 def test_routers_that_vllm_has_in_float32() -> None:
     shape = ModelShape.from_hf_config(CONFIGS["glm-4.5-air"])
     mesh = Mesh(1, 1, 1)
-    own = own_rollout_weights(shape, mesh, mesh.coordinate(0), 0, 1, vllm_layout, "bfloat16", False, True)
+    own = own_rollout_weights(
+        shape, mesh, mesh.coordinate(0), 0, 1, vllm_layout, "bfloat16", False, True
+    )
     layer = "model.layers.1"
-    assert own[f"{layer}.mlp.gate.weight"] == 4 * 128 * 4096 and own[f"{layer}.input_layernorm.weight"] == 2 * 4096
+    assert (
+        own[f"{layer}.mlp.gate.weight"] == 4 * 128 * 4096
+        and own[f"{layer}.input_layernorm.weight"] == 2 * 4096
+    )
     assert own[f"{layer}.mlp.gate.e_score_correction_bias"] == 4 * 128
 
 
@@ -108,14 +142,24 @@ def test_host_memory_and_checkpoints(capsys: pytest.CaptureFixture[str]) -> None
     assert parts["asynchronous save"] / GB == pytest.approx(8 * 31.8, rel=0.01)
     assert parts["export"] == 40 * GB  # 8 files of 5 GB
     storage = plan["storage"]
-    assert storage["checkpoint"] / GB == pytest.approx(2 * 70.6 * 14, rel=0.01) and storage["checkpoints"] == 3
+    assert (
+        storage["checkpoint"] / GB == pytest.approx(2 * 70.6 * 14, rel=0.01)
+        and storage["checkpoints"] == 3
+    )
     assert storage["space"] == 3 * storage["checkpoint"] + storage["export"]
     assert storage["save"] == storage["checkpoint"] / 8 / 10e9 < storage["load"]
     partial = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token"]
-    assert main([*PLAN_70B, *partial, "--json", "--host-memory", "1e12", "--storage-bandwidth", "10e9"]) == 0
+    assert (
+        main(
+            [*PLAN_70B, *partial, "--json", "--host-memory", "1e12", "--storage-bandwidth", "10e9"]
+        )
+        == 0
+    )
     larger = json.loads(capsys.readouterr().out)["storage"]
     pool = larger["checkpoint"] - storage["checkpoint"]
-    assert pool == 1024 * 2048 * 8, "one batch is kept, of the longest responses: a token and a log-prob are 8 bytes"
+    assert pool == 1024 * 2048 * 8, (
+        "one batch is kept, of the longest responses: a token and a log-prob are 8 bytes"
+    )
     assert larger["save"] - storage["save"] == pytest.approx(pool / 10e9)
 
 
@@ -129,7 +173,11 @@ def test_host_memory_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_settings_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN_70B, "--gpu", "16e9"]) == 2
-    assert capsys.readouterr().err.strip().endswith("use more GPUs, or larger tensor- or pipeline-parallel sizes")
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("use more GPUs, or larger tensor- or pipeline-parallel sizes")
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,10 +189,19 @@ def test_no_settings_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
         (["actor.megatron.pipeline_model_parallel_size=3"], ("pipeline_model_parallel_size",)),
         (
             ["--model", "Llama-3-7b"],
-            ("--model is 'Llama-3-7b' (near: llama-3-70b, llama-3-8b); ", "qwen2.5-0.5b, qwen2.5-32b"),
+            (
+                "--model is 'Llama-3-7b' (near: llama-3-70b, llama-3-8b); ",
+                "qwen2.5-0.5b, qwen2.5-32b",
+            ),
         ),
-        (["--model", "configs"], ("--model is 'configs'; it must be a directory with config.json",)),
-        (["critic.model_path=nowhere"], ("critic.model_path: nowhere/config.json", "give critic.model_path=DIRECTORY")),
+        (
+            ["--model", "configs"],
+            ("--model is 'configs'; it must be a directory with config.json",),
+        ),
+        (
+            ["critic.model_path=nowhere"],
+            ("critic.model_path: nowhere/config.json", "give critic.model_path=DIRECTORY"),
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -168,13 +225,18 @@ def test_table_of_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("trainer.save_freq=-1", "no training checkpoints (trainer.save_freq, save_minutes); an export has 1.0 GB"),
+        (
+            "trainer.save_freq=-1",
+            "no training checkpoints (trainer.save_freq, save_minutes); an export has 1.0 GB",
+        ),
         ("trainer.max_ckpt_to_keep=null", "every save adds one"),
         ("trainer.max_ckpt_to_keep=1", "2 of them and an export take 28."),
         ("trainer.max_ckpt_to_keep=1 trainer.save_minutes=30", "3 of them and an export take 42."),
     ],
 )
-def test_checkpoints_of_one_gpu(capsys: pytest.CaptureFixture[str], setting: str, text: str) -> None:
+def test_checkpoints_of_one_gpu(
+    capsys: pytest.CaptureFixture[str], setting: str, text: str
+) -> None:
     keeps = ["trainer.max_ckpt_to_keep=null"] if "save_freq" in setting else []
     assert main([*PLAN_SMALL, *keeps, *setting.split()]) == 0
     out = capsys.readouterr().out
@@ -186,12 +248,15 @@ def test_checkpoints_of_one_gpu(capsys: pytest.CaptureFixture[str], setting: str
 def test_documented_commands_plan_without_files(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the commands of README, docs and the comments of the configs that name a published model."""
+    """Run the commands of README, docs and the comments of the configs that name a published
+    model."""
     monkeypatch.chdir(REPO)
     pages = [REPO / "README.md", *REPO.glob("docs/*.md"), *REPO.glob("configs/*.yaml")]
     texts = [re.sub(r"\n# ", " ", page.read_text()) for page in pages]
     commands = {
-        found for text in texts for found in re.findall(r"rlhf_mc\.planner (configs/[^`\n]+ --model [^`\n]+)", text)
+        found
+        for text in texts
+        for found in re.findall(r"rlhf_mc\.planner (configs/[^`\n]+ --model [^`\n]+)", text)
     }
     assert len(commands) >= 6
     for command in commands:
@@ -210,7 +275,10 @@ def test_figures_of_the_gsm8k_page_are_the_planners(capsys: pytest.CaptureFixtur
         f"{sum(update.values()) / GB:.1f} of 85.9 GB",
         f"{update['activations'] / GB:.1f} of activations, {update['vLLM'] / GB:.1f} of vLLM",
         f"| host memory | {sum(plan['host_memory']['parts'].values()) / GB:.0f} GB |",
-        f"{plan['storage']['checkpoint'] / GB:.1f} GB, three of them and an export {plan['storage']['space'] / GB:.1f}",
+        (
+            f"{plan['storage']['checkpoint'] / GB:.1f} GB, three of them and an export "
+            f"{plan['storage']['space'] / GB:.1f}"
+        ),
         f"at least {seconds:.1f} s",
     ):
         assert text in page
@@ -219,7 +287,9 @@ def test_figures_of_the_gsm8k_page_are_the_planners(capsys: pytest.CaptureFixtur
 def test_the_missing_model_of_a_config_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([PLAN_70B[0], "--nodes", "8"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rlhf_mc: error: model.path: models/Meta-Llama-3-70B-Instruct/config.json cannot be read; ")
+    assert line.startswith(
+        "rlhf_mc: error: model.path: models/Meta-Llama-3-70B-Instruct/config.json cannot be read; "
+    )
     assert "--model" in line and "llama-3-70b" in line
 
 
@@ -228,14 +298,21 @@ def test_model_may_be_a_directory_a_file_or_a_name(
     given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-3-70b"]))
-    model = {"directory": str(tmp_path), "config.json": str(tmp_path / "config.json")}.get(given, given)
+    model = {"directory": str(tmp_path), "config.json": str(tmp_path / "config.json")}.get(
+        given, given
+    )
     assert main([PLAN_70B[0], "--model", model, "--nodes", "8"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("leaves 21.8 GB of each device")
 
 
 def test_roles_with_the_actors_path_follow_the_model() -> None:
-    """Check that a critic that names the actor's directory is replaced too, and one with its own is not."""
-    same = ["model.path=models/A", "critic.model_path=models/A/", f"reward_model.model_path={MODELS / 'qwen2.5-7b'}"]
+    """Check that a critic that names the actor's directory is replaced too, and one with its own is
+    not."""
+    same = [
+        "model.path=models/A",
+        "critic.model_path=models/A/",
+        f"reward_model.model_path={MODELS / 'qwen2.5-7b'}",
+    ]
     cfg = load_config(PLAN_70B[0], with_model(PLAN_70B[0], same, "qwen2.5-32b"))
     assert cfg.model.path == cfg.critic.model_path == str(MODELS / "qwen2.5-32b")
     assert cfg.reward_model.model_path == str(MODELS / "qwen2.5-7b")
@@ -262,7 +339,9 @@ def test_roles_with_the_actors_path_follow_the_model() -> None:
 )
 def test_published_models_have_their_published_size(name: str, billions: float) -> None:
     shape = ModelShape.from_hf_config(CONFIGS[name])
-    assert sum(map(math.prod, logical_shapes(shape).values())) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert sum(map(math.prod, logical_shapes(shape).values())) / 1e9 == pytest.approx(
+        billions, rel=1e-3
+    )
 
 
 def test_every_published_model_is_in_the_wheel() -> None:
@@ -271,7 +350,10 @@ def test_every_published_model_is_in_the_wheel() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, rlhf_mc.planner.__main__; assert not {'torch', 'numpy', 'vllm'} & set(sys.modules)"
+    code = (
+        "import sys, rlhf_mc.planner.__main__; assert not {'torch', 'numpy', 'vllm'} & "
+        "set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
 
 
@@ -285,9 +367,11 @@ def reserved(plan: dict[str, Any]) -> tuple[float, float]:
     ("config", "model", "nodes", "gib", "communicators", "peers"),
     [
         ("ppo_qwen2.5_0.5b", "qwen2.5-0.5b", 1, 0, 1, 0),  # world, which is the replicas
-        ("ppo_70b", "llama-3-70b", 8, 394 / 1024, 4, 0),  # tensor, pipeline and data parallel, world
+        # tensor, pipeline and data parallel, world
+        ("ppo_70b", "llama-3-70b", 8, 394 / 1024, 4, 0),
         ("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 2, 394 / 1024, 3, 7),  # stages, experts, world
-        ("grpo_qwen3_8b_32k", "qwen3-8b", 1, 394 / 1024, 4, 0),  # tensor parallel, 2 and 4 context-parallel, world
+        # tensor parallel, 2 and 4 context-parallel, world
+        ("grpo_qwen3_8b_32k", "qwen3-8b", 1, 394 / 1024, 4, 0),
     ],
 )
 def test_reserved_memory_has_a_part_for_each_communicator(
@@ -300,9 +384,23 @@ def test_reserved_memory_has_a_part_for_each_communicator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """gib: of the engine's workspace, where the engine sleeps during the update."""
-    assert main([str(REPO / f"configs/{config}.yaml"), "--model", model, "--nodes", str(nodes), "--json"]) == 0
+    assert (
+        main(
+            [
+                str(REPO / f"configs/{config}.yaml"),
+                "--model",
+                model,
+                "--nodes",
+                str(nodes),
+                "--json",
+            ]
+        )
+        == 0
+    )
     update, gen = reserved(json.loads(capsys.readouterr().out))
-    assert gen == pytest.approx((900 + 1024 + 384 * communicators) * 2**20 / GB + 0.35 + 0.47 * peers, abs=0.001)
+    assert gen == pytest.approx(
+        (900 + 1024 + 384 * communicators) * 2**20 / GB + 0.35 + 0.47 * peers, abs=0.001
+    )
     asleep = 384 / 1024 + gib if gib else 0  # rollout TP > 1: a communicator too
     assert update - gen == pytest.approx(asleep * 2**30 / GB, abs=0.001)
 

@@ -1,4 +1,5 @@
-"""The search for settings: its choices fit, are in order, and load again from the config that it writes."""
+"""The search for settings: its choices fit, are in order, and load again from the config that it
+writes."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_written_config_is_the_users_and_fits(
     run: Any, tmp_path: Path, config: str, machine: list[str], changes: list[str]
 ) -> None:
     path = tmp_path / "best.yaml"
-    code, out, _ = run(config, *machine, *changes, "--search", "--top", "3", "--json", "--write", str(path))
+    code, out, _ = run(
+        config, *machine, *changes, "--search", "--top", "3", "--json", "--write", str(path)
+    )
     assert code == 0
     choices = json.loads(out)
     best = choices[0]
@@ -96,10 +99,19 @@ def test_no_plan_fits(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--search", "--gpu", "80e9"], "--search ranks by times, and --gpu 80e9 has none; name one of a100, h100"),
+        (
+            ["--search", "--gpu", "80e9"],
+            "--search ranks by times, and --gpu 80e9 has none; name one of a100, h100",
+        ),
         (["--write", "best.yaml"], "--write is for the config that --search finds; add --search"),
-        (["--search", "--nodes", "8", "actor.ppo_mini_batch_size=250"], "actor.ppo_mini_batch_size is 250"),
-        (["--search", "--nodes", "8", "--write", "nowhere/best.yaml"], "no directory nowhere; create it"),
+        (
+            ["--search", "--nodes", "8", "actor.ppo_mini_batch_size=250"],
+            "actor.ppo_mini_batch_size is 250",
+        ),
+        (
+            ["--search", "--nodes", "8", "--write", "nowhere/best.yaml"],
+            "no directory nowhere; create it",
+        ),
     ],
 )
 def test_bad_input_is_one_line(run: Any, arguments: list[str], words: str) -> None:
@@ -113,13 +125,16 @@ def test_existing_file_is_not_replaced(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine")
     code, _, err = run(SMALL, "--gpus-per-node", "1", "--search", "--write", str(path))
-    assert code == 2 and err.strip().endswith(f"--write: {path} exists; name a new file, or remove it")
+    assert code == 2 and err.strip().endswith(
+        f"--write: {path} exists; name a new file, or remove it"
+    )
     assert path.read_text() == "mine"
 
 
 @pytest.mark.slow
 def test_less_memory_takes_more_of_what_saves_it() -> None:
-    """Search for two nodes of one GPU each: over both nodes tensor parallelism is used only if nothing else fits."""
+    """Search for two nodes of one GPU each: over both nodes tensor parallelism is used only if
+    nothing else fits."""
     settings = read_settings(REPO / SMALL, [model_path("qwen2.5-0.5b")])
     rates = GPUS["h100"].rates
     assert rates is not None
@@ -128,7 +143,9 @@ def test_less_memory_takes_more_of_what_saves_it() -> None:
         capacity = Capacity(2, int(device_bytes), ranks_per_node=1)
         (best,) = search(settings, Machine(2, 1, rates, 50e9), capacity, Lengths(512, 512), top=1)
         megatron = best.cfg.actor.megatron
-        found.append((megatron.tensor_model_parallel_size, best.offload, megatron.recompute_granularity))
+        found.append(
+            (megatron.tensor_model_parallel_size, best.offload, megatron.recompute_granularity)
+        )
     # Offload: 0 none, 1 of vLLM, 2 gradients, 3 optimizer state, 4 weights.
     assert found == [(1, 0, None), (1, 3, None), (2, 3, None), (2, 4, None)]
 
@@ -151,7 +168,9 @@ def test_a_search_ends_after_its_budget(run: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(search_module, "BUDGET", 20)
     code, out, err = run(SMALL, "--search", "--top", "3", "--json")
     assert code == 0 and 0 < len(json.loads(out)) <= 3
-    assert err.splitlines()[-1] == ("rlhf_mc: the search ended after 20 settings; with fewer GPUs it would compare all")
+    assert err.splitlines()[-1] == (
+        "rlhf_mc: the search ended after 20 settings; with fewer GPUs it would compare all"
+    )
     monkeypatch.setattr(search_module, "BUDGET", 0)
     code, out, err = run(SMALL, "--search")
     assert (code, out) == (2, "")

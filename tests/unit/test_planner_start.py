@@ -1,4 +1,5 @@
-"""The planner's verdict on a run that starts: one line, an error where trainer.planner is "refuse"."""
+"""The planner's verdict on a run that starts: one line, an error where trainer.planner is
+"refuse"."""
 
 from __future__ import annotations
 
@@ -48,12 +49,19 @@ def verdict_on(cfg: Config, capacity: Capacity) -> str:
 )
 def test_one_line_where_it_fits(capacity: Capacity, where: str) -> None:
     line = verdict_on(config(), capacity)
-    assert re.fullmatch(rf"memory as planned: (gen|update_\w+) takes most, [\d.]+ of the 80\.0 GB {where}", line)
+    assert re.fullmatch(
+        rf"memory as planned: (gen|update_\w+) takes most, [\d.]+ of the 80\.0 GB {where}", line
+    )
 
 
 def test_the_line_names_what_is_taken_for_something_else() -> None:
-    custom = config("rollout.name=custom", f"rollout.custom_engine.path={REPO}/examples/transformers_engine.py")
-    layers = "; activations are taken as those of Transformer Engine's layers, which are not installed here"
+    custom = config(
+        "rollout.name=custom", f"rollout.custom_engine.path={REPO}/examples/transformers_engine.py"
+    )
+    layers = (
+        "; activations are taken as those of Transformer Engine's layers, which are not installed "
+        "here"
+    )
     engine = "; the memory of the engine in rollout.custom_engine is taken as vLLM's"
     capacity = Capacity(1, 80 * GB, transformer_engine=False)
     assert verdict_on(config(), capacity).endswith(f"of each GPU{layers}")
@@ -85,7 +93,9 @@ def test_refused_or_warned() -> None:
 def test_cpu_has_its_own_settings() -> None:
     """Check that on a CPU nothing is gained by an offload, and the KV cache is named."""
     cfg = config("rollout.cpu_kvcache_space_gb=40")
-    with pytest.raises(UserError, match=r"largest part is vLLM, .* it fits with rollout\.cpu_kvcache_space_gb=\d+;"):
+    with pytest.raises(
+        UserError, match=r"largest part is vLLM, .* it fits with rollout\.cpu_kvcache_space_gb=\d+;"
+    ):
         verdict_on(cfg, Capacity(1, 45 * GB, cuda=False))
     with pytest.raises(UserError, match="use fewer ranks on a node, or one with more memory"):
         verdict_on(config(), Capacity(1, 2 * GB, cuda=False))
@@ -96,7 +106,9 @@ def test_micro_batches_shrink_before_activations_are_recomputed() -> None:
     large = config(*(f"{role}.ppo_max_token_len_per_gpu=32768" for role in ("actor", "critic")))
     (ranks,) = plan_run(large, planned_shapes(large), Capacity(1, GB, cuda=False))
     capacity = Capacity(1, int(0.5 * ranks.fullest.total), cuda=False)
-    with pytest.raises(UserError, match=r"fits with actor\.ppo_max_token_len_per_gpu=8192 critic\S+=8192;"):
+    with pytest.raises(
+        UserError, match=r"fits with actor\.ppo_max_token_len_per_gpu=8192 critic\S+=8192;"
+    ):
         verdict_on(large, capacity)
 
 
@@ -104,7 +116,9 @@ def test_ranks_of_a_node_share_its_memory() -> None:
     """Check that a rank may take more than an equal share where its neighbours take less."""
     cfg = config("actor.megatron.pipeline_model_parallel_size=2")
     plan = plan_run(cfg, planned_shapes(cfg), Capacity(2, GB, False, 2))
-    first, last = (next(ranks.fullest.total for ranks in plan if rank in ranks.ranks) for rank in (0, 1))
+    first, last = (
+        next(ranks.fullest.total for ranks in plan if rank in ranks.ranks) for rank in (0, 1)
+    )
     assert abs(first - last) > 0.2 * GB
     share = int((first + last) / 2) + 1
     assert verdict_on(cfg, Capacity(2, share, False, 2)).endswith(" GB of a node")
@@ -114,7 +128,8 @@ def test_ranks_of_a_node_share_its_memory() -> None:
 
 @pytest.mark.parametrize("tokens", [2048, 24576])
 def test_optimizer_state_leaves_between_steps_where_there_is_no_room(tokens: int) -> None:
-    """Check that an update then takes the larger of its activations and of the state, not their sum."""
+    """Check that an update then takes the larger of its activations and of the state, not their
+    sum."""
     cfg = config(
         "actor.megatron.optimizer_offload=true",
         f"actor.ppo_max_token_len_per_gpu={tokens}",
@@ -124,7 +139,9 @@ def test_optimizer_state_leaves_between_steps_where_there_is_no_room(tokens: int
     def planned(num_bytes: float, *overrides: str) -> tuple[frozenset[str], dict[str, float]]:
         changed = load_config(to_dict(cfg), overrides)
         (ranks,) = plan_run(changed, planned_shapes(cfg), Capacity(1, int(num_bytes)))
-        return ranks.staying, next(dict(phase.parts) for phase in ranks.phases if phase.name == "update_actor")
+        return ranks.staying, next(
+            dict(phase.parts) for phase in ranks.phases if phase.name == "update_actor"
+        )
 
     staying, together = planned(200 * GB)
     assert staying == {"actor", "critic"}
@@ -135,13 +152,17 @@ def test_optimizer_state_leaves_between_steps_where_there_is_no_room(tokens: int
     staying, parts = planned(total / 0.94)
     assert "actor" in staying and sum(parts.values()) == pytest.approx(total)
     larger = {"activations": passes} if state < passes else {"actor optimizer": state}
-    for device_bytes, override in ((total / 0.96, "trainer.planner=warn"), (200 * GB, "trainer.planner=off")):
+    for device_bytes, override in (
+        (total / 0.96, "trainer.planner=warn"),
+        (200 * GB, "trainer.planner=off"),
+    ):
         staying, parts = planned(device_bytes, override)
         assert "actor" not in staying and parts == together | larger
 
 
 def test_saving_may_take_most() -> None:
-    """Check that a run which trains its models in turn, offloaded, must still hold both in a save."""
+    """Check that a run which trains its models in turn, offloaded, must still hold both in a
+    save."""
     offloads = [f"actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")]
     cfg = config(
         *offloads,
@@ -155,7 +176,11 @@ def test_saving_may_take_most() -> None:
     (ranks,) = plan_run(cfg, planned_shapes(cfg), Capacity(1, 40 * GB))
     sizes = {phase.name: phase.parts for phase in ranks.phases}
     states = sum(
-        sizes["save_checkpoint"][f"{role} {part}"] for role in ("actor", "critic") for part in ("params", "optimizer")
+        sizes["save_checkpoint"][f"{role} {part}"]
+        for role in ("actor", "critic")
+        for part in ("params", "optimizer")
     )
-    assert states == sum(state.params + state.optimizer for role, state in ranks.states.items() if role != "ref")
+    assert states == sum(
+        state.params + state.optimizer for role, state in ranks.states.items() if role != "ref"
+    )
     assert "ref params" not in sizes["save_checkpoint"]

@@ -1,4 +1,5 @@
-"""Copies to the device, with host memory in the place of a GPU's and of page-locked memory; freed memory on a CPU."""
+"""Copies to the device, with host memory in the place of a GPU's and of page-locked memory; freed
+memory on a CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def gpu_path() -> None:
     with (
         mock.patch.object(platform, "use_cuda", lambda: True),
         mock.patch.object(platform, "device", lambda: torch.device("cpu")),
-        mock.patch.object(platform, "host_bytes", lambda size: torch.empty(size, dtype=torch.uint8)),
+        mock.patch.object(
+            platform, "host_bytes", lambda size: torch.empty(size, dtype=torch.uint8)
+        ),
     ):
         yield
 
@@ -48,7 +51,9 @@ def test_a_cpu_copies_nothing() -> None:
     assert all(a is b for a, b in zip(TENSORS, platform.to_device(TENSORS), strict=True))
 
 
-def test_a_process_leaves_the_default_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_leaves_the_default_stream_of_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[Any] = []
 
     def set_stream(stream: Any) -> None:
@@ -68,7 +73,8 @@ def test_a_process_leaves_the_default_stream_of_its_own_gpu(monkeypatch: pytest.
 
 
 def test_memory_that_vllm_has_released_is_free_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch count segments of vLLM's pools as reserved, a sleeping one as allocated, a trimmed one as not."""
+    """Let torch count segments of vLLM's pools as reserved, a sleeping one as allocated, a trimmed
+    one as not."""
     segments = [
         {"segment_pool_id": (0, 0), "total_size": 30, "allocated_size": 20},
         {"segment_pool_id": (0, 1), "total_size": 40, "allocated_size": 40},

@@ -1,5 +1,6 @@
-"""The policy losses of policy_losses.py: hand-worked sequences, slow plain-Python versions with their gradients, and no
-dependence on the split into micro-batches. PPO's clipped surrogate is in test_losses.py."""
+"""The policy losses of policy_losses.py: hand-worked sequences, slow plain-Python versions with
+their gradients, and no dependence on the split into micro-batches. PPO's clipped surrogate is in
+test_losses.py."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.trainer import update
 
 LENS = torch.tensor([3, 1, 7, 2, 5])
-SETTINGS = PolicyLossConfig(clip_cov_ratio=0.2, clip_cov_lb=-0.5, clip_cov_ub=0.5, kl_cov_ratio=0.2, ppo_kl_coef=0.3)
+SETTINGS = PolicyLossConfig(
+    clip_cov_ratio=0.2, clip_cov_lb=-0.5, clip_cov_ub=0.5, kl_cov_ratio=0.2, ppo_kl_coef=0.3
+)
 LOW = 0.2
 HIGH = 0.3
 CLIP_C = 1.5
@@ -32,7 +35,8 @@ def test_every_loss_can_be_set() -> None:
 
 
 def mini_batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return the per-token fields of a mini-batch, float64. Ratios are on both sides of every clip."""
+    """Return the per-token fields of a mini-batch, float64. Ratios are on both sides of every
+    clip."""
     g = torch.Generator().manual_seed(seed)
     count = int(LENS.sum())
     old = -torch.randn(count, generator=g, dtype=torch.float64).abs()
@@ -46,7 +50,9 @@ def mini_batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
         "sequence": torch.repeat_interleave(LENS),
     }
     if selection is not None:
-        fields["selected"] = selection(old, advantages, SETTINGS, torch.Generator().manual_seed(seed))
+        fields["selected"] = selection(
+            old, advantages, SETTINGS, torch.Generator().manual_seed(seed)
+        )
     return fields
 
 
@@ -68,8 +74,11 @@ def number(x: float) -> torch.Tensor:
 
 
 def slow(name: str, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return loss and shares of clipped tokens, token by token. The loss is differentiable in log_probs."""
-    old, advantages, weights = (fields[key].tolist() for key in ("old_log_probs", "advantages", "weights"))
+    """Return loss and shares of clipped tokens, token by token. The loss is differentiable in
+    log_probs."""
+    old, advantages, weights = (
+        fields[key].tolist() for key in ("old_log_probs", "advantages", "weights")
+    )
     log_probs = list(fields["log_probs"])
     selected = fields["selected"].tolist() if "selected" in fields else []
     where = fields["sequence"].tolist()
@@ -86,7 +95,9 @@ def slow(name: str, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict
             ratio = math.exp(mean) * (log_prob - log_prob.detach()).exp()
         clipped = min(max(float(ratio.detach()), 1 - LOW), 1 + HIGH)
         if name in ("vanilla", "gspo", "clip_cov"):
-            loss = -a * ratio if -a * float(ratio.detach()) >= -a * clipped else number(-a * clipped)
+            loss = (
+                -a * ratio if -a * float(ratio.detach()) >= -a * clipped else number(-a * clipped)
+            )
             upper += -a * clipped > -a * float(ratio.detach())
             if name == "vanilla" and a < 0 and float(loss.detach()) > -a * CLIP_C:
                 loss = number(-a * CLIP_C)
@@ -152,18 +163,24 @@ def test_gspo_and_geo_mean_by_hand() -> None:
     }
     sizes = {"num_tokens": 3, "num_sequences": 2}
     loss, stats = POLICY_LOSSES["gspo"].function(inputs_of(fields, **sizes))
-    # s is e^0.1 = 1.105, inside the range; e^-0.5 = 0.607, clipped to 0.8: the loss 2 * 0.8 is the larger one.
+    # s is e^0.1 = 1.105, inside the range; e^-0.5 = 0.607, clipped to 0.8: the loss 2 * 0.8 is the
+    # larger one.
     assert loss.item() == pytest.approx(0.5 * -math.exp(0.1) + 0.5 * 1.6)
     assert float(stats["pg_clipfrac"]) == pytest.approx(1 / 3)
     loss, stats = POLICY_LOSSES["geo_mean"].function(inputs_of(fields, **sizes))
     # 0.4 is clipped to 0.3: the mean is 0.05. -0.5 is clipped to -0.2.
     assert loss.item() == pytest.approx(0.5 * -math.exp(0.05) + 0.5 * 2 * math.exp(-0.2))
-    assert (float(stats["pg_clipfrac"]), float(stats["pg_clipfrac_lower"])) == pytest.approx((1 / 3, 1 / 3))
+    assert (float(stats["pg_clipfrac"]), float(stats["pg_clipfrac_lower"])) == pytest.approx(
+        (1 / 3, 1 / 3)
+    )
 
 
 @pytest.mark.parametrize("name", ["geo_mean", "vanilla"])
-def test_geo_mean_weighs_a_sequence_by_the_geometric_mean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the loss with ratios and weights of tokens: the product of both is the ratio to vLLM's policy."""
+def test_geo_mean_weighs_a_sequence_by_the_geometric_mean(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the loss with ratios and weights of tokens: the product of both is the ratio to
+    vLLM's policy."""
     log_ratio = torch.tensor([0.1, 0.2, -0.1])
     weights = torch.tensor([0.5, 2.0, 0.25])
     mini = RaggedBatch(
@@ -172,25 +189,35 @@ def test_geo_mean_weighs_a_sequence_by_the_geometric_mean(name: str, monkeypatch
         response_lens=torch.tensor([2, 1]),
         rollout_log_probs=torch.zeros(3),
         finished=torch.ones(2, dtype=torch.bool),
-    ).with_fields(old_log_probs=torch.full((3,), -1.0), advantages=torch.tensor([1.0, 1.0, -2.0]), is_weights=weights)
+    ).with_fields(
+        old_log_probs=torch.full((3,), -1.0),
+        advantages=torch.tensor([1.0, 1.0, -2.0]),
+        is_weights=weights,
+    )
     log_probs = -1.0 + log_ratio
     monkeypatch.setattr(update, "log_probs_and_entropy", lambda *_: (log_probs, torch.ones(3)))
     cfg = ActorConfig(loss_agg_mode="seq-mean-token-mean")
     terms = update.ActorTerms(POLICY_LOSSES[name], 0.0, 0.0, 1, torch.Generator())
-    micro = SimpleNamespace(targets=torch.zeros(3, dtype=torch.int64), response_index=torch.arange(3))
+    micro = SimpleNamespace(
+        targets=torch.zeros(3, dtype=torch.int64), response_index=torch.arange(3)
+    )
     micro.all_results = lambda own: own
     loss, _ = update.actor_objective(mini, cfg, 8, 1.0, terms)(None, torch.zeros(3, 1, 1), micro)
     if name == "geo_mean":
         expected = [-math.exp(0.15) * math.sqrt(0.5 * 2.0), 2.0 * math.exp(-0.1) * 0.25]
     else:
-        expected = [-(math.exp(0.1) * 0.5 + 1.2 * 2.0) / 2, 2.0 * math.exp(-0.1) * 0.25]  # e^0.2 is clipped to 1.2
+        # e^0.2 is clipped to 1.2
+        expected = [-(math.exp(0.1) * 0.5 + 1.2 * 2.0) / 2, 2.0 * math.exp(-0.1) * 0.25]
     assert loss.item() == pytest.approx(sum(expected) / 2)
 
 
 def test_gradient_of_gspo_is_that_of_its_sequence_ratio() -> None:
-    """Compare with the gradient of -A s through s itself; equal as a sequence's advantages are equal."""
+    """Compare with the gradient of -A s through s itself; equal as a sequence's advantages are
+    equal."""
     fields = mini_batch("gspo")
-    fields["advantages"] = torch.tensor([1.0, -0.5, 0.3, -2.0, 0.7], dtype=torch.float64)[fields["sequence"]]
+    fields["advantages"] = torch.tensor([1.0, -0.5, 0.3, -2.0, 0.7], dtype=torch.float64)[
+        fields["sequence"]
+    ]
     log_probs = fields["log_probs"].requires_grad_()
     inputs = inputs_of(fields, clip_low=1.0, clip_high=100.0)
     POLICY_LOSSES["gspo"].function(inputs)[0].backward()
@@ -203,9 +230,12 @@ def test_gradient_of_gspo_is_that_of_its_sequence_ratio() -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_gspo_caps_the_log_ratio_of_a_sequence_at_10(advantage: float) -> None:
-    """Check that a ratio beyond e^10 is e^10 without a gradient. The log-ratios are not clamped one by one."""
+    """Check that a ratio beyond e^10 is e^10 without a gradient. The log-ratios are not clamped one
+    by one."""
     old = torch.full((6,), -60.0, dtype=torch.float64)
-    log_probs = (old + torch.tensor([50.0, 50.0, 24.0, 0.0, 0.0, -1.0], dtype=torch.float64)).requires_grad_()
+    log_probs = (
+        old + torch.tensor([50.0, 50.0, 24.0, 0.0, 0.0, -1.0], dtype=torch.float64)
+    ).requires_grad_()
     fields = {
         "log_probs": log_probs,
         "old_log_probs": old,
@@ -219,15 +249,26 @@ def test_gspo_caps_the_log_ratio_of_a_sequence_at_10(advantage: float) -> None:
     near = math.exp(8)
     far = math.exp(-1)
     assert loss.item() == pytest.approx(-advantage * (2 * math.exp(10) + 3 * near + far))
-    assert log_probs.grad.tolist() == pytest.approx([0.0, 0.0, *[-advantage * near] * 3, -advantage * far])
+    assert log_probs.grad.tolist() == pytest.approx(
+        [0.0, 0.0, *[-advantage * near] * 3, -advantage * far]
+    )
 
 
 def test_gspo_is_exact_at_unlikely_tokens() -> None:
-    """Catch a ratio that is rounded to the log-prob's precision: clip ranges of GSPO are about 3e-4."""
+    """Catch a ratio that is rounded to the log-prob's precision: clip ranges of GSPO are about
+    3e-4."""
     old = torch.full((4,), -300.0)
     log_probs = (old + 2**-12).requires_grad_()  # 2.4e-4; float32 numbers near 300 are 3e-5 apart
-    ones = {"advantages": torch.ones(4), "weights": torch.full((4,), 0.25), "sequence": torch.tensor([0, 0, 0, 1])}
-    mean = {"log_probs": log_probs, "old_log_probs": old - torch.tensor([0.0, 0.0, 2**-13, 0.0]), **ones}
+    ones = {
+        "advantages": torch.ones(4),
+        "weights": torch.full((4,), 0.25),
+        "sequence": torch.tensor([0, 0, 0, 1]),
+    }
+    mean = {
+        "log_probs": log_probs,
+        "old_log_probs": old - torch.tensor([0.0, 0.0, 2**-13, 0.0]),
+        **ones,
+    }
     loss, _ = POLICY_LOSSES["gspo"].function(inputs_of(mean, num_tokens=4, num_sequences=2))
     ratios = [math.exp((2 * 2**-12 + 2**-12 + 2**-13) / 3)] * 3 + [math.exp(2**-12)]
     assert -loss.item() - 1 == pytest.approx(sum(ratios) / 4 - 1, abs=2e-7)
@@ -238,14 +279,18 @@ SPLITS = [[[0], [1], [2], [3], [4]], [[4, 1], [2, 0, 3]], [[2], [], [3, 4, 0, 1]
 
 @pytest.mark.parametrize("split", SPLITS, ids=["singles", "uneven", "with_empty"])
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_gradient_and_statistics_do_not_depend_on_the_split(name: str, split: list[list[int]]) -> None:
+def test_gradient_and_statistics_do_not_depend_on_the_split(
+    name: str, split: list[list[int]]
+) -> None:
     fields = mini_batch(name)
 
     def summed(micro_batches: list[list[int]]) -> tuple[torch.Tensor, dict[str, float]]:
         log_probs = fields["log_probs"].clone().requires_grad_()
         totals: dict[str, float] = {}
         for micro_batch in micro_batches:
-            at = torch.from_numpy(ragged_indices(LENS.numpy(), np.array(micro_batch, dtype=np.int64)))
+            at = torch.from_numpy(
+                ragged_indices(LENS.numpy(), np.array(micro_batch, dtype=np.int64))
+            )
             micro = {key: value[at] for key, value in {**fields, "log_probs": log_probs}.items()}
             loss, stats = POLICY_LOSSES[name].function(inputs_of(micro))
             loss.backward()
@@ -289,7 +334,8 @@ def test_kl_cov_selects_the_highest_covariances() -> None:
     chosen = selection(old, advantages, PolicyLossConfig(kl_cov_ratio=0.1), g)
     ranked = covariances(old, advantages).argsort(descending=True)[:4]
     assert sorted(chosen.nonzero()[:, 0].tolist()) == sorted(ranked.tolist())
-    assert selection(old, advantages, PolicyLossConfig(kl_cov_ratio=1e-4), g).sum() == 1  # at least one
+    # at least one
+    assert selection(old, advantages, PolicyLossConfig(kl_cov_ratio=1e-4), g).sum() == 1
 
 
 def test_clip_cov_draws_from_the_band_by_the_generator_alone() -> None:

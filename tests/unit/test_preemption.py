@@ -1,5 +1,5 @@
-"""Stop requests: signals, the grace period, and the end of the job. The agreement of ranks is tested in
-tests/dist/test_heartbeat.py, a whole preempted run in tests/system."""
+"""Stop requests: signals, the grace period, and the end of the job. The agreement of ranks is
+tested in tests/dist/test_heartbeat.py, a whole preempted run in tests/system."""
 
 from __future__ import annotations
 
@@ -40,21 +40,33 @@ time.sleep(600)
 """
 
 
-UNBLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])\n"
+UNBLOCKED = (
+    "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])\n"
+)
 """Signal mask after multiprocessing's resource tracker has started."""
 
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [("SIGTERM", ""), ("SIGUSR1", ""), ("SIGINT", ""), ("SIGTERM", UNBLOCKED), ("SIGINT", UNBLOCKED)],
+    [
+        ("SIGTERM", ""),
+        ("SIGUSR1", ""),
+        ("SIGINT", ""),
+        ("SIGTERM", UNBLOCKED),
+        ("SIGINT", UNBLOCKED),
+    ],
     ids=["SIGTERM", "SIGUSR1", "SIGINT", "SIGTERM, unblocked", "SIGINT, unblocked"],
 )
-def test_process_exits_after_the_grace_period_and_its_helpers_survive(name: str, extra: str, tmp_path: Path) -> None:
+def test_process_exits_after_the_grace_period_and_its_helpers_survive(
+    name: str, extra: str, tmp_path: Path
+) -> None:
     program = PROGRAM.replace("print(helper", extra + "print(helper")
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
     # The signals are ignored until the program starts, as in launch/slurm_rank.sh.
     command = ["bash", "-c", 'trap \'\' USR1 TERM; exec "$0" -c "$1"', sys.executable, program]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stderr is not None
     helper = int(process.stdout.readline())
     try:
@@ -74,10 +86,14 @@ def test_process_exits_after_the_grace_period_and_its_helpers_survive(name: str,
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"], ids=["by itself", "by torchrun"])
 def test_second_ctrl_c_ends_the_process_at_once(second: str, tmp_path: Path) -> None:
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
-    program = PROGRAM.replace("grace_seconds=1", "grace_seconds=600").replace('["sleep", "600"]', '["true"]')
+    program = PROGRAM.replace("grace_seconds=1", "grace_seconds=600").replace(
+        '["sleep", "600"]', '["true"]'
+    )
     one_press = 3.0
     program = program.replace(
-        "\nstop =", f"\nfrom rlhf_mc.runtime import preemption; preemption.ONE_PRESS_SECONDS = {one_press}\nstop ="
+        "\nstop =",
+        "\nfrom rlhf_mc.runtime import preemption; preemption.ONE_PRESS_SECONDS = "
+        f"{one_press}\nstop =",
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", program], env=env, text=True, **pipes)
@@ -111,11 +127,19 @@ def test_ctrl_c_works_with_a_closed_stderr(tmp_path: Path) -> None:
 
 
 def test_unrelated_signal_is_not_a_stop_request(tmp_path: Path) -> None:
-    """Raise a signal that Python handles, such as a library's timer: it also wakes the thread that waits for stops."""
-    timer = "import signal; signal.signal(signal.SIGVTALRM, lambda *at: None); signal.raise_signal(signal.SIGVTALRM)"
-    program = PROGRAM.replace("print(helper.pid, flush=True)", f"helper.kill(); {timer}; time.sleep(3); sys.exit(7)")
+    """Raise a signal that Python handles, such as a library's timer: it also wakes the thread that
+    waits for stops."""
+    timer = (
+        "import signal; signal.signal(signal.SIGVTALRM, lambda *at: None); "
+        "signal.raise_signal(signal.SIGVTALRM)"
+    )
+    program = PROGRAM.replace(
+        "print(helper.pid, flush=True)", f"helper.kill(); {timer}; time.sleep(3); sys.exit(7)"
+    )
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=500
+    )
     assert (done.returncode, done.stderr) == (7, "")
 
 
@@ -146,7 +170,9 @@ def test_first_stop_reason_is_kept() -> None:
         stop.check()
 
 
-def test_job_end_is_read_from_the_environment_or_squeue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_job_end_is_read_from_the_environment_or_squeue(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)
     assert job_end() is None
@@ -175,7 +201,9 @@ def test_run_stops_before_the_end_of_its_job(monkeypatch: pytest.MonkeyPatch) ->
     stop.check()
     stop.steps_done = 1
     monkeypatch.setattr(time, "time", lambda: now + 2)
-    with pytest.raises(StopRequested, match=r"the job's time is almost up, trainer.stop_before_minutes is 10"):
+    with pytest.raises(
+        StopRequested, match=r"the job's time is almost up, trainer.stop_before_minutes is 10"
+    ):
         stop.check()
 
 
@@ -183,7 +211,9 @@ def test_job_too_short_for_one_step_is_an_error(monkeypatch: pytest.MonkeyPatch)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)
     monkeypatch.setattr(preemption, "job_end", lambda: now + 600)
-    with pytest.raises(UserError, match=r"stop_before_minutes is 11, but the job ends in 10.0 minutes"):
+    with pytest.raises(
+        UserError, match=r"stop_before_minutes is 11, but the job ends in 10.0 minutes"
+    ):
         requests(stop_before_minutes=11).read_job_end()
     stop = requests(stop_before_minutes=9.99)
     stop.read_job_end()
@@ -197,10 +227,25 @@ def test_job_too_short_for_one_step_is_an_error(monkeypatch: pytest.MonkeyPatch)
     [
         (
             None,
-            "no step is complete yet, so none is saved; the run begins anew, as another run, when it is started again",
+            (
+                "no step is complete yet, so none is saved; the run begins anew, as another run, "
+                "when it is started again"
+            ),
         ),
-        (2, "the checkpoint of step 2 is complete; the run resumes from there when it is started again"),
-        (0, "the checkpoint of step 0 is complete; the run resumes from there when it is started again"),
+        (
+            2,
+            (
+                "the checkpoint of step 2 is complete; the run resumes from there when it is "
+                "started again"
+            ),
+        ),
+        (
+            0,
+            (
+                "the checkpoint of step 0 is complete; the run resumes from there when it is "
+                "started again"
+            ),
+        ),
     ],
 )
 def test_a_stopped_run_says_what_the_next_start_does(

@@ -1,4 +1,5 @@
-"""tools/prepare_data.py: rows in verl's schema, of public data sets and of files with any columns."""
+"""tools/prepare_data.py: rows in verl's schema, of public data sets and of files with any
+columns."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def run(command_line: list[str]) -> None:
     prepare_data.prepare(prepare_data.arguments(command_line))
 
 
-def prepare(dataset: str, source: Path, output: Path, *arguments: str) -> dict[str, list[dict[str, Any]]]:
+def prepare(
+    dataset: str, source: Path, output: Path, *arguments: str
+) -> dict[str, list[dict[str, Any]]]:
     """Convert, and return the rows of each split."""
     run(["--dataset", dataset, "--input", str(source), "--output", str(output), *arguments])
     return {path.stem: pq.read_table(path).to_pylist() for path in sorted(output.glob("*.parquet"))}
@@ -45,7 +48,10 @@ def error_of(dataset: str, source: Path, *arguments: str) -> str:
 
 
 def gsm8k_example(i: int) -> dict[str, str]:
-    return {"question": f"What is {i} thousand?", "answer": f"Easy: <<{i}*1000={i}000>>.\n#### {i},000"}
+    return {
+        "question": f"What is {i} thousand?",
+        "answer": f"Easy: <<{i}*1000={i}000>>.\n#### {i},000",
+    }
 
 
 # ---------------------------------------------------------------- public data sets
@@ -63,7 +69,10 @@ def test_gsm8k(tmp_path: Path) -> None:
         "prompt": [
             {
                 "role": "user",
-                "content": 'What is 2 thousand? Let\'s think step by step and output the final answer after "####".',
+                "content": (
+                    "What is 2 thousand? Let's think step by step and output the final "
+                    'answer after "####".'
+                ),
             }
         ],
         "ability": "math",
@@ -80,10 +89,15 @@ def test_gsm8k(tmp_path: Path) -> None:
 def test_rows_of_one_file_are_held_out(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "all.jsonl", [gsm8k_example(i) for i in range(1, 6)])
     rows = prepare("gsm8k", source, tmp_path / "out", "--test-rows", "2")
-    truths = {split: [row["reward_model"]["ground_truth"] for row in found] for split, found in rows.items()}
+    truths = {
+        split: [row["reward_model"]["ground_truth"] for row in found]
+        for split, found in rows.items()
+    }
     assert truths == {"train": ["1000", "2000", "3000"], "test": ["4000", "5000"]}
     assert list(prepare("gsm8k", source, tmp_path / "whole")) == ["train"]
-    assert "--test-rows 5: must be below the 5 rows" in error_of("gsm8k", source, "--test-rows", "5")
+    assert "--test-rows 5: must be below the 5 rows" in error_of(
+        "gsm8k", source, "--test-rows", "5"
+    )
 
 
 def score_of(row: dict[str, Any], response: str) -> float:
@@ -105,15 +119,23 @@ def score_of(row: dict[str, Any], response: str) -> float:
 )
 def test_math(tmp_path: Path, solution: str, answer: str) -> None:
     example = {"problem": "What?", "level": "Level 1", "type": "Algebra", "solution": solution}
-    (row,) = prepare("math", write_lines(tmp_path / "a.jsonl", [example]), tmp_path / "out")["train"]
+    (row,) = prepare("math", write_lines(tmp_path / "a.jsonl", [example]), tmp_path / "out")[
+        "train"
+    ]
     assert row["prompt"] == [
         {
             "role": "user",
-            "content": "What? Let's think step by step and output the final answer within \\boxed{}.",
+            "content": (
+                "What? Let's think step by step and output the final answer within \\boxed{}."
+            ),
         }
     ]
     assert row["reward_model"] == {"style": "rule", "ground_truth": answer}
-    assert (row["level"], row["type"], row["extra_info"]) == ("Level 1", "Algebra", {"split": "train", "index": 0})
+    assert (row["level"], row["type"], row["extra_info"]) == (
+        "Level 1",
+        "Algebra",
+        {"split": "train", "index": 0},
+    )
     assert score_of(row, solution.replace("\\boxed 7", "\\boxed{7}")) == 1.0
 
 
@@ -133,7 +155,10 @@ def test_hellaswag(tmp_path: Path) -> None:
     rows = prepare("hellaswag", tmp_path, tmp_path / "out")
     assert {split: len(found) for split, found in rows.items()} == {"train": 2, "validation": 1}
     row = rows["train"][0]
-    assert row["prompt"][0]["content"] == "Removing ice from car: How to start. A man is seen. Then, the man"
+    assert (
+        row["prompt"][0]["content"]
+        == "Removing ice from car: How to start. A man is seen. Then, the man"
+    )
     assert row["reward_model"] == {
         "style": "model",
         "eval": "multiple_choice",
@@ -141,17 +166,29 @@ def test_hellaswag(tmp_path: Path) -> None:
         "choices": [", walks  away.", "sits.", "runs."],
     }
     assert row["extra_info"]["choices"] == row["reward_model"]["choices"]
-    assert [score_of(row, response) for response in ("2", "The man runs.", "sits")] == [1.0, 1.0, 0.0]
+    assert [score_of(row, response) for response in ("2", "The man runs.", "sits")] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
     assert (row["data_source"], row["ability"], row["ind"]) == ("Rowan/hellaswag", "nlp", 4)
     bad = write_lines(tmp_path / "bad.jsonl", [example, {**example, "label": "3"}])
-    assert "bad.jsonl, line 2: field 'label' is '3', expected the number of one of 3 endings" in error_of(
-        "hellaswag", bad
+    assert (
+        "bad.jsonl, line 2: field 'label' is '3', expected the number of one of 3 endings"
+        in error_of("hellaswag", bad)
     )
 
 
 def test_full_hh_rlhf(tmp_path: Path) -> None:
-    example = {"prompt": "\n\nHuman: Hi\n\nAssistant:", "response": " Hello", "chosen": " Hello", "rejected": " No"}
-    (row,) = prepare("full_hh_rlhf", write_lines(tmp_path / "a.jsonl", [example]), tmp_path / "out")["train"]
+    example = {
+        "prompt": "\n\nHuman: Hi\n\nAssistant:",
+        "response": " Hello",
+        "chosen": " Hello",
+        "rejected": " No",
+    }
+    (row,) = prepare(
+        "full_hh_rlhf", write_lines(tmp_path / "a.jsonl", [example]), tmp_path / "out"
+    )["train"]
     assert row == {
         "prompt": [{"role": "user", "content": "\n\nHuman: Hi\n\nAssistant:"}],
         "chosen": " Hello",
@@ -165,7 +202,8 @@ def test_full_hh_rlhf(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_real_gsm8k(tmp_path: Path) -> None:
-    """Convert gsm8k_train.jsonl and gsm8k_test.jsonl of $RLHF_MC_DATA; each reference answer scores 1."""
+    """Convert gsm8k_train.jsonl and gsm8k_test.jsonl of $RLHF_MC_DATA; each reference answer scores
+    1."""
     if not (DATA / "gsm8k_train.jsonl").is_file():
         pytest.skip(f"no gsm8k_train.jsonl in {DATA} (set RLHF_MC_DATA)")
     rows = prepare("gsm8k", DATA, tmp_path)
@@ -192,7 +230,9 @@ def test_columns(tmp_path: Path) -> None:
         ],
     )
     columns = ["prompt=messages", "ground_truth=meta.answer", "data_source=meta.src"]
-    rows = prepare("jsonl", source, tmp_path / "out", "--columns", *columns, "--instruction", "Think.")
+    rows = prepare(
+        "jsonl", source, tmp_path / "out", "--columns", *columns, "--instruction", "Think."
+    )
     first, second = rows["train"]
     assert first["prompt"] == [{"role": "user", "content": "3+3? Think."}]
     assert second["prompt"] == [*chat[:-1], {"role": "user", "content": "2+2? Think."}]
@@ -210,7 +250,9 @@ def test_columns_that_the_data_does_not_have(tmp_path: Path) -> None:
     assert error_of("jsonl", source, "--columns", "prompt=question") == (
         f"{source}, line 1: no column 'question'; its columns are prompt"
     )
-    assert "--columns answer=a: expected NAME=COLUMN" in error_of("jsonl", source, "--columns", "answer=a")
+    assert "--columns answer=a: expected NAME=COLUMN" in error_of(
+        "jsonl", source, "--columns", "answer=a"
+    )
 
 
 # ---------------------------------------------------------------- bad input
@@ -241,7 +283,10 @@ def test_a_bad_row_is_named_or_skipped(
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    assert error_of("gsm8k", tmp_path / "none.jsonl") == f"{tmp_path}/none.jsonl: No such file or directory"
+    assert (
+        error_of("gsm8k", tmp_path / "none.jsonl")
+        == f"{tmp_path}/none.jsonl: No such file or directory"
+    )
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     assert "not a readable parquet file" in error_of("gsm8k", tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text("question,answer\n")
@@ -254,14 +299,20 @@ def test_bad_files(tmp_path: Path) -> None:
     assert "each column needs values of one type (" in error_of("jsonl", mixed)
 
 
-def test_the_hub_needs_the_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_needs_the_datasets_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"--from-hub needs the datasets library, which is not installed: pip install"):
+    with pytest.raises(
+        UserError,
+        match=r"--from-hub needs the datasets library, which is not installed: pip install",
+    ):
         run(["--dataset", "gsm8k", "--from-hub", "--output", str(tmp_path)])
 
 
 def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load by a stand-in for the datasets library, which has these rows for these arguments alone."""
+    """Load by a stand-in for the datasets library, which has these rows for these arguments
+    alone."""
     calls = []
 
     class Library:
@@ -276,16 +327,32 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(["--dataset", "gsm8k", "--from-hub", "--output", str(tmp_path)])
     assert calls == [("openai/gsm8k", "main")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test.parquet", "train.parquet"]
-    with pytest.raises(UserError, match=re.escape("--from-hub x/y: cannot be loaded (ConnectionError: no network)")):
+    with pytest.raises(
+        UserError, match=re.escape("--from-hub x/y: cannot be loaded (ConnectionError: no network)")
+    ):
         run(["--dataset", "gsm8k", "--from-hub", "x/y", "--output", str(tmp_path)])
 
 
 def test_the_program_reports_an_error_in_one_line(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"question": "?", "answer": "no number"}])
-    command = [sys.executable, "tools/prepare_data.py", "--dataset", "gsm8k", "--input", str(source)]
+    command = [
+        sys.executable,
+        "tools/prepare_data.py",
+        "--dataset",
+        "gsm8k",
+        "--input",
+        str(source),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(
-        [*command, "--output", str(tmp_path)], cwd=REPO, env=environment, capture_output=True, text=True
+        [*command, "--output", str(tmp_path)],
+        cwd=REPO,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
-    assert done.stderr == f"rlhf_mc: error: {source}, line 1: the answer does not end in '#### NUMBER'\n"
+    assert (
+        done.stderr
+        == f"rlhf_mc: error: {source}, line 1: the answer does not end in '#### NUMBER'\n"
+    )

@@ -33,7 +33,9 @@ from rlhf_mc.trainer import scores
 
 def rank(work: float, waiting: float = 0.0, **others: object) -> RankTimes:
     """Return the times of a rank with one phase, gen."""
-    times = RankTimes("n1", False, {"gen": work + waiting, "step": work + waiting}, {"gen": waiting})
+    times = RankTimes(
+        "n1", False, {"gen": work + waiting, "step": work + waiting}, {"gen": waiting}
+    )
     return dataclasses.replace(times, **others)
 
 
@@ -45,26 +47,46 @@ def amounts(**counts: float) -> dict[str, dict[str, float]]:
     ("ranks", "others"),
     [
         (
-            [rank(1.0, 0.3, amounts=amounts(tokens=3900)), rank(1.3, amounts=amounts(tokens=5120), host="n2")],
+            [
+                rank(1.0, 0.3, amounts=amounts(tokens=3900)),
+                rank(1.3, amounts=amounts(tokens=5120), host="n2"),
+            ],
             "the other waited for rank 1 (host n2): tokens 5120 against 3900",
         ),
         (
-            [rank(1.0, 0.5), rank(1.5, amounts=amounts(responses=3, file_seconds=0.4)), rank(1.0, 0.5)],
-            "the others waited for rank 1 (host n1): responses 3 against 0, file_seconds 0.40 against 0.00",
+            [
+                rank(1.0, 0.5),
+                rank(1.5, amounts=amounts(responses=3, file_seconds=0.4)),
+                rank(1.0, 0.5),
+            ],
+            (
+                "the others waited for rank 1 (host n1): responses 3 against 0, file_seconds 0.40 "
+                "against 0.00"
+            ),
         ),
         ([rank(1.0, 0.5), rank(1.5)], "the other waited for rank 1 (host n1)"),
     ],
 )
 def test_table_has_the_work_of_the_slowest_rank(ranks: list[RankTimes], others: str) -> None:
     table = as_json(7, ranks)
-    assert (table["step"], table["ranks"], table["hosts"]) == (7, len(ranks), [r.host for r in ranks])
+    assert (table["step"], table["ranks"], table["hosts"]) == (
+        7,
+        len(ranks),
+        [r.host for r in ranks],
+    )
     gen = table["phases"]["gen"]
-    assert gen["slowest"] == 1 and table["phases"]["step"]["slowest"] is None, "the step consists of the others"
-    assert gen["seconds"] == [r.seconds["gen"] for r in ranks] and gen["waiting"] == [r.waiting["gen"] for r in ranks]
+    assert gen["slowest"] == 1 and table["phases"]["step"]["slowest"] is None, (
+        "the step consists of the others"
+    )
+    assert gen["seconds"] == [r.seconds["gen"] for r in ranks] and gen["waiting"] == [
+        r.waiting["gen"] for r in ranks
+    ]
     assert " ".join(line.strip() for line in as_text(7, ranks)).endswith(f"gen: {others}")
 
 
-@pytest.mark.parametrize("ranks", [[rank(1.0)], [rank(1.0, 0.09), rank(1.09)], [rank(0.005, 0.015), rank(0.02)]])
+@pytest.mark.parametrize(
+    "ranks", [[rank(1.0)], [rank(1.0, 0.09), rank(1.09)], [rank(0.005, 0.015), rank(0.02)]]
+)
 def test_balanced_ranks_have_no_slowest(ranks: list[RankTimes]) -> None:
     assert as_json(1, ranks)["phases"]["gen"]["slowest"] is None
     assert not [line for line in as_text(1, ranks) if "waited for" in line]
@@ -72,7 +94,13 @@ def test_balanced_ranks_have_no_slowest(ranks: list[RankTimes]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 9, 4096])
 def test_table_fits_80_columns(num_ranks: int) -> None:
-    names = ["update_weights", "save_checkpoint", "reward_models.a_model_of_a_long_name", "between_phases", "step"]
+    names = [
+        "update_weights",
+        "save_checkpoint",
+        "reward_models.a_model_of_a_long_name",
+        "between_phases",
+        "step",
+    ]
     ranks = [
         RankTimes(
             "host-of-a-long-name.cluster.example",
@@ -92,7 +120,9 @@ def test_table_fits_80_columns(num_ranks: int) -> None:
 def test_waiting_for_reward_functions_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count it in each phase that waits, such as a validation."""
     pending = SimpleNamespace(
-        result=lambda: time.sleep(0.05) or [Score(0.5)], names=SimpleNamespace(limit=list), is_busy=False
+        result=lambda: time.sleep(0.05) or [Score(0.5)],
+        names=SimpleNamespace(limit=list),
+        is_busy=False,
     )
     rewards = SimpleNamespace(
         submit=lambda *args: pending,
@@ -150,7 +180,8 @@ def test_a_phase_that_raises_leaves_the_next_ones_alone() -> None:
 
 
 def test_ranges_cost_nothing_without_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that torch's profiler is not called: a step has some 15 phases, a micro-batch 5 ranges."""
+    """Check that torch's profiler is not called: a step has some 15 phases, a micro-batch 5
+    ranges."""
     monkeypatch.setattr(platform, "record_function", None)
     with PhaseTimer().phase("gen"), platform.named_range("forward"):
         pass
@@ -180,7 +211,9 @@ def trace() -> Trace:
     return recorded
 
 
-def test_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_no_file(trace: Trace, tmp_path: Path) -> None:
+def test_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_no_file(
+    trace: Trace, tmp_path: Path
+) -> None:
     with largest_file(2000), pytest.raises(OSError, match="no room for the trace"):
         trace.write(tmp_path / "step_1" / "rank_0.json.gz")
     assert list((tmp_path / "step_1").iterdir()) == []
@@ -200,7 +233,10 @@ def test_trace_has_what_contents_ask_for(trace: Trace, tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"ranks": [0, 4]}, "profile.ranks has 4; a run of 4 processes has ranks 0 to 3"),
-        ({"contents": ["memory"]}, "profile.contents is ['memory']; that needs profile.steps, which is empty"),
+        (
+            {"contents": ["memory"]},
+            "profile.contents is ['memory']; that needs profile.steps, which is empty",
+        ),
         (
             {"steps": [3], "ranks": [], "contents": ["shapes"]},
             "profile.contents is ['shapes']; that needs traces, and profile.ranks is empty",
@@ -215,4 +251,6 @@ def test_settings_that_do_nothing_are_refused(settings: dict[str, list[int]], me
 
 def test_all_ranks_and_no_rank_can_be_traced() -> None:
     for ranks in ([], [3], None):
-        check_config(load_config({**yaml.safe_load(MINIMAL), "profile": {"steps": [3], "ranks": ranks}}), 4)
+        check_config(
+            load_config({**yaml.safe_load(MINIMAL), "profile": {"steps": [3], "ranks": ranks}}), 4
+        )

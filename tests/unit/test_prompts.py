@@ -27,22 +27,27 @@ from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.runtime.preemption import SIGNALS
 
 TEMPLATE = (
-    "{% for m in messages %}"
-    "{% if m['role'] == 'system' %}{{ raise_exception('no system messages here') }}{% endif %}"
-    "<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}{% if shout %}!{% endif %}{% if tools %}{{ tools }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system messages "
+    "here') }}{% endif %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}{% if "
+    "add_generation_prompt %}<assistant>{% endif %}{% if shout %}!{% endif %}{% if tools %}{{ "
+    "tools }}{% endif %}"
 )
 SPECIAL = ["<bos>", "<end>", "<user>", "<assistant>", "<unk>"]
 
 
 def save_tokenizer(path: Path, template: str | None = TEMPLATE, eos: str | None = "<end>") -> Path:
-    """Save a tokenizer of one token per character, with <bos> before texts encoded with special tokens."""
+    """Save a tokenizer of one token per character, with <bos> before texts encoded with special
+    tokens."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    core.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
     core.add_special_tokens(SPECIAL)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, unk_token="<unk>", bos_token="<bos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=eos, unk_token="<unk>", bos_token="<bos>"
+    )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(str(path))
     return path
@@ -125,7 +130,10 @@ def test_control_tokens_in_messages_are_text(
     """Check that a prompt without a template, which is the whole text, keeps them."""
     text = "a<end><assistant>4"
     path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": text}])
-    for one, wanted in ((tokenizer, ["<user>", *text, "<end>", "<assistant>"]), (plain_tokenizer, None)):
+    for one, wanted in (
+        (tokenizer, ["<user>", *text, "<end>", "<assistant>"]),
+        (plain_tokenizer, None),
+    ):
         (prompt,) = load_prompts([path], one, data_config(), -1)
         tokens = one.convert_ids_to_tokens(prompt.token_ids.tolist())
         assert tokens == (wanted or ["<bos>", "a", "<end>", "<assistant>", "4"])
@@ -133,19 +141,28 @@ def test_control_tokens_in_messages_are_text(
 
 def test_template_arguments(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_table(tmp_path / "a.parquet", [make_row()])
-    (prompt,) = load_prompts([path], tokenizer, data_config(apply_chat_template_kwargs={"shout": True}), -1)
+    (prompt,) = load_prompts(
+        [path], tokenizer, data_config(apply_chat_template_kwargs={"shout": True}), -1
+    )
     assert rendered(prompt, tokenizer) == "<user>2+2=<end><assistant>!"
 
 
-def test_prompts_of_rows_with_tools_have_them(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [{**make_row(), "agent_name": name} for name in (None, "tool_agent", "single_turn_agent", "mine")]
+def test_prompts_of_rows_with_tools_have_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [
+        {**make_row(), "agent_name": name}
+        for name in (None, "tool_agent", "single_turn_agent", "mine")
+    ]
     settings = {"apply_chat_template_kwargs": {"tools": [{"T": 1}]}}
     path = write_table(tmp_path / "a.parquet", rows[:3])
     read = load_prompts([path], tokenizer, data_config(**settings), -1, with_messages=True)
     assert [rendered(prompt, tokenizer)[-1] for prompt in read] == ["]", "]", ">"]
     assert [prompt.agent_name for prompt in read] == [None, "tool_agent", "single_turn_agent"]
     bad = write_table(tmp_path / "b.parquet", rows)
-    assert "row 3: column 'agent_name' is 'mine'; known: tool_agent" in error_of([bad], tokenizer, **settings)
+    assert "row 3: column 'agent_name' is 'mine'; known: tool_agent" in error_of(
+        [bad], tokenizer, **settings
+    )
 
 
 def test_plain_string_is_a_user_message_with_a_template(
@@ -155,57 +172,91 @@ def test_plain_string_is_a_user_message_with_a_template(
     (chat,) = load_prompts([path], tokenizer, data_config(), -1)
     assert rendered(chat, tokenizer) == "<user>1+1=<end><assistant>"
     (plain,) = load_prompts([path], plain_tokenizer, data_config(), -1)
-    assert plain_tokenizer.convert_ids_to_tokens(plain.token_ids.tolist()) == ["<bos>", "1", "+", "1", "="]
+    assert plain_tokenizer.convert_ids_to_tokens(plain.token_ids.tolist()) == [
+        "<bos>",
+        "1",
+        "+",
+        "1",
+        "=",
+    ]
 
 
-def test_chat_messages_need_a_template(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_messages_need_a_template(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
     path = write_table(tmp_path / "a.parquet", [make_row()])
     assert "no chat template" in error_of([path], plain_tokenizer)
 
 
-def test_other_columns_and_no_extra_info(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_other_columns_and_no_extra_info(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     row = {"question": "1", "source": "x", "reward_model": {"ground_truth": 1.5}}
     path = write_table(tmp_path / "a.parquet", [row])
-    (prompt,) = load_prompts([path], tokenizer, data_config(prompt_key="question", reward_fn_key="source"), -1)
+    (prompt,) = load_prompts(
+        [path], tokenizer, data_config(prompt_key="question", reward_fn_key="source"), -1
+    )
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("x", 1.5, {})
 
 
 def test_several_files_and_max_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    files = [write_table(tmp_path / f"{k}.parquet", [make_row(f"{k}{i}") for i in range(3)]) for k in "ab"]
+    files = [
+        write_table(tmp_path / f"{k}.parquet", [make_row(f"{k}{i}") for i in range(3)])
+        for k in "ab"
+    ]
     for max_samples, want in [(-1, 6), (4, 4), (3, 3), (2, 2), (100, 6)]:
         prompts = load_prompts(files, tokenizer, data_config(), max_samples)
         assert [p.index for p in prompts] == list(range(want))
-        assert [rendered(p, tokenizer)[6:8] for p in prompts] == ["a0", "a1", "a2", "b0", "b1", "b2"][:want]
+        assert [rendered(p, tokenizer)[6:8] for p in prompts] == [
+            "a0",
+            "a1",
+            "a2",
+            "b0",
+            "b1",
+            "b2",
+        ][:want]
 
 
-def test_overlong_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
+def test_overlong_prompts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
     contents = ["1", "12345", "123456", "12"]  # each with three tokens of the template
     path = write_table(tmp_path / "a.parquet", [make_row(c) for c in contents])
     message = error_of([path], tokenizer, max_prompt_length=8)
     assert "row 2: the prompt has 9 tokens, more than data.max_prompt_length 8" in message
     assert path in message
     with caplog.at_level(logging.WARNING):
-        prompts = load_prompts([path], tokenizer, data_config(max_prompt_length=8, filter_overlong_prompts=True), -1)
-    assert [rendered(p, tokenizer)[6:-16] for p in prompts] == ["1", "12345", "12"], "8 tokens still fit"
+        prompts = load_prompts(
+            [path], tokenizer, data_config(max_prompt_length=8, filter_overlong_prompts=True), -1
+        )
+    assert [rendered(p, tokenizer)[6:-16] for p in prompts] == ["1", "12345", "12"], (
+        "8 tokens still fit"
+    )
     assert [p.index for p in prompts] == [0, 1, 2], "counted after filtering"
     assert "1 of 4 prompts dropped" in caplog.text
-    assert "all 4 prompts are longer" in error_of([path], tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
+    assert "all 4 prompts are longer" in error_of(
+        [path], tokenizer, max_prompt_length=3, filter_overlong_prompts=True
+    )
 
 
 def test_text_far_too_long_is_not_tokenised(
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check the bound of 4 * 16 characters a token: the longest entry, <assistant>, has 11, and counts as 16."""
+    """Check the bound of 4 * 16 characters a token: the longest entry, <assistant>, has 11, and
+    counts as 16."""
     texts = ["1" * (4 * 16 * 9 + 1), "<assistant>" * 8, "1" * 8, "1" * 9]
     path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": text} for text in texts])
     message = error_of([path], plain_tokenizer, max_prompt_length=9)
-    assert "row 0: the prompt has 577 characters, too many for data.max_prompt_length 9; raise that" in message
+    assert (
+        "row 0: the prompt has 577 characters, too many for data.max_prompt_length 9; raise that"
+        in message
+    )
     with caplog.at_level(logging.WARNING):
         settings = data_config(max_prompt_length=9, filter_overlong_prompts=True)
         prompts = load_prompts([path], plain_tokenizer, settings, -1)
-    assert [rendered(p, plain_tokenizer) for p in prompts] == [f"<bos>{text}" for text in texts[1:3]], (
-        "nine tokens each, the first in 88 characters"
-    )
+    assert [rendered(p, plain_tokenizer) for p in prompts] == [
+        f"<bos>{text}" for text in texts[1:3]
+    ], "nine tokens each, the first in 88 characters"
     assert "2 of 4 prompts dropped" in caplog.text
 
 
@@ -220,11 +271,18 @@ ENDLESS_LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
         "{% macro f() %}{% for i in range(99999) %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}",
     ],
 )
-def test_endless_template_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """Block preemption.py's signals, and run a second thread that could receive the timer's signal."""
+def test_endless_template_times_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    """Block preemption.py's signals, and run a second thread that could receive the timer's
+    signal."""
     monkeypatch.setattr("rlhf_mc.data.tokenizer.LIMIT_SECONDS", 0.5)
     tokenizer = load_tokenizer(
-        str(save_tokenizer(tmp_path / "endless", "{% if messages[0].content == 'go' %}" + body + "{% endif %}x"))
+        str(
+            save_tokenizer(
+                tmp_path / "endless", "{% if messages[0].content == 'go' %}" + body + "{% endif %}x"
+            )
+        )
     )
     path = write_table(tmp_path / "a.parquet", [make_row("1"), make_row("go")])
     before = signal.getsignal(signal.SIGVTALRM)
@@ -237,8 +295,14 @@ def test_endless_template_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         done.set()
     assert message.startswith(f"data.train_files {path}, row 1: the tokenizer's chat template ")
-    assert "has not ended after 0.5 s of processor time" in message or "maximum recursion depth" in message
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0) and signal.getsignal(signal.SIGVTALRM) == before
+    assert (
+        "has not ended after 0.5 s of processor time" in message
+        or "maximum recursion depth" in message
+    )
+    assert (
+        signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+        and signal.getsignal(signal.SIGVTALRM) == before
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +318,9 @@ def test_endless_template_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_failing_template_names_the_row(tmp_path: Path, body: str, words: str) -> None:
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path / "bad", body)))
     message = error_of([write_table(tmp_path / "a.parquet", [make_row()])], tokenizer)
-    assert "row 0: the tokenizer's chat template refuses the prompt (" in message and words in message
+    assert (
+        "row 0: the tokenizer's chat template refuses the prompt (" in message and words in message
+    )
 
 
 # ---------------------------------------------------------------- bad files and rows
@@ -266,7 +332,12 @@ def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     good = write_table(tmp_path / "good.parquet", [make_row(str(i) * 50) for i in range(100)])
     broken = tmp_path / "broken.parquet"
     content = Path(good).read_bytes()
-    for corrupt in (b"", b"not parquet at all", content[:-20], content[:4] + b"\xff" * 300 + content[304:]):
+    for corrupt in (
+        b"",
+        b"not parquet at all",
+        content[:-20],
+        content[:4] + b"\xff" * 300 + content[304:],
+    ):
         broken.write_bytes(corrupt)
         assert error_of([good, str(broken)], tokenizer).startswith(
             f"data.train_files {broken}: not a readable parquet file"
@@ -294,10 +365,19 @@ def test_missing_column(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, colu
         ({"prompt": []}, "'prompt' is []"),
         ({"prompt": [{"role": "user", "content": None}]}, "expected a role and a text content"),
         ({"prompt": [{"role": None, "content": "1"}]}, "expected a role and a text content"),
-        ({"images": [{"bytes": b"png"}]}, "column 'images' is not read: prompts and models are of text alone; drop"),
+        (
+            {"images": [{"bytes": b"png"}]},
+            "column 'images' is not read: prompts and models are of text alone; drop",
+        ),
         ({"videos": ["a.mp4"]}, "column 'videos' is not read"),
-        ({"tools": '[{"type": "function"}]'}, "column 'tools' is not read: the tools of all rows are those of"),
-        ({"prompt": [{"role": "system", "content": "1"}]}, "refuses the prompt (no system messages here)"),
+        (
+            {"tools": '[{"type": "function"}]'},
+            "column 'tools' is not read: the tools of all rows are those of",
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "1"}]},
+            "refuses the prompt (no system messages here)",
+        ),
         ({"data_source": None}, "'data_source' is null, expected a string"),
         ({"reward_model": None}, "'reward_model' has no field 'ground_truth'"),
     ],
@@ -351,7 +431,9 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     assert "holds no tokenizer" in tokenizer_error(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     assert "holds no tokenizer" in tokenizer_error(tmp_path / "empty")
-    assert "no end-of-sequence token" in tokenizer_error(save_tokenizer(tmp_path / "no_eos", eos=None))
+    assert "no end-of-sequence token" in tokenizer_error(
+        save_tokenizer(tmp_path / "no_eos", eos=None)
+    )
     cut = save_tokenizer(tmp_path / "cut")
     (cut / "tokenizer.json").write_text((cut / "tokenizer.json").read_text()[:200])
     assert "tokenizer.json: not valid JSON" in tokenizer_error(cut)
@@ -374,8 +456,12 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- order
 
 
-def prompt_order(num_prompts: int, batch_size: int, seed: int = 7, shuffle: bool = True) -> PromptOrder:
-    return PromptOrder(DataConfig([], train_batch_size=batch_size, shuffle=shuffle), [num_prompts], seed)
+def prompt_order(
+    num_prompts: int, batch_size: int, seed: int = 7, shuffle: bool = True
+) -> PromptOrder:
+    return PromptOrder(
+        DataConfig([], train_batch_size=batch_size, shuffle=shuffle), [num_prompts], seed
+    )
 
 
 def batches(order: PromptOrder, count: int, position: int = 0) -> tuple[list[list[int]], int]:
@@ -418,7 +504,8 @@ def test_order_of_a_position_is_independent_of_earlier_ones() -> None:
 
 @pytest.mark.parametrize("size", [8, 12, 16, 24, 32, 48])
 def test_another_batch_size_continues_at_the_same_prompt(size: int) -> None:
-    """Check three batches of 16 of 96 prompts: no size repeats one of them, or passes over the prompts after them."""
+    """Check three batches of 16 of 96 prompts: no size repeats one of them, or passes over the
+    prompts after them."""
     first, position = batches(prompt_order(96, 16), 3)
     order = prompt_order(96, size)
     rest, position = batches(order, 48 // size, position)
@@ -440,9 +527,13 @@ def test_positions_without_the_remainder_of_each_epoch(num_prompts: int, size: i
 
 
 def test_batch_larger_than_the_data() -> None:
-    with pytest.raises(UserError, match=r"data\.train_batch_size is 5; there are only 4 training prompts"):
+    with pytest.raises(
+        UserError, match=r"data\.train_batch_size is 5; there are only 4 training prompts"
+    ):
         check_batch(DataConfig([], train_batch_size=5), 4)
-    with pytest.raises(UserError, match=r"data\.gen_batch_size is 6; there are only 5 training prompts"):
+    with pytest.raises(
+        UserError, match=r"data\.gen_batch_size is 6; there are only 5 training prompts"
+    ):
         check_batch(DataConfig([], train_batch_size=5, gen_batch_size=6), 5)
     check_batch(DataConfig([], train_batch_size=4), 4)
     assert sorted(prompt_order(4, 4).indices(range(36, 40))) == [0, 1, 2, 3]

@@ -46,7 +46,12 @@ def test_stack_gives_the_collective_and_the_source_line() -> None:
 def test_a_phase_change_is_reported_at_the_line_of_its_caller() -> None:
     # The heartbeat of a phase change is sent from within PhaseTimer and rlhf_mc/runtime.
     status = RankStatus()
-    names = {"heartbeat_of": make_heartbeat, "status": status, "found": [], "thread": threading.get_ident()}
+    names = {
+        "heartbeat_of": make_heartbeat,
+        "status": status,
+        "found": [],
+        "thread": threading.get_ident(),
+    }
     source = "def on_move():\n    found.append(heartbeat_of(status, 0, thread))"
     exec(compile(source, "rlhf_mc/runtime/heartbeat_thread.py", "exec"), names)
     status.on_move = names["on_move"]  # type: ignore[assignment]

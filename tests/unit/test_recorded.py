@@ -14,7 +14,12 @@ from rlhf_mc import command_line
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
 from rlhf_mc.config.masking import masked
-from rlhf_mc.config.recorded import check_not_hidden, command_without_secrets, recorded, without_secrets
+from rlhf_mc.config.recorded import (
+    check_not_hidden,
+    command_without_secrets,
+    recorded,
+    without_secrets,
+)
 from rlhf_mc.run_directory import starts
 from rlhf_mc.run_directory.starts import record_end, record_start
 from rlhf_mc.run_files import differences
@@ -38,7 +43,9 @@ def given(tmp_path: Path) -> Path:
 
 
 def test_keyword_arguments_that_are_secrets_are_hidden(given: Path, tmp_path: Path) -> None:
-    cfg = load_config(str(given), [f"trainer.default_local_dir={tmp_path}", "data.prompt_key=question"])
+    cfg = load_config(
+        str(given), [f"trainer.default_local_dir={tmp_path}", "data.prompt_key=question"]
+    )
     cfg.custom_reward_function.reward_kwargs = KWARGS
     cfg.data.apply_chat_template_kwargs = {"token": "sk-5", "enable_thinking": False}
     found = recorded(cfg)
@@ -52,7 +59,9 @@ def test_keyword_arguments_that_are_secrets_are_hidden(given: Path, tmp_path: Pa
     }
     assert found["data"]["apply_chat_template_kwargs"] == {"token": "***", "enable_thinking": False}
     assert found["data"]["prompt_key"] == "question", "a setting of the schema is no secret"
-    assert without_secrets(found) == found and "sk-1" in str(to_dict(cfg)), "the run itself has the values"
+    assert without_secrets(found) == found and "sk-1" in str(to_dict(cfg)), (
+        "the run itself has the values"
+    )
     assert without_secrets({"data": None}) == {"data": None}, "a checkpoint of another version"
 
 
@@ -74,18 +83,26 @@ def test_overrides_that_hold_secrets_are_hidden() -> None:
     ]
 
 
-def test_record_of_a_start_has_no_secret(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_of_a_start_has_no_secret(
+    given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     override = "custom_reward_function.reward_kwargs.api_key=sk-1"
-    monkeypatch.setattr(starts, "_command", lambda: ["python", "-m", "rlhf_mc", "given.yaml", override])
+    monkeypatch.setattr(
+        starts, "_command", lambda: ["python", "-m", "rlhf_mc", "given.yaml", override]
+    )
     for key in ("sk-1", "sk-2"):
-        cfg = load_config(str(given), [f"trainer.default_local_dir={tmp_path}", override.replace("sk-1", key)])
+        cfg = load_config(
+            str(given), [f"trainer.default_local_dir={tmp_path}", override.replace("sk-1", key)]
+        )
         record_start(cfg, "run1", 0)
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert set(written) == {"given.yaml", "starts.jsonl", "resolved_config.yaml"}
     assert not any("sk-" in text for text in written.values())
     assert "reward_kwargs.api_key=***" in written["starts.jsonl"]
     again = load_config(str(tmp_path / "resolved_config.yaml"))
-    assert again.custom_reward_function.reward_kwargs == {"api_key": "***"}, "a config that can be loaded"
+    assert again.custom_reward_function.reward_kwargs == {"api_key": "***"}, (
+        "a config that can be loaded"
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +181,9 @@ def test_resume_compares_settings_without_secrets(given: Path) -> None:
         ),
     ],
 )
-def test_recorded_config_must_get_its_secrets_again(given: Path, tmp_path: Path, override: str, key: str) -> None:
+def test_recorded_config_must_get_its_secrets_again(
+    given: Path, tmp_path: Path, override: str, key: str
+) -> None:
     cfg = load_config(str(given), [override])
     check_not_hidden(cfg)
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(recorded(cfg)))

@@ -1,4 +1,5 @@
-"""Scores by an HTTP endpoint, against a server on this machine: both APIs, repetitions, time limits, bad answers."""
+"""Scores by an HTTP endpoint, against a server on this machine: both APIs, repetitions, time
+limits, bad answers."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from config_files import MINIMAL
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RemoteRewardConfig, RewardConfig
+from rlhf_mc.config.reward_schema import (
+    CustomRewardFunctionConfig,
+    RemoteRewardConfig,
+    RewardConfig,
+)
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import remote
@@ -41,8 +46,9 @@ class Server(ThreadingHTTPServer):
 
 
 class Endpoint:
-    """A server whose answers a test chooses: answer(path, request, headers) returns the status and the body. A body in
-    pieces is sent without its length until the client has closed the connection."""
+    """A server whose answers a test chooses: answer(path, request, headers) returns the status and
+    the body. A body in pieces is sent without its length until the client has closed the
+    connection."""
 
     def __init__(self) -> None:
         self.answer: Answer = lambda path, request, headers: (200, "1.0")
@@ -102,13 +108,28 @@ def ask(limit: float = 60.0, num_rows: int = 1, **settings: Any) -> list[Any]:
 
 
 def test_http_endpoint_gets_the_arguments_of_a_reward_function(endpoint: Endpoint) -> None:
-    endpoint.answer = lambda path, request, headers: (200, json.dumps({"score": float(request["solution_str"])}))
-    assert ask(num_rows=3, url=f"{endpoint.url}/score") == [{"score": 0.0}, {"score": 1.0}, {"score": 2.0}]
-    assert {"prompt", "data_source", "solution_str", "ground_truth", "extra_info"} == endpoint.requests[0].keys()
+    endpoint.answer = lambda path, request, headers: (
+        200,
+        json.dumps({"score": float(request["solution_str"])}),
+    )
+    assert ask(num_rows=3, url=f"{endpoint.url}/score") == [
+        {"score": 0.0},
+        {"score": 1.0},
+        {"score": 2.0},
+    ]
+    assert {
+        "prompt",
+        "data_source",
+        "solution_str",
+        "ground_truth",
+        "extra_info",
+    } == endpoint.requests[0].keys()
     assert sorted(request["extra_info"]["level"] for request in endpoint.requests) == [0, 1, 2]
 
 
-def test_openai_endpoint_judges_by_the_template(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openai_endpoint_judges_by_the_template(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     seen = []
 
@@ -125,7 +146,9 @@ def test_openai_endpoint_judges_by_the_template(endpoint: Endpoint, monkeypatch:
 
 
 def test_overloaded_endpoint_is_asked_again(endpoint: Endpoint) -> None:
-    endpoint.answer = lambda path, request, headers: (503, "busy") if len(endpoint.requests) < 3 else (200, "0.5")
+    endpoint.answer = lambda path, request, headers: (
+        (503, "busy") if len(endpoint.requests) < 3 else (200, "0.5")
+    )
     assert ask(url=endpoint.url, max_retries=2) == [{"score": 0.5}]
     assert len(endpoint.requests) == 3
 
@@ -165,7 +188,12 @@ def test_requests_are_concurrent_up_to_the_limit(endpoint: Endpoint) -> None:
         (404, "no such page", {}, "HTTP status 404: no such page (1 attempts)"),
         (200, "<html>", {}, "the answer is not JSON"),
         (200, "[1]", {"api": "openai"}, "the answer [1] is no chat completion"),
-        (200, '{"choices": [{"message": {"content": "good"}}]}', {"api": "openai"}, "the reply good has no number"),
+        (
+            200,
+            '{"choices": [{"message": {"content": "good"}}]}',
+            {"api": "openai"},
+            "the reply good has no number",
+        ),
     ],
 )
 def test_answer_without_a_score(
@@ -173,7 +201,9 @@ def test_answer_without_a_score(
 ) -> None:
     endpoint.answer = lambda path, request, headers: (status, body)
     [failure] = ask(url=endpoint.url, **settings)
-    assert isinstance(failure, Failure) and failure.kind == ("invalid" if "returned" in words else "endpoint")
+    assert isinstance(failure, Failure) and failure.kind == (
+        "invalid" if "returned" in words else "endpoint"
+    )
     assert words in failure.problem and len(failure.problem) < 300
     assert failure.origin == f"reward.remote.url {endpoint.url}"
 
@@ -182,7 +212,9 @@ def test_slow_endpoint_is_limited_by_request_and_by_response(endpoint: Endpoint)
     may_answer = threading.Event()
     endpoint.answer = lambda path, request, headers: (may_answer.wait(), (200, "1"))[1]
     [failure] = ask(url=endpoint.url, timeout_seconds=0.05, max_retries=1)
-    assert "no complete answer after 0.05 s (reward.remote.timeout_seconds) (2 attempts)" in str(failure)
+    assert "no complete answer after 0.05 s (reward.remote.timeout_seconds) (2 attempts)" in str(
+        failure
+    )
     [failure] = ask(url=endpoint.url, limit=0.1)
     may_answer.set()
     assert "no score after 0.1 s (reward.timeout_seconds)" in str(failure)
@@ -202,7 +234,9 @@ def test_answer_that_never_ends_is_limited_by_the_time_of_the_request(endpoint: 
 
     endpoint.answer = lambda path, request, headers: (200, bytes_one_by_one())
     [failure] = ask(url=endpoint.url, timeout_seconds=0.3, max_retries=0)
-    assert "no complete answer after 0.3 s (reward.remote.timeout_seconds) (1 attempts)" in str(failure)
+    assert "no complete answer after 0.3 s (reward.remote.timeout_seconds) (1 attempts)" in str(
+        failure
+    )
     assert closed.wait(30), "the connection is closed"
 
 
@@ -228,14 +262,18 @@ def test_compressed_answer_is_limited_in_memory(endpoint: Endpoint) -> None:
     endpoint.answer = lambda path, request, headers: (200, "0.5")
     assert "the answer is not gzip, as its Content-Encoding says" in str(ask(url=endpoint.url))
     endpoint.encoding = "br"
-    assert "the answer has the Content-Encoding br; gzip and none are accepted" in str(ask(url=endpoint.url))
+    assert "the answer has the Content-Encoding br; gzip and none are accepted" in str(
+        ask(url=endpoint.url)
+    )
 
 
 def test_hostile_answers_are_failures_of_their_rows(endpoint: Endpoint) -> None:
     """Continue after them in a worker, with a reward.default_score."""
     answers = ["[" * 100_000, "{" * 3, "0.5", '{"score": {"score": 1}}']
     endpoint.answer = lambda path, request, headers: (200, answers[int(request["solution_str"])])
-    prompts = [Prompt(i, np.array([1], np.int32), "mine", "4", {}, "t.parquet", i) for i in range(4)]
+    prompts = [
+        Prompt(i, np.array([1], np.int32), "mine", "4", {}, "t.parquet", i) for i in range(4)
+    ]
     cfg = RewardConfig(default_score=0.0, remote=RemoteRewardConfig(endpoint.url))
     manager = RewardManager(CustomRewardFunctionConfig(), cfg)
     try:
@@ -249,18 +287,29 @@ def test_numbers_of_an_endpoint_are_bounded_and_the_bound_is_said_once(
     endpoint: Endpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
     many = {f"k{i}": i for i in range(3000)}
-    endpoint.answer = lambda path, request, headers: (200, json.dumps({**many, "acc": 1, "score": 0.5, "x\n\ud800": 1}))
+    endpoint.answer = lambda path, request, headers: (
+        200,
+        json.dumps({**many, "acc": 1, "score": 0.5, "x\n\ud800": 1}),
+    )
     [found] = ask(url=endpoint.url)
     assert found["score"] == 0.5 and found["acc"] == 1 and len(found) == MOST_NAMES + 3
     names = Names()
-    scores = [Score(0.5, extra={f"{row}_{i}": i for i in range(40)} | {"acc": 1.0}) for row in range(4)]
+    scores = [
+        Score(0.5, extra={f"{row}_{i}": i for i in range(40)} | {"acc": 1.0}) for row in range(4)
+    ]
     limited = names.limit(scores) + names.limit(scores)
     metrics = reward_metrics(["mine"] * 8, limited)
-    assert sum(key.startswith("reward_extra/") for key in metrics) == MOST_NAMES + 1 and limited[0] == scores[0]
+    assert (
+        sum(key.startswith("reward_extra/") for key in metrics) == MOST_NAMES + 1
+        and limited[0] == scores[0]
+    )
     assert all(score.accuracy == 1.0 for score in limited)
     [line] = capfd.readouterr().err.splitlines()
     assert "more than 100 different names of numbers; the others, such as '2_20'" in line
-    endpoint.answer = lambda path, request, headers: (200, json.dumps({"score": 1, "a\nb\ud800\x1b": 2, "c" * 5000: 3}))
+    endpoint.answer = lambda path, request, headers: (
+        200,
+        json.dumps({"score": 1, "a\nb\ud800\x1b": 2, "c" * 5000: 3}),
+    )
     [found] = ask(url=endpoint.url)
     assert set(found) == {"score", "a b\\ud800\\x1b", "c" * 80 + "... (5,000 characters)"}
 
@@ -293,7 +342,13 @@ def test_malformed_url_is_found_with_the_settings(url: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["http://h", "HTTPS://a_b.c.:8000/v1?k=1", "http://[::1]:80", "http://ex\u00e4mple.de", "http://u:p@10.0.0.1/x@y"],
+    [
+        "http://h",
+        "HTTPS://a_b.c.:8000/v1?k=1",
+        "http://[::1]:80",
+        "http://ex\u00e4mple.de",
+        "http://u:p@10.0.0.1/x@y",
+    ],
 )
 def test_url_that_can_be_used(url: str) -> None:
     check_config(remote_config(url=url), 1)
@@ -307,8 +362,16 @@ def remote_config(**settings: Any) -> Config:
 @pytest.mark.parametrize(
     ("settings", "environment", "words"),
     [
-        ({}, {"JUDGE_KEY": "sk-PASS\n"}, "the key in JUDGE_KEY has 8 characters, and character 8 is white space"),
-        ({}, {"JUDGE_KEY": "sk-P\u00c4SS"}, "and character 5 is white space, a line break or no ASCII"),
+        (
+            {},
+            {"JUDGE_KEY": "sk-PASS\n"},
+            "the key in JUDGE_KEY has 8 characters, and character 8 is white space",
+        ),
+        (
+            {},
+            {"JUDGE_KEY": "sk-P\u00c4SS"},
+            "and character 5 is white space, a line break or no ASCII",
+        ),
         ({}, {"JUDGE_KEY": ""}, "the environment variable JUDGE_KEY is not set"),
         ({"api_key_env": "sk-PASS"}, {}, "must be the name of an environment variable"),
         (
@@ -316,8 +379,16 @@ def remote_config(**settings: Any) -> Config:
             {"JUDGE_KEY": "k"},
             "'***@h'; with reward.remote.api_key_env it may have no user",
         ),
-        ({}, {"JUDGE_KEY": "k", "HTTPS_PROXY": "htp://u:PASS@x"}, "the proxies or certificates of the environment"),
-        ({}, {"JUDGE_KEY": "k", "SSL_CERT_FILE": "/nowhere"}, "the proxies or certificates of the environment"),
+        (
+            {},
+            {"JUDGE_KEY": "k", "HTTPS_PROXY": "htp://u:PASS@x"},
+            "the proxies or certificates of the environment",
+        ),
+        (
+            {},
+            {"JUDGE_KEY": "k", "SSL_CERT_FILE": "/nowhere"},
+            "the proxies or certificates of the environment",
+        ),
     ],
 )
 def test_start_finds_what_the_endpoint_cannot_use_without_printing_it(
@@ -346,13 +417,22 @@ def test_user_of_the_url_is_sent_and_never_shown(endpoint: Endpoint) -> None:
     endpoint.answer = answer
     url = endpoint.url.replace("//", "//me:PA%2FSS@") + "/v1?token=T0"
     [failure] = ask(url=url, api="openai", model="judge", max_retries=0)
-    assert seen == [("/v1/chat/completions?token=T0", f"Basic {base64.b64encode(b'me:PA/SS').decode()}")]
-    assert failure.origin == f"reward.remote.url {endpoint.url.replace('//', '//***@')}/v1?token=***"
+    assert seen == [
+        ("/v1/chat/completions?token=T0", f"Basic {base64.b64encode(b'me:PA/SS').decode()}")
+    ]
+    assert (
+        failure.origin == f"reward.remote.url {endpoint.url.replace('//', '//***@')}/v1?token=***"
+    )
 
 
-def test_key_that_the_endpoint_repeats_is_hidden(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_that_the_endpoint_repeats_is_hidden(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-PASS")
-    endpoint.answer = lambda path, request, headers: (401, f"no such key: {headers['Authorization']}")
+    endpoint.answer = lambda path, request, headers: (
+        401,
+        f"no such key: {headers['Authorization']}",
+    )
     [failure] = ask(url=endpoint.url, api_key_env="JUDGE_KEY")
     assert failure.problem == "HTTP status 401: no such key: Bearer *** (1 attempts)"
 
@@ -363,10 +443,17 @@ def test_missing_key_is_found_before_training(endpoint: Endpoint) -> None:
         RewardManager(CustomRewardFunctionConfig(), cfg)
 
 
-def test_endpoint_beside_a_rule_in_a_worker(endpoint: Endpoint, capfd: pytest.CaptureFixture[str]) -> None:
+def test_endpoint_beside_a_rule_in_a_worker(
+    endpoint: Endpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Score by both; a row for which the endpoint gives no number fails alone."""
-    endpoint.answer = lambda path, request, headers: (200, '"high"' if request["solution_str"] == "5" else "0.5")
-    prompts = [Prompt(i, np.array([1], np.int32), "arithmetic", "4", {}, "t.parquet", i) for i in range(3)]
+    endpoint.answer = lambda path, request, headers: (
+        200,
+        '"high"' if request["solution_str"] == "5" else "0.5",
+    )
+    prompts = [
+        Prompt(i, np.array([1], np.int32), "arithmetic", "4", {}, "t.parquet", i) for i in range(3)
+    ]
     mixture = {"arithmetic": {"exact_match": 1.0, "remote": 2.0}}
     cfg = RewardConfig(mixture=mixture, default_score=-1.0, remote=RemoteRewardConfig(endpoint.url))
     manager = RewardManager(CustomRewardFunctionConfig(), cfg)
@@ -380,18 +467,29 @@ def test_endpoint_beside_a_rule_in_a_worker(endpoint: Endpoint, capfd: pytest.Ca
     assert [row.failure for row in scores] == [None, "invalid", None]
     assert {request["prompt"] for request in endpoint.requests} == {"2+2="}
     [line] = capfd.readouterr().err.splitlines()
-    assert f"reward.remote.url {endpoint.url}: t.parquet, row 1 (data_source 'arithmetic'): returned 'high'" in line
+    assert (
+        f"reward.remote.url {endpoint.url}: t.parquet, row 1 (data_source 'arithmetic'): returned "
+        "'high'"
+    ) in line
 
 
 def test_endpoint_that_is_down_is_named_with_file_and_row(endpoint: Endpoint) -> None:
     endpoint.close()
     manager = RewardManager(
-        CustomRewardFunctionConfig(), RewardConfig(remote=RemoteRewardConfig(endpoint.url, max_retries=0))
+        CustomRewardFunctionConfig(),
+        RewardConfig(remote=RemoteRewardConfig(endpoint.url, max_retries=0)),
     )
     try:
         with pytest.raises(UserError) as caught:
-            manager.submit([Prompt(0, np.array([1], np.int32), "mine", "4", {}, "t.parquet", 7)], ["4"]).result()
+            manager.submit(
+                [Prompt(0, np.array([1], np.int32), "mine", "4", {}, "t.parquet", 7)], ["4"]
+            ).result()
     finally:
         manager.close()
-    for word in (f"reward.remote.url {endpoint.url}", "t.parquet, row 7", "ConnectError", "1 attempts"):
+    for word in (
+        f"reward.remote.url {endpoint.url}",
+        "t.parquet, row 7",
+        "ConnectError",
+        "1 attempts",
+    ):
         assert word in str(caught.value)

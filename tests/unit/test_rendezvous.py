@@ -22,11 +22,13 @@ def address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(forked.free_port()))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(rendezvous, "_LONGEST_PAUSE", 0.1)  # rank 0 waits 4 times as long for the others
+    # rank 0 waits 4 times as long for the others
+    monkeypatch.setattr(rendezvous, "_LONGEST_PAUSE", 0.1)
 
 
 def join(ranks: list[int], world: int, seconds: float) -> list[JoinError | None]:
-    """Return each rank's error. The ranks are threads of this process, each with its own connection."""
+    """Return each rank's error. The ranks are threads of this process, each with its own
+    connection."""
     stores = []  # rank 0's is the server, and must outlive the other ranks' checks
     all_connected = threading.Barrier(len(ranks))
 
@@ -51,7 +53,14 @@ def test_all_ranks_join() -> None:
     ("ranks", "world", "words"),
     [
         ([0, 2], 3, "2 of 3 ranks have joined within 1 s; missing: rank 1."),
-        ([0], 20, "1 of 20 ranks have joined within 1 s; missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 11 more."),
+        (
+            [0],
+            20,
+            (
+                "1 of 20 ranks have joined within 1 s; missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 11 "
+                "more."
+            ),
+        ),
     ],
 )
 def test_missing_ranks_are_named_once(ranks: list[int], world: int, words: str) -> None:
@@ -62,14 +71,16 @@ def test_missing_ranks_are_named_once(ranks: list[int], world: int, words: str) 
 
 @pytest.mark.slow
 def test_every_rank_reports_a_missing_rank_0() -> None:
-    with pytest.raises(JoinError, match=r"^has not reached rank 0 within 1 s at localhost:\d+ ") as caught:
+    with pytest.raises(
+        JoinError, match=r"^has not reached rank 0 within 1 s at localhost:\d+ "
+    ) as caught:
         _store(1, 2, seconds=1.0)
     assert caught.value.prints
 
 
 def with_limits(soft: int, hard: int, world: int, rank: int) -> subprocess.CompletedProcess[str]:
-    """Raise the limit on open files in a process with these limits. Return what it prints: its soft limit, or the
-    error."""
+    """Raise the limit on open files in a process with these limits. Return what it prints: its soft
+    limit, or the error."""
     program = f"""
 import resource, sys
 from rlhf_mc.runtime.exit_codes import exit_code
@@ -79,7 +90,9 @@ code = exit_code("rlhf_mc", lambda: raise_limit({world}, {rank}))
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 sys.exit(code)"""
     env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "0"}
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=500)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=500
+    )
 
 
 def test_the_soft_limit_on_open_files_is_raised() -> None:
@@ -91,7 +104,8 @@ def test_the_soft_limit_on_open_files_is_raised() -> None:
 def test_too_low_a_limit_on_open_files_is_one_line(rank: int, least: int) -> None:
     done = with_limits(100, least - 1, world=512, rank=rank)
     message = (
-        f"rank {rank} of 512 needs about {least} open files and connections, and a process may have {least - 1} here"
+        f"rank {rank} of 512 needs about {least} open files and connections, and a process "
+        f"may have {least - 1} here"
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr
     assert with_limits(100, least, world=512, rank=rank).returncode == 0
@@ -121,6 +135,8 @@ def test_each_rank_must_see_its_gpu(
     if prints is None:
         _check_device()
         return
-    with pytest.raises(JoinError, match=f"^LOCAL_RANK is {local_rank}, and this process sees {num_gpus} GPU") as caught:
+    with pytest.raises(
+        JoinError, match=f"^LOCAL_RANK is {local_rank}, and this process sees {num_gpus} GPU"
+    ) as caught:
         _check_device()
     assert caught.value.prints == prints  # one line for each node

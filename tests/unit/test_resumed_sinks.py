@@ -14,9 +14,13 @@ from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.sinks import Sinks
 
 
-def log_steps(directory: Path, logger: str, steps: range, after_step: int | None, value: float) -> None:
+def log_steps(
+    directory: Path, logger: str, steps: range, after_step: int | None, value: float
+) -> None:
     sinks = Sinks(
-        TrainerConfig(default_local_dir=str(directory), logger=[logger]), total_steps=9, after_step=after_step
+        TrainerConfig(default_local_dir=str(directory), logger=[logger]),
+        total_steps=9,
+        after_step=after_step,
     )
     for step in steps:
         sinks.log(step, {"a": value + step})
@@ -30,12 +34,20 @@ def test_rows_of_later_steps_are_dropped(tmp_path: Path) -> None:
         file.write('not a line\n[1]\n{"no": "step"}\n{"step": 2, "cut')
     log_steps(tmp_path, "jsonl", range(3, 6), 2, 10.0)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["step"], row["a"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0)]
+    assert [(row["step"], row["a"]) for row in rows] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 13.0),
+        (4, 14.0),
+        (5, 15.0),
+    ]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_logged_row_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sync the row before the checkpoint of its step counts: a crash of the machine must not lose it."""
+    """Sync the row before the checkpoint of its step counts: a crash of the machine must not lose
+    it."""
     synced: dict[str, int] = {}
     fsync = os.fsync
 
@@ -62,7 +74,9 @@ def test_logged_row_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_run_resumed_in_another_directory_begins_a_file(tmp_path: Path) -> None:
     log_steps(tmp_path, "jsonl", range(3, 5), 2, 0.0)
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [3, 4]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ] == [3, 4]
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The built-in reward rules: GSM8K, arithmetic, MATH, and the process that compares answers of MATH."""
+"""The built-in reward rules: GSM8K, arithmetic, MATH, and the process that compares answers of
+MATH."""
 
 from __future__ import annotations
 
@@ -44,7 +45,15 @@ def test_gsm8k_rule(response: str, truth: Any, score: float) -> None:
 
 @pytest.mark.parametrize(
     ("response", "score"),
-    [("12", 1.0), (" 12\n", 1.0), ("012", 0.0), ("12 ", 1.0), ("12.", 0.0), ("1 2", 0.0), ("", 0.0)],
+    [
+        ("12", 1.0),
+        (" 12\n", 1.0),
+        ("012", 0.0),
+        ("12 ", 1.0),
+        ("12.", 0.0),
+        ("1 2", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_arithmetic_rule(response: str, score: float) -> None:
     assert text_rules.exact_match("arithmetic", response, "12") == score
@@ -79,14 +88,18 @@ def test_exact_match_accepts_any_of_several_answers() -> None:
     [
         ("The Eiffel Tower!", "eiffel tower", 1.0, 1.0),
         ("the tower", "Eiffel tower", 2 / 3, 0.0),  # precision 1, recall 1/2
-        ("a b b", "b b b c", 4 / 6, 0.0),  # the article is dropped, words count as often as they occur
+        # the article is dropped, words count as often as they occur
+        ("a b b", "b b b c", 4 / 6, 0.0),
         ("Lyon", ["Paris", "lyon"], 1.0, 1.0),  # the best of several
         ("", "Paris", 0.0, 0.0),
         ("the", "a", 1.0, 1.0),  # both empty after normalisation
     ],
 )
 def test_f1_rule(response: str, truth: Any, score: float, accuracy: float) -> None:
-    assert text_rules.f1("squad", response, truth) == {"score": pytest.approx(score), "acc": accuracy}
+    assert text_rules.f1("squad", response, truth) == {
+        "score": pytest.approx(score),
+        "acc": accuracy,
+    }
 
 
 @pytest.mark.parametrize(
@@ -113,7 +126,9 @@ def test_choice_of_a_response(response: str, choice: str | None) -> None:
 
 def test_multiple_choice_counts_labels_from_0() -> None:
     for truth in ("C", "2", 2):
-        assert [text_rules.multiple_choice("hellaswag", r, truth) for r in ("C", "2", "B", "3")] == [1.0, 1.0, 0.0, 0.0]
+        assert [
+            text_rules.multiple_choice("hellaswag", r, truth) for r in ("C", "2", "B", "3")
+        ] == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +176,8 @@ def test_think_format(response: str, score: float) -> None:
         ("no box", None),
         (r"\boxed{never closed", None),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ x \right.} or so", r"\left\{ x \right."),  # an escaped brace closes nothing
+        # an escaped brace closes nothing
+        (r"\boxed{\left\{ x \right.} or so", r"\left\{ x \right."),
         (r"} \boxed{3} }", "3"),
         (r"\boxed {4}", "4"),
     ],
@@ -178,7 +194,10 @@ def test_math_answers() -> None:
         return [
             (answer, truth)
             for answer, truth in pairs
-            if math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth)["score"] == score
+            if math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth)[
+                "score"
+            ]
+            == score
         ]
 
     assert scored(EQUAL, 0.0) == []
@@ -189,10 +208,14 @@ def test_math_answers() -> None:
 
 def test_rules_of_verl_give_its_verdicts() -> None:
     strings = [
-        (response, truth, verl_rules.math_string("", response, truth) == 1.0) for response, truth, _ in MATH_STRING
+        (response, truth, verl_rules.math_string("", response, truth) == 1.0)
+        for response, truth, _ in MATH_STRING
     ]
     assert strings == MATH_STRING
-    scores = [(verl_rules.math_dapo("", response, truth), is_right) for response, truth, is_right in MATH_DAPO]
+    scores = [
+        (verl_rules.math_dapo("", response, truth), is_right)
+        for response, truth, is_right in MATH_DAPO
+    ]
     for found, is_right in scores:
         assert found == {"score": 1.0 if is_right else -1.0, "acc": float(is_right)}
     assert [found["acc"] == 1.0 for found, _ in scores] == [is_right for *_, is_right in MATH_DAPO]
@@ -211,13 +234,17 @@ def test_rules_of_verl_give_its_verdicts() -> None:
 )
 def test_numina_answer(response: str, answer: str | None) -> None:
     assert verl_rules.numina_answer(response) == answer
-    assert verl_rules.numina("numina_olympiads", response, "1/2")["score"] == float(answer in ("0.5", r"\frac{1}{2}"))
+    assert verl_rules.numina("numina_olympiads", response, "1/2")["score"] == float(
+        answer in ("0.5", r"\frac{1}{2}")
+    )
 
 
 @pytest.mark.parametrize("answer", ["", " ", r"\ ", r"\text{}"])
 def test_empty_answer_is_never_right(answer: str) -> None:
     for truth in (answer, "", " ", r"\boxed{}"):
-        assert math_rule.compute_score("lighteval/MATH", rf"\boxed{{{answer}}}", truth)["score"] == 0.0
+        assert (
+            math_rule.compute_score("lighteval/MATH", rf"\boxed{{{answer}}}", truth)["score"] == 0.0
+        )
 
 
 LONG_RESPONSES = {
@@ -246,8 +273,8 @@ LONG_RESPONSES = {
 @pytest.mark.parametrize("kind", LONG_RESPONSES)
 @pytest.mark.slow
 def test_long_response_is_scored_in_linear_time(kind: str) -> None:
-    """Score texts as a whole response and inside a box. Four times the length takes four times the time, with a wide
-    margin; a quadratic rule takes sixteen times.
+    """Score texts as a whole response and inside a box. Four times the length takes four times the
+    time, with a wide margin; a quadratic rule takes sixteen times.
     """
 
     def seconds(length: int) -> float:
@@ -282,16 +309,26 @@ def test_dead_comparison_process_is_replaced() -> None:
     comparison.close()
 
 
-def test_missing_math_verify_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_math_verify_is_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(UserError, match=r"rule for MATH cannot use the package math-verify.*ImportError: not here"):
+    with pytest.raises(
+        UserError, match=r"rule for MATH cannot use the package math-verify.*ImportError: not here"
+    ):
         equivalence.Comparison().same("x", "y")
 
 
 def test_formats() -> None:
-    assert [text_rules.boxed_format("", text, None) for text in (r"\boxed{1}", r"\boxed{1", "1")] == [1.0, 0.0, 0.0]
-    assert [text_rules.gsm8k_format("", text, None) for text in ("#### 1", "####1", "#### x")] == [1.0, 0.0, 0.0]
+    assert [
+        text_rules.boxed_format("", text, None) for text in (r"\boxed{1}", r"\boxed{1", "1")
+    ] == [1.0, 0.0, 0.0]
+    assert [text_rules.gsm8k_format("", text, None) for text in ("#### 1", "####1", "#### x")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_math_without_a_box_scores_0() -> None:

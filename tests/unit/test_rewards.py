@@ -1,4 +1,5 @@
-"""RewardManager: the built-in rules by data source, the user's reward functions, worker processes and errors."""
+"""RewardManager: the built-in rules by data source, the user's reward functions, worker processes
+and errors."""
 
 from __future__ import annotations
 
@@ -44,25 +45,40 @@ def close_managers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         manager.close()
 
 
-def score(manager: RewardManager, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
+def score(
+    manager: RewardManager, prompts: Sequence[Prompt], responses: Sequence[str]
+) -> list[dict[str, float]]:
     """Return each response's score and the further numbers of its reward function."""
-    return [{"score": row.score, **row.extra} for row in manager.submit(prompts, responses).result()]
+    return [
+        {"score": row.score, **row.extra} for row in manager.submit(prompts, responses).result()
+    ]
 
 
-def make_prompt(index: int = 0, data_source: str = "mine", truth: Any = "4", **extra: Any) -> Prompt:
+def make_prompt(
+    index: int = 0, data_source: str = "mine", truth: Any = "4", **extra: Any
+) -> Prompt:
     return Prompt(index, np.array([1], np.int32), data_source, truth, extra)
 
 
-# ---------------------------------------------------------------- the manager with the built-in rules
+# ---------------------------------------------------------------- the manager with the built-in
+# rules
 
 
 def test_manager_uses_the_rule_of_each_row() -> None:
     manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
-    prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4"), make_prompt(2, "lighteval/MATH")]
+    prompts = [
+        make_prompt(0, "arithmetic", "4"),
+        make_prompt(1, "openai/gsm8k", "4"),
+        make_prompt(2, "lighteval/MATH"),
+    ]
     manager.check(prompts)
     scores = manager.submit(prompts, ["4", "4", r"\boxed{4}"]).result()
     assert [row.score for row in scores] == [row.accuracy for row in scores] == [1.0, 0.0, 1.0]
-    assert [row.parts for row in scores] == [{"exact_match": 1.0}, {"gsm8k_strict": 0.0}, {"math": 1.0}]
+    assert [row.parts for row in scores] == [
+        {"exact_match": 1.0},
+        {"gsm8k_strict": 0.0},
+        {"math": 1.0},
+    ]
 
 
 @pytest.mark.slow
@@ -80,7 +96,13 @@ def test_endless_comparison_is_stopped_at_its_time_limit(
     finally:
         manager.close()
     [line] = capfd.readouterr().err.splitlines()
-    for word in ("reward rule for MATH", "9^{9^{9^9}}", "scores 0", "'x+x'", "more than 3 s of processor time"):
+    for word in (
+        "reward rule for MATH",
+        "9^{9^{9^9}}",
+        "scores 0",
+        "'x+x'",
+        "more than 3 s of processor time",
+    ):
         assert word in line
 
 
@@ -95,7 +117,9 @@ def test_unknown_data_source_is_found_before_training() -> None:
 
 def test_missing_ground_truth_is_found_before_training() -> None:
     with pytest.raises(UserError, match=r"row 3 .*ground_truth is null"):
-        RewardManager(CustomRewardFunctionConfig(), RewardConfig()).check([make_prompt(3, "arithmetic", None)])
+        RewardManager(CustomRewardFunctionConfig(), RewardConfig()).check(
+            [make_prompt(3, "arithmetic", None)]
+        )
 
 
 SOLUTION = "She sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips altogether.\n#### 72"
@@ -126,7 +150,11 @@ SOLUTION = "She sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips altogethe
             ["x\n" * 60, "x" * 400, r"so \boxed{72}. It is", SOLUTION],
         ),
         ("numina", [54.0, "1/2", "x is odd", "D. None of these"], ["Answer: 5", SOLUTION]),
-        ("exact_match", [54.0, "$54", ["a", 5.0], {"target": ["a"]}, SOLUTION], [[], [""], [["a"]], {"a": 1}, [None]]),
+        (
+            "exact_match",
+            [54.0, "$54", ["a", 5.0], {"target": ["a"]}, SOLUTION],
+            [[], [""], [["a"]], {"a": 1}, [None]],
+        ),
         ("f1", [54.0, "Paris", ["Paris", "Lyon"]], [{"text": ["Paris"]}, [{"text": "Paris"}]]),
         ("multiple_choice", ["C", 2, 2.0, "2"], ["c", "(C)", "Paris", 10, True]),
     ],
@@ -138,19 +166,35 @@ def test_ground_truths_that_no_answer_equals_are_found_before_training(
     manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig(mixture={"*": {rule: 1.0}}))
     manager.check([make_prompt(i, "mine", truth) for i, truth in enumerate(read)])
     several = rule in ("exact_match", "f1")
-    for truth in (*refused, math.nan, math.inf, {"a": "b"}, b"5", *([] if several else [["5"], {"target": ["5"]}])):
-        with pytest.raises(UserError, match=rf"row 3 .*ground_truth is .*; it must be .* for the rule {rule}"):
+    for truth in (
+        *refused,
+        math.nan,
+        math.inf,
+        {"a": "b"},
+        b"5",
+        *([] if several else [["5"], {"target": ["5"]}]),
+    ):
+        with pytest.raises(
+            UserError, match=rf"row 3 .*ground_truth is .*; it must be .* for the rule {rule}"
+        ):
             manager.check([make_prompt(3, "mine", truth)])
 
 
 @pytest.mark.parametrize(
     ("rule", "response"),
-    [("gsm8k_strict", "#### 54"), ("gsm8k_flexible", "it is 54"), ("exact_match", "54"), ("f1", "54")]
+    [
+        ("gsm8k_strict", "#### 54"),
+        ("gsm8k_flexible", "it is 54"),
+        ("exact_match", "54"),
+        ("f1", "54"),
+    ]
     + [(rule, r"Answer: 54 \boxed{54}") for rule in ("math", "math_string", "numina")]
     + [("math_dapo", "Answer: 54")],
 )
 @pytest.mark.parametrize("truth", [54, 54.0, Decimal("54.00"), "54"])
-def test_a_float_that_is_a_whole_number_is_read_as_an_integer(rule: str, response: str, truth: Any) -> None:
+def test_a_float_that_is_a_whole_number_is_read_as_an_integer(
+    rule: str, response: str, truth: Any
+) -> None:
     assert RULES[rule]._is_right(response, truth)
     assert RULES["multiple_choice"]._is_right("C", 2.0)
 
@@ -158,10 +202,14 @@ def test_a_float_that_is_a_whole_number_is_read_as_an_integer(rule: str, respons
 # ---------------------------------------------------------------- a user's function
 
 
-def custom(tmp_path: Path, body: str, name: str = "compute_score", reward: RewardConfig | None = None) -> RewardManager:
+def custom(
+    tmp_path: Path, body: str, name: str = "compute_score", reward: RewardConfig | None = None
+) -> RewardManager:
     path = tmp_path / "reward.py"
     path.write_text(textwrap.dedent(body))
-    return RewardManager(CustomRewardFunctionConfig(path=str(path), name=name), reward or RewardConfig())
+    return RewardManager(
+        CustomRewardFunctionConfig(path=str(path), name=name), reward or RewardConfig()
+    )
 
 
 def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path) -> None:
@@ -184,7 +232,10 @@ def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path
     prompts = [make_prompt(truth=None, want="a"), make_prompt(truth=None, want="b")]
     manager.check(prompts)
     scores = score(manager, prompts, ["a", "ccc"])
-    assert scores == [{"score": 0.5, "acc": 1.0, "length": 1.0}, {"score": 0.5, "acc": 0.0, "length": 3.0}]
+    assert scores == [
+        {"score": 0.5, "acc": 1.0, "length": 1.0},
+        {"score": 0.5, "acc": 0.0, "length": 3.0},
+    ]
     assert all(type(value) is float for row in scores for value in row.values())
 
 
@@ -205,18 +256,24 @@ def test_functions_of_the_file_go_to_a_spawned_process(tmp_path: Path, name: str
                 return pool.submit(count if __name__ == "mine too" else len, solution_str).result()
         """)
     )
-    manager = RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / f"{name}.py")), RewardConfig())
+    manager = RewardManager(
+        CustomRewardFunctionConfig(path=str(tmp_path / f"{name}.py")), RewardConfig()
+    )
     assert score(manager, [make_prompt()], ["[7]"]) == [{"score": 3.0 if name == "json" else 1.0}]
 
 
-@pytest.mark.parametrize("expression", ["1", "True", "1.0", "numpy.float32(1)", "numpy.int64(1)", "numpy.bool_(True)"])
+@pytest.mark.parametrize(
+    "expression", ["1", "True", "1.0", "numpy.float32(1)", "numpy.int64(1)", "numpy.bool_(True)"]
+)
 def test_custom_function_may_return_any_number(tmp_path: Path, expression: str) -> None:
     manager = custom(tmp_path, f"import numpy\ndef compute_score(**row): return {expression}\n")
     assert score(manager, [make_prompt()], ["4"]) == [{"score": 1.0}]
 
 
 def test_custom_function_cannot_change_the_row(tmp_path: Path) -> None:
-    manager = custom(tmp_path, "def compute_score(extra_info, **row): return extra_info.pop('bonus')\n")
+    manager = custom(
+        tmp_path, "def compute_score(extra_info, **row): return extra_info.pop('bonus')\n"
+    )
     prompt = make_prompt(bonus=2.0)
     assert score(manager, [prompt, prompt], ["", ""]) == [{"score": 2.0}, {"score": 2.0}]
 
@@ -245,8 +302,14 @@ def test_async_functions_run_concurrently(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return 1 / (ground_truth - 4)", ("raised ZeroDivisionError: division by zero", "reward.py:3")),
-        ("raise ValueError('first line\\nsecond line')", ("raised ValueError: first line second line",)),
+        (
+            "return 1 / (ground_truth - 4)",
+            ("raised ZeroDivisionError: division by zero", "reward.py:3"),
+        ),
+        (
+            "raise ValueError('first line\\nsecond line')",
+            ("raised ValueError: first line second line",),
+        ),
         ("raise SystemExit(0)", ("raised SystemExit: 0", "reward.py:3")),
         ("raise KeyboardInterrupt", ("raised KeyboardInterrupt", "reward.py:3")),
         ("import asyncio; raise asyncio.CancelledError", ("raised CancelledError",)),
@@ -256,15 +319,23 @@ def test_async_functions_run_concurrently(tmp_path: Path) -> None:
         ("return 10**400", ("expected a number", "too large")),
         ("return float('-inf')", ("returned -inf, expected a finite number",)),
         ("return None", ("returned None, expected a number",)),
-        ("return type('N', (float,), {'__float__': lambda self: exit(7)})(1.0)", ("raised SystemExit: 7",)),
+        (
+            "return type('N', (float,), {'__float__': lambda self: exit(7)})(1.0)",
+            ("raised SystemExit: 7",),
+        ),
         ("return '1.0'", ("returned '1.0', expected a number",)),
         ("return [1.0]", ("returned [1.0], expected a number",)),
         ("return {'acc': 1.0}", ("without 'score'", "['acc']")),
         ("return {'score': None}", ("returned score: None, expected a number",)),
-        ("return {'score': 1.0, 'acc': float('nan')}", ("returned acc: nan, expected a finite number",)),
+        (
+            "return {'score': 1.0, 'acc': float('nan')}",
+            ("returned acc: nan, expected a finite number",),
+        ),
     ],
 )
-def test_custom_function_that_fails_names_the_row(tmp_path: Path, kind: str, body: str, words: tuple[str, ...]) -> None:
+def test_custom_function_that_fails_names_the_row(
+    tmp_path: Path, kind: str, body: str, words: tuple[str, ...]
+) -> None:
     manager = custom(
         tmp_path,
         f"""
@@ -284,21 +355,43 @@ def test_custom_function_that_fails_names_the_row(tmp_path: Path, kind: str, bod
 @pytest.mark.parametrize(
     ("body", "name", "words"),
     [
-        ("import no_such_module_at_all\n", "compute_score", ("importing it raised ModuleNotFoundError", "reward.py:1")),
-        ("import sys\nsys.exit(0)\n", "compute_score", ("importing it raised SystemExit: 0", "reward.py:2")),
-        ("raise KeyboardInterrupt\n", "compute_score", ("importing it raised KeyboardInterrupt", "reward.py:1")),
+        (
+            "import no_such_module_at_all\n",
+            "compute_score",
+            ("importing it raised ModuleNotFoundError", "reward.py:1"),
+        ),
+        (
+            "import sys\nsys.exit(0)\n",
+            "compute_score",
+            ("importing it raised SystemExit: 0", "reward.py:2"),
+        ),
+        (
+            "raise KeyboardInterrupt\n",
+            "compute_score",
+            ("importing it raised KeyboardInterrupt", "reward.py:1"),
+        ),
         (
             "import os\nos._exit(0)\n",
             "compute_score",
             ("importing it failed: its worker process ended, with exit code 0",),
         ),
         ("def compute_score(:\n", "compute_score", ("importing it raised SyntaxError",)),
-        ("def other(): pass\n", "compute_score", ("has no function 'compute_score' (custom_reward_function.name)",)),
+        (
+            "def other(): pass\n",
+            "compute_score",
+            ("has no function 'compute_score' (custom_reward_function.name)",),
+        ),
         ("compute_score = 3\n", "compute_score", ("'compute_score' is not a function but int",)),
-        ("def compute_score(solution_str): return 1\n", "compute_score", ("cannot be called", "data_source")),
+        (
+            "def compute_score(solution_str): return 1\n",
+            "compute_score",
+            ("cannot be called", "data_source"),
+        ),
     ],
 )
-def test_custom_file_that_cannot_be_used(tmp_path: Path, body: str, name: str, words: tuple[str, ...]) -> None:
+def test_custom_file_that_cannot_be_used(
+    tmp_path: Path, body: str, name: str, words: tuple[str, ...]
+) -> None:
     with pytest.raises(UserError) as caught:
         custom(tmp_path, body, name)
     message = str(caught.value)
@@ -317,8 +410,8 @@ def test_custom_file_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", ["", "asyncio.get_event_loop().close()"])
 def test_what_an_async_function_keeps_works_in_each_call(tmp_path: Path, before: str) -> None:
-    """Check a lock that is bound to the event loop once a call waits for it, and a task in the background; also where
-    the file closes the loop in which it is imported."""
+    """Check a lock that is bound to the event loop once a call waits for it, and a task in the
+    background; also where the file closes the loop in which it is imported."""
     manager = custom(
         tmp_path,
         f"""
@@ -346,7 +439,10 @@ def test_what_an_async_function_keeps_works_in_each_call(tmp_path: Path, before:
     first = score(manager, prompts, ["4"] * 3)
     time.sleep(0.5)
     second = score(manager, prompts, ["4"] * 3)
-    assert not any(row["has_ended"] for row in second) and len({row["score"] for row in first + second}) == 1
+    assert (
+        not any(row["has_ended"] for row in second)
+        and len({row["score"] for row in first + second}) == 1
+    )
     assert second[0]["ticks"] > first[-1]["ticks"] + 10, "it runs between the calls"
 
 
@@ -373,8 +469,8 @@ def test_async_function_that_ignores_its_cancellation_fails_alone(tmp_path: Path
 
 
 def test_scores_of_a_worker_are_plain_data(tmp_path: Path) -> None:
-    """Check an answer whose class would run code where it is unpickled, a name that is "score" but for a blank, and a
-    date of a row, which stays one."""
+    """Check an answer whose class would run code where it is unpickled, a name that is "score" but
+    for a blank, and a date of a row, which stays one."""
     manager = custom(
         tmp_path,
         """
@@ -388,7 +484,9 @@ def test_scores_of_a_worker_are_plain_data(tmp_path: Path) -> None:
     )
     prompts = [make_prompt(date=datetime.date(2026, 1, 1))] * 3
     scores = manager.submit(prompts, ["4", chr(0xD800), "4" * 10**6]).result()
-    assert [(row.score, type(row.pred), dict(row.extra)) for row in scores] == [(2026.0, str, {"n": 1.0})] * 3
+    assert [(row.score, type(row.pred), dict(row.extra)) for row in scores] == [
+        (2026.0, str, {"n": 1.0})
+    ] * 3
     assert [row.pred for row in scores[:2]] == ["4", "?"] and len(scores[2].pred or "") < 5000
 
 
@@ -433,12 +531,17 @@ def test_workers_apply_the_rules_without_torch(in_workers: Callable[..., RewardM
     prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4")]
     assert [row["score"] for row in score(manager, prompts, ["4", "4"])] == [1.0, 0.0]
     manager.close()
-    manager = in_workers("import sys\ndef compute_score(**row): return bool({'torch', 'numpy'} & set(sys.modules))\n")
+    manager = in_workers(
+        "import sys\ndef compute_score(**row): return bool({'torch', 'numpy'} & set(sys.modules))\n"
+    )
     assert score(manager, [make_prompt()], [""]) == [{"score": 0.0}]
 
 
-def test_reward_function_can_terminate_its_children(in_workers: Callable[..., RewardManager]) -> None:
-    """Terminate a program and a fork, although the rank blocks these signals and its workers ignore them."""
+def test_reward_function_can_terminate_its_children(
+    in_workers: Callable[..., RewardManager],
+) -> None:
+    """Terminate a program and a fork, although the rank blocks these signals and its workers ignore
+    them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     try:
         manager = in_workers(
@@ -460,7 +563,9 @@ def test_reward_function_can_terminate_its_children(in_workers: Callable[..., Re
     assert score(manager, [make_prompt()], [""])[0]["score"] < 300
 
 
-def test_dead_worker_is_distinguished_from_a_slow_one(in_workers: Callable[..., RewardManager]) -> None:
+def test_dead_worker_is_distinguished_from_a_slow_one(
+    in_workers: Callable[..., RewardManager],
+) -> None:
     """Leave a child of the worker alive, which must not hide the worker's end."""
     manager = in_workers(
         "import os, signal, subprocess\n"
@@ -506,7 +611,9 @@ def test_rows_with_a_score_are_counted_as_work(
     assert work.current() == ()
 
 
-def test_rank_continues_while_workers_score(in_workers: Callable[..., RewardManager], tmp_path: Path) -> None:
+def test_rank_continues_while_workers_score(
+    in_workers: Callable[..., RewardManager], tmp_path: Path
+) -> None:
     """Submit a row that can be scored only afterwards."""
     manager = in_workers(WAITS_FOR_FILE)
     before = time.perf_counter()
@@ -517,7 +624,9 @@ def test_rank_continues_while_workers_score(in_workers: Callable[..., RewardMana
     (tmp_path / "may_score").touch()
     assert [row.score for row in pending.result()] == [1.0]
     after = time.perf_counter()
-    assert 0.0 < pending.seconds_until(after + 1000.0) <= after - before, "as long as the workers scored"
+    assert 0.0 < pending.seconds_until(after + 1000.0) <= after - before, (
+        "as long as the workers scored"
+    )
 
 
 @pytest.mark.parametrize(
@@ -542,13 +651,16 @@ def test_row_that_a_worker_cannot_score_is_a_one_line_error(
     in_workers: Callable[..., RewardManager], body: str, words: tuple[str, ...]
 ) -> None:
     manager = in_workers(
-        f"import os, time\ndef compute_score(solution_str, **row):\n  if solution_str == 'fine': return 0.5\n"
+        "import os, time\ndef compute_score(solution_str, **row):\n  if solution_str == 'fine': "
+        "return 0.5\n"
         f"  if solution_str == 'bad':\n    {body}\n",
         timeout=1.5 if body.startswith(("while", "time")) else 60.0,
     )
     with pytest.raises(UserError) as caught:
         score(manager, [make_prompt(6), make_prompt(17), make_prompt(18)], ["fine", "bad", "fine"])
-    assert isinstance(caught.value, LostProcessError) == ("kill" in body), "another attempt may succeed"
+    assert isinstance(caught.value, LostProcessError) == ("kill" in body), (
+        "another attempt may succeed"
+    )
     message = str(caught.value)
     assert "\n" not in message
     for word in (*words, "row 17", "data_source 'mine'", "compute_score", "reward.py"):
@@ -559,15 +671,20 @@ def test_row_that_a_worker_cannot_score_is_a_one_line_error(
 def test_endless_import_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "IMPORT_SECONDS", 0.1)
     with pytest.raises(
-        UserError, match=r"reward\.py: not imported after 2 s \(reward\.timeout_seconds\), at reward\.py:2 in"
+        UserError,
+        match=r"reward\.py: not imported after 2 s \(reward\.timeout_seconds\), at reward\.py:2 in",
     ):
         custom(tmp_path, "import time\ntime.sleep(1000)\n", reward=RewardConfig(1, 2.0))
 
 
-def test_worker_ignores_signals_to_the_process_group(in_workers: Callable[..., RewardManager]) -> None:
+def test_worker_ignores_signals_to_the_process_group(
+    in_workers: Callable[..., RewardManager],
+) -> None:
     """Check also that the kernel ends it before others where memory runs out."""
     own = "open('/proc/self/oom_score_adj').read()"
-    manager = in_workers(f"import time\ndef compute_score(**row): time.sleep(0.3); return int({own})\n")
+    manager = in_workers(
+        f"import time\ndef compute_score(**row): time.sleep(0.3); return int({own})\n"
+    )
     pending = manager.submit([make_prompt()], [""])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         os.killpg(manager._workers[0]._process._process.pid, number)
@@ -631,7 +748,8 @@ sys.stdin.read()
 def test_processes_that_a_function_has_started_end_with_its_worker(
     tmp_path: Path, response: str, limit: float, end: str
 ) -> None:
-    """End the worker, or its rank, in each way. While a function hangs, its worker cannot check whether its rank
+    """End the worker, or its rank, in each way. While a function hangs, its worker cannot check
+    whether its rank
     lives."""
     noted = tmp_path / "pids"
     (tmp_path / "reward.py").write_text(STARTS_OTHERS.format(file=str(noted)))

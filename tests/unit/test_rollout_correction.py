@@ -1,4 +1,5 @@
-"""rollout_correction.py by hand and against plain Python, the weights of kept tokens, and the settings."""
+"""rollout_correction.py by hand and against plain Python, the weights of kept tokens, and the
+settings."""
 
 from __future__ import annotations
 
@@ -27,10 +28,14 @@ RHO = [2.0, 0.5, 3.0, 1.0, 0.5, 0.25]
 LOG_RATIO = torch.tensor(RHO).log()
 
 
-def weights_of(log_ratio: torch.Tensor, lens: torch.Tensor, level: str, **settings: Any) -> tuple[list[float], dict]:
+def weights_of(
+    log_ratio: torch.Tensor, lens: torch.Tensor, level: str, **settings: Any
+) -> tuple[list[float], dict]:
     cfg = RolloutCorrectionConfig(rollout_is=level, **{"rollout_is_threshold": 2.5, **settings})
     weights, metrics = importance_weights(log_ratio, lens, cfg)
-    return weights.tolist(), {key.removeprefix("rollout_is_"): value for key, value in metrics.items()}
+    return weights.tolist(), {
+        key.removeprefix("rollout_is_"): value for key, value in metrics.items()
+    }
 
 
 def test_importance_weights_by_hand() -> None:
@@ -51,15 +56,20 @@ def test_normalized_weights_have_a_mean_of_1(level: str) -> None:
 
 
 def test_weights_that_say_nothing_are_not_divided_by_their_mean() -> None:
-    """Give every weight the bound e^-20: a division would make them 1, as if both policies agreed."""
-    found, metrics = weights_of(torch.full((6,), -40.0), LENS, "token", rollout_is_batch_normalize=True)
+    """Give every weight the bound e^-20: a division would make them 1, as if both policies
+    agreed."""
+    found, metrics = weights_of(
+        torch.full((6,), -40.0), LENS, "token", rollout_is_batch_normalize=True
+    )
     assert found == pytest.approx([math.exp(-20)] * 6)
     assert metrics["batch_norm_factor"] == 1.0
 
 
 def test_weights_stay_finite_at_extreme_ratios() -> None:
     lens = torch.tensor([2, 1])
-    found, _ = weights_of(torch.tensor([500.0, 500.0, -500.0]), lens, "sequence", rollout_is_threshold=1e5)
+    found, _ = weights_of(
+        torch.tensor([500.0, 500.0, -500.0]), lens, "sequence", rollout_is_threshold=1e5
+    )
     assert found == pytest.approx([1e5, 1e5, math.exp(-20)])
 
 
@@ -85,7 +95,8 @@ def test_metrics_of_weights_by_hand() -> None:
             "seq_fraction_low": 0.0,
         }
     )
-    _, found = weights_of(LOG_RATIO, LENS, "sequence")  # 1, 2.5 (of 3) and 1/8, of 2, 1 and 3 tokens
+    # 1, 2.5 (of 3) and 1/8, of 2, 1 and 3 tokens
+    _, found = weights_of(LOG_RATIO, LENS, "sequence")
     squares = 2 * 1 + 6.25 + 3 / 64
     means = [1.0, 2.5, 0.125]
     assert found == pytest.approx(
@@ -145,40 +156,57 @@ def test_rejection_by_hand(name: str, threshold: float, kept: list[int]) -> None
         ("seq_mean_k1", 0.6, 3.5, [1, 1, 1, 0, 0, 0]),  # geometric means 1, 3, 1/2
     ],
 )
-def test_bounds_of_a_ratio_may_differ(name: str, lower: float, upper: float, kept: list[int]) -> None:
-    cfg = RolloutCorrectionConfig(rollout_rs=[name], rollout_rs_threshold=[upper], rollout_rs_threshold_lower=lower)
+def test_bounds_of_a_ratio_may_differ(
+    name: str, lower: float, upper: float, kept: list[int]
+) -> None:
+    cfg = RolloutCorrectionConfig(
+        rollout_rs=[name], rollout_rs_threshold=[upper], rollout_rs_threshold_lower=lower
+    )
     assert kept_tokens(LOG_RATIO.double(), LENS, cfg)[0].int().tolist() == kept
 
 
 def test_statistics_are_clamped() -> None:
-    """Check the sum of a token at the bound and one that outweighs its excess, and the largest k2."""
+    """Check the sum of a token at the bound and one that outweighs its excess, and the largest
+    k2."""
     log_ratio = torch.tensor([-25.0, 20.5, 30.0])
     lens = torch.tensor([2, 1])
-    cfg = RolloutCorrectionConfig(rollout_rs=["seq_sum_k1", "token_k2"], rollout_rs_threshold=[1.2, 201.0])
+    cfg = RolloutCorrectionConfig(
+        rollout_rs=["seq_sum_k1", "token_k2"], rollout_rs_threshold=[1.2, 201.0]
+    )
     kept, found = kept_tokens(log_ratio, lens, cfg)
     assert kept.tolist() == [True, True, False]
     assert found["rollout_rs_seq_sum_k1_max"] == 0.0 and found["rollout_rs_token_k2_max"] == 200.0
 
 
 def test_every_criterion_must_keep_a_token() -> None:
-    cfg = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_sum_k1"], rollout_rs_threshold=[3.5, 2.0])
+    cfg = RolloutCorrectionConfig(
+        rollout_rs=["token_k1", "seq_sum_k1"], rollout_rs_threshold=[3.5, 2.0]
+    )
     assert kept_tokens(LOG_RATIO, LENS, cfg)[0].int().tolist() == [1, 1, 0, 0, 0, 0]
     veto = RolloutCorrectionConfig(rollout_token_veto_threshold=0.4)
     assert kept_tokens(LOG_RATIO, LENS, veto)[0].int().tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_metrics_of_rejection_by_hand() -> None:
-    cfg = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=[2.5, 0.3])
+    cfg = RolloutCorrectionConfig(
+        rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=[2.5, 0.3]
+    )
     _, found = kept_tokens(LOG_RATIO, LENS, cfg)
     # k1 is -log rho; of rho 3 and 1/4 it is outside. k3 is 0.31, 0.19; 0.90; 0, 0.19, 0.64.
     means = [0.0, -math.log(3), math.log(2)]
-    k3 = [(1 - math.log(2) + math.log(2) - 0.5) / 2, 2 - math.log(3), (math.log(2) - 0.5 + math.log(4) - 0.75) / 3]
+    k3 = [
+        (1 - math.log(2) + math.log(2) - 0.5) / 2,
+        2 - math.log(3),
+        (math.log(2) - 0.5 + math.log(4) - 0.75) / 3,
+    ]
     assert found == pytest.approx(
         {
             "rollout_rs_token_k1_mean": -math.log(2 * 0.5 * 3 * 0.5 * 0.25) / 6,
             "rollout_rs_token_k1_max": math.log(4),
             "rollout_rs_token_k1_min": -math.log(3),
-            "rollout_rs_token_k1_std": statistics.pstdev([-math.log(r) for r in (2, 0.5, 2.5, 1, 0.5, 0.4)]),
+            "rollout_rs_token_k1_std": statistics.pstdev(
+                [-math.log(r) for r in (2, 0.5, 2.5, 1, 0.5, 0.4)]
+            ),
             "rollout_rs_token_k1_fraction_high": 1 / 6,
             "rollout_rs_token_k1_fraction_low": 1 / 6,
             "rollout_rs_token_k1_seq_mean": statistics.mean(means),
@@ -193,7 +221,9 @@ def test_metrics_of_rejection_by_hand() -> None:
             "rollout_rs_seq_mean_k3_mean": (2 * k3[0] + k3[1] + 3 * k3[2]) / 6,
             "rollout_rs_seq_mean_k3_max": k3[1],
             "rollout_rs_seq_mean_k3_min": k3[0],
-            "rollout_rs_seq_mean_k3_std": statistics.pstdev([k3[0], k3[0], 0.3, k3[2], k3[2], k3[2]]),
+            "rollout_rs_seq_mean_k3_std": statistics.pstdev(
+                [k3[0], k3[0], 0.3, k3[2], k3[2], k3[2]]
+            ),
             "rollout_rs_seq_mean_k3_fraction_high": 1 / 3,  # of sequences
             "rollout_rs_seq_mean_k3_fraction_low": 0.0,
             "rollout_rs_seq_mean_k3_seq_mean": statistics.mean(k3),
@@ -209,8 +239,12 @@ def test_metrics_of_rejection_by_hand() -> None:
             "rollout_rs_seq_masked_fraction": 2 / 3,
         }
     )
-    _, found = kept_tokens(LOG_RATIO, LENS, RolloutCorrectionConfig(rollout_token_veto_threshold=0.4))
-    assert found == pytest.approx({"rollout_rs_masked_fraction": 0.5, "rollout_rs_seq_masked_fraction": 1 / 3})
+    _, found = kept_tokens(
+        LOG_RATIO, LENS, RolloutCorrectionConfig(rollout_token_veto_threshold=0.4)
+    )
+    assert found == pytest.approx(
+        {"rollout_rs_masked_fraction": 0.5, "rollout_rs_seq_masked_fraction": 1 / 3}
+    )
 
 
 def test_mismatch_metrics_match_plain_python() -> None:
@@ -250,15 +284,22 @@ def test_equal_log_probs_differ_in_nothing() -> None:
     assert found == pytest.approx({**dict.fromkeys(found, 0.0), **ones, **logs})
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 def test_weights_of_kept_tokens_are_those_of_a_batch_without_the_others(mode: str) -> None:
-    kept = torch.tensor([True, False, False, True, False, True])  # sequences of 1, 0 and 2 kept tokens
+    # sequences of 1, 0 and 2 kept tokens
+    kept = torch.tensor([True, False, False, True, False, True])
     weights = aggregation_weights(LENS, mode, 8, kept)
     assert torch.equal(weights[~kept], torch.zeros(3))
     assert torch.equal(weights[kept], aggregation_weights(torch.tensor([1, 2]), mode, 8))
-    assert torch.equal(aggregation_weights(LENS, mode, 8, torch.zeros(6, dtype=torch.bool)), torch.zeros(6))
+    assert torch.equal(
+        aggregation_weights(LENS, mode, 8, torch.zeros(6, dtype=torch.bool)), torch.zeros(6)
+    )
     everything = torch.ones(6, dtype=torch.bool)
-    assert torch.equal(aggregation_weights(LENS, mode, 8, everything), aggregation_weights(LENS, mode, 8))
+    assert torch.equal(
+        aggregation_weights(LENS, mode, 8, everything), aggregation_weights(LENS, mode, 8)
+    )
 
 
 SECTION = "algorithm.rollout_correction"
@@ -283,6 +324,8 @@ SECTION = "algorithm.rollout_correction"
         ((f"{SECTION}.rollout_is_threshold=0",), "rollout_is_threshold is 0.0; it must be above 0"),
     ],
 )
-def test_contradictions_are_refused(config_file: Path, overrides: tuple[str, ...], words: str) -> None:
+def test_contradictions_are_refused(
+    config_file: Path, overrides: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         validated(config_file, *overrides)

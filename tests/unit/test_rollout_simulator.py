@@ -26,20 +26,26 @@ def workload(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def results(workload: Any) -> dict[str, Any]:
-    return {name: simulator.simulate(workload, variant, COSTS) for name, variant in VARIANTS.items()}
+    return {
+        name: simulator.simulate(workload, variant, COSTS) for name, variant in VARIANTS.items()
+    }
 
 
 @pytest.mark.slow
 def test_all_but_partial_rollouts_train_on_the_same_responses(results: dict[str, Any]) -> None:
     tokens = {figures.tokens for name, figures in results.items() if name != "partial rollouts"}
     assert len(tokens) == 1
-    assert all(figures.staleness == 0 for name, figures in results.items() if name != "partial rollouts")
+    assert all(
+        figures.staleness == 0 for name, figures in results.items() if name != "partial rollouts"
+    )
     assert results["partial rollouts"].staleness > 0
 
 
 def test_no_step_takes_less_than_its_necessary_work(workload: Any, results: dict[str, Any]) -> None:
     least = simulator.bound(workload, COSTS)
-    assert all(results[name].seconds >= least for name in ("static", "shared", "shared, expected lengths"))
+    assert all(
+        results[name].seconds >= least for name in ("static", "shared", "shared, expected lengths")
+    )
 
 
 def test_expected_lengths_and_partial_rollouts_shorten_a_step(results: dict[str, Any]) -> None:
@@ -54,7 +60,9 @@ def test_expected_lengths_and_partial_rollouts_shorten_a_step(results: dict[str,
 def test_sharing_costs_little_at_equal_lengths() -> None:
     workload = Workload("equal", engines=2, limit=2048, steps=1)
     costs = simulator.default_costs(workload.places)
-    static, shared = (simulator.simulate(workload, VARIANTS[name], costs) for name in ("static", "shared"))
+    static, shared = (
+        simulator.simulate(workload, VARIANTS[name], costs) for name in ("static", "shared")
+    )
     assert shared.seconds < 1.01 * static.seconds
 
 
@@ -78,7 +86,9 @@ def test_the_clock_counts_the_tokens_in_the_kv_cache(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(CLOCKS, "virtual", RecordedClock)
     monkeypatch.setattr(simulator, "SimulatedEngine", RecordedEngine)
     workload = Workload("geometric", engines=1, limit=64, places=4)
-    simulator.simulate(workload, VARIANTS["partial rollouts"], replace(COSTS, cached_token_cost=1.0))
+    simulator.simulate(
+        workload, VARIANTS["partial rollouts"], replace(COSTS, cached_token_cost=1.0)
+    )
     assert counted == cached and len(counted) > 100
 
 

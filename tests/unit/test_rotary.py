@@ -31,5 +31,6 @@ def test_other_frequencies_change_the_table() -> None:
     with megatron_calls():
         rope = PackedRotaryEmbedding(8, rotary_percent=1.0, use_cpu_initialization=True)
         first = angles(rope, packed)
-        rope.inv_freq = rope.inv_freq * 2  # Megatron-Core's own forward would return the first table from its cache
+        # Megatron-Core's own forward would return the first table from its cache
+        rope.inv_freq = rope.inv_freq * 2
         assert torch.equal(angles(rope, packed), first * 2)

@@ -39,7 +39,8 @@ def choices(tokens: list[int], layer: int) -> torch.Tensor:
 
 
 def record(experts: RoutedExperts, steps: list[list[tuple[int, int, int]]]) -> None:
-    """Record steps of (request, place of its first token, number of tokens); the choices are those of the place."""
+    """Record steps of (request, place of its first token, number of tokens); the choices are those
+    of the place."""
     for step in steps:
         tokens = [place + i for _, place, count in step for i in range(count)]
         for layer in (0, 2):
@@ -48,11 +49,17 @@ def record(experts: RoutedExperts, steps: list[list[tuple[int, int, int]]]) -> N
         experts.record(requests, places, np.concatenate([[0], counts.cumsum()]))
 
 
-@pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (256, np.uint8), (257, np.uint16)])
+@pytest.mark.parametrize(
+    ("num_experts", "dtype"), [(8, np.uint8), (256, np.uint8), (257, np.uint16)]
+)
 def test_steps_are_joined(num_experts: int, dtype: type) -> None:
-    """Record chunks of a prompt, single tokens, one that is computed ahead, and a request that is computed again."""
+    """Record chunks of a prompt, single tokens, one that is computed ahead, and a request that is
+    computed again."""
     experts = RoutedExperts(shape(num_experts=num_experts))
-    record(experts, [[(3, 0, 4), (7, 0, 1)], [(7, 1, 2), (3, 4, 1)], [(7, 0, 4)], [(7, 4, 1), (3, 5, 1)]])
+    record(
+        experts,
+        [[(3, 0, 4), (7, 0, 1)], [(7, 1, 2), (3, 4, 1)], [(7, 0, 4)], [(7, 4, 1), (3, 5, 1)]],
+    )
     for request, count in ((3, 5), (7, 5)):
         found = experts.take(request, count)
         assert found.dtype == dtype

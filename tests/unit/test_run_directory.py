@@ -1,4 +1,5 @@
-"""Ownership of an output directory by one run: an earlier run's files are moved away, inputs stay."""
+"""Ownership of an output directory by one run: an earlier run's files are moved away, inputs
+stay."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from rlhf_mc.run_directory import ownership
 
 INPUTS = ("train.parquet", "model_hf", "my_notes.txt", "run.lock")
 MORE = ("train_generations", "histograms.jsonl", "report.html", "profile")
-OUTPUTS = ("metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "export", "global_step_2", *MORE)
+OUTPUTS = (
+    "metrics.jsonl",
+    "tensorboard",
+    "generations",
+    "training.png",
+    "hf",
+    "export",
+    "global_step_2",
+    *MORE,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,13 +43,22 @@ def write_run(root: Path, run_id: str | None = "first") -> None:
     root.mkdir(exist_ok=True)
     for name in INPUTS:
         (root / name).write_text(name)
-    for name in ("tensorboard", "generations", "train_generations", "profile", "hf", "export/global_step_1"):
+    for name in (
+        "tensorboard",
+        "generations",
+        "train_generations",
+        "profile",
+        "hf",
+        "export/global_step_1",
+    ):
         (root / name).mkdir(parents=True)
         (root / name / "file").write_text(f"{run_id} {name}")
     (root / "nonfinite_step_3.json").write_text("[]")
     (root / "training.png").write_bytes(b"png")
     (root / "report.html").write_text("report")
-    (root / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "run_id": run_id}) + "\n" for n in (1, 2, 3)))
+    (root / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": n, "run_id": run_id}) + "\n" for n in (1, 2, 3))
+    )
     (root / "histograms.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
     path = directory.begin(root, 2)
     files = {"a": directory.write_bytes(path / "a", b"a" * 100)}
@@ -60,7 +79,9 @@ def test_files_of_an_earlier_run_are_moved_away(tmp_path: Path) -> None:
     assert names(tmp_path) == {*INPUTS, "earlier_runs"}
     assert names(moved) == {*OUTPUTS, "nonfinite_step_3.json", "run.json"}
     for name, paths in before.items():
-        assert sorted((moved / name).rglob("*")) == [moved / path.relative_to(tmp_path) for path in paths]
+        assert sorted((moved / name).rglob("*")) == [
+            moved / path.relative_to(tmp_path) for path in paths
+        ]
     directory.verify(moved / "global_step_2")
     ownership.claim(tmp_path, "second", 0, None)
     assert ownership.owner(tmp_path) == "second" and ownership.owner(moved) == "first"
@@ -89,7 +110,8 @@ def test_run_moved_back_by_hand_is_unchanged(tmp_path: Path) -> None:
 def test_interrupted_move_is_finished_by_the_next_start(
     tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupt the move after any file operation: the runs' files never mix, and no moved checkpoint is resumed."""
+    """Interrupt the move after any file operation: the runs' files never mix, and no moved
+    checkpoint is resumed."""
     write_run(tmp_path)
     outputs = names(tmp_path) - set(INPUTS)
     calls = 0
@@ -111,7 +133,9 @@ def test_interrupted_move_is_finished_by_the_next_start(
     except KeyboardInterrupt:
         monkeypatch.undo()
         if ownership.finish_moving(tmp_path) is None:  # the move had not begun, or was complete
-            assert (outputs - {"run.json"} <= names(tmp_path)) == (ownership.move_away(tmp_path, []) is not None)
+            assert (outputs - {"run.json"} <= names(tmp_path)) == (
+                ownership.move_away(tmp_path, []) is not None
+            )
     monkeypatch.undo()
     assert names(tmp_path) - {"run.json.tmp"} == {*INPUTS, "earlier_runs"}
     assert names(tmp_path / "earlier_runs" / "first") - {"run.json.tmp"} == outputs
@@ -134,7 +158,10 @@ def test_corrupt_checkpoint_of_a_run_without_an_id_is_moved(tmp_path: Path) -> N
 def test_files_of_another_program_are_not_moved(tmp_path: Path) -> None:
     for name in ("hf", "wandb", "metrics.jsonl"):
         (tmp_path / name).touch()
-    with pytest.raises(UserError, match=r"metrics.jsonl, wandb, hf are of no run of rlhf_mc \(run.json is missing\)"):
+    with pytest.raises(
+        UserError,
+        match=r"metrics.jsonl, wandb, hf are of no run of rlhf_mc \(run.json is missing\)",
+    ):
         ownership.move_away(tmp_path, [])
     assert names(tmp_path) == {"hf", "wandb", "metrics.jsonl"}
 
@@ -146,7 +173,12 @@ def test_files_of_another_program_are_not_moved(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("begun_by", ["7", ""], ids=["begun by a job", "begun by none"])
 def test_requeued_job_recognises_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun_by: str, job: str, restarts: str, expected: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun_by: str,
+    job: str,
+    restarts: str,
+    expected: bool,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", begun_by)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
@@ -161,8 +193,13 @@ def test_requeued_job_recognises_its_run(
 def test_input_that_would_be_moved_is_rejected(tmp_path: Path) -> None:
     write_run(tmp_path)
     before = names(tmp_path)
-    reads = [("data.train_files", tmp_path / "train.parquet"), ("model.path", tmp_path / "hf" / "file")]
-    with pytest.raises(UserError, match=r"^model\.path: .* of the earlier run first .*another trainer"):
+    reads = [
+        ("data.train_files", tmp_path / "train.parquet"),
+        ("model.path", tmp_path / "hf" / "file"),
+    ]
+    with pytest.raises(
+        UserError, match=r"^model\.path: .* of the earlier run first .*another trainer"
+    ):
         ownership.move_away(tmp_path, reads)
     assert names(tmp_path) == before
 
@@ -173,17 +210,28 @@ def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         (tmp_path / "generations" / f"step_{number:06d}.txt").write_text("sample")
         (tmp_path / "train_generations" / f"{number}.jsonl").write_text("sample")
         (tmp_path / "export" / f"global_step_{number}").mkdir()
-        (tmp_path / "export" / f"global_step_{number}" / "run.json").write_text(json.dumps({"step": number}))
+        (tmp_path / "export" / f"global_step_{number}" / "run.json").write_text(
+            json.dumps({"step": number})
+        )
     (tmp_path / "hf" / "run.json").write_text(json.dumps({"step": 3}))
     (tmp_path / "observations").mkdir()
-    for name in ("step_000001_0.jsonl", "step_000002_1.jsonl", "step_000003_0.jsonl", "step_other_0.jsonl"):
+    for name in (
+        "step_000001_0.jsonl",
+        "step_000002_1.jsonl",
+        "step_000003_0.jsonl",
+        "step_other_0.jsonl",
+    ):
         (tmp_path / "observations" / name).touch()
     lines = ownership.drop_later(tmp_path, 2)
     assert len(lines) == 2 and all("is of step 3, later than 2" in line for line in lines)
     assert names(tmp_path / "generations") == {"file", "step_000002.txt"}
     assert names(tmp_path / "train_generations") == {"file", "2.jsonl"}
     assert (tmp_path / "histograms.jsonl").read_text() == '{"step": 1}\n'
-    assert names(tmp_path / "export") == {"global_step_1", "global_step_2", "global_step_3.quarantined1"}
+    assert names(tmp_path / "export") == {
+        "global_step_1",
+        "global_step_2",
+        "global_step_3.quarantined1",
+    }
     assert "hf" not in names(tmp_path) and "hf.quarantined1" in names(tmp_path)
     assert ownership.drop_later(tmp_path, 2) == []
     assert len(names(tmp_path / "observations")) == 4, "a resumed run repeats these steps"
@@ -215,20 +263,32 @@ def test_gap_in_the_metrics_is_found(
     tmp_path: Path, steps: list[int], logged: list[list[int]], fault: str | None
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": n, "run_id": "first"}) + "\n" for n in steps) + '{"step": 9, "cut')
+    path.write_text(
+        "".join(json.dumps({"step": n, "run_id": "first"}) + "\n" for n in steps)
+        + '{"step": 9, "cut'
+    )
     if fault is None:
         check_metrics(path, "first", logged)
         return
     with pytest.raises(UserError) as error:
         check_metrics(path, "first", logged)
-    assert fault in str(error.value) and "resume_path" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        fault in str(error.value)
+        and "resume_path" in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_rows_of_another_run_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(UserError, match="lacks the row of step 1"):
         check_metrics(path, "first", [[1, 2]])
-    path.write_text("".join(json.dumps({"step": n, "run_id": run}) + "\n" for n, run in ((1, "first"), (2, "second"))))
+    path.write_text(
+        "".join(
+            json.dumps({"step": n, "run_id": run}) + "\n"
+            for n, run in ((1, "first"), (2, "second"))
+        )
+    )
     with pytest.raises(UserError, match="rows of another run, second, beside rows of first"):
         check_metrics(path, "first", [[1, 2]])
 

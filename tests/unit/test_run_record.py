@@ -37,8 +37,15 @@ def test_first_start(tmp_path: Path) -> None:
     record_start(cfg, "run1", 0)
     assert load_config(str(tmp_path / CONFIG_FILE)) == cfg
     (start,) = starts(tmp_path)
-    assert (start["run_id"], start["after_step"], start["command"]) == ("run1", 0, sys.orig_argv[:2])
-    assert start["versions"]["torch"] == version("torch") and start["versions"]["python"] == sys.version.split()[0]
+    assert (start["run_id"], start["after_step"], start["command"]) == (
+        "run1",
+        0,
+        sys.orig_argv[:2],
+    )
+    assert (
+        start["versions"]["torch"] == version("torch")
+        and start["versions"]["python"] == sys.version.split()[0]
+    )
     assert start["hosts"] == {socket.gethostname(): 1}
     assert start["config"]["rollout"]["n"] == 3 and "changed" not in start
     if (Path(__file__).parents[2] / ".git").exists():
@@ -50,7 +57,10 @@ def test_later_start_names_the_settings_that_changed(tmp_path: Path) -> None:
     record_start(config(tmp_path, "rollout.n=2", "actor.optim.betas=[0.8,0.9]"), "run1", 7)
     first, second = starts(tmp_path)
     assert first["after_step"] == 0 and second["after_step"] == 7
-    assert second["changed"] == {"rollout.n": [1, 2], "actor.optim.betas": [[0.9, 0.999], [0.8, 0.9]]}
+    assert second["changed"] == {
+        "rollout.n": [1, 2],
+        "actor.optim.betas": [[0.9, 0.999], [0.8, 0.9]],
+    }
     assert load_config(str(tmp_path / CONFIG_FILE)).rollout.n == 2
 
 
@@ -86,7 +96,9 @@ def test_end_is_added_to_the_start_of_this_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_plot_and_report_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n{"step": 2, "cri')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "critic/score/mean": 0.5}\n{"step": 2, "cri'
+    )
     files = [tmp_path / "training.png", tmp_path / "report.html"]
     for overrides in (("trainer.logger=[console]",), ("trainer.val_only=true",)):
         write_plot_and_report(config(tmp_path, *overrides))
@@ -96,7 +108,10 @@ def test_plot_and_report_are_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     with mock.patch.object(page, "read_run", wraps=page.read_run) as read:
         write_plot_and_report(config(tmp_path))
     assert read.call_count == 1
-    assert all(path.exists() for path in files) and "stopped after step 1: asked to stop" in files[1].read_text()
+    assert (
+        all(path.exists() for path in files)
+        and "stopped after step 1: asked to stop" in files[1].read_text()
+    )
     files[1].unlink()
     files[1].mkdir()
     write_plot_and_report(config(tmp_path))
@@ -111,7 +126,10 @@ def test_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 
 def test_differences_of_sections_that_come_and_go() -> None:
-    assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "d": 3}}) == {"c": [2, None], "a.d": [None, 3]}
+    assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "d": 3}}) == {
+        "c": [2, None],
+        "a.d": [None, 3],
+    }
     assert differences({"a": 1}, {"a": 1, "b": {"c": {"d": 2, "e": None}}}) == {"b.c.d": [None, 2]}
     assert differences({"a": {"b": 1}}, {"a": [1]}) == {"a.b": [1, None], "a": [None, [1]]}
     assert differences({"a": {"b": 1}}, {"a": None}) == {"a.b": [1, None]}
@@ -122,4 +140,6 @@ def test_differences_from_a_version_without_a_setting() -> None:
     assert differences({"rollout": {}}, {"rollout": {"n": 1, "partial_rollout": True}}) == {
         "rollout.partial_rollout": [False, True]
     }
-    assert differences({"data": {}}, {"data": {"train_files": ["a"]}}) == {"data.train_files": [None, ["a"]]}
+    assert differences({"data": {}}, {"data": {"train_files": ["a"]}}) == {
+        "data.train_files": [None, ["a"]]
+    }

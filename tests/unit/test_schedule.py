@@ -39,7 +39,11 @@ def test_min_lr_is_reached_after_the_last_step(warmup: int, style: str, min_lr: 
 def test_learning_rates_by_hand() -> None:
     linear = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_decay_style="linear")
     assert learning_rates(linear, 5) == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
-    assert learning_rates(OptimConfig(lr=1.0, lr_decay_style="linear"), 4) == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+    assert learning_rates(OptimConfig(lr=1.0, lr_decay_style="linear"), 4) == pytest.approx(
+        [1, 0.75, 0.5, 0.25, 0]
+    )
     by_ratio = OptimConfig(lr=1.0, lr_warmup_steps_ratio=0.5, lr_decay_style="linear")
     assert learning_rates(by_ratio, 4) == learning_rates(linear, 4)
-    assert learning_rates(OptimConfig(lr=1.0, lr_warmup_steps=2), 3) == pytest.approx([0.5, 1.0, 1.0, 1.0])
+    assert learning_rates(OptimConfig(lr=1.0, lr_warmup_steps=2), 3) == pytest.approx(
+        [0.5, 1.0, 1.0, 1.0]
+    )

@@ -52,11 +52,15 @@ def test_libraries_get_their_variables_and_the_console_a_line(shared: pytest.Mon
     assert [os.environ[name] for name in NAMES] == ["1", "0", "0", "0", "0", "2"]
     line = shared_gpu_line()
     assert line is not None
-    assert line.startswith("RLHF_MC_RANKS_PER_GPU=2: ranks share GPUs, over NCCL 2.32.3: a test of communication, and")
+    assert line.startswith(
+        "RLHF_MC_RANKS_PER_GPU=2: ranks share GPUs, over NCCL 2.32.3: a test of communication, and"
+    )
 
 
 @pytest.mark.parametrize("cuda", [True, False])
-def test_without_shared_gpus_nothing_is_set_or_printed(cuda: bool, shared: pytest.MonkeyPatch) -> None:
+def test_without_shared_gpus_nothing_is_set_or_printed(
+    cuda: bool, shared: pytest.MonkeyPatch
+) -> None:
     """Show that the variable has no effect on a CPU, where a command can be tried."""
     shared.setattr(torch.cuda, "is_available", lambda: cuda)
     shared.setattr(platform, "nccl_version", lambda: (2, 29, 7))
@@ -69,19 +73,25 @@ def test_without_shared_gpus_nothing_is_set_or_printed(cuda: bool, shared: pytes
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
 def test_a_wrong_number_is_named(text: str, shared: pytest.MonkeyPatch) -> None:
     shared.setenv("RLHF_MC_RANKS_PER_GPU", text)
-    with pytest.raises(UserError, match=f"RLHF_MC_RANKS_PER_GPU is '{text}'; it must be a number from 1 on"):
+    with pytest.raises(
+        UserError, match=f"RLHF_MC_RANKS_PER_GPU is '{text}'; it must be a number from 1 on"
+    ):
         prepare_shared_gpus()
 
 
 def test_an_old_nccl_is_named_with_what_to_set(shared: pytest.MonkeyPatch) -> None:
     shared.setattr(platform, "nccl_version", lambda: (2, 29, 7))
-    with pytest.raises(NodeError, match=r"NCCL 2\.30 or later, and 2\.29\.7 is loaded: set LD_PRELOAD to the lib"):
+    with pytest.raises(
+        NodeError, match=r"NCCL 2\.30 or later, and 2\.29\.7 is loaded: set LD_PRELOAD to the lib"
+    ):
         prepare_shared_gpus()
 
 
 def test_a_variable_that_forbids_it_is_named(shared: pytest.MonkeyPatch) -> None:
     shared.setenv("NCCL_NVLS_ENABLE", "1")
-    with pytest.raises(UserError, match="RLHF_MC_RANKS_PER_GPU=2: the environment variable NCCL_NVLS_ENABLE is '1'"):
+    with pytest.raises(
+        UserError, match="RLHF_MC_RANKS_PER_GPU=2: the environment variable NCCL_NVLS_ENABLE is '1'"
+    ):
         prepare_shared_gpus()
 
 
@@ -103,7 +113,9 @@ torch.cuda.nccl.version = lambda: (2, 29, 7, "suffix")
 print(platform.nccl_version())"""
     for preload, wanted in ((str(library), "(2, 32, 3)"), ("", "(2, 29, 7)")):
         env = {**os.environ, "LD_PRELOAD": preload}
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True
+        )
         assert done.stdout.strip() == wanted, done.stderr
 
 
@@ -123,7 +135,10 @@ def test_the_kv_cache_is_of_a_ranks_share(shared: pytest.MonkeyPatch) -> None:
     storage = {"b": torch.zeros(1)}
     cfg = RolloutConfig(gpu_memory_utilization=0.5)
     shared.setattr(platform, "device_memory", lambda: 8_000_000)
-    assert vllm_limits.kv_cache_share(cfg, layout, torch.bfloat16, storage) == (2_000_000 - 1_000_000) // 2
+    assert (
+        vllm_limits.kv_cache_share(cfg, layout, torch.bfloat16, storage)
+        == (2_000_000 - 1_000_000) // 2
+    )
     with pytest.raises(
         UserError,
         match=r"0\.5 gives each of 2 ranks of a GPU 0\.00 GB, and vLLM's weights take 0\.00",

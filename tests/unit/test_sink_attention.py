@@ -1,4 +1,5 @@
-"""Attention with sinks and sliding windows (models/layers.py) against all scores, computed one sequence at a time."""
+"""Attention with sinks and sliding windows (models/layers.py) against all scores, computed one
+sequence at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from rlhf_mc.models.layers import _attend_with_sinks
 def by_scores(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Return the attention, as transformers computes it: the sink is a column of the softmax that is dropped."""
+    """Return the attention, as transformers computes it: the sink is a column of the softmax that
+    is dropped."""
     length, heads, head_dim = q.shape[1:]
     k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("sihd,sjhd->shij", q, k) * head_dim**-0.5
@@ -37,7 +39,9 @@ def test_attention_and_gradients_are_those_of_all_scores(length: int, window: in
     wanted = by_scores(*inputs, window)
     torch.testing.assert_close(found, wanted)
     for one, other in zip(
-        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(wanted, inputs, grad), strict=True
+        torch.autograd.grad(found, inputs, grad),
+        torch.autograd.grad(wanted, inputs, grad),
+        strict=True,
     ):
         torch.testing.assert_close(one, other)
 
@@ -49,4 +53,6 @@ def test_places_before_a_sequence_have_no_weight_in_16_bits(dtype: torch.dtype) 
     k, v = torch.randn(2, 1, 9, 1, 64, dtype=dtype).unbind()
     sinks = torch.tensor([-5.0, 2.0], dtype=dtype)
     wanted = by_scores(*(x.double() for x in (q, k, v, sinks)), 4)
-    torch.testing.assert_close(_attend_with_sinks(q, k, v, sinks, 4).double(), wanted, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        _attend_with_sinks(q, k, v, sinks, 4).double(), wanted, atol=2e-2, rtol=2e-2
+    )

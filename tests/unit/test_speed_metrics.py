@@ -1,4 +1,5 @@
-"""Metrics of a step: milliseconds per token, FLOPs utilization, lengths by data source, differences of log-probs."""
+"""Metrics of a step: milliseconds per token, FLOPs utilization, lengths by data source, differences
+of log-probs."""
 
 from __future__ import annotations
 
@@ -49,12 +50,18 @@ def test_milliseconds_per_token(batch: RaggedBatch) -> None:
     found = step_report.per_token_metrics(
         batch, 25, {"timing_s/gen": 0.5, "timing_s/update_actor": 1.1, "timing_s/testing": 9.0}
     )
-    assert found == pytest.approx({"timing_per_token_ms/gen": 20.0, "timing_per_token_ms/update_actor": 50.0})
+    assert found == pytest.approx(
+        {"timing_per_token_ms/gen": 20.0, "timing_per_token_ms/update_actor": 50.0}
+    )
     assert undeclared(found) == []
-    assert step_report.per_token_metrics(batch, 0, {"timing_s/gen": 0.5}) == {}, "a step of earlier steps' responses"
+    assert step_report.per_token_metrics(batch, 0, {"timing_s/gen": 0.5}) == {}, (
+        "a step of earlier steps' responses"
+    )
 
 
-def test_mfu_is_flops_per_rank_and_second_over_the_peak(batch: RaggedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_flops_per_rank_and_second_over_the_peak(
+    batch: RaggedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     actor = ModelShape.from_hf_config(QWEN2)
     critic = ModelShape.from_hf_config(QWEN2, value_head=True)
     groups = SimpleNamespace(mesh=SimpleNamespace(world=4))
@@ -63,8 +70,15 @@ def test_mfu_is_flops_per_rank_and_second_over_the_peak(batch: RaggedBatch, monk
         actor=SimpleNamespace(ppo_epochs=2, megatron=SimpleNamespace(dtype="bfloat16")),
         critic=SimpleNamespace(ppo_epochs=None),
     )
-    seconds = {"timing_s/update_actor": 0.5, "timing_s/update_critic": 0.25, "timing_s/old_log_prob": 0.125}
-    engines = (SimpleNamespace(shape=actor, groups=groups), SimpleNamespace(shape=critic, groups=groups))
+    seconds = {
+        "timing_s/update_actor": 0.5,
+        "timing_s/update_critic": 0.25,
+        "timing_s/old_log_prob": 0.125,
+    }
+    engines = (
+        SimpleNamespace(shape=actor, groups=groups),
+        SimpleNamespace(shape=critic, groups=groups),
+    )
     found = step_report.utilization_metrics(*engines, cfg, batch, seconds)
     of_actor, of_critic = (2 * training_flops(shape, [6, 7, 9], 10) for shape in (actor, critic))
     assert found == pytest.approx(
@@ -76,7 +90,9 @@ def test_mfu_is_flops_per_rank_and_second_over_the_peak(batch: RaggedBatch, monk
     )
     assert undeclared(found) == []
     del seconds["timing_s/update_actor"]  # trainer.critic_warmup
-    assert step_report.utilization_metrics(engines[0], None, cfg, batch, seconds).keys() == {"perf/mfu/actor_infer"}
+    assert step_report.utilization_metrics(engines[0], None, cfg, batch, seconds).keys() == {
+        "perf/mfu/actor_infer"
+    }
 
 
 def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +118,10 @@ def test_no_memory_to_measure_leaves_the_mfu_out(
     step_report.peak_flops.cache_clear()
     error: Exception = torch.OutOfMemoryError("CUDA out of memory")
     for _ in range(2):
-        assert step_report.utilization_metrics(actor, None, cfg, batch, {"timing_s/old_log_prob": 1.0}) == {}
+        assert (
+            step_report.utilization_metrics(actor, None, cfg, batch, {"timing_s/old_log_prob": 1.0})
+            == {}
+        )
     assert capsys.readouterr().err.count("no memory to measure") == 1
     step_report.peak_flops.cache_clear()
     error = RuntimeError("another error")
@@ -121,8 +140,14 @@ def test_the_peak_of_a_cpu_is_measured_once() -> None:
 
 def test_lengths_by_data_source(batch: RaggedBatch) -> None:
     found = response_lengths_by_source(batch, ["openai/gsm8k", "math", "openai/gsm8k"], limit=5)
-    assert found["response_length/math/mean"] == 3.0 and found["response_length/math/clip_ratio"] == 0.0
-    of_gsm8k = {name: found[f"response_length/openai/gsm8k/{name}"] for name in ("mean", "max", "min", "clip_ratio")}
+    assert (
+        found["response_length/math/mean"] == 3.0
+        and found["response_length/math/clip_ratio"] == 0.0
+    )
+    of_gsm8k = {
+        name: found[f"response_length/openai/gsm8k/{name}"]
+        for name in ("mean", "max", "min", "clip_ratio")
+    }
     assert of_gsm8k == {"mean": 3.5, "max": 5.0, "min": 2.0, "clip_ratio": 0.5}
     assert len(found) == 8 and undeclared(found) == []
 
@@ -131,7 +156,9 @@ def test_differences_of_probabilities_match_plain_python(batch: RaggedBatch) -> 
     g = torch.Generator().manual_seed(0)
     rollout = -torch.rand(10, generator=g)
     trainer = rollout + 0.3 * torch.randn(10, generator=g)
-    found = difference_metrics(replace(batch, rollout_log_probs=rollout).with_fields(old_log_probs=trainer))
+    found = difference_metrics(
+        replace(batch, rollout_log_probs=rollout).with_fields(old_log_probs=trainer)
+    )
     a, b = torch.stack([trainer, rollout]).double().exp().tolist()
     gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
     expected = {
@@ -141,7 +168,10 @@ def test_differences_of_probabilities_match_plain_python(batch: RaggedBatch) -> 
         "rollout_actor_probs_pearson_corr": statistics.correlation(a, b),
     }
     assert {name: found[f"training/{name}"] for name in expected} == pytest.approx(expected)
-    constant = torch.full((10,), -0.7)  # the mean of the ten probabilities is not exactly one of them
-    same = difference_metrics(replace(batch, rollout_log_probs=constant).with_fields(old_log_probs=trainer))
+    # the mean of the ten probabilities is not exactly one of them
+    constant = torch.full((10,), -0.7)
+    same = difference_metrics(
+        replace(batch, rollout_log_probs=constant).with_fields(old_log_probs=trainer)
+    )
     assert same["training/rollout_actor_probs_pearson_corr"] == 1.0
     assert undeclared(found) == []

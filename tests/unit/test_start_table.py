@@ -12,13 +12,19 @@ from rlhf_mc.trainer.start_table import ModelRow, notes, size, table
 
 def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> None:
     ranks = [
-        RankShare(10_000_000, 20_000_000, 40_000_000, 999_999_999, frozenset({"grads", "optimizer"})),
+        RankShare(
+            10_000_000, 20_000_000, 40_000_000, 999_999_999, frozenset({"grads", "optimizer"})
+        ),
         RankShare(8_750_000_000, 17_500_000_000, 1_234, 0, frozenset({"grads", "optimizer"})),
     ]
     found = table(
         [
             ModelRow("actor", ("8", "2", "16x4", "1024", "64"), ranks),
-            ModelRow("reward_models.a_very_long_name", ("1", "1", "1", "2", "1"), [RankShare(620_000, 2_480_000)]),
+            ModelRow(
+                "reward_models.a_very_long_name",
+                ("1", "1", "1", "2", "1"),
+                [RankShare(620_000, 2_480_000)],
+            ),
             ModelRow("rollout", ("1", "1", "1", "2", "-"), [RankShare(620_000, 2_480_000)]),
         ]
     )
@@ -54,6 +60,12 @@ def test_size(num_bytes: float, text: str) -> None:
 )
 @example([9_999_950_000_000] * 4, "a", {"params", "grads", "optimizer"}, "")
 @pytest.mark.slow
-def test_no_line_is_wider_than_80(numbers: list[int], role: str, offloaded: set[str], note: str) -> None:
-    rows = [ModelRow(role, ("999", "999", "99x9", "9999", "999"), [RankShare(*numbers, frozenset(offloaded))])]
+def test_no_line_is_wider_than_80(
+    numbers: list[int], role: str, offloaded: set[str], note: str
+) -> None:
+    rows = [
+        ModelRow(
+            role, ("999", "999", "99x9", "9999", "999"), [RankShare(*numbers, frozenset(offloaded))]
+        )
+    ]
     assert all(len(line) <= 80 for line in (*table(rows), *notes([note])))

@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_mc.observability.step_table import COLUMNS, HEADER_ROWS, LEGEND, StepTable, number, short_time
+from rlhf_mc.observability.step_table import (
+    COLUMNS,
+    HEADER_ROWS,
+    LEGEND,
+    StepTable,
+    number,
+    short_time,
+)
 
-KEYS = [key for column in COLUMNS for key in column.keys] + ["val-core/a/acc/mean@1", "val-core/b/c/acc/mean@4"]
+KEYS = [key for column in COLUMNS for key in column.keys] + [
+    "val-core/a/acc/mean@1",
+    "val-core/b/c/acc/mean@4",
+]
 VALUES = st.floats(-1e300, 1e300) | st.sampled_from([float("nan"), float("inf"), float("-inf")])
 TYPICAL = {
     "critic/score/mean": -12.3456,
@@ -59,7 +69,9 @@ def test_long_run_fits_80_columns_with_every_metric() -> None:
     clock.now += 1234.5
     table.log(12345, TYPICAL)
     header, row = rows_of(stream)
-    assert header == "       step  reward  kl_ref  kl_old entropy length  clip s/step   left   val gen"
+    assert (
+        header == "       step  reward  kl_ref  kl_old entropy length  clip s/step   left   val gen"
+    )
     assert row == "12345/20000 -12.346  0.0312  -2e-05   1.250  32768 0.012 1234.5   109d 0.875  12"
     assert len(row) == 80
 
@@ -90,7 +102,11 @@ def test_no_line_is_wider_than_80_and_none_lacks_reward_or_kl(
     assert len(shown) == len(steps)
     for row, metrics in zip(shown, steps, strict=True):
         assert list(row)[1] == "reward"
-        keys = {"reward": ["critic/score/mean"], "kl_ref": list(COLUMNS[1].keys), "kl_old": ["actor/ppo_kl"]}
+        keys = {
+            "reward": ["critic/score/mean"],
+            "kl_ref": list(COLUMNS[1].keys),
+            "kl_old": ["actor/ppo_kl"],
+        }
         for title, names in keys.items():
             value = next((metrics[name] for name in names if name in metrics), None)
             if value is not None:
@@ -112,7 +128,15 @@ def test_short_time_has_six_characters_at_most(seconds: float) -> None:
 
 def test_short_time() -> None:
     times = (0, 59.6, 3599, 3600, 359999, 360000, 86400 * 123)
-    assert [short_time(s) for s in times] == ["0:00", "1:00", "59:59", "1h00m", "99h59m", "4d04h", "123d"]
+    assert [short_time(s) for s in times] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1h00m",
+        "99h59m",
+        "4d04h",
+        "123d",
+    ]
 
 
 def test_time_left_is_the_median_of_recent_steps() -> None:
@@ -141,7 +165,9 @@ def test_header_is_repeated_and_changes_with_the_metrics() -> None:
     assert stream.getvalue().count(LEGEND) == 1
 
 
-def test_wide_terminal_shows_more_and_a_narrow_one_keeps_reward_and_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_terminal_shows_more_and_a_narrow_one_keeps_reward_and_kl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     metrics = {**TYPICAL, "actor/grad_norm": 0.75, "perf/throughput": 1234.0}
     for columns, titles in ((120, 15), (36, 4)):
         monkeypatch.setenv("COLUMNS", str(columns))

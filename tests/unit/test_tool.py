@@ -39,7 +39,9 @@ def python(
     paths = os.pathsep.join([str(tmp_path), str(REPO)])
     env = {**os.environ, "INTERRUPT_AT": "", "PYTHONUNBUFFERED": "", **env, "PYTHONPATH": paths}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=env, cwd=REPO, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return subprocess.run(
+        command, env=env, cwd=REPO, stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,11 @@ def test_ctrl_c_in_an_import_is_one_line(tmp_path: Path, program: list[str], mod
 
 def test_ctrl_c_at_work_cleans_up(tmp_path: Path) -> None:
     ended = python(tmp_path, "-c", WORK)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "cleaned\n", "rlhf_mc: interrupted\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        130,
+        "cleaned\n",
+        "rlhf_mc: interrupted\n",
+    )
     other_rank = python(tmp_path, "-c", WORK, RANK="1")
     assert (other_rank.returncode, other_rank.stderr) == (130, "")
 
@@ -82,7 +88,9 @@ def test_ctrl_c_at_work_cleans_up(tmp_path: Path) -> None:
         (["tools/prepare_data.py"], "--test-rows", "-1"),
     ],
 )
-def test_numbers_out_of_range_are_one_line(tmp_path: Path, program: list[str], argument: str, text: str) -> None:
+def test_numbers_out_of_range_are_one_line(
+    tmp_path: Path, program: list[str], argument: str, text: str
+) -> None:
     ended = python(tmp_path, *program, argument, text)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
@@ -121,7 +129,9 @@ def test_unread_output_ends_a_tool_quietly(tmp_path: Path, program: list[str], c
 
 
 def test_a_closed_output_ends_a_tool_quietly(tmp_path: Path) -> None:
-    closed = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    closed = (
+        "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
     ended = python(tmp_path, "-c", closed, "-c", f"{UNREAD}print('text')")
     assert (ended.returncode, ended.stderr) == (0, "")
 

@@ -1,4 +1,5 @@
-"""Experiment trackers with the real libraries, offline: what they have recorded is read back from their own files."""
+"""Experiment trackers with the real libraries, offline: what they have recorded is read back from
+their own files."""
 
 from __future__ import annotations
 
@@ -42,20 +43,27 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def log_steps(directory: Path, name: str, steps: range, after_step: int | None, value: float = 0.0) -> None:
+def log_steps(
+    directory: Path, name: str, steps: range, after_step: int | None, value: float = 0.0
+) -> None:
     """Log as a start of the run does. Step 1 has values that are not finite."""
-    config = TrainerConfig(default_local_dir=str(directory), logger=["jsonl", name], project_name="sums")
+    config = TrainerConfig(
+        default_local_dir=str(directory), logger=["jsonl", name], project_name="sums"
+    )
     sinks = Sinks(config, total_steps=9, after_step=after_step, run_id=RUN_ID, settings=SETTINGS)
     for step in steps:
         bad = {"actor/grad_norm": math.nan, "critic/vf_loss": math.inf} if step == 1 else {}
-        sinks.log(step, {"critic/score/a b/mean": value + step, "val-core/sums/acc/mean@4": 0.5, **bad})
+        sinks.log(
+            step, {"critic/score/a b/mean": value + step, "val-core/sums/acc/mean@4": 0.5, **bad}
+        )
     sinks.close()
     sinks.close()
 
 
 def log_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a file in the format of LevelDB's log, which W&B and SwanLab write offline: a header of 7
-    bytes, then blocks of 32 KiB with parts of records, each after 4 bytes of checksum, 2 of length and 1 of type."""
+    """Yield the records of a file in the format of LevelDB's log, which W&B and SwanLab write
+    offline: a header of 7 bytes, then blocks of 32 KiB with parts of records, each after 4 bytes of
+    checksum, 2 of length and 1 of type."""
     data = path.read_bytes()
     at = 7
     record = b""
@@ -85,7 +93,9 @@ def wandb_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]]:
             for item in record.history.item:
                 key = item.key or "/".join(item.nested_key)
                 if not key.startswith("_"):
-                    points.setdefault(key, []).append((record.history.step.num, float(json.loads(item.value_json))))
+                    points.setdefault(key, []).append(
+                        (record.history.step.num, float(json.loads(item.value_json)))
+                    )
     return points, ids, config
 
 
@@ -100,7 +110,9 @@ def swanlab_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]
             record = Record.FromString(data)
             ids |= {record.start.id} - {""}
             if record.scalar.key:
-                points.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+                points.setdefault(record.scalar.key, []).append(
+                    (record.scalar.step, record.scalar.value.number)
+                )
         settings = yaml.safe_load((path.parent / "files" / "config.yaml").read_text())
         config |= {key: item["value"] for key, item in settings.items()}
     return points, ids, config
@@ -115,7 +127,9 @@ def mlflow_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]]
     assert [run.info.run_name for run in runs] == [directory.name]
     assert [run.info.status for run in runs] == ["FINISHED"]
     history = {
-        key: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)]
+        key: [
+            (point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)
+        ]
         for run in runs
         for key in run.data.metrics
     }
@@ -137,11 +151,19 @@ def test_a_resumed_run_continues_the_run_of_the_tracker(
     points, ids, config = records(tmp_path)
     accuracy = "val-core/sums/acc/mean_at_4" if name == "mlflow" else "val-core/sums/acc/mean@4"
     scores = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0), (5, 15.0)]
-    if name != "mlflow":  # it may lack steps 2 and 3, and gets them again; of a step that it has, its server keeps one
+    # it may lack steps 2 and 3, and gets them again; of a step that it has, its server keeps one
+    if name != "mlflow":
         scores[4:4] = [(2, 12.0), (3, 13.0)]
-    assert points == {"critic/score/a b/mean": scores, accuracy: [(step, 0.5) for step, _ in scores]}
+    assert points == {
+        "critic/score/a b/mean": scores,
+        accuracy: [(step, 0.5) for step, _ in scores],
+    }
     assert ids == {RUN_ID}
-    assert config["actor.optim.lr"] == "1e-06" if name == "mlflow" else config["actor"]["optim"]["lr"] == 1e-6
+    assert (
+        config["actor.optim.lr"] == "1e-06"
+        if name == "mlflow"
+        else config["actor"]["optim"]["lr"] == 1e-6
+    )
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["critic/score/a b/mean"] for row in rows] == [0.0, 1.0, 12.0, 13.0, 14.0, 15.0]
     assert rows[1]["actor/grad_norm"] is None
@@ -149,7 +171,10 @@ def test_a_resumed_run_continues_the_run_of_the_tracker(
 
 @pytest.mark.parametrize("first_failure", [0, 2])
 def test_a_tracker_that_fails_is_dropped_with_a_warning(
-    tmp_path: Path, first_failure: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    first_failure: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Fail when the tracker is built, and at the second step."""
 
@@ -173,21 +198,30 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning(
     assert capsys.readouterr().err.splitlines() == [
         "rlhf_mc: warning: wandb cannot be written (no route to host); the run continues without"
     ]
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
 
 
-def test_a_package_that_is_not_installed_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_installed_is_named_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, package in (("wandb", "wandb"), ("mlflow", "mlflow-skinny"), ("swanlab", "swanlab")):
         with pytest.raises(UserError) as caught:
             check_loggers(["console", name])
-        expected = f"trainer.logger: {name} is not installed: pip install {package}, or leave {name} out"
+        expected = (
+            f"trainer.logger: {name} is not installed: pip install {package}, or leave {name} out"
+        )
         assert str(caught.value) == expected
     check_loggers(["console", "jsonl", "tensorboard"])
 
 
 def test_names_and_settings_for_mlflow() -> None:
-    assert mlflow_name("val-core/openai/gsm8k/acc/best@4/mean") == "val-core/openai/gsm8k/acc/best_at_4/mean"
+    assert (
+        mlflow_name("val-core/openai/gsm8k/acc/best@4/mean")
+        == "val-core/openai/gsm8k/acc/best_at_4/mean"
+    )
     assert mlflow_name("reward/Müll (a=b)/x:y") == "reward/M_ll _a_b_/x:y_3fa64c7c"
     assert dict(flattened(SETTINGS)) == {
         "trainer.seed": 1,
@@ -200,11 +234,27 @@ def test_names_and_settings_for_mlflow() -> None:
 
 @pytest.mark.slow
 def test_mlflow_takes_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log, in several batches, keys that MLflow refuses as they are, some of which differ only in what it refuses."""
+    """Log, in several batches, keys that MLflow refuses as they are, some of which differ only in
+    what it refuses."""
     pytest.importorskip("mlflow")
-    keys = ["数学/acc", "物理/acc", "a//b", "a/./b", "a/../b", "../b", "/b", "b/", "..b", "x" * 300, "x" * 301, ""]
+    keys = [
+        "数学/acc",
+        "物理/acc",
+        "a//b",
+        "a/./b",
+        "a/../b",
+        "../b",
+        "/b",
+        "b/",
+        "..b",
+        "x" * 300,
+        "x" * 301,
+        "",
+    ]
     monkeypatch.setattr(trackers, "_MLFLOW_METRICS", 5)
-    config = TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl", "mlflow"], project_name="sums")
+    config = TrainerConfig(
+        default_local_dir=str(tmp_path), logger=["jsonl", "mlflow"], project_name="sums"
+    )
     sinks = Sinks(config, total_steps=1, run_id=RUN_ID, settings=SETTINGS)
     sinks.log(1, {key: float(number) for number, key in enumerate(keys)})
     sinks.close()
@@ -214,7 +264,10 @@ def test_mlflow_takes_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("hanging", ["start", "close"])
 def test_a_tracker_without_an_answer_is_left(
-    tmp_path: Path, hanging: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    hanging: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     released = threading.Event()
 
@@ -240,5 +293,8 @@ def test_a_tracker_without_an_answer_is_left(
     sinks.close()
     released.set()
     assert capsys.readouterr().err.splitlines() == [
-        "rlhf_mc: warning: mlflow cannot be written (no answer within 0.05 s); the run continues without"
+        (
+            "rlhf_mc: warning: mlflow cannot be written (no answer within 0.05 s); the run "
+            "continues without"
+        )
     ]

@@ -37,7 +37,8 @@ def traffic_70b(*overrides: str, world: int = WORLD) -> dict[tuple[str, str, str
     cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [model_path("llama-3-70b"), *overrides])
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
     return {
-        (t.phase, t.name, t.kind): t for t in plan_traffic(cfg, shapes, world, NODE, expected_lengths(cfg, None, None))
+        (t.phase, t.name, t.kind): t
+        for t in plan_traffic(cfg, shapes, world, NODE, expected_lengths(cfg, None, None))
     }
 
 
@@ -45,12 +46,14 @@ def test_70b_by_hand() -> None:
     """TP 8 x PP 4 (4 chunks) x DP 2, rollout TP 8, 1024 sequences of 3072 tokens."""
     found = traffic_70b()
     states = 512 * 3072 * 8192 * 2  # bytes, of a replica
-    # Each of a stage's 20 layers gathers its tokens twice forward and twice backward, and twice for weights' gradients.
+    # Each of a stage's 20 layers gathers its tokens twice forward and twice backward, and twice for
+    # weights' gradients.
     gathers = found["update_actor", "tensor parallel", "all_gather"]
     assert gathers.intra_node == pytest.approx(6 * 20 * states * 7 / 8)
     assert gathers.inter_node == 0
     messages = found["update_actor", "pipeline", "receive"]
-    assert (messages.intra_node, messages.inter_node) == (0, 2 * 4 * states / 8)  # activations and gradients, 4 chunks
+    # activations and gradients, 4 chunks
+    assert (messages.intra_node, messages.inter_node) == (0, 2 * 4 * states / 8)
     parameters = found["update_actor", "parameters", "all_gather"]
     gradients = found["update_actor", "gradients", "reduce_scatter"]
     # Half of 4.3 GB in each of 4 optimizer steps.
@@ -63,7 +66,8 @@ def test_70b_by_hand() -> None:
 
 @pytest.mark.slow
 def test_tensor_parallelism_over_two_nodes() -> None:
-    """Check that each of the 8 members on a node receives an eighth of its bytes from the other node."""
+    """Check that each of the 8 members on a node receives an eighth of its bytes from the other
+    node."""
     inside = traffic_70b()["old_log_prob", "tensor parallel", "all_gather"]
     over_two = traffic_70b(
         "actor.megatron.tensor_model_parallel_size=16",

@@ -1,5 +1,5 @@
-"""Transformer Engine as a package that is absent, or installed and broken, and the choice of attention. Its layers
-themselves need a GPU."""
+"""Transformer Engine as a package that is absent, or installed and broken, and the choice of
+attention. Its layers themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         (package.parent / "__init__.py").write_text(code)
         (package / "__init__.py").touch()
         monkeypatch.syspath_prepend(str(tmp_path))
-        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] == "transformer_engine"
+        ]:
             monkeypatch.delitem(sys.modules, name)
 
     yield install
@@ -60,7 +62,9 @@ def test_tokens_of_context_parallel_ranks_are_ordered_as_transformer_engine_orde
         ]
     ).flatten()
     assert torch.equal(transformer_engine._to_ranks(sequences, bounds, 4), by_rank)
-    assert torch.equal(transformer_engine._to_sequences(by_rank, bounds, torch.empty(0), 4), sequences)
+    assert torch.equal(
+        transformer_engine._to_sequences(by_rank, bounds, torch.empty(0), 4), sequences
+    )
     for rank, tokens in enumerate(by_rank.view(4, -1)):
         own = Context(size=4, rank=rank).own_tokens(bounds.diff().numpy())
         assert torch.equal(sequences[own], tokens)
@@ -72,7 +76,9 @@ def test_a_machine_without_it_uses_local_layers(monkeypatch: pytest.MonkeyPatch)
     assert not uses_transformer_engine.__wrapped__()
 
 
-def test_a_cpu_uses_local_layers_beside_it(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_uses_local_layers_beside_it(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install("")
     monkeypatch.setattr(platform, "use_cuda", lambda: False)
     assert import_transformer_engine()
@@ -82,10 +88,22 @@ def test_a_cpu_uses_local_layers_beside_it(install: Install, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("raise OSError('libcudnn.so.9: cannot open shared object file')", r"OSError: libcudnn.so.9: cannot open"),
-        ("raise FileNotFoundError('Could not find shared object file')", "FileNotFoundError: Could not find"),
-        ("raise RuntimeError('Found empty `transformer-engine` meta package')", "RuntimeError: Found empty"),
-        ("assert False, 'package version mismatch.\\nFound 2.10'", r"AssertionError: package version mismatch\.\)"),
+        (
+            "raise OSError('libcudnn.so.9: cannot open shared object file')",
+            r"OSError: libcudnn.so.9: cannot open",
+        ),
+        (
+            "raise FileNotFoundError('Could not find shared object file')",
+            "FileNotFoundError: Could not find",
+        ),
+        (
+            "raise RuntimeError('Found empty `transformer-engine` meta package')",
+            "RuntimeError: Found empty",
+        ),
+        (
+            "assert False, 'package version mismatch.\\nFound 2.10'",
+            r"AssertionError: package version mismatch\.\)",
+        ),
     ],
 )
 def test_a_broken_one_is_one_line(install: Install, code: str, reason: str) -> None:
@@ -94,7 +112,10 @@ def test_a_broken_one_is_one_line(install: Install, code: str, reason: str) -> N
         import_transformer_engine()
     message = str(caught.value)
     assert "\n" not in message
-    assert f"build it for torch {torch.__version__}" in message and "pip uninstall transformer_engine" in message
+    assert (
+        f"build it for torch {torch.__version__}" in message
+        and "pip uninstall transformer_engine" in message
+    )
 
 
 def test_tools_name_a_broken_one_before_megatron_imports_it(
@@ -114,7 +135,9 @@ def test_tools_name_a_broken_one_before_megatron_imports_it(
             program()
 
 
-def test_an_import_error_matters_only_on_a_gpu(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_matters_only_on_a_gpu(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install("raise ImportError('undefined symbol: _ZN3c10')")
     assert not import_transformer_engine()
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
@@ -124,8 +147,9 @@ def test_an_import_error_matters_only_on_a_gpu(install: Install, monkeypatch: py
 
 @pytest.fixture
 def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Replace Transformer Engine's selection of an attention backend, and its attention. Yield what the selection
-    answers (flash, fused), what it was asked, and what the attention's gradients are multiplied by."""
+    """Replace Transformer Engine's selection of an attention backend, and its attention. Yield what
+    the selection answers (flash, fused), what it was asked, and what the attention's gradients are
+    multiplied by."""
     found = SimpleNamespace(flash=False, fused=False, asked=[], gradients=1.0)
 
     def get_attention_backend(params: SimpleNamespace) -> tuple[object, ...]:
@@ -137,7 +161,9 @@ def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for count in range(1, 1 + len(parts)):
         package = ".".join(parts[:count])
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    utils = SimpleNamespace(AttentionParams=SimpleNamespace, get_attention_backend=get_attention_backend)
+    utils = SimpleNamespace(
+        AttentionParams=SimpleNamespace, get_attention_backend=get_attention_backend
+    )
     monkeypatch.setattr(sys.modules[name], "utils", utils, raising=False)
     monkeypatch.setattr(
         sys.modules["transformer_engine.pytorch.attention"],
@@ -163,7 +189,8 @@ def _attention(
     max_seqlen_q: int,
     **_: object,
 ) -> torch.Tensor:
-    """Attend as Transformer Engine does to packed sequences, with gradients `found.gradients` times too large."""
+    """Attend as Transformer Engine does to packed sequences, with gradients `found.gradients` times
+    too large."""
     assert (options["qkv_format"], options["attn_mask_type"]) == ("thd", "padding_causal")
     lengths = cu_seqlens_q.diff().tolist()
     assert max_seqlen_q == max(lengths)
@@ -186,7 +213,8 @@ def test_an_attention_with_wrong_gradients_is_not_used(
     with caplog.at_level(logging.WARNING):
         assert not has_packed_attention(torch.bfloat16, 8, 2, (256, 256))
     line = (
-        "gradients of attention that are wrong by 2 times their norm for packed sequences in bfloat16 with heads of 256"
+        "gradients of attention that are wrong by 2 times their norm for packed sequences in "
+        "bfloat16 with heads of 256"
     )
     assert line in caplog.text and "cuDNN 91900" in caplog.text
     has_packed_attention.cache_clear()
@@ -194,7 +222,9 @@ def test_an_attention_with_wrong_gradients_is_not_used(
     assert has_packed_attention(torch.bfloat16, 8, 2, (256, 256))
 
 
-@pytest.mark.parametrize(("flash", "fused"), [(False, True), (True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("flash", "fused"), [(False, True), (True, False), (True, True), (False, False)]
+)
 def test_packed_attention_is_flash_attn_or_cudnn(
     selection: SimpleNamespace, caplog: pytest.LogCaptureFixture, flash: bool, fused: bool
 ) -> None:
@@ -204,7 +234,10 @@ def test_packed_attention_is_flash_attn_or_cudnn(
         assert has_packed_attention(torch.bfloat16, 8, 2, (128, 128)) == (flash or fused)
         assert has_packed_attention(torch.bfloat16, 8, 2, (128, 128)) == (flash or fused)
     assert len(selection.asked) == 1  # and so at most one warning for each kind of attention
-    line = "no attention kernel for packed sequences in bfloat16 with heads of 128 dimensions on NVIDIA A100"
+    line = (
+        "no attention kernel for packed sequences in bfloat16 with heads of 128 dimensions on "
+        "NVIDIA A100"
+    )
     assert caplog.text.count(line) == (not flash and not fused)
 
 

@@ -47,7 +47,9 @@ def test_correction_biases_are_verified_after_an_update(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = whole_layout({"w": (4, 2), "bias": (3,)})
-    sync = weight_sync.plan_weight_sync([layout], [layout], frozenset({"bias"}), 0, torch.bfloat16, "always", 1000)
+    sync = weight_sync.plan_weight_sync(
+        [layout], [layout], frozenset({"bias"}), 0, torch.bfloat16, "always", 1000
+    )
     source = {"w": torch.randn(4, 2).bfloat16(), "bias": torch.randn(3)}
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     sync.run(source, target)
@@ -61,7 +63,10 @@ def test_correction_biases_are_verified_after_an_update(
         target["bias"][1] += 1.0
 
     monkeypatch.setattr(BoundPlan, "execute", execute_wrongly)
-    with pytest.raises(UserError, match=r"^reshard.verify: bias\[0:3\] on rank 0 differs from bias\[0:3\] on rank 0"):
+    with pytest.raises(
+        UserError,
+        match=r"^reshard.verify: bias\[0:3\] on rank 0 differs from bias\[0:3\] on rank 0",
+    ):
         sync.run(source, target)
 
 
@@ -72,7 +77,9 @@ def test_without_a_transport_a_plan_with_messages_is_rejected() -> None:
         execute(plan.for_rank(1), {}, {"w": torch.zeros(4, 2)}, transport=None)
 
 
-def test_views_are_made_again_only_for_other_memory(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_are_made_again_only_for_other_memory(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Include a resized storage, as an offload leaves it, which its views follow."""
     bound: list[Any] = []
     monkeypatch.setattr(weight_sync, "bind", lambda *args: bound.append(args) or bind(*args))

@@ -39,12 +39,18 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
             "actor.ppo_micro_batch_size_per_gpu",
             "use ..._max_token_len_per_gpu, the tokens of a micro-batch: that number",
         ),
-        ("actor_rollout_ref.ref.log_prob_micro_batch_size", "use ..._max_token_len_per_gpu, the tokens"),
+        (
+            "actor_rollout_ref.ref.log_prob_micro_batch_size",
+            "use ..._max_token_len_per_gpu, the tokens",
+        ),
         ("data.seed", "use trainer.seed"),
         ("reward_model.overlong_buffer.len", "use reward.overlong_buffer.len"),
         ("reward_model.reward_manager", "custom_reward_function.path"),
         ("reward_model.enable", "use reward_model.model_path (null: no reward model)"),
-        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "micro-batches are always by token budget"),
+        (
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+            "micro-batches are always by token budget",
+        ),
         ("actor.ulysses_sequence_parallel_size", "use megatron.context_parallel_size"),
     ],
 )
@@ -64,8 +70,10 @@ def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: 
         ("rollout.val_kwargs.m", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
         # The same section goes before others.
         ("critic.lr", "the nearest known key is 'critic.optim.lr'"),
-        ("critic.tensor_model_parallel_size", "the nearest known key is 'critic.megatron.tensor_model_parallel_size'"),
-        ("ref.megatron.tensor_paralel_size", "the nearest known key is 'ref.megatron.tensor_model_parallel_size'"),
+        ("critic.tensor_model_parallel_size", ("the nearest known key is "
+                                              "'critic.megatron.tensor_model_parallel_size'")),
+        ("ref.megatron.tensor_paralel_size", ("the nearest known key is "
+                                             "'ref.megatron.tensor_model_parallel_size'")),
         ("critic.modelpath", "the nearest known key is 'critic.model_path'"),
         # verl's.
         ("critic.model.path", "use critic.model_path"),
@@ -73,7 +81,8 @@ def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: 
         ("actor_rollout_ref.ref.fsdp_config.offload_policy",
          "use megatron.param_offload and megatron.optimizer_offload"),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype",
-         "main parameters, gradients and Adam's state are float32, and computation is bfloat16: leave it out"),
+         ("main parameters, gradients and Adam's state are float32, and computation is bfloat16: "
+         "leave it out")),
         ("ray_init.num_cpus", "there is no Ray: leave it out"),
         ("algorithm.use_pf_ppo", "prompts are not reweighted"),
         ("+actor.ppo_epochs", "write it without '+': actor.ppo_epochs"),
@@ -116,7 +125,10 @@ def test_all_unknown_keys_are_listed_at_once(config_file: Path) -> None:
     assert message.startswith("4 unknown keys: ")
     for words in (
         f"'actor.ppo_epoch' ({config_file}): the nearest known key is 'actor.ppo_epochs'",
-        f"'actor.shuffle' ({config_file}): a key with dots is for the command line; in a file sections are nested",
+        (
+            f"'actor.shuffle' ({config_file}): a key with dots is for the command line; in a file "
+            "sections are nested"
+        ),
         "'rollout.m' (override 'rollout.m=1'): no known key is similar",
         "'trainer.nnodes' (override 'trainer.nnodes=1'): torchrun",
     ):
@@ -147,12 +159,25 @@ def test_unknown_key_in_a_file_names_the_file(config_file: Path) -> None:
 
 def test_verls_prefix_is_accepted(config_file: Path) -> None:
     config_file.write_text(
-        MINIMAL.replace("model:", "actor_rollout_ref:\n  actor: {ppo_epochs: 2, optim: {lr: 1.0}}\nmodel:")
+        MINIMAL.replace(
+            "model:", "actor_rollout_ref:\n  actor: {ppo_epochs: 2, optim: {lr: 1.0}}\nmodel:"
+        )
     )
     cfg = load(config_file, "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.model.path=other")
-    assert (cfg.actor.ppo_epochs, cfg.actor.optim.lr, cfg.rollout.n, cfg.model.path) == (2, 1.0, 3, "other")
-    config_file.write_text(MINIMAL + "actor_rollout_ref: {actor: {ppo_epochs: 1}}\nactor: {ppo_epochs: 2}\n")
-    assert "actor.ppo_epochs is given twice, with and without actor_rollout_ref" in error_of(config_file)
+    assert (cfg.actor.ppo_epochs, cfg.actor.optim.lr, cfg.rollout.n, cfg.model.path) == (
+        2,
+        1.0,
+        3,
+        "other",
+    )
+    config_file.write_text(
+        MINIMAL + "actor_rollout_ref: {actor: {ppo_epochs: 1}}\nactor: {ppo_epochs: 2}\n"
+    )
+    assert "actor.ppo_epochs is given twice, with and without actor_rollout_ref" in error_of(
+        config_file
+    )
     config_file.write_text(MINIMAL)
-    assert "'actor_rollout_ref.trainer.seed'" in error_of(config_file, "actor_rollout_ref.trainer.seed=1")
+    assert "'actor_rollout_ref.trainer.seed'" in error_of(
+        config_file, "actor_rollout_ref.trainer.seed=1"
+    )
     assert "expected an integer" in error_of(config_file, "actor_rollout_ref.rollout.n=x")

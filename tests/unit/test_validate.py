@@ -16,7 +16,10 @@ from rlhf_mc.config.fields import leaf_hints, number_range
     "overrides",
     [
         (),
-        ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.pipeline_model_parallel_size=2"),
+        (
+            "actor.megatron.tensor_model_parallel_size=2",
+            "actor.megatron.pipeline_model_parallel_size=2",
+        ),
         ("rollout.tensor_model_parallel_size=4",),
         (
             "actor.megatron.tensor_model_parallel_size=4",
@@ -32,7 +35,8 @@ from rlhf_mc.config.fields import leaf_hints, number_range
         ),
         ("actor.clip_ratio_high=1.5",),
         ("critic.ppo_mini_batch_size=32",),
-        ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
+        # exactly the smallest budget
+        ("data.max_prompt_length=8192", "data.max_response_length=8192"),
         ("ref.log_prob_max_token_len_per_gpu=1",),  # no KL term: no reference pass
         ("reward_model.forward_max_token_len_per_gpu=1",),  # no reward model
         (
@@ -64,7 +68,8 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
     ("overrides", "words"),
     [
         *(
-            ((f"{key}=1023", *kl), (f"{key} is 1023", "longest sequence", "data.max_prompt_length 512", "= 1024"))
+            ((f"{key}=1023", *kl), (f"{key} is 1023", "longest sequence", ("data.max_prompt_length "
+                                                                          "512"), "= 1024"))
             for key, kl in (
                 ("actor.ppo_max_token_len_per_gpu", ()),
                 ("critic.ppo_max_token_len_per_gpu", ()),
@@ -75,22 +80,31 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
             )
         ),
         (
-            ("rollout.quantization=fp8", "actor.megatron.dtype=float32", "reshard.share_weights=false"),
-            ("rollout.quantization is 'fp8' and actor.megatron.dtype is float32; vLLM quantizes bfloat16",),
+            ("rollout.quantization=fp8", "actor.megatron.dtype=float32",
+             "reshard.share_weights=false"),
+            (("rollout.quantization is 'fp8' and actor.megatron.dtype is float32; vLLM quantizes "
+             "bfloat16"),),
         ),
         (
             ("rollout.quantization=fp8",),
-            ("rollout.quantization is 'fp8' and reshard.share_weights is true", "set reshard.share_weights to false"),
+            ("rollout.quantization is 'fp8' and reshard.share_weights is true", ("set "
+                                                                                "reshard.share_weights to false")),
         ),
-        (("reward.remote.url=localhost:80",), ("reward.remote.url is 'localhost:80'; it must begin with http://",)),
-        (("reward.remote.url=http://a", "reward.remote.api=openai"), ("needs reward.remote.model, which is null",)),
-        (("reward.remote.api_key_env=KEY",), ("reward.remote.api_key_env is 'KEY'; that needs reward.remote.url",)),
-        (("reward.overlong_buffer.len=99999",), ("reward.overlong_buffer.len is 99999; it must be at most",)),
+        (("reward.remote.url=localhost:80",), (("reward.remote.url is 'localhost:80'; it must "
+                                                "begin "
+                                               "with http://"),)),
+        (("reward.remote.url=http://a", "reward.remote.api=openai"), (("needs reward.remote.model, "
+                                                                      "which is null"),)),
+        (("reward.remote.api_key_env=KEY",), (("reward.remote.api_key_env is 'KEY'; that needs "
+                                              "reward.remote.url"),)),
+        (("reward.overlong_buffer.len=99999",), (("reward.overlong_buffer.len is 99999; it must be "
+                                                 "at most"),)),
         (("profile.steps=[3, 0]",), ("profile.steps has 0; it must be at least 1",)),
         (("profile.steps=[-1]",), ("profile.steps has -1; it must be at least 1",)),
         (("profile.ranks=[-1]",), ("profile.ranks has -1; it must be 0 or more",)),
         (("profile.ranks=[0, 64]",), ("profile.ranks has 64; a run of",)),
-        (("profile.contents=[memory]",), ("profile.contents is ['memory']; that needs profile.steps",)),
+        (("profile.contents=[memory]",), (("profile.contents is ['memory']; that needs "
+                                          "profile.steps"),)),
         (("reward.num_workers=0",), ("reward.num_workers is 0; it must be at least 1",)),
         (("reward.num_workers=-2",), ("reward.num_workers is -2; it must be at least 1",)),
         (("reward.timeout_seconds=0",), ("reward.timeout_seconds is 0.0; it must be above 0",)),
@@ -100,12 +114,14 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         ),
         (("actor.megatron.tensor_model_parallel_size=4", "actor.megatron.pipeline_model_parallel_size=2"), ("= 8",)),
         (
-            ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.expert_model_parallel_size=4"),
+            ("actor.megatron.tensor_model_parallel_size=2",
+             "actor.megatron.expert_model_parallel_size=4"),
             ("expert_model_parallel_size 4 does not divide the 2 replicas", "what would: 1, 2"),
         ),
         (
             ("actor.megatron.virtual_pipeline_model_parallel_size=2",),
-            ("virtual_pipeline_model_parallel_size is 2", "pipeline_model_parallel_size of at least 2"),
+            ("virtual_pipeline_model_parallel_size is 2", ("pipeline_model_parallel_size of at "
+                                                          "least 2")),
         ),
         (
             (
@@ -136,9 +152,11 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
                 "critic.megatron.pipeline_model_parallel_size=2",
                 "model.dist_checkpointing_path=/somewhere",
             ),
-            ("critic.megatron.virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
+            ("critic.megatron.virtual_pipeline_model_parallel_size is 2",
+             "model.dist_checkpointing_path to null"),
         ),
-        (("trainer.preemption_grace_seconds=59",), ("preemption_grace_seconds is 59", "at least 60")),
+        (("trainer.preemption_grace_seconds=59",),
+         ("preemption_grace_seconds is 59", "at least 60")),
         (
             ("critic.model_path=''",),
             ("critic.model_path is empty", "leave it out"),
@@ -149,65 +167,90 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         ),
         (
             ("actor.megatron.param_offload=true",),
-            ("actor.megatron.param_offload is true", "reshard.share_weights is true", "set one of them to false"),
+            ("actor.megatron.param_offload is true", "reshard.share_weights is true", ("set one of "
+                                                                                      "them to "
+                                                                                      "false")),
         ),
         (
             ("actor.megatron.sequence_parallel=true",),
-            ("actor.megatron.sequence_parallel is true", "tensor_model_parallel_size of at least 2"),
+            ("actor.megatron.sequence_parallel is true",
+             "tensor_model_parallel_size of at least 2"),
         ),
         (
             ("critic.megatron.pipeline_model_parallel_size=3",),
-            ("critic.megatron.tensor_model_parallel_size 1 x critic.megatron.pipeline_model_parallel_size 3 = 3",),
+            (("critic.megatron.tensor_model_parallel_size 1 x "
+             "critic.megatron.pipeline_model_parallel_size 3 = 3"),),
         ),
         (
             ("actor.megatron.context_parallel_size=3",),
             ("x actor.megatron.context_parallel_size 3 = 3 does not divide", "1, 2, 4"),
         ),
-        (("actor.megatron.context_parallel_size=0",), ("actor.megatron.context_parallel_size is 0",)),
-        (("actor.megatron.cp_comm_type=all_gather",), ("actor.megatron.cp_comm_type", "p2p", "a2a")),
+        (("actor.megatron.context_parallel_size=0",),
+         ("actor.megatron.context_parallel_size is 0",)),
+        (("actor.megatron.cp_comm_type=all_gather",),
+         ("actor.megatron.cp_comm_type", "p2p", "a2a")),
         (
             ("actor.megatron.context_parallel_size=4", "critic.ppo_max_token_len_per_gpu=255"),
             ("critic.ppo_max_token_len_per_gpu is 255", "= 1024, of which each of 4 ranks has 256"),
         ),
-        (("ref.megatron.tensor_model_parallel_size=8",), ("ref.megatron.tensor_model_parallel_size 8", "1, 2, 4")),
-        (("critic.megatron.tensor_model_parallel_size=0",), ("critic.megatron.tensor_model_parallel_size is 0",)),
+        (("ref.megatron.tensor_model_parallel_size=8",),
+         (("ref.megatron.tensor_model_parallel_size "
+                                                          "8"), "1, 2, 4")),
+        (("critic.megatron.tensor_model_parallel_size=0",),
+         ("critic.megatron.tensor_model_parallel_size is 0",)),
         (
-            ("actor.megatron.tensor_model_parallel_size=4", "critic.megatron.expert_model_parallel_size=4",
+            ("actor.megatron.tensor_model_parallel_size=4",
+             "critic.megatron.expert_model_parallel_size=4",
              "critic.megatron.tensor_model_parallel_size=2"),
             ("critic.megatron.expert_model_parallel_size 4 does not divide the 2 replicas",),
         ),
         (
             ("ref.megatron.sequence_parallel=true",),
-            ("ref.megatron.sequence_parallel is true", "ref.megatron.tensor_model_parallel_size of at least 2"),
+            ("ref.megatron.sequence_parallel is true", ("ref.megatron.tensor_model_parallel_size "
+                                                        "of "
+                                                       "at least 2")),
         ),
         (
             ("critic.megatron.virtual_pipeline_model_parallel_size=2",),
-            ("critic.megatron.virtual_pipeline_model_parallel_size is 2", "critic.megatron.pipeline_model"),
+            ("critic.megatron.virtual_pipeline_model_parallel_size is 2",
+             "critic.megatron.pipeline_model"),
         ),
         (
             ("critic.megatron.num_layers_in_last_pipeline_stage=2",),
-            ("critic.megatron.num_layers_in_last_pipeline_stage is 2", "critic.megatron.pipeline_model"),
+            ("critic.megatron.num_layers_in_last_pipeline_stage is 2",
+             "critic.megatron.pipeline_model"),
         ),
         (
-            ("actor.megatron.tensor_model_parallel_size=4", "critic.megatron.tensor_model_parallel_size=1",
+            ("actor.megatron.tensor_model_parallel_size=4",
+             "critic.megatron.tensor_model_parallel_size=1",
              "actor.ppo_mini_batch_size=2"),
-            ("critic.ppo_mini_batch_size 2", "fewer sequences than the 4 data-parallel ranks of critic.megatron"),
+            ("critic.ppo_mini_batch_size 2", ("fewer sequences than the 4 data-parallel ranks of "
+                                             "critic.megatron")),
         ),
-        (("rollout.tensor_model_parallel_size=3",), ("rollout.tensor_model_parallel_size 3", "1, 2, 4")),
+        (("rollout.tensor_model_parallel_size=3",), ("rollout.tensor_model_parallel_size 3", ("1, "
+                                                                                             "2, 4"))),
         (("data.train_batch_size=0",), ("data.train_batch_size is 0", "at least 1")),
-        (("actor.ppo_mini_batch_size=64",), ("actor.ppo_mini_batch_size is 64", "data.train_batch_size, 32")),
+        (("actor.ppo_mini_batch_size=64",),
+         ("actor.ppo_mini_batch_size is 64", "data.train_batch_size, 32")),
         (("actor.ppo_mini_batch_size=5",), ("actor.ppo_mini_batch_size is 5", "divide")),
         (("critic.ppo_mini_batch_size=5",), ("critic.ppo_mini_batch_size is 5", "divide")),
         (("actor.ppo_mini_batch_size=2",), ("fewer sequences than the 4 data-parallel ranks",)),
-        (("actor.ppo_max_token_len_per_gpu=1000",), ("actor.ppo_max_token_len_per_gpu is 1000", "512 + ", "= 1024")),
+        (("actor.ppo_max_token_len_per_gpu=1000",),
+         ("actor.ppo_max_token_len_per_gpu is 1000", "512 + ", "= 1024")),
         (("critic.ppo_max_token_len_per_gpu=1023",), ("critic.ppo_max_token_len_per_gpu is 1023",)),
-        (("critic.forward_max_token_len_per_gpu=1023",), ("critic.forward_max_token_len_per_gpu is 1023",)),
-        (("rollout.log_prob_max_token_len_per_gpu=1",), ("rollout.log_prob_max_token_len_per_gpu is 1",)),
-        (("ref.log_prob_max_token_len_per_gpu=1", "actor.use_kl_loss=true"), ("ref.log_prob_max_token_len",)),
+        (("critic.forward_max_token_len_per_gpu=1023",), (("critic.forward_max_token_len_per_gpu "
+                                                           "is "
+                                                          "1023"),)),
+        (("rollout.log_prob_max_token_len_per_gpu=1",), (("rollout.log_prob_max_token_len_per_gpu "
+                                                         "is 1"),)),
+        (("ref.log_prob_max_token_len_per_gpu=1", "actor.use_kl_loss=true"),
+         ("ref.log_prob_max_token_len",)),
         (("data.max_response_length=0",), ("data.max_response_length is 0",)),
-        (("data.apply_chat_template_kwargs.tokenize=true",), ("data.apply_chat_template_kwargs: 'tokenize' is set",)),
+        (("data.apply_chat_template_kwargs.tokenize=true",), (("data.apply_chat_template_kwargs: "
+                                                              "'tokenize' is set"),)),
         (
-            ("rollout.environment.first_observation=true", "rollout.environment.function_tool_path=tools.py"),
+            ("rollout.environment.first_observation=true",
+             "rollout.environment.function_tool_path=tools.py"),
             ("rollout.environment.first_observation is true, and tools have none",),
         ),
         (("data.train_max_samples=0",), ("data.train_max_samples is 0", "-1 or at least 1")),
@@ -221,14 +264,17 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("rollout.temperature=0",), ("rollout.temperature is 0.0", "at least 0.01")),
         (("rollout.gpu_memory_utilization=1.5",), ("rollout.gpu_memory_utilization is 1.5",)),
         (("rollout.val_kwargs.n=4",), ("rollout.val_kwargs.n is 4", "temperature")),
-        (("rollout.val_kwargs.top_k=4",), ("rollout.val_kwargs: top_p 1.0 and top_k 4", "temperature")),
+        (("rollout.val_kwargs.top_k=4",),
+         ("rollout.val_kwargs: top_p 1.0 and top_k 4", "temperature")),
         (("trainer.val_only=true",), ("trainer.val_only", "data.val_files")),
         (("trainer.validation_data_dir=out",), ("trainer.validation_data_dir", "data.val_files")),
-        (("trainer.best_metric=val-core/x/acc/mean@1",), ("trainer.best_metric is val-core", "keep_best")),
+        (("trainer.best_metric=val-core/x/acc/mean@1",),
+         ("trainer.best_metric is val-core", "keep_best")),
         (("actor.optim.lr=-1e-6",), ("actor.optim.lr is -1e-06",)),
         (("critic.optim.min_lr=1",), ("critic.optim.min_lr is 1.0", "critic.optim.lr, 1e-05")),
         (("actor.optim.betas=[0.9,1.0]",), ("actor.optim.betas has 1.0",)),
-        (("actor.optim.lr_warmup_steps=9", "trainer.total_training_steps=8"), ("actor.optim.lr_warmup_steps is 9",)),
+        (("actor.optim.lr_warmup_steps=9", "trainer.total_training_steps=8"),
+         ("actor.optim.lr_warmup_steps is 9",)),
         (("trainer.test_freq=5",), ("trainer.test_freq is 5", "data.val_files")),
         (("trainer.test_freq=0",), ("trainer.test_freq is 0",)),
         (("trainer.target_val_acc=0.9",), ("trainer.target_val_acc is 0.9", "trainer.test_freq")),
@@ -240,7 +286,9 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("data.train_files=[]",), ("data.train_files is empty",)),
     ],
 )  # fmt: skip
-def test_invalid_settings_are_refused(config_file: Path, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_invalid_settings_are_refused(
+    config_file: Path, overrides: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     with pytest.raises(UserError) as caught:
         validated(config_file, *overrides)
     message = str(caught.value)

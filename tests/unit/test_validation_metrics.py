@@ -1,4 +1,5 @@
-"""Statistics of a validation, against slow plain Python that draws one resample at a time, as verl does."""
+"""Statistics of a validation, against slow plain Python that draws one resample at a time, as verl
+does."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ import pytest
 from rlhf_mc.trainer.evaluate import Answer, validation_metrics
 
 
-def answers(rows: list[list[float]], votes: list[list[str]] | None = None, source: str = "s") -> list[Answer]:
-    """Return answers with these accuracies; the reward is twice the accuracy. rows: one list per prompt."""
+def answers(
+    rows: list[list[float]], votes: list[list[str]] | None = None, source: str = "s"
+) -> list[Answer]:
+    """Return answers with these accuracies; the reward is twice the accuracy. rows: one list per
+    prompt."""
     return [
         Answer(source, p, {"acc": acc, "reward": 2 * acc}, votes[p][i] if votes else None)
         for p, row in enumerate(rows)
@@ -29,7 +33,8 @@ def bootstrap(accs: list[float], votes: list[str], k: int) -> dict[str, float]:
         chosen = [int(i) for i in np.random.choice(len(accs), size=k, replace=True)]
         drawn["best"].append(max(accs[i] for i in chosen))
         drawn["worst"].append(min(accs[i] for i in chosen))
-        winner = Counter(votes[i] for i in chosen).most_common(1)[0][0]  # of equal counts the first one seen
+        # of equal counts the first one seen
+        winner = Counter(votes[i] for i in chosen).most_common(1)[0][0]
         drawn["maj"].append(next(accs[i] for i in chosen if votes[i] == winner))
     found = {}
     for name, values in drawn.items():
@@ -57,7 +62,10 @@ def test_statistics_are_those_of_plain_python(n: int) -> None:
 
 
 def test_one_response_has_a_mean_only() -> None:
-    assert validation_metrics(answers([[1.0], [0.0]])) == {"val-aux/s/reward/mean@1": 1.0, "val-core/s/acc/mean@1": 0.5}
+    assert validation_metrics(answers([[1.0], [0.0]])) == {
+        "val-aux/s/reward/mean@1": 1.0,
+        "val-core/s/acc/mean@1": 0.5,
+    }
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
@@ -65,13 +73,20 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
     found = validation_metrics(answers([row]))
     for k in (2, 4, 5):
         subsets = list(itertools.combinations(row, k))
-        assert found[f"val-aux/s/acc/pass@{k}"] == pytest.approx(sum(map(max, subsets)) / len(subsets))
+        assert found[f"val-aux/s/acc/pass@{k}"] == pytest.approx(
+            sum(map(max, subsets)) / len(subsets)
+        )
     assert not any("pass@" in key for key in found if "/reward/" in key)  # 0 and 2: no share
 
 
-def test_no_pass_at_k_for_a_source_with_graded_accuracies(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_pass_at_k_for_a_source_with_graded_accuracies(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Say so once; without the first prompt, pass@2 would be 0 over the second alone."""
-    rows = [*answers([[1.0, 0.1], [0.0, 0.0]], source="graded"), *answers([[1.0, 0.0]], source="binary")]
+    rows = [
+        *answers([[1.0, 0.1], [0.0, 0.0]], source="graded"),
+        *answers([[1.0, 0.0]], source="binary"),
+    ]
     found = [validation_metrics(rows) for _ in range(2)][1]
     assert [key for key in found if "pass@" in key] == ["val-aux/binary/acc/pass@2"]
     [line] = capfd.readouterr().err.splitlines()

@@ -78,15 +78,25 @@ def test_critic_may_start_without_a_value_head(directory: Path) -> None:
             lambda t: t.update({"score.weight": t["score.weight"].repeat(3, 1)}),
             ("score.weight has 3 rows", "classifier of 3 labels"),
         ),
-        (lambda t: t.update({"score.bias": torch.tensor([0.5])}), ("score.bias is [0.5]", "must be 0")),
-        (lambda t: t.update({"norm.weight": t.pop("model.norm.weight")}), ("model.norm.weight is missing",)),
+        (
+            lambda t: t.update({"score.bias": torch.tensor([0.5])}),
+            ("score.bias is [0.5]", "must be 0"),
+        ),
+        (
+            lambda t: t.update({"norm.weight": t.pop("model.norm.weight")}),
+            ("model.norm.weight is missing",),
+        ),
     ],
     ids=["no head", "three labels", "bias", "names without prefix"],
 )
-def test_tensors_that_do_not_fit_are_rejected(directory: Path, edit: Any, words: tuple[str, ...]) -> None:
+def test_tensors_that_do_not_fit_are_rejected(
+    directory: Path, edit: Any, words: tuple[str, ...]
+) -> None:
     edit_tensors(directory, edit)
     with pytest.raises(UserError) as caught:
-        reward_model_checkpoint(config(directory), "reward_model", load_tokenizer(str(directory)), None)
+        reward_model_checkpoint(
+            config(directory), "reward_model", load_tokenizer(str(directory)), None
+        )
     for word in (str(directory), *words):
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -98,16 +108,23 @@ def test_tokenizer_or_length_that_does_not_fit_is_rejected(directory: Path, tmp_
     with pytest.raises(UserError, match=r"its tokenizer has '<new>' as None, the actor's as \d+"):
         reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
     tokenizer.add_tokens([f"<new{i}>" for i in range(10)])
-    with pytest.raises(UserError, match=r"vocab_size is 266, the tokenizer \(the actor's\) has 274 tokens"):
+    with pytest.raises(
+        UserError, match=r"vocab_size is 266, the tokenizer \(the actor's\) has 274 tokens"
+    ):
         reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
-    with pytest.raises(UserError, match="max_position_embeddings is 128, fewer than the 129 tokens"):
-        reward_model_checkpoint(config(directory, longest=129), "reward_model", load_tokenizer(str(directory)), None)
+    with pytest.raises(
+        UserError, match="max_position_embeddings is 128, fewer than the 129 tokens"
+    ):
+        reward_model_checkpoint(
+            config(directory, longest=129), "reward_model", load_tokenizer(str(directory)), None
+        )
 
 
 def test_reward_model_with_its_own_tokenizer(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Give a vocabulary or a chat template that is not the actor's, which needs reward_model.tokenizer_path."""
+    """Give a vocabulary or a chat template that is not the actor's, which needs
+    reward_model.tokenizer_path."""
     actor = make_tokenizer(tmp_path / "actor")
     actor.add_tokens(["<new>"])
     capsys.readouterr()
@@ -125,6 +142,7 @@ def test_reward_model_with_its_own_tokenizer(
     actor.chat_template = "another"
     assert not capsys.readouterr().err.count("warning")
     reward_model_checkpoint(config(directory), "reward_model", actor, None)
-    assert "it reads the actor's chat template, and has another; set reward_model.tokenizer_path" in (
-        capsys.readouterr().err
+    assert (
+        "it reads the actor's chat template, and has another; set reward_model.tokenizer_path"
+        in (capsys.readouterr().err)
     )

@@ -23,7 +23,12 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-EXPERTS: dict[str, Any] = {"head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EXPERTS: dict[str, Any] = {
+    "head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 def check(family: str = "qwen2", quantization: Any = "fp8", **sizes: Any) -> None:
@@ -34,11 +39,18 @@ def check(family: str = "qwen2", quantization: Any = "fp8", **sizes: Any) -> Non
 def test_delta_nets_without_a_kernel_on_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = EXPERTS | {"shared_expert_intermediate_size": 64, "tie_word_embeddings": False}
     check("qwen3_next", None, **sizes)
-    with pytest.raises(UserError, match=r"^model.path: linear_key_head_dim 32 and linear_value_head_dim 128; vLLM's"):
+    with pytest.raises(
+        UserError,
+        match=r"^model.path: linear_key_head_dim 32 and linear_value_head_dim 128; vLLM's",
+    ):
         check("qwen3_next", None, **sizes, linear_key_head_dim=32)
-    shape = ModelShape.from_hf_config(AutoConfig.for_model("qwen3_next", **SIZES, **sizes).to_dict())
+    shape = ModelShape.from_hf_config(
+        AutoConfig.for_model("qwen3_next", **SIZES, **sizes).to_dict()
+    )
     check_dtype(shape, "bfloat16")
-    with pytest.raises(UserError, match=r"^actor.megatron.dtype is 'float32'; vLLM's CPU gated delta net takes bf"):
+    with pytest.raises(
+        UserError, match=r"^actor.megatron.dtype is 'float32'; vLLM's CPU gated delta net takes bf"
+    ):
         check_dtype(shape, "float32")
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
     check_dtype(shape, "float32")
@@ -48,7 +60,10 @@ def test_delta_nets_without_a_kernel_on_a_cpu_are_refused(monkeypatch: pytest.Mo
 def test_experts_are_refused() -> None:
     check()
     check("qwen3_moe", None, **EXPERTS)
-    with pytest.raises(UserError, match=r"^model.path: a mixture-of-experts model, and rollout.quantization is 'fp8'"):
+    with pytest.raises(
+        UserError,
+        match=r"^model.path: a mixture-of-experts model, and rollout.quantization is 'fp8'",
+    ):
         check("qwen3_moe", **EXPERTS)
 
 
@@ -57,7 +72,10 @@ def test_experts_are_refused() -> None:
     [
         (
             (8, 0),
-            "rollout.quantization is 'fp8'; this GPU has compute capability 8.0, and fp8 needs 8.9: set it to null",
+            (
+                "rollout.quantization is 'fp8'; this GPU has compute capability 8.0, and fp8 needs "
+                "8.9: set it to null"
+            ),
         ),
         ((8, 9), None),
         ((10, 0), None),

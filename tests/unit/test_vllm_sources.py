@@ -14,7 +14,9 @@ def test_the_installed_build_is_the_recorded_one() -> None:
 
 def test_every_name_that_the_engine_uses_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lock_sources.missing() == []
-    monkeypatch.setattr(lock_sources, "used", lambda: {"vllm.v1.outputs:SamplerOutput", "vllm.v1.outputs:Another"})
+    monkeypatch.setattr(
+        lock_sources, "used", lambda: {"vllm.v1.outputs:SamplerOutput", "vllm.v1.outputs:Another"}
+    )
     assert lock_sources.missing() == ["vllm.v1.outputs:Another"]
 
 
@@ -22,11 +24,19 @@ def test_every_name_that_the_engine_uses_is_recorded(monkeypatch: pytest.MonkeyP
     ("text", "line"),
     [
         ("def changed(a, b):\n    # another comment\n\n    return a + b\n", None),
-        ("def changed(a, b):\n    return a - b\n", "vllm.module:changed has another source than the recorded one"),
-        ("def changed(a, *, b):\n    return a + b\n", "vllm.module:changed takes (a, *, b), recorded is (a, b)"),
+        (
+            "def changed(a, b):\n    return a - b\n",
+            "vllm.module:changed has another source than the recorded one",
+        ),
+        (
+            "def changed(a, *, b):\n    return a + b\n",
+            "vllm.module:changed takes (a, *, b), recorded is (a, b)",
+        ),
     ],
 )
-def test_a_change_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: str | None) -> None:
+def test_a_change_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: str | None
+) -> None:
     monkeypatch.setattr(lock_sources, "targets", lambda: [("vllm.module", "changed")])
     monkeypatch.setattr(lock_sources, "RECORD", tmp_path / "record.json")
     module = tmp_path / "module.py"

@@ -1,4 +1,5 @@
-"""The benchmarks of the weight update at small sizes: all ways write the same bits, and fused copies are fewer."""
+"""The benchmarks of the weight update at small sizes: all ways write the same bits, and fused
+copies are fewer."""
 
 from __future__ import annotations
 
@@ -23,10 +24,13 @@ def test_views_made_once_and_remade_write_the_same_bits(
 ) -> None:
     """Run the program, which compares the bits of all ways itself."""
     program = benchmark("gpu.weight_update")
-    monkeypatch.setattr(sys, "argv", ["weight_update.py", "--small", "--layers", "2", "--repeats", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["weight_update.py", "--small", "--layers", "2", "--repeats", "1"]
+    )
     program.main()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0].strip() for line in lines] == ["local", "remade", "separate", "stacked", "messages", *(
+    assert [line.split(":")[0].strip() for line in lines] == ["local", "remade", "separate",
+     "stacked", "messages", *(
         "remade", "separate", "stacked"
     )]  # fmt: skip
 

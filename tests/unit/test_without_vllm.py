@@ -1,5 +1,5 @@
-"""A process without vLLM, or with another version: everything but the engine works, and a run ends with one line. On a
-GPU nothing needs vLLM's modules for CPUs."""
+"""A process without vLLM, or with another version: everything but the engine works, and a run ends
+with one line. On a GPU nothing needs vLLM's modules for CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ pytestmark = pytest.mark.slow
 REPO = Path(__file__).parents[2]
 OF_VLLM = {
     f"rlhf_mc.rollout.vllm_{name}"
-    for name in ("derived", "engine", "fp8", "options", "parameters", "patches", "scheduler", "tools")
+    for name in (
+        "derived",
+        "engine",
+        "fp8",
+        "options",
+        "parameters",
+        "patches",
+        "scheduler",
+        "tools",
+    )
 }
 WITHOUT_VLLM = f"""
 import importlib, json, pkgutil, sys
@@ -66,26 +75,40 @@ def lines_of(program: str, *arguments: str) -> list[str]:
     """Return the lines that a Python program prints."""
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
 BUILDS = {
-    '__version__ = "0.31.0"': "vLLM 0.31.0 is installed; needed is 0.32.0, whose internals the trainer uses",
+    '__version__ = "0.31.0"': (
+        "vLLM 0.31.0 is installed; needed is 0.32.0, whose internals the trainer uses"
+    ),
     "import libvllm": "vLLM 0.32.0 is needed, and its import fails: No module named 'libvllm'",
 }
 """The source of a vLLM, and the error of a run with it."""
 
 
-def test_all_other_modules_are_imported_without_vllm_and_a_run_ends_with_one_line(tmp_path: Path) -> None:
+def test_all_other_modules_are_imported_without_vllm_and_a_run_ends_with_one_line(
+    tmp_path: Path,
+) -> None:
     for number, source in enumerate(BUILDS):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "vllm.py").write_text(source)
-    imported, *errors = lines_of(WITHOUT_VLLM, *(str(tmp_path / str(number)) for number in range(len(BUILDS))))
-    assert {"rlhf_mc.trainer.loop", "rlhf_mc.models.engine", "rlhf_mc.rollout.base"} <= set(json.loads(imported))
+    imported, *errors = lines_of(
+        WITHOUT_VLLM, *(str(tmp_path / str(number)) for number in range(len(BUILDS)))
+    )
+    assert {"rlhf_mc.trainer.loop", "rlhf_mc.models.engine", "rlhf_mc.rollout.base"} <= set(
+        json.loads(imported)
+    )
     assert errors == [f"rollout: {message}" for message in BUILDS.values()]
 
 
-def test_on_a_gpu_vllms_modules_for_cpus_are_not_imported_and_its_build_for_cpus_is_one_line() -> None:
-    wrong_build = "this vLLM computes on cpu, and the trainer on cuda; install vLLM's build for cuda"
+def test_on_a_gpu_vllms_modules_for_cpus_are_not_imported_and_its_build_for_cpus_is_one_line() -> (
+    None
+):
+    wrong_build = (
+        "this vLLM computes on cpu, and the trainer on cuda; install vLLM's build for cuda"
+    )
     patches = ["maybe_untie_word_embeddings", "on_cpu imports them"]
     assert lines_of(ON_GPU) == [*patches, f"rollout: {wrong_build}"]

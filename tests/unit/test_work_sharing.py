@@ -1,4 +1,5 @@
-"""Which engine takes which request (rollout/work_sharing.py): engines without processes, whose steps are counted."""
+"""Which engine takes which request (rollout/work_sharing.py): engines without processes, whose
+steps are counted."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ PLACES = 8
 def _generate(
     lens: list[int], engines: int, expected_lens: list[float] | None = None, num_more: int = PLACES
 ) -> tuple[list[list[int]], float, int]:
-    """Generate responses of these lengths on engines with PLACES places each. Return the requests of each engine, in
-    the order in which it began them; the idle share: 1 - steps of all engines / (engines x steps of the slowest); and
-    the steps of all engines with a free place, and their periods without any request, while requests are queued."""
+    """Generate responses of these lengths on engines with PLACES places each. Return the requests
+    of each engine, in the order in which it began them; the idle share: 1 - steps of all engines /
+    (engines x steps of the slowest); and the steps of all engines with a free place, and their
+    periods without any request, while requests are queued."""
     queue = SharedQueue(len(lens), expected_lens)
     clocks = [VirtualClock() for _ in range(engines)]
     left: list[dict[int, int]] = [{} for _ in range(engines)]  # tokens to draw, by request
@@ -33,7 +35,10 @@ def _generate(
     while queue.left or any(left):
         if queue.left:
             queue.end_period([len(share) for share in shares])
-            shares = [list(share) for share in queue.deal([PLACES - len(requests) for requests in left], num_more)]
+            shares = [
+                list(share)
+                for share in queue.deal([PLACES - len(requests) for requests in left], num_more)
+            ]
             for clock in clocks:
                 clock.begin_period(16.0, [], 0)
         for engine, (requests, share, clock) in enumerate(zip(left, shares, clocks, strict=True)):
@@ -113,7 +118,9 @@ def test_requests_go_where_there_is_most_room() -> None:
 def test_what_an_engine_has_not_begun_is_dealt_again() -> None:
     queue = SharedQueue(8)
     assert queue.deal([1, 2], 2) == [[1, 3, 5], [0, 2, 4, 6]]
-    assert queue.left == [3, 4, 5, 6, 7], "the first of engine 0 and the first two of engine 1 begin at once"
+    assert queue.left == [3, 4, 5, 6, 7], (
+        "the first of engine 0 and the first two of engine 1 begin at once"
+    )
     queue.end_period([1, 2])
     assert queue.left == [4, 5, 6, 7], "engine 0 has begun 3 too"
     assert queue.deal([0, 3], 1) == [[7], [4, 5, 6]]
@@ -148,7 +155,8 @@ def test_expected_lengths_are_those_of_the_last_responses() -> None:
 
 
 def test_a_request_begins_on_the_engine_that_has_had_it() -> None:
-    """Check affinities with too little room for one of their requests, and one that does not exist."""
+    """Check affinities with too little room for one of their requests, and one that does not
+    exist."""
     queue = SharedQueue(6, None, {1: 1, 2: 1, 4: 1, 5: 9})
     assert queue.deal([1, 1], 1) == [[0, 3], [1, 2]]
     assert queue.left == [2, 3, 4, 5]

@@ -1,4 +1,5 @@
-"""Hostile answers of environments: the rank gets plain data of a bounded size, or a reason, and no neighbour fails."""
+"""Hostile answers of environments: the rank gets plain data of a bounded size, or a reason, and no
+neighbour fails."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ LONE = chr(0xD800)
 """
 OBSERVATIONS = {
     "message(Role.USER, Runs('hi'), name=LONE)": [{"role": "user", "content": "hi", "name": "?"}],
-    "[{**message(LONE)[0], LONE: LONE, 3: 'three', 'tool_calls': Role}]": [{"role": "?", "content": "hi", "?": "?"}],
+    "[{**message(LONE)[0], LONE: LONE, 3: 'three', 'tool_calls': Role}]": [
+        {"role": "?", "content": "hi", "?": "?"}
+    ],
     "[collections.OrderedDict(message()[0])]": [{"role": "user", "content": "hi"}],
     "Runs(LONE)": "?",
     "'x' * 10**8": "xxxx...(truncated)...xxxx",
@@ -81,7 +84,9 @@ REASONS = {
     "b'7'": "returned an observation of bytes",
     "deep(10_000)": "an observation with list in it",
     "message(None)": "returned a message without a text as role and one as content",
-    "(_ for _ in ()).throw(StopIteration(7))": "raised RuntimeError: generator raised StopIteration",
+    "(_ for _ in ()).throw(StopIteration(7))": (
+        "raised RuntimeError: generator raised StopIteration"
+    ),
     "next(iter(()))": "raised StopIteration: ",
     "exec('raise GeneratorExit')": "raised GeneratorExit: ",
     "exec('raise KeyboardInterrupt')": "raised KeyboardInterrupt: ",
@@ -103,11 +108,16 @@ NUMBERS = {
 def write(tmp_path: Path, text: str) -> EnvironmentConfig:
     path = tmp_path / "environment.py"
     path.write_text(HOSTILE + text)
-    return EnvironmentConfig(str(path), timeout_seconds=30.0, max_observation_length=8, num_workers=1)
+    return EnvironmentConfig(
+        str(path), timeout_seconds=30.0, max_observation_length=8, num_workers=1
+    )
 
 
-def answers(pool: EnvironmentPool, kinds: Sequence[str], seconds: float = 60.0) -> list[StepResult | Failure | None]:
-    """Return the answers to the first turn of conversations of these kinds, which begin at the same time."""
+def answers(
+    pool: EnvironmentPool, kinds: Sequence[str], seconds: float = 60.0
+) -> list[StepResult | Failure | None]:
+    """Return the answers to the first turn of conversations of these kinds, which begin at the same
+    time."""
     for number, kind in enumerate(kinds):
         pool.submit(Turn((0, number), {"kind": kind}, "", []))
     taken: dict[Key, Any] = {}
@@ -130,7 +140,9 @@ class Nameless(Exception, metaclass=Unnamed): pass
 """,
     )
     pool = EnvironmentPool(cfg)
-    cases = {f"({text}, 1.0, False, {{}})": found for text, found in (OBSERVATIONS | REASONS).items()}
+    cases = {
+        f"({text}, 1.0, False, {{}})": found for text, found in (OBSERVATIONS | REASONS).items()
+    }
     cases |= {f"('', {text})": found for text, found in NUMBERS.items()}
     start = time.monotonic()
     found = answers(pool, [*cases])
@@ -139,7 +151,8 @@ class Nameless(Exception, metaclass=Unnamed): pass
     pool.close()
     for (text, wanted), answer in zip(cases.items(), found, strict=True):
         if isinstance(answer, Failure):
-            is_async = kind == "async def" and "next(iter" in text  # Python's own rule for coroutines
+            # Python's own rule for coroutines
+            is_async = kind == "async def" and "next(iter" in text
             message = "raised RuntimeError: coroutine raised StopIteration" if is_async else wanted
             assert isinstance(message, str) and message in answer.problem, text
         else:
@@ -173,7 +186,10 @@ class Environment:
     pool = EnvironmentPool(cfg)
     wanted = ["43 in sleep", "45 in wait (threading.py:", "48 in step"]
     for answer, place in zip(answers(pool, ["sleep", "wait", "lock"]), wanted, strict=True):
-        assert isinstance(answer, Failure) and f"is blocked, at environment.py:{place}" in answer.problem
+        assert (
+            isinstance(answer, Failure)
+            and f"is blocked, at environment.py:{place}" in answer.problem
+        )
     pool.close()
 
 
@@ -206,7 +222,9 @@ class Environment:
     pool.close()
 
 
-def test_calls_that_hang_take_no_thread_of_later_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_hang_take_no_thread_of_later_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check a process of two threads whose calls hang: it ends once its conversations have."""
     monkeypatch.setattr(environment_pool, "MOST_THREADS", 4)
     cfg = write(
@@ -225,7 +243,9 @@ class Environment:
     (first,) = pool._workers
     for kinds in (["hangs"], ["hangs"]):
         (failure,) = answers(pool, kinds)
-        assert isinstance(failure, Failure) and failure.problem.startswith("no answer after 0.3 s (")
+        assert isinstance(failure, Failure) and failure.problem.startswith(
+            "no answer after 0.3 s ("
+        )
         assert pool._workers == [first]
         pool.end((0, 0))
     assert pool._workers == []
@@ -234,7 +254,9 @@ class Environment:
     pool.close()
 
 
-def test_an_environment_that_cannot_be_closed_ends_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_environment_that_cannot_be_closed_ends_no_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     cfg = write(
         tmp_path,
         """
@@ -272,13 +294,20 @@ class Environment:
     pool.close()
 
 
-def test_workers_are_by_the_cores_of_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_workers_are_by_the_cores_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    text = "class Environment:\n    def reset(self, row): pass\n    def step(self, response): return '', 0.0, True, {}"
+    text = (
+        "class Environment:\n    def reset(self, row): pass\n    def step(self, response): "
+        "return '', 0.0, True, {}"
+    )
     cfg = write(tmp_path, text)
     cfg.num_workers = None
     for num_cores, wanted in ((2, 1), (16, 2), (192, 4)):
-        monkeypatch.setattr(environment_pool, "cores", lambda num_cores=num_cores: (num_cores, num_cores))
+        monkeypatch.setattr(
+            environment_pool, "cores", lambda num_cores=num_cores: (num_cores, num_cores)
+        )
         pool = EnvironmentPool(cfg)
         answers(pool, [""] * (wanted + 1))
         assert len(pool._workers) == wanted
@@ -298,7 +327,10 @@ class Environment:
     before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
     for _ in range(3):
         (answer,) = answers(pool, [""])
-        assert isinstance(answer, Failure) and answer.problem == "its worker process ended, with exit code 3"
+        assert (
+            isinstance(answer, Failure)
+            and answer.problem == "its worker process ended, with exit code 3"
+        )
     pool.close()
     assert threading.active_count() < before[0] and len(os.listdir("/proc/self/fd")) < before[1]
 
@@ -306,7 +338,8 @@ class Environment:
 @pytest.mark.parametrize(
     "text",
     [
-        "class Environment:\n    def __init__(self): self.reset, self.step = (lambda row: None), self.answer\n"
+        "class Environment:\n    def __init__(self): self.reset, self.step = (lambda row: None), "
+        "self.answer\n"
         "    def answer(self, response): return '', 1.0, True, {}",
         "class Inner:\n    def reset(self, row): pass\n"
         "    def step(self, response, token_ids): return '', 1.0, True, {}\n"
@@ -336,11 +369,19 @@ time.sleep(60)
             "raised OSError: reset",
             UserError,
         ),
-        ("os.kill(os.getpid(), 9)", "its worker process ended, by SIGKILL (out of memory?)", LostProcessError),
+        (
+            "os.kill(os.getpid(), 9)",
+            "its worker process ended, by SIGKILL (out of memory?)",
+            LostProcessError,
+        ),
         ("os.kill(os.getpid(), 40)", "its worker process ended, by signal 40", UserError),
         (WRITES.format(text=b"\0\0\0\1x"), "has sent no message that can be read", UserError),
         (WRITES.format(text=b"\x7f\0\0\7x"), "has sent no message that can be read", UserError),
-        ("os.closerange(3, 99); time.sleep(60)", "its worker process has closed the pipe", UserError),
+        (
+            "os.closerange(3, 99); time.sleep(60)",
+            "its worker process has closed the pipe",
+            UserError,
+        ),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_one_line(
@@ -361,11 +402,16 @@ def test_a_file_that_cannot_be_loaded_is_one_line(
         (WRITES.format(text=b"\0\0\0\7x"), "has sent no message that can be read"),
         (
             "time.sleep(60)",
-            "not imported after 1.5 s (rollout.environment.timeout_seconds), at environment.py:39 in <module>",
+            (
+                "not imported after 1.5 s (rollout.environment.timeout_seconds), at "
+                "environment.py:39 in <module>"
+            ),
         ),
     ],
 )
-def test_loading_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+def test_loading_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
     """Check a process that stops within a message too."""
     monkeypatch.setattr(worker_process, "IMPORT_SECONDS", 1.5)
     cfg = write(tmp_path, text)

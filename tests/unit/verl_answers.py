@@ -1,4 +1,5 @@
-r"""Verdicts of verl's own rules (2026-08) on responses: (response, ground truth, is right). verl's files gave them."""
+r"""Verdicts of verl's own rules (2026-08) on responses: (response, ground truth, is right). verl's
+files gave them."""
 
 MATH_STRING = [
     (r"\boxed{5}", "5", True),

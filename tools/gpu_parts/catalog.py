@@ -32,7 +32,9 @@ class Part:
 
     def function(self) -> Callable[..., None]:
         """Import and return the part's function (report, sizes) -> None."""
-        function: Callable[..., None] = getattr(importlib.import_module(f"gpu_parts.{self.module}"), self.name)
+        function: Callable[..., None] = getattr(
+            importlib.import_module(f"gpu_parts.{self.module}"), self.name
+        )
         return function
 
 
@@ -48,11 +50,32 @@ NEEDS = {
 """Need of a part -> the reason for skipping it."""
 
 PARTS = (
-    Part("machine", "torch_parts", "device, versions; a matrix product, copies, and their rates", seconds=120),
-    Part("checksums", "torch_parts", "checksums of the weight update on the device against the CPU"),
-    Part("process_groups", "torch_parts", "objects over gloo, sums and point-to-point messages on the device, groups"),
-    Part("timeouts", "torch_parts", "a collective that a rank misses ends within its timeout", ("ranks",)),
-    Part("lost_ranks", "lost_rank_parts", "a rank is killed, or stopped: the others end and name it", ("ranks",)),
+    Part(
+        "machine",
+        "torch_parts",
+        "device, versions; a matrix product, copies, and their rates",
+        seconds=120,
+    ),
+    Part(
+        "checksums", "torch_parts", "checksums of the weight update on the device against the CPU"
+    ),
+    Part(
+        "process_groups",
+        "torch_parts",
+        "objects over gloo, sums and point-to-point messages on the device, groups",
+    ),
+    Part(
+        "timeouts",
+        "torch_parts",
+        "a collective that a rank misses ends within its timeout",
+        ("ranks",),
+    ),
+    Part(
+        "lost_ranks",
+        "lost_rank_parts",
+        "a rank is killed, or stopped: the others end and name it",
+        ("ranks",),
+    ),
     Part(
         "models_float32",
         "model_parts",
@@ -82,23 +105,88 @@ PARTS = (
         exact_float32=True,
     ),
     Part(
-        "heads_152k", "head_parts", "log-probs at vocabulary 152k: values, gradients, memory, speed", exact_float32=True
+        "heads_152k",
+        "head_parts",
+        "log-probs at vocabulary 152k: values, gradients, memory, speed",
+        exact_float32=True,
     ),
-    Part("resume", "training_parts", "two steps, save, load, the same third step: how far from the same bits"),
-    Part("deterministic", "training_parts", "the same with trainer.deterministic: the same bits", deterministic=True),
+    Part(
+        "resume",
+        "training_parts",
+        "two steps, save, load, the same third step: how far from the same bits",
+    ),
+    Part(
+        "deterministic",
+        "training_parts",
+        "the same with trainer.deterministic: the same bits",
+        deterministic=True,
+    ),
     Part("async_save", "training_parts", "a save in the background while parameters change"),
-    Part("out_of_memory", "memory_parts", "a rank runs out of memory: the update is repeated with half the tokens"),
-    Part("offload", "memory_parts", "offload at 95 % of the device memory: bits, and rates against a pinned copy"),
-    Part("planned_memory", "planner_parts", "the planner's bytes of a 0.5B model's state and activations"),
-    Part("weight_update", "memory_parts", "the weight update of 8B models against one copy on the device"),
+    Part(
+        "out_of_memory",
+        "memory_parts",
+        "a rank runs out of memory: the update is repeated with half the tokens",
+    ),
+    Part(
+        "offload",
+        "memory_parts",
+        "offload at 95 % of the device memory: bits, and rates against a pinned copy",
+    ),
+    Part(
+        "planned_memory",
+        "planner_parts",
+        "the planner's bytes of a 0.5B model's state and activations",
+    ),
+    Part(
+        "weight_update",
+        "memory_parts",
+        "the weight update of 8B models against one copy on the device",
+    ),
     Part("synchronisations", "speed_parts", "waits for the device per micro-batch"),
-    Part("throughput", "speed_parts", "tokens per second and share of peak FLOP/s of a 0.5B model", ("own_gpu",)),
-    Part("profile", "profile_parts", "the profile of a step: named ranges, kernels, history of the allocator"),
-    Part("quickstart", "rollout_parts", "the quickstart by its own commands", VLLM, seconds=1200, rank_0_only=True),
-    Part("sleep", "rollout_parts", "vLLM's sleep: memory released, the same tokens afterwards", ("cuda", *VLLM)),
-    Part("sleep_graphs", "rollout_parts", "the same, with the memory of CUDA graphs on the host", ("cuda", *VLLM)),
-    Part("aliased_weights", "rollout_parts", "weights that vLLM and the trainer share, under CUDA graphs", VLLM),
-    Part("experts", "rollout_parts", "models with experts: vLLM's choices are replayed", VLLM, seconds=900),
+    Part(
+        "throughput",
+        "speed_parts",
+        "tokens per second and share of peak FLOP/s of a 0.5B model",
+        ("own_gpu",),
+    ),
+    Part(
+        "profile",
+        "profile_parts",
+        "the profile of a step: named ranges, kernels, history of the allocator",
+    ),
+    Part(
+        "quickstart",
+        "rollout_parts",
+        "the quickstart by its own commands",
+        VLLM,
+        seconds=1200,
+        rank_0_only=True,
+    ),
+    Part(
+        "sleep",
+        "rollout_parts",
+        "vLLM's sleep: memory released, the same tokens afterwards",
+        ("cuda", *VLLM),
+    ),
+    Part(
+        "sleep_graphs",
+        "rollout_parts",
+        "the same, with the memory of CUDA graphs on the host",
+        ("cuda", *VLLM),
+    ),
+    Part(
+        "aliased_weights",
+        "rollout_parts",
+        "weights that vLLM and the trainer share, under CUDA graphs",
+        VLLM,
+    ),
+    Part(
+        "experts",
+        "rollout_parts",
+        "models with experts: vLLM's choices are replayed",
+        VLLM,
+        seconds=900,
+    ),
     Part(
         "layouts",
         "layout_parts",

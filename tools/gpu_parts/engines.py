@@ -1,5 +1,6 @@
-"""Engines alone, without vLLM and the loop: built from a checkpoint, with PPO's losses, and weights or gradients
-gathered by the names of the Hugging Face checkpoint. Every rank calls each function with the same arguments."""
+"""Engines alone, without vLLM and the loop: built from a checkpoint, with PPO's losses, and weights
+or gradients gathered by the names of the Hugging Face checkpoint. Every rank calls each function
+with the same arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from rlhf_mc import platform
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
-from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
+from rlhf_mc.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    LossAggMode,
+    MegatronConfig,
+    OptimConfig,
+)
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine, engine_layouts
@@ -47,7 +54,8 @@ class Job(NamedTuple):
     mode: LossAggMode
     budget: int
     sequences: tuple[int, ...]
-    """Indices in the batch. With fewer than data-parallel replicas, some replicas run dummy micro-batches."""
+    """Indices in the batch. With fewer than data-parallel replicas, some replicas run dummy
+    micro-batches."""
 
 
 def actor_config(mode: LossAggMode) -> ActorConfig:
@@ -61,7 +69,8 @@ def critic_config(mode: LossAggMode) -> CriticConfig:
 
 
 def value_head_weight(hidden_size: int) -> torch.Tensor:
-    """Return a value head [1, hidden_size] that is not zero: behind a zero one the body has no gradient."""
+    """Return a value head [1, hidden_size] that is not zero: behind a zero one the body has no
+    gradient."""
     return 0.1 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(3))
 
 
@@ -78,11 +87,14 @@ def mesh_groups(
     tp: int, pp: int, ep: int = 1, vpp: int = 1, cp: int = 1, dynamic_cp: bool = False
 ) -> Iterator[ProcessGroups]:
     """Build the process groups of a layout."""
-    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp, cp=cp, dynamic_cp=dynamic_cp))
+    yield build_groups(
+        Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp, cp=cp, dynamic_cp=dynamic_cp)
+    )
 
 
 def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: Any) -> ModelEngine:
-    """Build the checkpoint's model as an actor, or as a critic with value_head_weight; not trainable yet."""
+    """Build the checkpoint's model as an actor, or as a critic with value_head_weight; not
+    trainable yet."""
     reader = HFReader(checkpoint)
     shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
     config = MegatronConfig(
@@ -105,8 +117,8 @@ def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: 
 
 
 def check_parameters(engine: ModelEngine) -> None:
-    """Raise RuntimeError if names or shapes of this rank's parameters are not the ones of rlhf_mc's layout, which is
-    another for Transformer Engine's layers."""
+    """Raise RuntimeError if names or shapes of this rank's parameters are not the ones of rlhf_mc's
+    layout, which is another for Transformer Engine's layers."""
     shapes = {name: tuple(param.shape) for name, param in engine.named_parameters().items()}
     wanted = engine_layouts(engine)[engine.groups.rank].shapes
     differ = [name for name in {**wanted, **shapes} if shapes.get(name) != wanted.get(name)]
@@ -118,10 +130,15 @@ def check_parameters(engine: ModelEngine) -> None:
         )
 
 
-def random_engine(config: dict[str, Any], groups: ProcessGroups, seed: int = 0, **megatron: Any) -> ModelEngine:
-    """Build an actor of this config.json with random weights in bfloat16 and an optimizer, the same on all replicas."""
+def random_engine(
+    config: dict[str, Any], groups: ProcessGroups, seed: int = 0, **megatron: Any
+) -> ModelEngine:
+    """Build an actor of this config.json with random weights in bfloat16 and an optimizer, the same
+    on all replicas."""
     settings = MegatronConfig(
-        tensor_model_parallel_size=groups.mesh.tp, pipeline_model_parallel_size=groups.mesh.pp, **megatron
+        tensor_model_parallel_size=groups.mesh.tp,
+        pipeline_model_parallel_size=groups.mesh.pp,
+        **megatron,
     )
     engine = ModelEngine("actor", ModelShape.from_hf_config(config), settings, groups)
     draw = torch.Generator(platform.device()).manual_seed(seed)
@@ -135,12 +152,15 @@ def random_engine(config: dict[str, Any], groups: ProcessGroups, seed: int = 0, 
 
 
 def with_targets(engine: ModelEngine, batch: RaggedBatch) -> RaggedBatch:
-    """Return the batch with the inputs of the actor's loss: old log-probs near the model's, random advantages."""
+    """Return the batch with the inputs of the actor's loss: old log-probs near the model's, random
+    advantages."""
     head = log_prob_head(engine.shape.vocab_size, TEMPERATURE)
     log_probs = score_tokens(engine, batch, head, int(batch.seq_lens.sum()))
     noise = torch.randn(3, len(log_probs), generator=torch.Generator().manual_seed(6))
     return batch.with_fields(
-        old_log_probs=log_probs + 0.1 * noise[0], ref_log_probs=log_probs + 0.1 * noise[1], advantages=noise[2]
+        old_log_probs=log_probs + 0.1 * noise[0],
+        ref_log_probs=log_probs + 0.1 * noise[1],
+        advantages=noise[2],
     )
 
 
@@ -169,10 +189,15 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather what is trained of the whole model on this rank, by the names of the Hugging Face checkpoint. This rank's
-    own blocks come from itself, so that over all ranks every replica of every block is compared."""
-    target = hf_layout(engine.shape, logical_shapes(engine.shape).keys() - correction_biases(engine.shape))
-    plan = make_plan(engine_layouts(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
+    """Gather what is trained of the whole model on this rank, by the names of the Hugging Face
+    checkpoint. This rank's own blocks come from itself, so that over all ranks every replica of
+    every block is compared."""
+    target = hf_layout(
+        engine.shape, logical_shapes(engine.shape).keys() - correction_biases(engine.shape)
+    )
+    plan = make_plan(
+        engine_layouts(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20
+    )
     tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
     execute(plan.for_rank(dist.get_rank()), local, tensors, PointToPoint(dist.group.WORLD))
     return tensors
@@ -184,7 +209,11 @@ def objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Los
         return critic_objective(batch, critic_config(mode), LOSS_SCALE_FACTOR)
     cfg = actor_config(mode)
     terms = ActorTerms(
-        POLICY_LOSSES["vanilla"], cfg.entropy_coeff, cfg.kl_loss_coef, LOSS_SCALE_FACTOR, torch.Generator()
+        POLICY_LOSSES["vanilla"],
+        cfg.entropy_coeff,
+        cfg.kl_loss_coef,
+        LOSS_SCALE_FACTOR,
+        torch.Generator(),
     )
     return actor_objective(batch, cfg, engine.shape.vocab_size, TEMPERATURE, terms)
 
@@ -198,12 +227,14 @@ def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Se
 
 
 def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, budget: int) -> torch.Tensor:
-    """Return the head's number for every response token of the batch, as a step computes it: [R] float32, on every
-    rank. Every rank must call it."""
+    """Return the head's number for every response token of the batch, as a step computes it: [R]
+    float32, on every rank. Every rank must call it."""
     return engine.score(batch, token_budget.my_micro_batches(engine, batch, budget), head)
 
 
-def token_batch(vocab: int, prompt_lens: Sequence[int], response_lens: Sequence[int], seed: int = 5) -> RaggedBatch:
+def token_batch(
+    vocab: int, prompt_lens: Sequence[int], response_lens: Sequence[int], seed: int = 5
+) -> RaggedBatch:
     """Return sequences of random tokens of these lengths, without the fields of later phases."""
     prompts = torch.tensor(prompt_lens)
     responses = torch.tensor(response_lens)

@@ -1,5 +1,5 @@
-"""Counts the calls that make the host wait for the device. On a GPU torch itself reports them; on a CPU, where no call
-waits, those are counted that would wait if the tensors were on a GPU."""
+"""Counts the calls that make the host wait for the device. On a GPU torch itself reports them; on a
+CPU, where no call waits, those are counted that would wait if the tensors were on a GPU."""
 
 from __future__ import annotations
 
@@ -16,16 +16,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_mc import platform
 
 _METHODS = ("cpu", "numpy", "tolist", "pin_memory")
-_OPERATORS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "repeat_interleave")
+_OPERATORS = (
+    "_local_scalar_dense",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "repeat_interleave",
+)
 """Operators whose result, or its size, the host reads from the device."""
 
 
 @contextlib.contextmanager
 def host_syncs() -> Iterator[Counter[str]]:
-    """Yield a counter of the waits of the body, by the call's name. Calls inside of kernels of other libraries and on
-    other threads are not seen."""
+    """Yield a counter of the waits of the body, by the call's name. Calls inside of kernels of
+    other libraries and on other threads are not seen."""
     counts: Counter[str] = Counter()
-    with _reported_by_cuda(counts) if platform.use_cuda() else _seen_on_a_cpu(counts), _explicit(counts):
+    with (
+        _reported_by_cuda(counts) if platform.use_cuda() else _seen_on_a_cpu(counts),
+        _explicit(counts),
+    ):
         yield counts
 
 
@@ -74,12 +84,16 @@ class _Methods(TorchFunctionMode):
         super().__init__()
         self._counts = counts
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = resolve_name(func) or ""
         if name.startswith("torch.Tensor.") and name.rpartition(".")[2] in _METHODS:
             self._counts[name] += 1
-        moves = func is torch.Tensor.to and any(isinstance(x, torch.device | str) for x in (*args, *kwargs.values()))
+        moves = func is torch.Tensor.to and any(
+            isinstance(x, torch.device | str) for x in (*args, *kwargs.values())
+        )
         makes = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
         if (moves or makes) and not kwargs.get("non_blocking"):
             self._counts[name] += 1

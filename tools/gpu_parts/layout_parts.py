@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # as gpu_check.py prepares the part, before torch and Megatron-Core are imported
+# as gpu_check.py prepares the part, before torch and Megatron-Core are imported
+if __name__ == "__main__":
     from rlhf_mc.runtime.cuda_environment import forbid_tf32
 
     forbid_tf32(("float32",))
@@ -106,13 +107,20 @@ def layouts(report: Report, sizes: Sizes) -> None:
         on_rank_0(lambda: _run_one_rank(sizes.layouts, path))
         wanted = Trained(*torch.load(path))
         report.check(
-            all(not torch.equal(wanted.before[name], weight) for name, weight in wanted.after.items()),
+            all(
+                not torch.equal(wanted.before[name], weight)
+                for name, weight in wanted.after.items()
+            ),
             "one rank: some weights have not been trained",
         )
         for name, layout in layouts_of(dist.get_world_size()).items():
             with report.case(name):
-                texts.append(f"{name} {_compare(report, name, train(sizes.layouts, layout), wanted):.0e}")
-    report.summarize(f"weights after {len(STEPS)} steps off by (of their change): {', '.join(texts)}")
+                texts.append(
+                    f"{name} {_compare(report, name, train(sizes.layouts, layout), wanted):.0e}"
+                )
+    report.summarize(
+        f"weights after {len(STEPS)} steps off by (of their change): {', '.join(texts)}"
+    )
 
 
 def _run_one_rank(size: dict[str, Any], path: Path) -> None:
@@ -187,7 +195,9 @@ def _compare(report: Report, name: str, got: Trained, wanted: Trained) -> float:
         for key, weight in wanted.after.items()
     }
     worst = max(errors, key=lambda key: errors[key])
-    report.check(errors[worst] < UPDATE_BOUND, f"{name}: {worst} is off by {errors[worst]:.1e} of its change")
+    report.check(
+        errors[worst] < UPDATE_BOUND, f"{name}: {worst} is off by {errors[worst]:.1e} of its change"
+    )
     largest = max(gather_objects(errors[worst]))
     report.record(**{f"{name}_weight_error": largest})
     return largest

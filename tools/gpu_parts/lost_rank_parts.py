@@ -30,7 +30,10 @@ def lost_ranks(report: Report, sizes: Sizes) -> None:
     for kind in SIGNALS:
         with report.case(kind):
             texts.append(f"{kind}: {_lose(report, kind, sizes.timeout_seconds):.1f} s")
-    report.summarize(f"the other ranks ended after {', '.join(texts)}; timeout of heartbeats {sizes.timeout_seconds} s")
+    report.summarize(
+        f"the other ranks ended after {', '.join(texts)}; timeout of heartbeats "
+        f"{sizes.timeout_seconds} s"
+    )
 
 
 def _lose(report: Report, kind: str, timeout: float) -> float:
@@ -39,9 +42,13 @@ def _lose(report: Report, kind: str, timeout: float) -> float:
     lost = dist.get_world_size() - 1
     env = {**os.environ, "MASTER_PORT": gather_objects(str(free_port()))[0]}
     env.pop("TORCHELASTIC_ERROR_FILE", None)  # torchrun would show the error as this process's
-    env["PYTHONPATH"] = os.pathsep.join([str(TOOLS.parent), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(TOOLS.parent), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     command = [sys.executable, "-m", "gpu_parts.lost_rank", str(timeout)]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         assert process.stdout is not None
         is_running = any(line == "running\n" for line in process.stdout)
@@ -49,7 +56,9 @@ def _lose(report: Report, kind: str, timeout: float) -> float:
         begin = time.monotonic()
         if rank == lost:
             process.send_signal(SIGNALS[kind])
-        code = _exit_code(process, timeout + ENDS_WITHIN_SECONDS if rank != lost or kind == "killed" else 0.0)
+        code = _exit_code(
+            process, timeout + ENDS_WITHIN_SECONDS if rank != lost or kind == "killed" else 0.0
+        )
         seconds = time.monotonic() - begin
         gather_objects(None)  # the stopped rank stays until the others have ended
     finally:
@@ -58,7 +67,9 @@ def _lose(report: Report, kind: str, timeout: float) -> float:
     print(text)
     report.check(is_running, f"{kind}: rank {rank} has ended before its first sum")
     wanted = EXIT_ERROR if rank != lost else (-signal.SIGKILL if kind == "killed" else None)
-    report.check(code == wanted, f"{kind}: the process of rank {rank} ended with {code}, not {wanted}")
+    report.check(
+        code == wanted, f"{kind}: the process of rank {rank} ended with {code}, not {wanted}"
+    )
     ended = gather_objects((seconds, text))[:lost]
     named = any(f"rank {lost} " in line or "lost contact" in line for _, line in ended)
     report.check(named or not ended, f"{kind}: no rank names rank {lost}")

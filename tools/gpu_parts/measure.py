@@ -1,4 +1,5 @@
-"""Measurements that parts share: seconds, peak memory, and the machine's own rates, with which figures are compared."""
+"""Measurements that parts share: seconds, peak memory, and the machine's own rates, with which
+figures are compared."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def seconds(action: Callable[[], object], repeats: int = 3, warm_up: int = 1) ->
 
 
 def extra_memory(action: Callable[[], object]) -> int:
-    """Return the bytes by which the peak exceeds the memory before the action: of tensors on a GPU, of the process's
-    resident memory on a CPU."""
+    """Return the bytes by which the peak exceeds the memory before the action: of tensors on a GPU,
+    of the process's resident memory on a CPU."""
     if platform.use_cuda():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -50,7 +51,8 @@ def extra_memory(action: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def limited_memory(more: int) -> Iterator[None]:
-    """Let this process allocate `more` bytes beyond those that it has: on its GPU, or of address space on a CPU."""
+    """Let this process allocate `more` bytes beyond those that it has: on its GPU, or of address
+    space on a CPU."""
     if platform.use_cuda():
         torch.cuda.empty_cache()
         allowed = torch.cuda.memory_reserved() + more
@@ -70,31 +72,38 @@ def limited_memory(more: int) -> Iterator[None]:
 
 
 def activation_peak(action: Callable[[], object]) -> int:
-    """Return the peak of the bytes of tensors that the action allocates: by torch's allocator on a GPU, by its profiler
-    on a CPU. The profiler counts from 0, so that tensors of an action before make the peak of a repetition lower."""
+    """Return the peak of the bytes of tensors that the action allocates: by torch's allocator on a
+    GPU, by its profiler on a CPU. The profiler counts from 0, so that tensors of an action before
+    make the peak of a repetition lower."""
     if platform.use_cuda():
         return extra_memory(action)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
-    recorded = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    recorded = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     changes = [event.nbytes() for event in sorted(recorded, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(changes))
 
 
 def _status(key: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":"))
+    line = next(
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":")
+    )
     return int(line.split()[1]) * 1024
 
 
 def device_copy_rate(num_bytes: int) -> float:
-    """Return the bytes per second of one copy on the device: bytes copied, each of which is read and written."""
+    """Return the bytes per second of one copy on the device: bytes copied, each of which is read
+    and written."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=platform.device())
     target = torch.empty_like(source)
     return num_bytes / seconds(lambda: target.copy_(source))
 
 
 def host_copy_rates(num_bytes: int) -> tuple[float, float]:
-    """Return the bytes per second of copies from the device to page-locked memory of the host, and back."""
+    """Return the bytes per second of copies from the device to page-locked memory of the host, and
+    back."""
     host = platform.host_bytes(num_bytes)
     device = torch.zeros(num_bytes, dtype=torch.uint8, device=platform.device())
     to_host = seconds(lambda: host.copy_(device, non_blocking=True))

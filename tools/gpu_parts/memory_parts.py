@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from gpu_parts import measure
-from gpu_parts.engines import mesh_groups, objective, random_engine, shared_directory, token_batch, with_targets
+from gpu_parts.engines import (
+    mesh_groups,
+    objective,
+    random_engine,
+    shared_directory,
+    token_batch,
+    with_targets,
+)
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
@@ -38,8 +45,8 @@ BUCKET_BYTES = 256 << 20
 
 
 def offload(report: Report, sizes: Sizes) -> None:
-    """Offload and onload a model with its optimizer on a device that is 95 % full, where other tensors use the memory
-    in the meantime. The bits must be the same."""
+    """Offload and onload a model with its optimizer on a device that is 95 % full, where other
+    tensors use the memory in the meantime. The bits must be the same."""
     settings = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
     with mesh_groups(1, 1) as groups:
         engine = random_engine(sizes.offloaded, groups, **settings)
@@ -51,8 +58,12 @@ def offload(report: Report, sizes: Sizes) -> None:
         with _full_device() as share:
             times = [_offload_once(report, engine) for _ in range(3)]
             report.record(device_in_use=share)
-        different = [name for name, value in _digests(engine).items() if not torch.equal(value, wanted[name])]
-        report.check(not different, f"{len(different)} tensors have other bits, {different[:1]} first")
+        different = [
+            name for name, value in _digests(engine).items() if not torch.equal(value, wanted[name])
+        ]
+        report.check(
+            not different, f"{len(different)} tensors have other bits, {different[:1]} first"
+        )
     moved = _moved_bytes(engine)
     first, *others = times
     to_host, to_device = (moved / min(column) for column in zip(*others, strict=True))
@@ -61,13 +72,15 @@ def offload(report: Report, sizes: Sizes) -> None:
     report.record(offload_gb_per_s=to_host / GB, onload_gb_per_s=to_device / GB)
     report.record(pinned_to_host_gb_per_s=pinned[0] / GB, pinned_to_device_gb_per_s=pinned[1] / GB)
     report.summarize(
-        f"{moved / GB:.3g} GB, bits equal: {to_host / GB:.3g} GB/s out ({to_host / pinned[0]:.2f} of a pinned copy), "
-        f"{to_device / GB:.3g} in ({to_device / pinned[1]:.2f}); the first took {first[0]:.2f} s"
+        f"{moved / GB:.3g} GB, bits equal: {to_host / GB:.3g} GB/s out ({to_host / pinned[0]:.2f} "
+        f"of a pinned copy), {to_device / GB:.3g} in ({to_device / pinned[1]:.2f}); the first took "
+        f"{first[0]:.2f} s"
     )
 
 
 def _offload_once(report: Report, engine: ModelEngine) -> tuple[float, float]:
-    """Offload all groups, use the memory for something else, and onload them. Return the seconds of both ways."""
+    """Offload all groups, use the memory for something else, and onload them. Return the seconds of
+    both ways."""
     before = torch.cuda.memory_allocated() if platform.use_cuda() else 0
     begin = time.perf_counter()
     engine.offload.offload_all_but(())
@@ -92,7 +105,9 @@ def _tensors(engine: ModelEngine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _digests(engine: ModelEngine) -> dict[str, torch.Tensor]:
-    return {name: checksum([tensor.detach().view(1, 1, -1)]).cpu() for name, tensor in _tensors(engine)}
+    return {
+        name: checksum([tensor.detach().view(1, 1, -1)]).cpu() for name, tensor in _tensors(engine)
+    }
 
 
 def _moved_bytes(engine: ModelEngine) -> int:
@@ -121,8 +136,9 @@ def _full_device() -> Iterator[float | None]:
 
 
 def out_of_memory(report: Report, sizes: Sizes) -> None:
-    """Take an update in which the last rank has memory for half of the token budget, and a quarter of that. Every rank
-    must repeat it with half the budget, and have released what the first try took."""
+    """Take an update in which the last rank has memory for half of the token budget, and a quarter
+    of that. Every rank must repeat it with half the budget, and have released what the first try
+    took."""
     with mesh_groups(1, 1) as groups, shared_directory() as root:
         engine = random_engine(sizes.trained, groups, overlap_grad_reduce=False)
         engine.recover_memory()
@@ -130,7 +146,8 @@ def out_of_memory(report: Report, sizes: Sizes) -> None:
         lens = (sizes.prompt_lens * replicas, sizes.response_lens * replicas)
         batch = with_targets(engine, token_batch(engine.shape.vocab_size, *lens))
         longest = int(batch.seq_lens.max())
-        whole = int(batch.seq_lens.sum()) // replicas + longest  # one micro-batch, however the replicas share the batch
+        # one micro-batch, however the replicas share the batch
+        whole = int(batch.seq_lens.sum()) // replicas + longest
         half = whole // 2
         token_budget = TokenBudget("actor", 1, whole, longest, Adjustments(root))
         bytes_per_token = (1 << 30) // half
@@ -151,19 +168,25 @@ def out_of_memory(report: Report, sizes: Sizes) -> None:
             step = train_step(engine, batch, loss, token_budget, 1)
         kept = (torch.cuda.memory_allocated() if platform.use_cuda() else 0) - in_use
         limit = token_budget.update_limit(1)
-        report.check(limit == half, f"the budget of the repeated update is {limit} tokens, not {half}")
+        report.check(
+            limit == half, f"the budget of the repeated update is {limit} tokens, not {half}"
+        )
         report.check(not step.skipped, "the repeated update was skipped")
         report.expect(kept < 1 << 20, f"{kept} bytes of the first try are still in use")
     report.record(kept_bytes=kept)
-    report.summarize(f"the update was repeated with {limit} tokens a micro-batch instead of {whole}")
+    report.summarize(
+        f"the update was repeated with {limit} tokens a micro-batch instead of {whole}"
+    )
 
 
 def weight_update(report: Report, sizes: Sizes) -> None:
-    """Write all weights of 8B models into another engine's parameters, and compare the speed with one copy on
-    the device. With several ranks: from tensor parallelism over all of them, or as many as the heads allow, to engines
-    of half as many."""
+    """Write all weights of 8B models into another engine's parameters, and compare the speed with
+    one copy on
+    the device. With several ranks: from tensor parallelism over all of them, or as many as the
+    heads allow, to engines of half as many."""
     texts = []
-    with mesh_groups(1, 1):  # connects all ranks by a collective: NCCL's first operation cannot be a message
+    # connects all ranks by a collective: NCCL's first operation cannot be a message
+    with mesh_groups(1, 1):
         for name, config in sizes.updated.items():
             with report.case(name):
                 texts.append(f"{name} {_update(report, name, config, sizes)}")
@@ -185,16 +208,24 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     planned = time.perf_counter() - begin
     draw = torch.Generator(platform.device()).manual_seed(rank)
     empty = {"dtype": torch.bfloat16, "device": platform.device()}
-    source = {key: torch.empty(size, **empty).normal_(generator=draw) for key, size in training[rank].shapes.items()}
+    source = {
+        key: torch.empty(size, **empty).normal_(generator=draw)
+        for key, size in training[rank].shapes.items()
+    }
     for key, tensor in source.items():
         if "norm" in key:
             tensor.fill_(1.0)  # the same on all tensor-parallel ranks
-    target = {key: torch.full(size, torch.nan, **empty) for key, size in rollout[rank].shapes.items()}
+    target = {
+        key: torch.full(size, torch.nan, **empty) for key, size in rollout[rank].shapes.items()
+    }
     seconds = measure.seconds(lambda: sync.run(source, target))
     begin = time.perf_counter()
     verify(sync.plan, source, target, dist.group.WORLD)  # of the planned blocks
     unwritten = [key for key, tensor in target.items() if bool(tensor.isnan().any())]
-    report.check(not unwritten, f"{name}: {len(unwritten)} tensors are not written completely, {unwritten[:1]} first")
+    report.check(
+        not unwritten,
+        f"{name}: {len(unwritten)} tensors are not written completely, {unwritten[:1]} first",
+    )
     platform.synchronize()
     verified = time.perf_counter() - begin
     moved = sync.plan.copied_bytes + sync.plan.received_bytes
@@ -203,7 +234,24 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     target.clear()
     copy = measure.device_copy_rate(min(moved, sizes.copy_bytes))
     rate = moved / seconds
-    report.record(**{f"{name}_moved_gb": moved / GB, f"{name}_received_gb": sync.plan.received_bytes / GB})
-    report.record(**{f"{name}_s": seconds, f"{name}_gb_per_s": rate / GB, f"{name}_share_of_copy": rate / copy})
-    report.record(**{f"{name}_transfers": transfers, f"{name}_planning_s": planned, f"{name}_verify_s": verified})
-    return f"{moved / GB:.3g} GB at {rate / GB:.3g} GB/s ({rate / copy:.2f} of one copy), verified in {verified:.2f} s"
+    report.record(
+        **{f"{name}_moved_gb": moved / GB, f"{name}_received_gb": sync.plan.received_bytes / GB}
+    )
+    report.record(
+        **{
+            f"{name}_s": seconds,
+            f"{name}_gb_per_s": rate / GB,
+            f"{name}_share_of_copy": rate / copy,
+        }
+    )
+    report.record(
+        **{
+            f"{name}_transfers": transfers,
+            f"{name}_planning_s": planned,
+            f"{name}_verify_s": verified,
+        }
+    )
+    return (
+        f"{moved / GB:.3g} GB at {rate / GB:.3g} GB/s ({rate / copy:.2f} of one copy), verified in "
+        f"{verified:.2f} s"
+    )

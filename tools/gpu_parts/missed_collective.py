@@ -1,5 +1,5 @@
-"""A program whose rank 0 waits for a collective that the other ranks do not enter. The part `timeouts` starts it, since
-NCCL ends the process that waits.
+"""A program whose rank 0 waits for a collective that the other ranks do not enter. The part
+`timeouts` starts it, since NCCL ends the process that waits.
 
 python missed_collective.py TIMEOUT_SECONDS FILE    (the other ranks wait until FILE exists)
 """

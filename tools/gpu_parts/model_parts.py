@@ -38,12 +38,12 @@ from rlhf_mc.topology.consensus import on_rank_0
 from rlhf_mc.topology.groups import ProcessGroups
 
 BOUNDS = {"log_prob": 1e-4, "gradient": 1e-3}
-"""Largest errors in float32: of a log-prob in nats, and of a gradient relative to its norm. tests/dist bounds the same
-errors on a CPU at 1e-5 and 1e-4; a GPU adds in another order."""
+"""Largest errors in float32: of a log-prob in nats, and of a gradient relative to its norm.
+tests/dist bounds the same errors on a CPU at 1e-5 and 1e-4; a GPU adds in another order."""
 FACTOR = 3.0
-"""In bfloat16 the errors may be this multiple of the errors of transformers in bfloat16. Both are against transformers
-in float32 on the same weights. Over seeds of the small models the ratio is 0.5 to 2.1, since a token may cross the clip
-range, or change its expert, in one of them."""
+"""In bfloat16 the errors may be this multiple of the errors of transformers in bfloat16. Both are
+against transformers in float32 on the same weights. Over seeds of the small models the ratio is 0.5
+to 2.1, since a token may cross the clip range, or change its expert, in one of them."""
 BUDGET = 1024
 """Tokens of a micro-batch, beside the longest sequence."""
 
@@ -77,8 +77,8 @@ def models_te(report: Report, sizes: Sizes) -> None:
 
 
 def models_te_float32(report: Report, sizes: Sizes) -> None:
-    """Compare each family's model in float32, with Transformer Engine's layers and torch's attention: Transformer
-    Engine's own has no float32 kernel for packed sequences."""
+    """Compare each family's model in float32, with Transformer Engine's layers and torch's
+    attention: Transformer Engine's own has no float32 kernel for packed sequences."""
     report.check(uses_transformer_engine(), "the layers are not Transformer Engine's")
     _compare_families(report, sizes, "float32")
 
@@ -90,7 +90,9 @@ def _compare_families(report: Report, sizes: Sizes, dtype: str) -> None:
         for family, extra in sizes.families.items():
             keys = {**sizes.model, **extra}
             # transformers writes on rank 0 alone.
-            checkpoint = on_rank_0(lambda f=family, k=keys: str(make_checkpoint(directory / f, f, **k)))
+            checkpoint = on_rank_0(
+                lambda f=family, k=keys: str(make_checkpoint(directory / f, f, **k))
+            )
             for role in ("actor", "critic") if family == "qwen2" else ("actor",):
                 for layout, settings in (layouts | _further_layouts(family, role)).items():
                     name = f"{family}_{role}" + (f"_{layout}" if layout else "")
@@ -104,10 +106,12 @@ def _compare_families(report: Report, sizes: Sizes, dtype: str) -> None:
 
 
 def _layouts(world: int) -> dict[str, dict[str, Any]]:
-    """Return the layouts to compare: over the ranks by tensor parallelism and by pipeline stages."""
+    """Return the layouts to compare: over the ranks by tensor parallelism and by pipeline
+    stages."""
     if world % 2:
         return {"": {}}
-    tensor = {"tp": 2, "sequence_parallel": True}  # experts with tensor parallelism need sequence parallelism
+    # experts with tensor parallelism need sequence parallelism
+    tensor = {"tp": 2, "sequence_parallel": True}
     return {"tp2": tensor, "pp2": {"pp": 2}}
 
 
@@ -119,7 +123,13 @@ def _further_layouts(family: str, role: Role) -> dict[str, dict[str, Any]]:
 
 
 def _compare(
-    report: Report, name: str, checkpoint: str, role: Role, sizes: Sizes, dtype: str, settings: dict[str, Any]
+    report: Report,
+    name: str,
+    checkpoint: str,
+    role: Role,
+    sizes: Sizes,
+    dtype: str,
+    settings: dict[str, Any],
 ) -> dict[str, float]:
     """Compare one model in one layout. Return its errors."""
     torch_dtype = getattr(torch, dtype)
@@ -128,13 +138,25 @@ def _compare(
     exact.score.data = exact.score.data.float()
     vocab = json.loads((Path(checkpoint) / "config.json").read_text())["vocab_size"]
     batch = _batch(exact, vocab, sizes)
-    job = Job(checkpoint, role, "token-mean", max(BUDGET, int(batch.seq_lens.max())), tuple(range(batch.num_sequences)))
+    job = Job(
+        checkpoint,
+        role,
+        "token-mean",
+        max(BUDGET, int(batch.seq_lens.max())),
+        tuple(range(batch.num_sequences)),
+    )
     wanted = _by_transformers(exact, batch, job)
     bounds = dict(BOUNDS)
     if torch_dtype != torch.float32:
-        rounded = _errors(_by_transformers(Reference(checkpoint, exact.device, torch_dtype), batch, job), wanted, True)
+        rounded = _errors(
+            _by_transformers(Reference(checkpoint, exact.device, torch_dtype), batch, job),
+            wanted,
+            True,
+        )
         bounds = {key: FACTOR * value + BOUNDS[key] for key, value in rounded.items()}
-        report.record(**{f"{name}_{key}_error_of_transformers": value for key, value in rounded.items()})
+        report.record(
+            **{f"{name}_{key}_error_of_transformers": value for key, value in rounded.items()}
+        )
     del exact
     sizes_of_mesh = {key: settings.get(key, 1) for key in ("tp", "pp", "ep", "cp")}
     rest = {key: value for key, value in settings.items() if key not in sizes_of_mesh}
@@ -144,7 +166,9 @@ def _compare(
     report.record(**{f"{name}_{key}_error": value for key, value in errors.items()})
     report.record(**{f"{name}_attention": results.attention})
     for key, value in errors.items():
-        report.check(value <= bounds[key], f"{name}: {key} error {value:.1e}, bound {bounds[key]:.1e}")
+        report.check(
+            value <= bounds[key], f"{name}: {key} error {value:.1e}, bound {bounds[key]:.1e}"
+        )
     gc.collect()
     return errors
 
@@ -167,34 +191,55 @@ def _batch(exact: Reference, vocab: int, sizes: Sizes) -> RaggedBatch:
 def _by_transformers(reference: Reference, batch: RaggedBatch, job: Job) -> Computed:
     with torch.no_grad():
         log_probs = reference.log_probs(batch)[0]
-    grads = by_checkpoint_names(reference.gradients(batch, job)[1], reference.model.config.model_type)
+    grads = by_checkpoint_names(
+        reference.gradients(batch, job)[1], reference.model.config.model_type
+    )
     return Computed(log_probs, grads)
 
 
 def _by_megatron(
-    checkpoint: str, role: Role, groups: ProcessGroups, batch: RaggedBatch, job: Job, **megatron: Any
+    checkpoint: str,
+    role: Role,
+    groups: ProcessGroups,
+    batch: RaggedBatch,
+    job: Job,
+    **megatron: Any,
 ) -> Computed:
     engine = make_engine(checkpoint, role, groups, **megatron)
     head = log_prob_head(engine.shape.vocab_size, TEMPERATURE)
     log_probs = score_tokens(engine, batch, head, job.budget) if role == "actor" else torch.zeros(0)
     engine.make_trainable(OptimConfig(), total_steps=1)
-    engine.backward(batch, my_micro_batches(engine, batch, job.budget), objective(engine, batch, job.mode))
-    grads = {name: param.main_grad for name, param in engine.named_parameters().items() if param.requires_grad}
+    engine.backward(
+        batch, my_micro_batches(engine, batch, job.budget), objective(engine, batch, job.mode)
+    )
+    grads = {
+        name: param.main_grad
+        for name, param in engine.named_parameters().items()
+        if param.requires_grad
+    }
     attention = "transformer_engine" if engine.chunks[0].qkv_format == "thd" else "torch"
     return Computed(log_probs, logical_tensors(engine, grads), attention)
 
 
 def _errors(results: Computed, wanted: Computed, is_rounded: bool) -> dict[str, float]:
-    """Return the error of the log-probs, and the error of the gradients relative to each tensor's norm: the largest, or
-    the median where numbers are rounded."""
-    assert results.grads.keys() == wanted.grads.keys(), sorted(results.grads.keys() ^ wanted.grads.keys())[:4]
+    """Return the error of the log-probs, and the error of the gradients relative to each tensor's
+    norm: the largest, or the median where numbers are rounded."""
+    assert results.grads.keys() == wanted.grads.keys(), sorted(
+        results.grads.keys() ^ wanted.grads.keys()
+    )[:4]
     difference = (results.log_probs - wanted.log_probs[: len(results.log_probs)]).abs()
     log_prob = 0.0
     if len(difference):
         log_prob = float(difference.median() if is_rounded else difference.max())
     # clamp_min: the gradient of an expert that no token has chosen is 0.
     gradients = [
-        float((results.grads[name].float() - want.float()).norm() / want.float().norm().clamp_min(1e-9))
+        float(
+            (results.grads[name].float() - want.float()).norm()
+            / want.float().norm().clamp_min(1e-9)
+        )
         for name, want in wanted.grads.items()
     ]
-    return {"log_prob": log_prob, "gradient": statistics.median(gradients) if is_rounded else max(gradients)}
+    return {
+        "log_prob": log_prob,
+        "gradient": statistics.median(gradients) if is_rounded else max(gradients),
+    }

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from gpu_parts import measure
-from gpu_parts.engines import mesh_groups, my_micro_batches, objective, random_engine, token_batch, with_targets
+from gpu_parts.engines import (
+    mesh_groups,
+    my_micro_batches,
+    objective,
+    random_engine,
+    token_batch,
+    with_targets,
+)
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
@@ -30,8 +37,9 @@ WITHIN = 0.1
 
 
 def planned_memory(report: Report, sizes: Sizes) -> None:
-    """Compare parameters, gradients, optimizer state, and the activations of an update and of a log-prob pass with the
-    planner's, for each kind of recomputation; on a GPU also what the process takes besides tensors."""
+    """Compare parameters, gradients, optimizer state, and the activations of an update and of a
+    log-prob pass with the planner's, for each kind of recomputation; on a GPU also what the process
+    takes besides tensors."""
     cuda = uses_transformer_engine()
     texts = []
     with mesh_groups(1, 1) as groups:
@@ -42,20 +50,31 @@ def planned_memory(report: Report, sizes: Sizes) -> None:
             measured = _state(engine) | _activations(engine, sizes)
             planned = _planned(engine, megatron, groups, sizes, cuda)
             report.record(**{f"{name}_{key}_gb": size / GB for key, size in measured.items()})
-            report.record(**{f"{name}_{key}_planned_gb": size / GB for key, size in planned.items()})
+            report.record(
+                **{f"{name}_{key}_planned_gb": size / GB for key, size in planned.items()}
+            )
             for part in ("params", "grads", "optimizer"):
-                text = f"{name}: {part} take {measured[part]} bytes, planned are {planned[part]:.0f}"
-                # Of the replicas the planner takes the one whose share of the optimizer state is largest.
+                text = (
+                    f"{name}: {part} take {measured[part]} bytes, planned are {planned[part]:.0f}"
+                )
+                # Of the replicas the planner takes the one whose share of the optimizer state is
+                # largest.
                 report.check(measured[part] <= planned[part] <= 1.05 * measured[part], text)
             ratios = {work: planned[work] / measured[work] for work in ("update", "log_prob")}
             for work, ratio in ratios.items():
-                if groups.mesh.world == 1 or platform.use_cuda():  # gloo's threads free tensors unseen by the profiler
-                    text = f"{name}: {work} takes {measured[work]} bytes, planned are {planned[work]:.0f}"
+                # gloo's threads free tensors unseen by the profiler
+                if groups.mesh.world == 1 or platform.use_cuda():
+                    text = (
+                        f"{name}: {work} takes {measured[work]} bytes, planned are "
+                        f"{planned[work]:.0f}"
+                    )
                     report.expect(abs(ratio - 1) < WITHIN, text)
             texts.append(f"{name} {ratios['update']:.2f}")
             del engine
             gc.collect()
-    report.summarize(f"state as planned; planned / measured activations of an update: {', '.join(texts)}")
+    report.summarize(
+        f"state as planned; planned / measured activations of an update: {', '.join(texts)}"
+    )
     if platform.use_cuda():
         _besides_tensors(report, groups)
 
@@ -63,16 +82,24 @@ def planned_memory(report: Report, sizes: Sizes) -> None:
 def _state(engine: ModelEngine) -> dict[str, float]:
     engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})  # Adam's moments
     params = list(engine.named_parameters().values())
-    grads = [buffer.grad_data for ddp in engine._ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    grads = [
+        buffer.grad_data
+        for ddp in engine._ddp
+        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
+    ]
     optimizer = list(tensors_besides(optimizer_tensors(engine._optimizer), params))
     parts = {"params": params, "grads": grads, "optimizer": optimizer}
-    return {name: sum(s.nbytes() for s in distinct_storages(tensors)) for name, tensors in parts.items()}
+    return {
+        name: sum(s.nbytes() for s in distinct_storages(tensors)) for name, tensors in parts.items()
+    }
 
 
 def _activations(engine: ModelEngine, sizes: Sizes) -> dict[str, float]:
     count, prompt, response = sizes.planned_lens
     world = engine.groups.mesh.world
-    batch = token_batch(engine.shape.vocab_size, [prompt] * count * world, [response] * count * world)
+    batch = token_batch(
+        engine.shape.vocab_size, [prompt] * count * world, [response] * count * world
+    )
     batch = with_targets(engine, batch)
     micro_batches = my_micro_batches(engine, batch, count * (prompt + response))
     loss = objective(engine, batch, "token-mean")
@@ -101,7 +128,8 @@ def _planned(
 
 
 def _besides_tensors(report: Report, groups: ProcessGroups) -> None:
-    """Record what this process takes of the device besides torch's memory: context, kernels, communicators."""
+    """Record what this process takes of the device besides torch's memory: context, kernels,
+    communicators."""
     if platform.ranks_per_gpu() > 1:  # other ranks' memory is in it
         return
     free, total = torch.cuda.mem_get_info()

@@ -1,5 +1,6 @@
-"""A part in a process of its own on every rank: an error of CUDA ends that process alone, and a part that does not end
-is stopped. The ranks of one part are connected by a rendezvous of their own, which the parents arrange."""
+"""A part in a process of its own on every rank: an error of CUDA ends that process alone, and a
+part that does not end is stopped. The ranks of one part are connected by a rendezvous of their own,
+which the parents arrange."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Ranks:
         rank = int(os.environ["RANK"])
         is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        store = dist.TCPStore(*at, world, is_master=is_host, wait_for_workers=False, multi_tenant=True)
+        store = dist.TCPStore(
+            *at, world, is_master=is_host, wait_for_workers=False, multi_tenant=True
+        )
         return Ranks(rank, world, dist.PrefixStore("gpu_check", store))
 
     def share(self, key: str, value: Callable[[], str]) -> str:
@@ -71,7 +74,9 @@ class Ranks:
         values = [self.store.get(other).decode() for other in keys]
         self.store.set(f"{key}/read/{self.rank}", "")
         if self.rank == 0:  # with its process the store may end, which others still read
-            self.store.wait([f"{key}/read/{rank}" for rank in range(self.world)], timedelta(seconds=seconds))
+            self.store.wait(
+                [f"{key}/read/{rank}" for rank in range(self.world)], timedelta(seconds=seconds)
+            )
         return values
 
     def fail(self, key: str) -> None:
@@ -94,23 +99,36 @@ def free_port() -> int:
 def run_part(part: Part, ranks: Ranks, command: list[str], device: str, limit: float) -> Result:
     """Run the part on all ranks. Return the joint result, on every rank.
 
-    command: the program that runs the part given as its last argument but one, and writes the result to the last."""
+    command: the program that runs the part given as its last argument but one, and writes the
+    result to the last."""
     port = ranks.share(f"{part.name}/port", lambda: str(free_port()))
     start = time.monotonic()
-    result = Result(PASSED) if part.rank_0_only and ranks.rank else _run_here(part, ranks, command, device, limit, port)
+    result = (
+        Result(PASSED)
+        if part.rank_0_only and ranks.rank
+        else _run_here(part, ranks, command, device, limit, port)
+    )
     result.seconds = time.monotonic() - start
-    texts = ranks.gather(f"{part.name}/result", json.dumps(asdict(result)), limit + 2 * GRACE_SECONDS)
+    texts = ranks.gather(
+        f"{part.name}/result", json.dumps(asdict(result)), limit + 2 * GRACE_SECONDS
+    )
     return _join([Result(**json.loads(text)) for text in texts])
 
 
-def _run_here(part: Part, ranks: Ranks, command: list[str], device: str, limit: float, port: str) -> Result:
+def _run_here(
+    part: Part, ranks: Ranks, command: list[str], device: str, limit: float, port: str
+) -> Result:
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as directory:
         path = Path(directory) / "result.json"
         log = Path(directory) / "log"
         env = _environment(ranks, device, port, directory)
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [*command, part.name, str(path)], env=env, stdout=file, stderr=file, start_new_session=True
+                [*command, part.name, str(path)],
+                env=env,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
             try:
                 stopped = _wait(process, part.name, ranks, limit)
@@ -128,16 +146,25 @@ def _run_here(part: Part, ranks: Ranks, command: list[str], device: str, limit: 
 
 
 def _environment(ranks: Ranks, device: str, port: str, directory: str) -> dict[str, str]:
-    """Return the environment of the part's process: the one of this process, with the rendezvous of the part."""
-    env = {**os.environ, "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world), "MASTER_PORT": port}
+    """Return the environment of the part's process: the one of this process, with the rendezvous of
+    the part."""
+    env = {
+        **os.environ,
+        "RANK": str(ranks.rank),
+        "WORLD_SIZE": str(ranks.world),
+        "MASTER_PORT": port,
+    }
     env.setdefault("LOCAL_RANK", "0")
     env.setdefault("MASTER_ADDR", "localhost")
     env["TMPDIR"] = directory
-    env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), str(_ROOT / "tools"), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(_ROOT), str(_ROOT / "tools"), *filter(None, [env.get("PYTHONPATH")])]
+    )
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
         env.pop(name, None)
     env |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-    # As in launch/env.sh. torchrun sets 1: a collective that has timed out then returns before its process is ended.
+    # As in launch/env.sh. torchrun sets 1: a collective that has timed out then returns before its
+    # process is ended.
     env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     if device == "cpu":
         env["RLHF_MC_DEVICE"] = "cpu"
@@ -146,7 +173,8 @@ def _environment(ranks: Ranks, device: str, port: str, directory: str) -> dict[s
 
 
 def _wait(process: subprocess.Popen[bytes], name: str, ranks: Ranks, limit: float) -> str:
-    """Wait for the process. Return the reason for which it has to be stopped; empty if it has ended."""
+    """Wait for the process. Return the reason for which it has to be stopped; empty if it has
+    ended."""
     deadline = time.monotonic() + limit
     others_failed = False
     while process.poll() is None:
@@ -162,7 +190,8 @@ def _wait(process: subprocess.Popen[bytes], name: str, ranks: Ranks, limit: floa
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it has started: first by a signal that lets a launcher end its ranks."""
+    """End the process and all that it has started: first by a signal that lets a launcher end its
+    ranks."""
     if process.poll() is None:
         _signal(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,11 +215,17 @@ def _join(results: list[Result]) -> Result:
     failed = [(rank, result) for rank, result in enumerate(results) if result.verdict == FAILED]
     if not failed:
         return first
-    own = [(rank, result) for rank, result in failed if "another rank" not in result.reason] or failed
+    own = [
+        (rank, result) for rank, result in failed if "another rank" not in result.reason
+    ] or failed
     several = len(results) > 1
-    reason = "; ".join(f"rank {rank}: {result.reason}" if several else result.reason for rank, result in own)
+    reason = "; ".join(
+        f"rank {rank}: {result.reason}" if several else result.reason for rank, result in own
+    )
     seconds = max(result.seconds for result in results)
-    return Result(FAILED, reason, seconds, first.summary, first.figures, first.unmeasured, own[0][1].log)
+    return Result(
+        FAILED, reason, seconds, first.summary, first.figures, first.unmeasured, own[0][1].log
+    )
 
 
 def run_in_this_process(part: Part, path: Path, sizes: Any) -> None:
@@ -223,7 +258,8 @@ def run_in_this_process(part: Part, path: Path, sizes: Any) -> None:
 
 
 def show_stack_when_stopped() -> None:
-    """Let SIGTERM print the stacks of all threads before it ends this process, also where it waits in a library."""
+    """Let SIGTERM print the stacks of all threads before it ends this process, also where it waits
+    in a library."""
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 

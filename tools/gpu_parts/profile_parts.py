@@ -9,7 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.engines import mesh_groups, random_engine, shared_directory, token_batch, train_once, with_targets
+from gpu_parts.engines import (
+    mesh_groups,
+    random_engine,
+    shared_directory,
+    token_batch,
+    train_once,
+    with_targets,
+)
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
@@ -24,12 +31,15 @@ RANGES = {"update_actor", "pack", "forward", "backward", "grad_norm", "optimizer
 
 
 def profile(report: Report, sizes: Sizes) -> None:
-    """Take an optimizer step without profile, and one with. The trace must have the named ranges, on a GPU kernels, and
-    the allocator's history blocks; the times of communication must lie inside the phase."""
+    """Take an optimizer step without profile, and one with. The trace must have the named ranges,
+    on a GPU kernels, and the allocator's history blocks; the times of communication must lie inside
+    the phase."""
     _check_marks(report)
     with mesh_groups(1, 1) as groups, shared_directory() as root:
         engine = random_engine(sizes.trained, groups)
-        batch = with_targets(engine, token_batch(engine.shape.vocab_size, sizes.prompt_lens, sizes.response_lens))
+        batch = with_targets(
+            engine, token_batch(engine.shape.vocab_size, sizes.prompt_lens, sizes.response_lens)
+        )
         train_once(engine, batch, BUDGET)
         plain = PhaseTimer(platform.synchronize)
         with plain.phase("update_actor"):
@@ -53,10 +63,12 @@ def profile(report: Report, sizes: Sizes) -> None:
     report.check(work.amounts["update_actor"]["tokens"] > 0, "no tokens are counted")
     _check_events(report, events)
     slower = seconds / without
-    report.record(trace_mb=size / 1e6, events=len(events), write_s=written, slower=slower, waiting_s=waiting)
+    report.record(
+        trace_mb=size / 1e6, events=len(events), write_s=written, slower=slower, waiting_s=waiting
+    )
     report.summarize(
-        f"a step traced takes {slower:.2f}x the time, its {len(events)} events {size / 1e6:.2g} MB and {written:.1f} s "
-        f"to write; {waiting:.3f} s of {seconds:.3f} s in collectives"
+        f"a step traced takes {slower:.2f}x the time, its {len(events)} events {size / 1e6:.2g} MB "
+        f"and {written:.1f} s to write; {waiting:.3f} s of {seconds:.3f} s in collectives"
     )
 
 
@@ -68,15 +80,24 @@ def _check_marks(report: Report) -> None:
     end = platform.time_mark()
     platform.synchronize()
     measured = platform.seconds_between(start, end)
-    report.check(0.9 * IDLE < measured < 20 * IDLE, f"an idle time of {IDLE} s is measured as {measured:.4f} s")
+    report.check(
+        0.9 * IDLE < measured < 20 * IDLE,
+        f"an idle time of {IDLE} s is measured as {measured:.4f} s",
+    )
 
 
 def _check_events(report: Report, events: list[dict[str, Any]]) -> None:
-    ranges = {event["name"] for event in events if event.get("cat") in ("user_annotation", "gpu_user_annotation")}
+    ranges = {
+        event["name"]
+        for event in events
+        if event.get("cat") in ("user_annotation", "gpu_user_annotation")
+    }
     missing = sorted(RANGES - ranges)
     report.check(not missing, f"the trace lacks {', '.join(missing)}")
     kinds = {event.get("cat") for event in events}
-    wanted = {"cpu_op", "cpu_instant_event"} | ({"kernel", "gpu_memcpy"} if platform.use_cuda() else set())
+    wanted = {"cpu_op", "cpu_instant_event"} | (
+        {"kernel", "gpu_memcpy"} if platform.use_cuda() else set()
+    )
     report.check(wanted <= kinds, f"the trace has no events of {', '.join(sorted(wanted - kinds))}")
 
 

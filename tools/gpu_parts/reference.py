@@ -1,5 +1,5 @@
-"""The same computation in transformers, one sequence at a time: no packing, no padding, no parallelism. Log-probs, and
-gradients of PPO's losses over the whole mini-batch at once."""
+"""The same computation in transformers, one sequence at a time: no packing, no padding, no
+parallelism. Log-probs, and gradients of PPO's losses over the whole mini-batch at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import itertools
 import torch
 from transformers import AutoModelForCausalLM
 
-from gpu_parts.engines import LOSS_SCALE_FACTOR, TEMPERATURE, Job, actor_config, critic_config, value_head_weight
+from gpu_parts.engines import (
+    LOSS_SCALE_FACTOR,
+    TEMPERATURE,
+    Job,
+    actor_config,
+    critic_config,
+    value_head_weight,
+)
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from rlhf_mc.architectures.families import FAMILIES
@@ -20,10 +27,15 @@ from rlhf_mc.data.batch import RaggedBatch
 class Reference:
     """The model of a checkpoint in transformers."""
 
-    def __init__(self, checkpoint: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, checkpoint: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         """Read the checkpoint. dtype: of the weights and of the computation."""
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager")
-        # transformers gives the embedding of the padding token no gradient; here it is a token like any other.
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=dtype, attn_implementation="eager"
+        )
+        # transformers gives the embedding of the padding token no gradient; here it is a token like
+        # any other.
         model.get_input_embeddings().padding_idx = None
         self.model = model.to(device)
         self.device = device
@@ -31,15 +43,22 @@ class Reference:
         self.score = torch.nn.Parameter(head.to(device, dtype))
 
     def _states(self, batch: RaggedBatch) -> list[torch.Tensor]:
-        """Return for each sequence the final hidden states [drawn, hidden] before each token that was drawn."""
-        return [self.model.model(seq[None]).last_hidden_state[0, :-1][mask[1:]] for seq, mask in self._sequences(batch)]
+        """Return for each sequence the final hidden states [drawn, hidden] before each token that
+        was drawn."""
+        return [
+            self.model.model(seq[None]).last_hidden_state[0, :-1][mask[1:]]
+            for seq, mask in self._sequences(batch)
+        ]
 
     def _sequences(self, batch: RaggedBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the tokens of each sequence, and which of them were drawn: both [tokens]."""
         lens = batch.seq_lens.tolist()
         mask = batch.response_mask
         if mask is None:
-            after = [torch.arange(n) >= prompt for n, prompt in zip(lens, batch.prompt_lens.tolist(), strict=True)]
+            after = [
+                torch.arange(n) >= prompt
+                for n, prompt in zip(lens, batch.prompt_lens.tolist(), strict=True)
+            ]
             mask = torch.cat(after)
         tokens = batch.tokens.to(self.device).split(lens)
         return list(zip(tokens, mask.to(self.device).split(lens), strict=True))
@@ -52,18 +71,27 @@ class Reference:
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
         return all_log_probs.gather(1, targets[:, None])[:, 0].cpu(), entropy.cpu()
 
-    def gradients(self, batch: RaggedBatch, job: Job) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """Return (statistics, gradients) of the whole mini-batch at once; the gradients by transformers' names."""
+    def gradients(
+        self, batch: RaggedBatch, job: Job
+    ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """Return (statistics, gradients) of the whole mini-batch at once; the gradients by
+        transformers' names."""
         self.model.zero_grad()
         self.score.grad = None
         mini = batch.select(job.sequences)
-        loss, stats = self._critic_loss(mini, job) if job.role == "critic" else self._actor_loss(mini, job)
+        loss, stats = (
+            self._critic_loss(mini, job) if job.role == "critic" else self._actor_loss(mini, job)
+        )
         loss.backward()
         named = [*self.model.named_parameters(), ("score.weight", self.score)]
-        grads = {name: param.grad.to("cpu", copy=True) for name, param in named if param.grad is not None}
+        grads = {
+            name: param.grad.to("cpu", copy=True) for name, param in named if param.grad is not None
+        }
         return {name: float(value) for name, value in stats.items()}, grads
 
-    def _actor_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _actor_loss(
+        self, mini: RaggedBatch, job: Job
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert mini.old_log_probs is not None and mini.advantages is not None
         cfg = actor_config(job.mode)
         log_probs, entropy = self.log_probs(mini)
@@ -88,18 +116,22 @@ class Reference:
             kl_loss_type=cfg.kl_loss_type,
         )
 
-    def _critic_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _critic_loss(
+        self, mini: RaggedBatch, job: Job
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert mini.values is not None and mini.returns is not None
         states = torch.cat(self._states(mini))
         values = torch.nn.functional.linear(states, self.score)[:, 0].float().cpu()
         weights = aggregation_weights(mini.response_lens, job.mode, LOSS_SCALE_FACTOR)
         cliprange = critic_config(job.mode).cliprange_value
-        return value_loss(values, mini.values, mini.returns, weights, num_tokens=len(values), cliprange=cliprange)
+        return value_loss(
+            values, mini.values, mini.returns, weights, num_tokens=len(values), cliprange=cliprange
+        )
 
 
 def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
-    """Return transformers' gradients by the names of the checkpoint. transformers keeps the experts of a layer in two
-    tensors: gate and up fused, and down."""
+    """Return transformers' gradients by the names of the checkpoint. transformers keeps the experts
+    of a layer in two tensors: gate and up fused, and down."""
     if FAMILIES[model_type].expert_names.in_one_tensor:
         return _of_experts(grads, model_type)
     family = FAMILIES[model_type].expert_names
@@ -117,10 +149,13 @@ def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict
 
 
 def _of_experts(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
-    """Return the gradients of tensors that hold all experts of a layer by the names of each expert's."""
+    """Return the gradients of tensors that hold all experts of a layer by the names of each
+    expert's."""
     out = {name: grad for name, grad in grads.items() if ".experts." not in name}
     projections = ("gate_proj", "up_proj", "down_proj")
-    for (name, grad), projection, kind in itertools.product(grads.items(), projections, ("weight", "bias")):
+    for (name, grad), projection, kind in itertools.product(
+        grads.items(), projections, ("weight", "bias")
+    ):
         for expert in range(len(grad)) if ".experts." in name else ():
             logical = f"{name.partition('.experts.')[0]}.experts.{expert}.{projection}.{kind}"
             part = part_of_file(model_type, logical)

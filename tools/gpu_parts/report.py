@@ -43,7 +43,8 @@ class Result:
 
 
 class Report:
-    """Takes the figures of a part while it runs. A part that dies leaves those that it has recorded."""
+    """Takes the figures of a part while it runs. A part that dies leaves those that it has
+    recorded."""
 
     def __init__(self, path: Path | None = None) -> None:
         """path: the JSON file that is kept up to date; None: no file."""
@@ -67,7 +68,8 @@ class Report:
             self._failures.append(failure)
 
     def expect(self, is_met: bool, failure: str) -> None:
-        """Do as `check` on a CPU. On a GPU, where the expected figure has not been measured yet, only report that it
+        """Do as `check` on a CPU. On a GPU, where the expected figure has not been measured yet,
+        only report that it
         is not met."""
         from rlhf_mc import platform  # it imports torch, which the command itself does without
 
@@ -79,8 +81,9 @@ class Report:
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Run one of several independent cases: an exception lets the part fail, and the next case runs. On several
-        ranks the part ends, since the others may wait for this one in the middle of the case."""
+        """Run one of several independent cases: an exception lets the part fail, and the next case
+        runs. On several ranks the part ends, since the others may wait for this one in the middle
+        of the case."""
         try:
             yield
         except Exception as error:  # a case that fails is part of the report

@@ -71,7 +71,8 @@ TINY: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-"""Sizes that replace these models' own on a CPU. Their vocabularies are multiples of 64, so that none is
+"""Sizes that replace these models' own on a CPU. Their vocabularies are multiples of 64, so that
+none is
 padded: padding is in no checkpoint."""
 
 
@@ -87,18 +88,36 @@ class Sizes(NamedTuple):
         "max_position_embeddings": 2048,
         "initializer_range": 0.03,
     }
-    """Keys of config.json, beside the keys of tiny.py, of the models that are compared with transformers."""
+    """Keys of config.json, beside the keys of tiny.py, of the models that are compared with
+    transformers."""
     families: dict[str, dict[str, Any]] = {
         "qwen2": {"num_kv_heads": 2},
         "llama": {"num_kv_heads": 4, "tied": False},
         "qwen3": {"num_kv_heads": 4, "head_dim": 128},
         "gemma": {"num_kv_heads": 1, "head_dim": 256},
-        "qwen3_moe": {"num_kv_heads": 4, "head_dim": 128, "num_experts": 16, "moe_intermediate_size": 512},
+        "qwen3_moe": {
+            "num_kv_heads": 4,
+            "head_dim": 128,
+            "num_experts": 16,
+            "moe_intermediate_size": 512,
+        },
         "mixtral": {"num_kv_heads": 4, "tied": False, "num_local_experts": 8},
         "glm4_moe": {"num_kv_heads": 4, "tied": False, "head_dim": 128, "n_routed_experts": 16},
-        "gpt_oss": {"num_kv_heads": 4, "tied": False, "head_dim": 64, "num_local_experts": 16, "sliding_window": 128}
+        "gpt_oss": {
+            "num_kv_heads": 4,
+            "tied": False,
+            "head_dim": 64,
+            "num_local_experts": 16,
+            "sliding_window": 128,
+        }
         | {
-            "rope_parameters": {**YARN, "rope_theta": 150_000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 150_000.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            }
         },
         "deepseek_v3": {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
         "qwen3_next": QWEN3_NEXT,
@@ -117,8 +136,14 @@ class Sizes(NamedTuple):
     timeout_seconds: int = 15
     """Timeout of the collective that a rank misses."""
 
-    trained: dict[str, Any] = {**QWEN2, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 6}
-    """config.json of the model that is trained, saved and loaded: 0.13 B parameters, 1.8 GB of training state."""
+    trained: dict[str, Any] = {
+        **QWEN2,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 6,
+    }
+    """config.json of the model that is trained, saved and loaded: 0.13 B parameters, 1.8 GB of
+    training state."""
     half_billion: dict[str, Any] = {
         **QWEN2,
         "hidden_size": 896,
@@ -128,13 +153,15 @@ class Sizes(NamedTuple):
     }
     """config.json of Qwen2.5-0.5B, whose speed is measured."""
     planned_lens: tuple[int, int, int] = (8, 512, 512)
-    """Sequences of the micro-batch whose memory is planned, and tokens of each prompt and response."""
+    """Sequences of the micro-batch whose memory is planned, and tokens of each prompt and
+    response."""
     speed_lens: tuple[int, ...] = (2048,) * 8
     """Tokens of each sequence in the measurement of speed; a quarter of them is the prompt."""
     least_share: float = 0.1
     """Share of the rate of a matrix product below which the speed of training is a failure."""
     most_share: float = 1.0
-    """Share of the rate of a matrix product above which the work has not been done or waited for."""
+    """Share of the rate of a matrix product above which the work has not been done or waited
+    for."""
     offloaded: dict[str, Any] = {
         **QWEN2,
         "hidden_size": 2048,
@@ -142,14 +169,19 @@ class Sizes(NamedTuple):
         "num_hidden_layers": 20,
         "num_attention_heads": 16,
     }
-    """config.json of the model that is offloaded: 1.3 B parameters, 24 GB with gradients and optimizer."""
+    """config.json of the model that is offloaded: 1.3 B parameters, 24 GB with gradients and
+    optimizer."""
     updated: dict[str, dict[str, Any]] = {"qwen3_8b": QWEN3_8B, "qwen3_30b_a3b_4_layers": QWEN3_MOE}
     """Name -> config.json of the models whose weights are updated."""
 
     quickstart_steps: int | None = None
     """Steps of the quickstart; None: until its target accuracy."""
     runs: dict[str, dict[str, Any]] = {
-        "tiny": {"model": {"hidden_size": 256, "intermediate_size": 512}, "prompts": 32, "response": 64},
+        "tiny": {
+            "model": {"hidden_size": 256, "intermediate_size": 512},
+            "prompts": 32,
+            "response": 64,
+        },
         "half_billion": {
             "model": {
                 "hidden_size": 896,
@@ -184,7 +216,13 @@ class Sizes(NamedTuple):
 SMALL = Sizes(
     checksum_elements=(1, 100_003),
     model={"num_hidden_layers": 2},
-    families={"qwen2": {}, "llama": {"tied": False}, "qwen3": {}, "gemma": {"num_kv_heads": 1}, "qwen3_moe": {}},
+    families={
+        "qwen2": {},
+        "llama": {"tied": False},
+        "qwen3": {},
+        "gemma": {"num_kv_heads": 1},
+        "qwen3_moe": {},
+    },
     experts={"qwen3_moe": {}},
     layouts={"family": "qwen3_moe", "model": {}, "prompts": 4, "response": 8},
     prompt_lens=(3, 9, 5, 4, 4, 14, 2),
@@ -199,14 +237,18 @@ SMALL = Sizes(
     planned_lens=(4, 40, 60),
     speed_lens=(120, 200, 160, 160),
     least_share=0.0,
-    most_share=100.0,  # such short products are slower than the model when other work takes the processor meanwhile
+    # such short products are slower than the model when other work takes the processor meanwhile
+    most_share=100.0,
     offloaded={**QWEN2, **TINY},
     quickstart_steps=2,
     runs={
         "tiny": {"model": {"num_hidden_layers": 2}, "prompts": 4, "response": 8},
         "half_billion": {"model": {"num_hidden_layers": 2}, "prompts": 4, "response": 16},
     },
-    updated={"qwen3": {**QWEN3_8B, **TINY}, "qwen3_moe": {**QWEN3_MOE, **TINY, "moe_intermediate_size": 64}},
+    updated={
+        "qwen3": {**QWEN3_8B, **TINY},
+        "qwen3_moe": {**QWEN3_MOE, **TINY, "moe_intermediate_size": 64},
+    },
 )
 """Sizes for a CPU, where each part takes seconds."""
 FULL = Sizes()

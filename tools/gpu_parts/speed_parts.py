@@ -1,4 +1,5 @@
-"""Parts about the speed of training: waits for the device per micro-batch, and tokens per second."""
+"""Parts about the speed of training: waits for the device per micro-batch, and tokens per
+second."""
 
 from __future__ import annotations
 
@@ -34,24 +35,32 @@ READ = "aten::_local_scalar_dense"
 FEW = 2
 MANY = 6
 ONE_WAIT = 0.5
-"""Waits per micro-batch from which on there is one: the library's own waits vary between two measurements."""
+"""Waits per micro-batch from which on there is one: the library's own waits vary between two
+measurements."""
 
 
 def synchronisations(report: Report, sizes: Sizes) -> None:
-    """Count the waits for the device in a log-prob pass and in an optimizer step of two and of six micro-batches. The
-    difference gives the waits per micro-batch, which on a GPU should be none."""
+    """Count the waits for the device in a log-prob pass and in an optimizer step of two and of six
+    micro-batches. The difference gives the waits per micro-batch, which on a GPU should be none."""
     with mesh_groups(1, 1) as groups:
         engine = random_engine(sizes.trained, groups)
         batches = {
-            count: with_targets(engine, token_batch(engine.shape.vocab_size, [5] * count, [9] * count))
+            count: with_targets(
+                engine, token_batch(engine.shape.vocab_size, [5] * count, [9] * count)
+            )
             for count in (FEW, MANY)
         }
         for name, action in {"score": _score, "train_step": _train_step}.items():
-            counts = {count: _waits(_of_each_sequence(action, engine, batches[count])) for count in (FEW, MANY)}
+            counts = {
+                count: _waits(_of_each_sequence(action, engine, batches[count]))
+                for count in (FEW, MANY)
+            }
             totals = {count: sum(waits.values()) for count, waits in counts.items()}
             per_micro_batch = (totals[MANY] - totals[FEW]) / (MANY - FEW)
             fixed = totals[FEW] - FEW * per_micro_batch
-            report.record(**{f"{name}_waits_per_micro_batch": per_micro_batch, f"{name}_waits_besides": fixed})
+            report.record(
+                **{f"{name}_waits_per_micro_batch": per_micro_batch, f"{name}_waits_besides": fixed}
+            )
             report.record(**{f"{name}_waits_of_{MANY}": dict(counts[MANY])})
             # Without Transformer Engine's rotary embedding a GPU waits in each layer.
             if uses_transformer_engine() or not platform.use_cuda():
@@ -78,7 +87,9 @@ def _train_step(engine: ModelEngine, batch: RaggedBatch, micro_batches: list[lis
     engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"))
 
 
-def _of_each_sequence(action: Callable[..., None], engine: ModelEngine, batch: RaggedBatch) -> Callable[[], None]:
+def _of_each_sequence(
+    action: Callable[..., None], engine: ModelEngine, batch: RaggedBatch
+) -> Callable[[], None]:
     """Return the action with one micro-batch per sequence, run once before."""
     micro_batches = [[i] for i in range(batch.num_sequences)]
 
@@ -100,19 +111,24 @@ def _waits(action: Callable[[], None]) -> collections.Counter[str]:
 
 
 def throughput(report: Report, sizes: Sizes) -> None:
-    """Measure tokens per second and share of the peak FLOP/s of a model of 0.5 B parameters, in a log-prob pass and in
-    an optimizer step."""
+    """Measure tokens per second and share of the peak FLOP/s of a model of 0.5 B parameters, in a
+    log-prob pass and in an optimizer step."""
     lens = sizes.speed_lens
     with mesh_groups(1, 1) as groups:
         engine = random_engine(sizes.half_billion, groups)
         prompts = [n // 4 for n in lens]
         num_sequences = len(lens) * groups.mesh.dp
         batch = token_batch(
-            engine.shape.vocab_size, prompts * groups.mesh.dp, [n - n // 4 for n in lens] * groups.mesh.dp
+            engine.shape.vocab_size,
+            prompts * groups.mesh.dp,
+            [n - n // 4 for n in lens] * groups.mesh.dp,
         )
         batch = with_targets(engine, batch)
         micro_batches = my_micro_batches(engine, batch, sum(lens) // 2)
-        actions: dict[str, tuple[Callable[..., None], int]] = {"score": (_score, 1), "train_step": (_train_step, 3)}
+        actions: dict[str, tuple[Callable[..., None], int]] = {
+            "score": (_score, 1),
+            "train_step": (_train_step, 3),
+        }
         responses = sum(n - n // 4 for n in lens)
         peak = measure.matmul_rate(sizes.matmul)
         sheet = measure.data_sheet_flops()
@@ -121,20 +137,35 @@ def throughput(report: Report, sizes: Sizes) -> None:
             seconds = measure.seconds(lambda a=action: a(engine, batch, micro_batches))
             flops = passes * forward_flops(engine.shape, lens, responses).total / seconds
             shares[name] = flops / (sheet or peak)
-            report.record(**{f"{name}_tokens_per_s": sum(lens) / seconds, f"{name}_tflops": flops / 1e12})
+            report.record(
+                **{f"{name}_tokens_per_s": sum(lens) / seconds, f"{name}_tflops": flops / 1e12}
+            )
             report.record(**{f"{name}_share_of_matmul": flops / peak})
             share = f"{name}: {flops / peak:.3g} of the rate of a matrix product"
             report.check(
                 flops / peak <= sizes.most_share,
                 f"{share}, which is impossible: its work has not been done or waited for",
             )
-            report.expect(flops / peak >= sizes.least_share, f"{share}; at least {sizes.least_share:g} is expected")
-            report.record(**{f"{name}_share_of_data_sheet": None if sheet is None else flops / sheet})
+            report.expect(
+                flops / peak >= sizes.least_share,
+                f"{share}; at least {sizes.least_share:g} is expected",
+            )
+            report.record(
+                **{f"{name}_share_of_data_sheet": None if sheet is None else flops / sheet}
+            )
     layers = "Transformer Engine" if uses_transformer_engine() else "local layers"
-    report.record(layers=layers, sequences=num_sequences, tokens=sum(lens), peak_memory_gib=platform.peak_memory_gb())
+    report.record(
+        layers=layers,
+        sequences=num_sequences,
+        tokens=sum(lens),
+        peak_memory_gib=platform.peak_memory_gb(),
+    )
     of = "the data sheet's" if sheet else "a matrix product's"
     texts = [
-        f"{name} {report.result.figures[f'{name}_tokens_per_s']:.0f} tokens/s ({share:.2g} of {of} FLOP/s)"
+        (
+            f"{name} {report.result.figures[f'{name}_tokens_per_s']:.0f} tokens/s ({share:.2g} of "
+            f"{of} FLOP/s)"
+        )
         for name, share in shares.items()
     ]
     report.summarize(f"{layers}: {', '.join(texts)}")

@@ -1,5 +1,5 @@
-"""Small models and prompts as files: a checkpoint of any family with random weights and a real tokenizer, prompts in
-parquet. The parts of tools/gpu_check.py and the tests use them."""
+"""Small models and prompts as files: a checkpoint of any family with random weights and a real
+tokenizer, prompts in parquet. The parts of tools/gpu_check.py and the tests use them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf_mc.data.source import write_prompts
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+    "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}<|bot|>{% endif %}"
 )
 
 
-def make_tokenizer(directory: Path, texts: Sequence[str] = ("1+1=2", "12+34=46")) -> PreTrainedTokenizerFast:
-    """Write a byte-level tokenizer with an end token and a chat template. Its merges are from the texts."""
+def make_tokenizer(
+    directory: Path, texts: Sequence[str] = ("1+1=2", "12+34=46")
+) -> PreTrainedTokenizerFast:
+    """Write a byte-level tokenizer with an end token and a chat template. Its merges are from the
+    texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +42,10 @@ def make_tokenizer(directory: Path, texts: Sequence[str] = ("1+1=2", "12+34=46")
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        chat_template=CHAT_TEMPLATE,
     )
     fast.save_pretrained(directory)
     return fast
@@ -124,18 +136,26 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
 def make_checkpoint(
     directory: Path, family: str = "qwen2", tied: bool = True, num_kv_heads: int = 2, **extra: Any
 ) -> Path:
-    """Write a model whose random weights are large enough that a wrong block changes its outputs. Its vocabulary is no
-    multiple of 64, so it is padded."""
+    """Write a model whose random weights are large enough that a wrong block changes its outputs.
+    Its vocabulary is no multiple of 64, so it is padded."""
     return _make_model(directory, AutoModelForCausalLM, family, tied, num_kv_heads, **extra)
 
 
 def make_reward_model(directory: Path, family: str = "qwen2", **extra: Any) -> Path:
     """Write a sequence classifier of one label, with the same tokenizer."""
-    return _make_model(directory, AutoModelForSequenceClassification, family, num_labels=1, seed=1, **extra)
+    return _make_model(
+        directory, AutoModelForSequenceClassification, family, num_labels=1, seed=1, **extra
+    )
 
 
 def _make_model(
-    directory: Path, kind: Any, family: str, tied: bool = True, num_kv_heads: int = 2, seed: int = 0, **extra: Any
+    directory: Path,
+    kind: Any,
+    family: str,
+    tied: bool = True,
+    num_kv_heads: int = 2,
+    seed: int = 0,
+    **extra: Any,
 ) -> Path:
     tokenizer = make_tokenizer(directory)
     torch.manual_seed(seed)

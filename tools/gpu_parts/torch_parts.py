@@ -25,17 +25,19 @@ from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 GB = 1e9
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64)
 ENDS_WITHIN_SECONDS = 120
-"""Time after the timeout of a collective within which its process must have ended: NCCL's watchdog waits 60 s for its
-records to be written first (ProcessGroupNCCL.cpp, Watchdog::runLoop)."""
+"""Time after the timeout of a collective within which its process must have ended: NCCL's watchdog
+waits 60 s for its records to be written first (ProcessGroupNCCL.cpp, Watchdog::runLoop)."""
 PRODUCT_BOUND = 0.01
-"""Largest error of a bfloat16 product relative to its norm. Rounding the result alone gives 0.002."""
+"""Largest error of a bfloat16 product relative to its norm. Rounding the result alone gives
+0.002."""
 LARGEST_BY_DEFINITION = 10_000_000
-"""Number of bytes of the largest tensor whose checksum is also computed by its definition, with numpy."""
+"""Number of bytes of the largest tensor whose checksum is also computed by its definition, with
+numpy."""
 
 
 def machine(report: Report, sizes: Sizes) -> None:
-    """Record the device, its software, and its rates: the denominators of later parts. A product and a copy to the host
-    and back must be right."""
+    """Record the device, its software, and its rates: the denominators of later parts. A product
+    and a copy to the host and back must be right."""
     report.record(torch=torch.__version__, cpu_threads=torch.get_num_threads())
     name = "CPU"
     if platform.use_cuda():
@@ -63,8 +65,8 @@ def machine(report: Report, sizes: Sizes) -> None:
         to_device_gb_per_s=to_device / GB,
     )
     report.summarize(
-        f"{name}: bf16 product {rate / 1e12:.3g} TFLOP/s, copies {copy / GB:.3g} GB/s on the device, "
-        f"{to_host / GB:.3g} to and {to_device / GB:.3g} from the host"
+        f"{name}: bf16 product {rate / 1e12:.3g} TFLOP/s, copies {copy / GB:.3g} GB/s on the "
+        f"device, {to_host / GB:.3g} to and {to_device / GB:.3g} from the host"
     )
 
 
@@ -81,7 +83,9 @@ def _check_product(report: Report, size: int) -> None:
 
 def _check_copies(report: Report) -> None:
     """Copy bytes to page-locked memory, to the device, on the device and back, and compare them."""
-    wanted = torch.randint(256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    wanted = torch.randint(
+        256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     locked = platform.host_bytes(len(wanted)).copy_(wanted)
     device = torch.empty_like(locked, device=platform.device()).copy_(locked, non_blocking=True)
     back = platform.host_bytes(len(wanted)).copy_(device.clone(), non_blocking=True)
@@ -90,8 +94,9 @@ def _check_copies(report: Report) -> None:
 
 
 def checksums(report: Report, sizes: Sizes) -> None:
-    """Compare checksums of the same bits on the device and on the CPU: of vectors, of matrices, of every second row.
-    Those of small tensors are compared with the definition too; a changed bit must change the checksum."""
+    """Compare checksums of the same bits on the device and on the CPU: of vectors, of matrices, of
+    every second row. Those of small tensors are compared with the definition too; a changed bit
+    must change the checksum."""
     draw = torch.Generator().manual_seed(0)
     num = 0
     for dtype in DTYPES:
@@ -107,11 +112,19 @@ def checksums(report: Report, sizes: Sizes) -> None:
                 wanted = checksum([block])
                 if block.nbytes <= LARGEST_BY_DEFINITION:
                     of = f"{dtype} {tuple(block.shape)}"
-                    report.check(torch.equal(wanted, _by_definition(block)), f"{of}: not the sums of its 8-byte words")
-                there = block.to(platform.device()) if number < 2 else matrix.to(platform.device())[::2, 10:40][None]
+                    report.check(
+                        torch.equal(wanted, _by_definition(block)),
+                        f"{of}: not the sums of its 8-byte words",
+                    )
+                there = (
+                    block.to(platform.device())
+                    if number < 2
+                    else matrix.to(platform.device())[::2, 10:40][None]
+                )
                 num += 1
                 report.check(
-                    torch.equal(checksum([there]).cpu(), wanted), f"{dtype} {tuple(block.shape)}: not the CPU's"
+                    torch.equal(checksum([there]).cpu(), wanted),
+                    f"{dtype} {tuple(block.shape)}: not the CPU's",
                 )
     changed = bits.clone()
     changed[len(bits) // 3] ^= 1
@@ -124,8 +137,8 @@ def checksums(report: Report, sizes: Sizes) -> None:
 
 
 def _by_definition(block: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the block's 8-byte words, padded with zeros, and the sum of mixed words, weighted by position,
-    both modulo 2^64: [2] int64."""
+    """Return the sum of the block's 8-byte words, padded with zeros, and the sum of mixed words,
+    weighted by position, both modulo 2^64: [2] int64."""
     data = block.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     words = np.frombuffer(data + bytes(-len(data) % 8), dtype=np.int64)
     positions = np.arange(1, 1 + len(words), dtype=np.int64)
@@ -133,8 +146,8 @@ def _by_definition(block: torch.Tensor) -> torch.Tensor:
 
 
 def process_groups(report: Report, sizes: Sizes) -> None:
-    """Use every kind of communication of a run: objects, sums, groups of a layout, point-to-point messages in which not
-    every rank takes part."""
+    """Use every kind of communication of a run: objects, sums, groups of a layout, point-to-point
+    messages in which not every rank takes part."""
     from rlhf_mc.topology.groups import barrier, build_role_groups, set_timeout_of_all_groups
     from rlhf_mc.topology.mesh import Mesh
 
@@ -142,7 +155,10 @@ def process_groups(report: Report, sizes: Sizes) -> None:
     world = dist.get_world_size()
     everyone = list(range(world))
     gathered = gather_objects({"rank": rank, "text": "x" * 10_000 * rank})
-    report.check([item["rank"] for item in gathered] == everyone, "gather_objects: not in the order of the ranks")
+    report.check(
+        [item["rank"] for item in gathered] == everyone,
+        "gather_objects: not in the order of the ranks",
+    )
     barrier()
     numbers = torch.zeros(world + 1)
     numbers[rank] = rank + 0.5
@@ -157,12 +173,18 @@ def process_groups(report: Report, sizes: Sizes) -> None:
             group = getattr(of_role.collection, name)
             ones = torch.ones(1, device=platform.device())
             dist.all_reduce(ones, group=group)
-            report.check(int(ones) == group.size(), f"{role}.{name}: the sum of ones is {int(ones)}")
+            report.check(
+                int(ones) == group.size(), f"{role}.{name}: the sum of ones is {int(ones)}"
+            )
     if rank == 0:  # alone: such a group is made by its own rank
         alone = dist.new_group([0], use_local_synchronization=True)
         dist.all_reduce(torch.ones(1, device=platform.device()), group=alone)
     set_timeout_of_all_groups(120)
-    report.record(backend=str(dist.get_backend()), ranks=world, groups=len(dist.distributed_c10d._world.pg_map))
+    report.record(
+        backend=str(dist.get_backend()),
+        ranks=world,
+        groups=len(dist.distributed_c10d._world.pg_map),
+    )
     report.summarize(f"{world} rank(s), {platform.backend()}")
     if world > 1:
         _messages(report, rank)
@@ -183,34 +205,53 @@ def _messages(report: Report, rank: int) -> None:
         incoming = {} if source is None else {source: torch.empty_like(message)}
         send_and_receive(outgoing, incoming, dist.group.WORLD)
         for sender, got in incoming.items():
-            report.check(bool((got == sender).all()), f"message of rank {sender} to {rank}: other values")
+            report.check(
+                bool((got == sender).all()), f"message of rank {sender} to {rank}: other values"
+            )
 
 
 def _all_reduce_rate(num_bytes: int) -> float:
-    """Return the bytes per second of an all-reduce: those that each rank sends, 2 (n - 1) / n of the tensor."""
+    """Return the bytes per second of an all-reduce: those that each rank sends, 2 (n - 1) / n of
+    the tensor."""
     tensor = torch.ones(num_bytes // 4, device=platform.device())
     world = dist.get_world_size()
     return 2 * (world - 1) / world * num_bytes / measure.seconds(lambda: dist.all_reduce(tensor))
 
 
 def timeouts(report: Report, sizes: Sizes) -> None:
-    """Start further processes of all ranks, of which the first waits for a collective that the others do not enter. It
-    must end by the timeout of its process group."""
+    """Start further processes of all ranks, of which the first waits for a collective that the
+    others do not enter. It must end by the timeout of its process group."""
     timeout = sizes.timeout_seconds
     port, done = gather_objects((str(free_port()), f"{tempfile.mkdtemp()}/done"))[0]
-    command = [sys.executable, str(Path(__file__).with_name("missed_collective.py")), str(timeout), done]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("missed_collective.py")),
+        str(timeout),
+        done,
+    ]
     start = time.monotonic()
-    ended = subprocess.run(command, env={**os.environ, "MASTER_PORT": port}, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, env={**os.environ, "MASTER_PORT": port}, capture_output=True, text=True
+    )
     seconds = time.monotonic() - start
     print(ended.stdout, ended.stderr)
     if dist.get_rank() != 0:
         return
     Path(done).touch()
-    waited = [float(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("waiting ")]
+    waited = [
+        float(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("waiting ")
+    ]
     report.check(bool(waited), "the process ended before it waited")
     report.check(ended.returncode != 0, "the collective that the other ranks missed has returned")
     took = time.time() - waited[0] if waited else seconds
-    report.expect(took < timeout + ENDS_WITHIN_SECONDS, f"ended {took:.0f} s after it began to wait")
-    report.check(took > 0.8 * timeout, f"ended after {took:.1f} s, before its timeout of {timeout} s")
+    report.expect(
+        took < timeout + ENDS_WITHIN_SECONDS, f"ended {took:.0f} s after it began to wait"
+    )
+    report.check(
+        took > 0.8 * timeout, f"ended after {took:.1f} s, before its timeout of {timeout} s"
+    )
     report.record(timeout_s=timeout, ended_after_s=took, exit_code=ended.returncode)
-    report.summarize(f"ended {took:.1f} s after it began to wait, timeout {timeout} s, exit code {ended.returncode}")
+    report.summarize(
+        f"ended {took:.1f} s after it began to wait, timeout {timeout} s, exit code "
+        f"{ended.returncode}"
+    )

@@ -1,4 +1,5 @@
-"""Parts about training and its checkpoints: steps with the distributed optimizer, a resume, an asynchronous save."""
+"""Parts about training and its checkpoints: steps with the distributed optimizer, a resume, an
+asynchronous save."""
 
 from __future__ import annotations
 
@@ -30,26 +31,32 @@ from rlhf_mc.models.engine import ModelEngine, engine_layouts
 
 BUDGET = 1024
 GRADIENT_BOUND = 0.02
-"""Largest difference of two computations of one gradient in bfloat16, relative to its norm. On a GPU sums have no
-order."""
+"""Largest difference of two computations of one gradient in bfloat16, relative to its norm. On a
+GPU sums have no order."""
 
 
 def resume(report: Report, sizes: Sizes) -> None:
-    """Take two optimizer steps, save, load into a new model, and take the same third step with both. The loaded state
-    must have the same bits. The third step must, too, on a CPU; on a GPU the difference is recorded."""
+    """Take two optimizer steps, save, load into a new model, and take the same third step with
+    both. The loaded state must have the same bits. The third step must, too, on a CPU; on a GPU the
+    difference is recorded."""
     _resume(report, sizes, must_agree=not platform.use_cuda())
 
 
 def deterministic(report: Report, sizes: Sizes) -> None:
-    """Do as `resume` with trainer.deterministic, where the third step has the same bits on a GPU too."""
-    report.check(torch.are_deterministic_algorithms_enabled(), "deterministic algorithms are not on")
+    """Do as `resume` with trainer.deterministic, where the third step has the same bits on a GPU
+    too."""
+    report.check(
+        torch.are_deterministic_algorithms_enabled(), "deterministic algorithms are not on"
+    )
     _resume(report, sizes, must_agree=True)
 
 
 def _resume(report: Report, sizes: Sizes, must_agree: bool) -> None:
     with mesh_groups(1, 1) as groups, shared_directory() as root:
         first = random_engine(sizes.trained, groups)
-        batch = with_targets(first, token_batch(first.shape.vocab_size, sizes.prompt_lens, sizes.response_lens))
+        batch = with_targets(
+            first, token_batch(first.shape.vocab_size, sizes.prompt_lens, sizes.response_lens)
+        )
         begin = time.perf_counter()
         for _ in range(2):
             report.check(not train_once(first, batch, BUDGET).skipped, "a step was skipped")
@@ -59,7 +66,8 @@ def _resume(report: Report, sizes: Sizes, must_agree: bool) -> None:
         save_seconds = time.perf_counter() - begin
         second = random_engine(sizes.trained, groups, seed=1)
         report.check(
-            bool(different(cloned_state(first), cloned_state(second))), "two models of other seeds are the same"
+            bool(different(cloned_state(first), cloned_state(second))),
+            "two models of other seeds are the same",
         )
         load(directory.final_path(root, 2), _models(second))
         names = different(cloned_state(first), cloned_state(second))
@@ -70,16 +78,27 @@ def _resume(report: Report, sizes: Sizes, must_agree: bool) -> None:
             train_once(engine, batch, BUDGET)
         names = different(cloned_state(first), cloned_state(second))
     gradient_bits = sum(not torch.equal(a, b) for a, b in zip(*grads[:2], strict=True))
-    report.record(step_s=step_seconds, save_s=save_seconds, tensors_that_differ_after_step_3=len(names))
-    report.record(gradients_that_differ_when_repeated=gradient_bits, gradient_difference_when_repeated=again)
+    report.record(
+        step_s=step_seconds, save_s=save_seconds, tensors_that_differ_after_step_3=len(names)
+    )
+    report.record(
+        gradients_that_differ_when_repeated=gradient_bits, gradient_difference_when_repeated=again
+    )
     report.record(gradient_difference_after_load=loaded)
     report.check(
-        max(again, loaded) < GRADIENT_BOUND, f"the same gradient differs by {max(again, loaded):.1e} of its norm"
+        max(again, loaded) < GRADIENT_BOUND,
+        f"the same gradient differs by {max(again, loaded):.1e} of its norm",
     )
     if must_agree:
-        report.check(not names and not gradient_bits, f"step 3 differs in {len(names)} tensors, {names[:1]} first")
+        report.check(
+            not names and not gradient_bits,
+            f"step 3 differs in {len(names)} tensors, {names[:1]} first",
+        )
     same = "the same bits" if not names else f"{len(names)} tensors differ"
-    report.summarize(f"loaded state equal; third step: {same}; a repeated gradient differs by {again:.1e} of its norm")
+    report.summarize(
+        f"loaded state equal; third step: {same}; a repeated gradient differs by {again:.1e} of "
+        "its norm"
+    )
 
 
 def _models(engine: ModelEngine) -> list[TrainedModel]:
@@ -87,7 +106,9 @@ def _models(engine: ModelEngine) -> list[TrainedModel]:
 
 
 def _gradient(engine: ModelEngine, batch: RaggedBatch) -> list[torch.Tensor]:
-    engine.backward(batch, my_micro_batches(engine, batch, BUDGET), objective(engine, batch, "token-mean"))
+    engine.backward(
+        batch, my_micro_batches(engine, batch, BUDGET), objective(engine, batch, "token-mean")
+    )
     return [param.main_grad.clone() for param in engine.named_parameters().values()]
 
 
@@ -98,11 +119,13 @@ def _relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 
 def async_save(report: Report, sizes: Sizes) -> None:
-    """Save in the background while all parameters and optimizer states change at once, then load. The loaded state must
-    be the state at the beginning of the save."""
+    """Save in the background while all parameters and optimizer states change at once, then load.
+    The loaded state must be the state at the beginning of the save."""
     with mesh_groups(1, 1) as groups, shared_directory() as root:
         engine = random_engine(sizes.trained, groups)
-        batch = with_targets(engine, token_batch(engine.shape.vocab_size, sizes.prompt_lens, sizes.response_lens))
+        batch = with_targets(
+            engine, token_batch(engine.shape.vocab_size, sizes.prompt_lens, sizes.response_lens)
+        )
         train_once(engine, batch, BUDGET)
         models = _models(engine)
         size = num_bytes(block for model in models for block in model_blocks(model))
@@ -119,14 +142,25 @@ def async_save(report: Report, sizes: Sizes) -> None:
                 time.sleep(0.01)
             written = time.perf_counter() - begin
             save.commit()
-        report.check(bool(different(wanted, cloned_state(engine))), "the parameters have not changed during the save")
+        report.check(
+            bool(different(wanted, cloned_state(engine))),
+            "the parameters have not changed during the save",
+        )
         load(directory.final_path(root, 2), models)
         names = different(wanted, cloned_state(engine))
-        report.check(not names, f"{len(names)} tensors are not as at the beginning of the save, {names[:1]} first")
-    report.record(saved_gb=size / 1e9, blocked_s=blocked, written_after_s=written, copy_gb_per_s=size / blocked / 1e9)
+        report.check(
+            not names,
+            f"{len(names)} tensors are not as at the beginning of the save, {names[:1]} first",
+        )
+    report.record(
+        saved_gb=size / 1e9,
+        blocked_s=blocked,
+        written_after_s=written,
+        copy_gb_per_s=size / blocked / 1e9,
+    )
     report.summarize(
-        f"{size / 1e9:.3g} GB a rank: blocked {blocked:.2f} s ({size / blocked / 1e9:.3g} GB/s), written after "
-        f"{written:.1f} s, bits as at the beginning"
+        f"{size / 1e9:.3g} GB a rank: blocked {blocked:.2f} s ({size / blocked / 1e9:.3g} GB/s), "
+        f"written after {written:.1f} s, bits as at the beginning"
     )
 
 

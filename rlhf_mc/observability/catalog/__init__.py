@@ -1,5 +1,6 @@
-"""Every metric that a run logs, declared once: docs/metrics.md is made of it (tests/checks/metrics_page.py), and a key
-that is not declared fails the tests. Each file here has the sections of one subject. No torch.
+"""Every metric that a run logs, declared once: docs/metrics.md is made of it
+(tests/checks/metrics_page.py), and a key that is not declared fails the tests. Each file here has
+the sections of one subject. No torch.
 """
 
 from __future__ import annotations

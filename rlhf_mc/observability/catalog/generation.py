@@ -15,7 +15,8 @@ OFF_POLICY = Section(
         ),
         Metric(
             "training/off_policy/trajectory_staleness/{mean,max,min}",
-            "weight updates between the newest weights that drew a token of a response and the trained ones",
+            "weight updates between the newest weights that drew a token of a response and the "
+            "trained ones",
             "count",
             "over responses",
         ),
@@ -38,10 +39,13 @@ OFF_POLICY = Section(
             "count",
             "–",
         ),
-        Metric("training/off_policy/refilled_groups", "groups that the step has begun", "count", "–"),
+        Metric(
+            "training/off_policy/refilled_groups", "groups that the step has begun", "count", "–"
+        ),
         Metric(
             "training/off_policy/dropped_groups",
-            "groups that were dropped at the start of the step, by `rollout.max_off_policy_threshold`",
+            "groups that were dropped at the start of the step, by "
+            "`rollout.max_off_policy_threshold`",
             "count",
             "–",
             "above 0: work is lost; raise the threshold, or lower `rollout.prompts_in_flight`",
@@ -54,14 +58,20 @@ OFF_POLICY = Section(
         ),
     ],
     "With `rollout.partial_rollout`; the last one with `rollout.tail_batching`.\n"
-    "`training/rollout_logprobs_diff_*` is then of the tokens that the trained weights drew, and absent without any;\n"
+    "`training/rollout_logprobs_diff_*` is then of the tokens that the trained weights drew, and "
+    "absent without any;\n"
     "`training/rollout_probs_diff_*` and `rollout_corr/*` are of all tokens.",
 )
 
 LENGTHS = Section(
     "Lengths and load",
     [
-        Metric("response_length/{mean,max,min}", "tokens of a response, its EOS included", "tokens", "over responses"),
+        Metric(
+            "response_length/{mean,max,min}",
+            "tokens of a response, its EOS included",
+            "tokens",
+            "over responses",
+        ),
         Metric(
             "response_length/clip_ratio",
             "share of responses that reached `max_response_length`",
@@ -76,7 +86,10 @@ LENGTHS = Section(
             "over the data source's responses",
         ),
         Metric(
-            "prompt_length/{mean,max,min}", "tokens of a prompt, chat template included", "tokens", "over responses"
+            "prompt_length/{mean,max,min}",
+            "tokens of a prompt, chat template included",
+            "tokens",
+            "over responses",
         ),
         Metric(
             "prompt_length/clip_ratio",
@@ -86,22 +99,29 @@ LENGTHS = Section(
         ),
         Metric(
             "global_seqlen/{min,max,mean}",
-            "tokens (prompt + response) of a data-parallel rank's share, if sequences were assigned round-robin",
+            "tokens (prompt + response) of a data-parallel rank's share, if sequences were "
+            "assigned round-robin",
             "tokens",
             "over data-parallel ranks",
         ),
-        Metric("global_seqlen/minmax_diff", "largest share less smallest", "tokens", "over data-parallel ranks"),
+        Metric(
+            "global_seqlen/minmax_diff",
+            "largest share less smallest",
+            "tokens",
+            "over data-parallel ranks",
+        ),
         Metric(
             "global_seqlen/balanced_{min,max}",
-            "the same after sequences are spread by cost (tokens, and the quadratic part of long ones)",
+            "the same after sequences are spread by cost (tokens, and the quadratic part of long "
+            "ones)",
             "tokens",
             "over data-parallel ranks",
             "should be close together: the slowest rank sets the pace",
         ),
         Metric(
             "global_seqlen/idle_share",
-            "share of the replicas' time spent waiting for the slowest one, estimated by that cost with the whole "
-            "batch as one update; higher with mini-batches of few sequences",
+            "share of the replicas' time spent waiting for the slowest one, estimated by that cost "
+            "with the whole batch as one update; higher with mini-batches of few sequences",
             "share",
             "over data-parallel ranks",
             "below 0.03 with tens of sequences to a replica",
@@ -117,7 +137,8 @@ AGREEMENT = Section(
             "difference of the two probabilities of a sampled token, absolute",
             "–",
             "over tokens",
-            "float32: below 1e-4; bfloat16: a mean around 1e-2. A jump means that the weight update is wrong",
+            "float32: below 1e-4; bfloat16: a mean around 1e-2. A jump means that the weight "
+            "update is wrong",
         ),
         Metric(
             "training/rollout_logprobs_diff_{mean,p99,max}",
@@ -129,18 +150,21 @@ AGREEMENT = Section(
         ),
         Metric(
             "training/expert_choices_diff",
-            "share of the engine's choices of experts that the trainer's routers would not have made, in the pass of "
-            "the old log-probs; router replay takes the engine's ([algorithms.md](algorithms.md#router-replay))",
+            "share of the engine's choices of experts that the trainer's routers would not have "
+            "made, in the pass of the old log-probs; router replay takes the engine's "
+            "([algorithms.md](algorithms.md#router-replay))",
             "share",
             "mean over tokens, layers and choices",
-            "bfloat16: 0.01 to 0.1, without an effect on the log-probs; far more: the engines compute different models",
+            "bfloat16: 0.01 to 0.1, without an effect on the log-probs; far more: the engines "
+            "compute different models",
         ),
         Metric(
             "training/expert_choices_diff/layer_<n>",
             "the same share of layer n, 0 the first of the model; layers without experts have none",
             "share",
             "mean over tokens and choices",
-            "one layer far above its neighbours: its router, or what it reads, differs between the engines",
+            "one layer far above its neighbours: its router, or what it reads, differs between the "
+            "engines",
         ),
         Metric(
             "training/rollout_actor_probs_pearson_corr",
@@ -169,18 +193,24 @@ AGREEMENT = Section(
             "mean, largest, smallest of the responses",
             "away from 0: one engine is surer than the other",
         ),
-        Metric("rollout_corr/ppl_ratio", "ratio of the perplexities, trainer / vLLM", "–", "mean over responses"),
+        Metric(
+            "rollout_corr/ppl_ratio",
+            "ratio of the perplexities, trainer / vLLM",
+            "–",
+            "mean over responses",
+        ),
         Metric(
             "rollout_corr/{chi2_token,chi2_seq}",
-            "χ² divergence: mean of ρ² − 1 over tokens, and of the product over a sequence; ρ = trainer's probability "
-            "/ vLLM's",
+            "χ² divergence: mean of ρ² − 1 over tokens, and of the product over a sequence; ρ = "
+            "trainer's probability / vLLM's",
             "–",
             "mean over tokens, over responses",
             "the variance that importance weights would have",
         ),
         Metric(
             "rollout_corr/rollout_is_{mean,std,max,min}",
-            "importance weights after the bound, before `rollout_is_batch_normalize`; with `rollout_is: sequence` max "
+            "importance weights after the bound, before `rollout_is_batch_normalize`; with "
+            "`rollout_is: sequence` max "
             "and min are those before the bound. This row and the next five: with `rollout_is`",
             "–",
             "over tokens",
@@ -207,14 +237,15 @@ AGREEMENT = Section(
         ),
         Metric(
             "rollout_corr/rollout_is_seq_fraction_{high,low}",
-            "share of responses whose mean ρ, before the bound, is above `rollout_is_threshold`, and below its "
-            "reciprocal",
+            "share of responses whose mean ρ, before the bound, is above `rollout_is_threshold`, "
+            "and below its reciprocal",
             "share",
             "over responses",
         ),
         Metric(
             "rollout_corr/rollout_is_batch_norm_factor",
-            "divisor of the weights with `rollout_is_batch_normalize`: their mean, or 1 where that is below 1e-8",
+            "divisor of the weights with `rollout_is_batch_normalize`: their mean, or 1 where that "
+            "is below 1e-8",
             "–",
             "over tokens; with `sequence` over responses",
             "far from 1: the normalization changes the size of the loss",
@@ -222,22 +253,23 @@ AGREEMENT = Section(
         Metric(
             "rollout_corr/rollout_rs_{masked,seq_masked}_fraction "
             "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{masked,seq_masked}_fraction",
-            "share of tokens that are left out of the actor's loss, and of responses with such a token; with "
-            "`rollout_rs` or a veto. With the name of a statistic: by that one alone",
+            "share of tokens that are left out of the actor's loss, and of responses with such a "
+            "token; with `rollout_rs` or a veto. With the name of a statistic: by that one alone",
             "share",
             "over tokens, over responses",
         ),
         Metric(
             "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{mean,max,min,std} "
             "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_seq_{mean,std,max,min,max_deviation}",
-            "the statistic, −log ρ for k1, of tokens; `seq_`: of responses, for `token_` of their means. std: clamped "
-            "to the bounds; max_deviation: largest absolute value",
+            "the statistic, −log ρ for k1, of tokens; `seq_`: of responses, for `token_` of their "
+            "means. std: clamped to the bounds; max_deviation: largest absolute value",
             "nats",
             "over tokens, over responses",
         ),
         Metric(
             "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{,seq_}fraction_{high,low}",
-            "share above and below the bounds of the statistic; `seq_`: of responses, for `token_` of their means",
+            "share above and below the bounds of the statistic; `seq_`: of responses, for `token_` "
+            "of their means",
             "share",
             "over tokens, over responses",
         ),
@@ -270,6 +302,8 @@ AGREEMENT = Section(
             "all of them where the layouts agree",
         ),
     ],
-    "vLLM sampled the tokens; Megatron-Core computes their log-probs again, with the same weights and temperature.\n"
-    "With `algorithm.rollout_correction.bypass_mode` they are not compared, and the rows of both are missing.",
+    "vLLM sampled the tokens; Megatron-Core computes their log-probs again, with the same weights "
+    "and temperature.\n"
+    "With `algorithm.rollout_correction.bypass_mode` they are not compared, and the rows of both "
+    "are missing.",
 )

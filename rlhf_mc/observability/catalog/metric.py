@@ -16,19 +16,21 @@ class Metric:
     """One metric, or several that differ in a part of the key."""
 
     keys: str
-    """Patterns of the keys, with spaces between them. {a,b} are alternatives; <name> is any text; N and k after @ are
-    numbers."""
+    """Patterns of the keys, with spaces between them. {a,b} are alternatives; <name> is any text; N
+    and k after @ are numbers."""
     meaning: str
     """Markdown, as all texts here."""
     unit: str
-    """Unit of the value. "share": from 0 to 1; "count": a number of things; "–": a number without a unit."""
+    """Unit of the value. "share": from 0 to 1; "count": a number of things; "–": a number without a
+    unit."""
     reduction: str
-    """Reduction to one number over tokens, responses, mini-batches or ranks. "–": there is one number."""
+    """Reduction to one number over tokens, responses, mini-batches or ranks. "–": there is one
+    number."""
     watch_for: str = ""
     """The values that call for attention, and what to do."""
     is_users_own: bool = False
-    """The keys are named by a function of the user. Such a row explains keys and declares none: a key that no other row
-    has is undeclared."""
+    """The keys are named by a function of the user. Such a row explains keys and declares none: a
+    key that no other row has is undeclared."""
 
     def matches(self, key: str) -> bool:
         """Return whether the key is one of this metric's."""
@@ -36,7 +38,8 @@ class Metric:
 
     @property
     def num_literal(self) -> int:
-        """The number of characters of the patterns that are no placeholders: more of them are more specific."""
+        """The number of characters of the patterns that are no placeholders: more of them are more
+        specific."""
         return max(len(re.sub(_PLACEHOLDER, "", key)) for key in self._spellings)
 
     @cached_property
@@ -66,6 +69,9 @@ def expanded(text: str) -> list[str]:
 
 def _regular_expression(key: str) -> str:
     """Return the regular expression of a key with placeholders."""
-    values = [".+" if placeholder.startswith("<") else r"\d+" for placeholder in re.findall(_PLACEHOLDER, key)]
+    values = [
+        ".+" if placeholder.startswith("<") else r"\d+"
+        for placeholder in re.findall(_PLACEHOLDER, key)
+    ]
     literals = map(re.escape, re.split(_PLACEHOLDER, key))
     return "".join(literal + value for literal, value in zip(literals, [*values, ""], strict=True))

@@ -23,37 +23,39 @@ PROGRESS = Section(
         ),
         Metric(
             "val-core/<data_source>/acc/mean@N",
-            "share of that data source's validation questions answered correctly, N = `rollout.val_kwargs.n` "
-            "responses each",
+            "share of that data source's validation questions answered correctly, N = "
+            "`rollout.val_kwargs.n` responses each",
             "share",
             "mean over a prompt's N responses, then over prompts",
             "the goal of the run",
         ),
         Metric(
             "val-core/<data_source>/acc/best@N/{mean,std}",
-            "expected accuracy of the best of N responses drawn with replacement from the N, and its deviation over "
-            "1000 bootstrap draws (verl's draws)",
+            "expected accuracy of the best of N responses drawn with replacement from the N, and "
+            "its deviation over 1000 bootstrap draws (verl's draws)",
             "share",
             "over draws, then mean over prompts",
             "far above mean@N: the model can, but rarely does",
         ),
         Metric(
             "val-core/<data_source>/acc/maj@N/{mean,std}",
-            "the same of the answer that most of the drawn responses give; where the rule finds an answer, or the "
-            "user's function returns `pred`",
+            "the same of the answer that most of the drawn responses give; where the rule finds an "
+            "answer, or the user's function returns `pred`",
             "share",
             "over draws, then mean over prompts",
             "below mean@N: a common mistake",
         ),
         Metric(
             "val-aux/<data_source>/acc/pass@k",
-            "probability that one of k responses is right, drawn without replacement (arXiv 2107.03374); k = 2, 4, "
-            "8, ..., N; where the accuracy of all responses of the data source is 0 or 1",
+            "probability that one of k responses is right, drawn without replacement (arXiv "
+            "2107.03374); k = 2, 4, 8, ..., N; where the accuracy of all responses of the data "
+            "source is 0 or 1",
             "share",
             "mean over prompts",
         ),
         Metric(
-            "val-aux/<data_source>/acc/std@N val-aux/<data_source>/acc/{worst@k,best@k,maj@k}/{mean,std}",
+            "val-aux/<data_source>/acc/std@N "
+            "val-aux/<data_source>/acc/{worst@k,best@k,maj@k}/{mean,std}",
             "deviation over a prompt's responses; the worst of k; best and majority for k below N",
             "share",
             "over responses or draws, then mean over prompts",
@@ -61,7 +63,8 @@ PROGRESS = Section(
         Metric(
             "val-aux/<data_source>/<name>/{mean@N,std@N,pass@k} "
             "val-aux/<data_source>/<name>/{best@k,worst@k,maj@k}/{mean,std}",
-            "the same statistics of `reward`, the score, and of each further number that the reward function returns",
+            "the same statistics of `reward`, the score, and of each further number that the "
+            "reward function returns",
             "of the number",
             "over responses or draws, then mean over prompts",
         ),
@@ -99,23 +102,24 @@ REWARDS = Section(
         ),
         Metric(
             "critic/rewards/{mean,max,min}",
-            "a response's summed token rewards: its score less the KL penalty (with `algorithm.use_kl_in_reward`)",
+            "a response's summed token rewards: its score less the KL penalty (with "
+            "`algorithm.use_kl_in_reward`)",
             "score",
             "over responses",
             "much below the score: the KL penalty dominates",
         ),
         Metric(
             "critic/advantages/{mean,max,min}",
-            "advantage of a token as the estimator defines it; `gae` and `reinforce_plus_plus` whiten it over the "
-            "batch (mean 0, standard deviation 1)",
+            "advantage of a token as the estimator defines it; `gae` and `reinforce_plus_plus` "
+            "whiten it over the batch (mean 0, standard deviation 1)",
             "score, or standard deviations",
             "over tokens",
             "extremes beyond about 10: a few tokens carry the update",
         ),
         Metric(
             "critic/returns/{mean,max,min}",
-            "return of a token, the target of the critic's update; without a critic of `reinforce_plus_plus` and "
-            "`remax` only",
+            "return of a token, the target of the critic's update; without a critic of "
+            "`reinforce_plus_plus` and `remax` only",
             "score",
             "over tokens",
         ),
@@ -142,7 +146,8 @@ REWARDS = Section(
         ),
         Metric(
             "reward/<data_source>/<part>",
-            "weight × score of a part ([rewards.md](rewards.md)); the parts sum to `critic/score/<data_source>/mean`",
+            "weight × score of a part ([rewards.md](rewards.md)); the parts sum to "
+            "`critic/score/<data_source>/mean`",
             "score",
             "mean over the data source's responses",
             "one part grows at the cost of another",
@@ -155,7 +160,8 @@ REWARDS = Section(
         ),
         Metric(
             "train/equal_groups_ratio",
-            "share of the prompts whose responses all have the same score; with `rollout.n` above 1",
+            "share of the prompts whose responses all have the same score; with `rollout.n` above "
+            "1",
             "share",
             "over prompts",
             "near 1: an estimator that compares a prompt's responses has nothing to learn from",
@@ -169,7 +175,8 @@ REWARDS = Section(
         ),
         Metric(
             "environment/failed_calls",
-            "turns that an environment has not answered, and calls of tools that failed, with `rollout.environment`",
+            "turns that an environment has not answered, and calls of tools that failed, with "
+            "`rollout.environment`",
             "count",
             "sum over responses",
             "above 0: the warnings say why",
@@ -189,14 +196,16 @@ REWARDS = Section(
         ),
         Metric(
             "reward/num_failed",
-            "responses that could not be scored and have `reward.default_score`, or whose environment has failed",
+            "responses that could not be scored and have `reward.default_score`, or whose "
+            "environment has failed",
             "count",
             "sum over responses",
             "above 0: the warnings name file and row",
         ),
         Metric(
             "reward/num_truncated/<part>",
-            "conversations that were too long for a reward model with its own tokenizer, and lost their first tokens",
+            "conversations that were too long for a reward model with its own tokenizer, and lost "
+            "their first tokens",
             "count",
             "sum over responses",
             "above 0: the model does not see all of the prompt",
@@ -234,7 +243,9 @@ GROUPS = Section(
             "high: lower `data.gen_batch_size`",
         ),
     ],
-    "Only with `algorithm.filter_groups`. The step's batch is then the groups that are kept, and so is "
-    "`critic/score/*`.\nThe scores by data source, `reward/*` and `reward_extra/*` are of all responses that the step "
+    "Only with `algorithm.filter_groups`. The step's batch is then the groups that are kept, and "
+    "so is "
+    "`critic/score/*`.\nThe scores by data source, `reward/*` and `reward_extra/*` are of all "
+    "responses that the step "
     "has drawn,\ndropped groups included.",
 )

@@ -12,7 +12,12 @@ the time of validation, under verl's name."""
 TIME = Section(
     "Time",
     [
-        Metric("timing_s/update_weights", "the weight update: from Megatron-Core's parameters to vLLM's", "s", _SUM),
+        Metric(
+            "timing_s/update_weights",
+            "the weight update: from Megatron-Core's parameters to vLLM's",
+            "s",
+            _SUM,
+        ),
         Metric("timing_s/gen", "generation, of all batches that the step draws", "s", _SUM),
         Metric(
             "timing_s/reward",
@@ -23,22 +28,28 @@ TIME = Section(
         ),
         Metric(
             "timing_s/reward_hidden",
-            "time of rank 0's reward workers that overlapped with the reward models' and the log-prob passes (with "
-            "`algorithm.filter_groups` not with the latter)",
+            "time of rank 0's reward workers that overlapped with the reward models' and the "
+            "log-prob passes (with `algorithm.filter_groups` not with the latter)",
             "s",
             _SUM,
         ),
-        Metric("timing_s/reward_model timing_s/reward_models.<name>", "each reward model's pass", "s", _SUM),
+        Metric(
+            "timing_s/reward_model timing_s/reward_models.<name>",
+            "each reward model's pass",
+            "s",
+            _SUM,
+        ),
         Metric(
             "timing_s/{old_log_prob,ref,values}",
-            "forward passes of actor, reference and critic, without waiting for other data-parallel replicas or for "
-            "later pipeline stages",
+            "forward passes of actor, reference and critic, without waiting for other "
+            "data-parallel replicas or for later pipeline stages",
             "s",
             _SUM,
         ),
         Metric(
             "timing_s/sum_log_probs",
-            "sum of these passes' log-probs and values over the ranks, with the wait for the slowest rank's passes",
+            "sum of these passes' log-probs and values over the ranks, with the wait for the "
+            "slowest rank's passes",
             "s",
             _SUM,
         ),
@@ -47,29 +58,31 @@ TIME = Section(
         Metric("timing_s/testing", "validation", "s", _SUM),
         Metric(
             "timing_s/save_checkpoint",
-            "time that a training checkpoint blocks the loop: copying it, or with `trainer.async_save: false` writing "
-            "it",
+            "time that a training checkpoint blocks the loop: copying it, or with "
+            "`trainer.async_save: false` writing it",
             "s",
             _SUM,
         ),
         Metric("timing_s/export", "writing the actor as a Hugging Face checkpoint", "s", _SUM),
         Metric(
             "timing_s/offload",
-            "offload and onload between the step's phases, not of optimizer states within an update; only with offload "
+            "offload and onload between the step's phases, not of optimizer states within an "
+            "update; only with offload "
             "settings or `rollout.free_cache_engine`",
             "s",
             _SUM,
         ),
         Metric(
             "timing_s/write_profile",
-            "writing the profile, in a step of `profile.steps` ([watching.md](watching.md#profiles-of-single-steps))",
+            "writing the profile, in a step of `profile.steps` "
+            "([watching.md](watching.md#profiles-of-single-steps))",
             "s",
             _SUM,
         ),
         Metric(
             "timing_s/step",
-            "the phases of training, from the weight update to the actor's update; validation, saving, export and "
-            "profile come after it",
+            "the phases of training, from the weight update to the actor's update; validation, "
+            "saving, export and profile come after it",
             "s",
             "rank 0",
         ),
@@ -91,25 +104,34 @@ of large matrices in the actor's dtype, which differs by some percent from start
 SPEED = Section(
     "Speed",
     [
-        Metric("perf/total_num_tokens", "tokens of the batch, prompts and responses", "tokens", "sum over responses"),
+        Metric(
+            "perf/total_num_tokens",
+            "tokens of the batch, prompts and responses",
+            "tokens",
+            "sum over responses",
+        ),
         Metric("perf/time_per_step", "`timing_s/step`", "s", "rank 0"),
         Metric(
             "perf/throughput",
-            "tokens per second and rank: `perf/total_num_tokens` / `perf/time_per_step` / number of ranks",
+            "tokens per second and rank: `perf/total_num_tokens` / `perf/time_per_step` / number "
+            "of ranks",
             "tokens/s",
             "mean over ranks",
         ),
         Metric(
             "perf/mfu/{actor,critic}",
-            "model FLOPs utilization of the update: FLOPs of its forward and backward passes over all PPO epochs, per "
-            "rank and second of `timing_s/update_actor`, `timing_s/update_critic`, over the peak of a rank",
+            "model FLOPs utilization of the update: FLOPs of its forward and backward passes over "
+            "all PPO epochs, per rank and second of `timing_s/update_actor`, "
+            "`timing_s/update_critic`, over the peak of a rank",
             "share",
             "mean over ranks",
-            "a fall: shorter or fewer sequences in a micro-batch, a new layout, or another job on the machine",
+            "a fall: shorter or fewer sequences in a micro-batch, a new layout, or another job on "
+            "the machine",
         ),
         Metric(
             "perf/mfu/actor_infer",
-            "the same of the forward pass that computes the old log-probs, by the time of the slowest rank",
+            "the same of the forward pass that computes the old log-probs, by the time of the "
+            "slowest rank",
             "share",
             "mean over ranks",
         ),
@@ -133,21 +155,25 @@ MEMORY = Section(
     "Memory",
     [
         Metric(
-            "memory/{actor,critic,ref,reward_model}_offloaded_gb memory/reward_models.<name>_offloaded_gb",
-            "largest device memory of that model that was offloaded at one time; on a CPU nothing is saved",
+            "memory/{actor,critic,ref,reward_model}_offloaded_gb "
+            "memory/reward_models.<name>_offloaded_gb",
+            "largest device memory of that model that was offloaded at one time; on a CPU nothing "
+            "is saved",
             "GiB",
             "largest so far, rank 0",
         ),
         Metric(
             "perf/peak_memory_gb",
-            "peak memory: tensors on a GPU, the whole process on a CPU. With `rollout.free_cache_engine` torch also "
+            "peak memory: tensors on a GPU, the whole process on a CPU. With "
+            "`rollout.free_cache_engine` torch also "
             "counts what vLLM has released, so that the sum can exceed the device",
             "GiB",
             "largest so far, rank 0",
         ),
         Metric(
             "perf/memory_used_ratio",
-            "used share of the device memory at the peak of torch's tensors so far; on a CPU of the machine's, now",
+            "used share of the device memory at the peak of torch's tensors so far; on a CPU of "
+            "the machine's, now",
             "share",
             "at the end of the step, rank 0",
             "above 0.95: a longer batch may not fit",

@@ -14,7 +14,8 @@ ACTOR = Section(
     [
         Metric(
             "actor/loss",
-            "the minimised loss: policy loss − `entropy_coeff` · entropy + `kl_loss_coef` · KL loss",
+            "the minimised loss: policy loss − `entropy_coeff` · entropy + `kl_loss_coef` · KL "
+            "loss",
             "–",
             _LOSS,
         ),
@@ -27,16 +28,16 @@ ACTOR = Section(
         ),
         Metric(
             "actor/pg_clipfrac",
-            "share of tokens where the ratio clip holds back the update; with `clip_cov` and `kl_cov` share of "
-            "selected tokens",
+            "share of tokens where the ratio clip holds back the update; with `clip_cov` and "
+            "`kl_cov` share of selected tokens",
             "share",
             _TOKENS,
             "above about 0.2: steps too large",
         ),
         Metric(
             "actor/pg_clipfrac_lower",
-            "share of tokens where the dual clip (`clip_ratio_c`) limits the loss, A < 0 only; with `geo_mean` of "
-            "tokens clipped from below",
+            "share of tokens where the dual clip (`clip_ratio_c`) limits the loss, A < 0 only; "
+            "with `geo_mean` of tokens clipped from below",
             "share",
             _TOKENS,
             "normally near 0",
@@ -46,23 +47,27 @@ ACTOR = Section(
             "old log-prob − log-prob: how far the update has moved from the policy that sampled",
             "nats",
             _TOKENS,
-            "exactly 0 in the first mini-batch of a step; growth over steps: lower the learning rate or `ppo_epochs`",
+            "exactly 0 in the first mini-batch of a step; growth over steps: lower the learning "
+            "rate or `ppo_epochs`",
         ),
         Metric(
             "actor/expert_choices_diff",
-            "share of the replayed choices of experts that the routers would not have made in the updates, which "
-            "change their weights; with router replay",
+            "share of the replayed choices of experts that the routers would not have made in the "
+            "updates, which change their weights; with router replay",
             "share",
             "mean over tokens, layers and choices",
-            "growth over steps: the updates move the routers far; lower the learning rate or `ppo_epochs`",
+            "growth over steps: the updates move the routers far; lower the learning rate or "
+            "`ppo_epochs`",
         ),
         Metric(
             "actor/router_aux_loss",
             "auxiliary loss of the routers without `moe_aux_loss_coeff` "
-            "([algorithms.md](algorithms.md#losses-of-routers)); where routers have a loss or biases that move",
+            "([algorithms.md](algorithms.md#losses-of-routers)); where routers have a loss or "
+            "biases that move",
             "–",
             "mean over sequences, layers with experts and mini-batches",
-            "1: even loads; toward the number of experts over those of a token: a few experts get all tokens",
+            "1: even loads; toward the number of experts over those of a token: a few experts get "
+            "all tokens",
         ),
         Metric(
             "actor/router_z_loss",
@@ -78,7 +83,12 @@ ACTOR = Section(
             _TOKENS,
             "near 0: no exploration is left",
         ),
-        Metric("actor/entropy_loss", "the same aggregated like the policy loss, as the bonus is", "nats", _LOSS),
+        Metric(
+            "actor/entropy_loss",
+            "the same aggregated like the policy loss, as the bonus is",
+            "nats",
+            _LOSS,
+        ),
         Metric(
             "actor/entropy_coeff",
             "coefficient of the entropy bonus in this step; with `entropy_coeff_end`",
@@ -87,21 +97,22 @@ ACTOR = Section(
         ),
         Metric(
             "actor/kl_loss",
-            "KL to the reference by `kl_loss_type`, aggregated like the policy loss ([algorithms.md](algorithms.md)); "
-            "with `use_kl_loss`",
+            "KL to the reference by `kl_loss_type`, aggregated like the policy loss "
+            "([algorithms.md](algorithms.md)); with `use_kl_loss`",
             "nats",
             _LOSS,
         ),
         Metric(
             "actor/kl_coef",
-            "weight of the KL loss in this step: `kl_loss_coef`, or the controller's with `kl_ctrl.type: adaptive`; "
-            "with `use_kl_loss`",
+            "weight of the KL loss in this step: `kl_loss_coef`, or the controller's with "
+            "`kl_ctrl.type: adaptive`; with `use_kl_loss`",
             "–",
             "–",
         ),
         Metric(
             "actor/controlled_kl",
-            "KL to the reference before the update by `kl_penalty`; with an adaptive coefficient of the KL loss",
+            "KL to the reference before the update by `kl_penalty`; with an adaptive coefficient "
+            "of the KL loss",
             "nats",
             _RESPONSES,
             "the controller holds it near `target_kl`",
@@ -112,7 +123,8 @@ ACTOR = Section(
             "share of the step's updates that were skipped because loss or gradient was not finite",
             "share",
             _UPDATES,
-            "above 0: the samples are in `nonfinite_step_N.json`; the run aborts after 3 consecutive ones",
+            "above 0: the samples are in `nonfinite_step_N.json`; the run aborts after 3 "
+            "consecutive ones",
         ),
         Metric("actor/lr", "learning rate used", "–", _UPDATES),
         Metric(
@@ -122,7 +134,9 @@ ACTOR = Section(
             _RESPONSES,
             "rises with training; the adaptive controller holds it near `target_kl`",
         ),
-        Metric("actor/reward_kl_penalty_coeff", "coefficient that this step's rewards used", "–", "–"),
+        Metric(
+            "actor/reward_kl_penalty_coeff", "coefficient that this step's rewards used", "–", "–"
+        ),
         Metric(
             "actor/<statistic>",
             "a further number per token that your own policy loss hands to `inputs.result` "

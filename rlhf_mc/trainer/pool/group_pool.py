@@ -1,6 +1,6 @@
-"""The groups that are generated over several steps: rollout.tail_batching starts more groups than a step needs and
-generates the unfinished ones again, rollout.partial_rollout continues them with new weights. The engines are driven in
-generate.py.
+"""The groups that are generated over several steps: rollout.tail_batching starts more groups than a
+step needs and generates the unfinished ones again, rollout.partial_rollout continues them with new
+weights. The engines are driven in generate.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Group:
     seeds: Sequence[int]
     responses: Sequence[Generation]
     versions: Sequence[np.ndarray]
-    """The weights that drew each token of each response, as the last step that has updated them: [tokens] int32. Tokens
-    of an observation have those with which it came."""
+    """The weights that drew each token of each response, as the last step that has updated them:
+    [tokens] int32. Tokens of an observation have those with which it came."""
     conversations: Mapping[int, ConversationState] = field(default_factory=dict)
     """With an environment, of each response that has begun, by its place in the group."""
 
@@ -45,7 +45,10 @@ class Group:
         """Return whether each response has ended: [n] bool."""
         has_ended = [one.finished or len(one.token_ids) >= max_tokens for one in self.responses]
         return np.array(
-            [self.conversations[i].ended if i in self.conversations else each for i, each in enumerate(has_ended)]
+            [
+                self.conversations[i].ended if i in self.conversations else each
+                for i, each in enumerate(has_ended)
+            ]
         )
 
     @property
@@ -56,16 +59,21 @@ class Group:
     @property
     def fingerprint(self) -> int:
         """Of what a response depends on beside the weights: the prompt's tokens and the seeds."""
-        return zlib.crc32(np.array(self.seeds, np.int64).tobytes(), zlib.crc32(self.prompt.token_ids.tobytes()))
+        return zlib.crc32(
+            np.array(self.seeds, np.int64).tobytes(), zlib.crc32(self.prompt.token_ids.tobytes())
+        )
 
     def span(self, version: int) -> int:
-        """Return the number of versions from the group's first token to this one; 1 where nothing is generated."""
+        """Return the number of versions from the group's first token to this one; 1 where nothing
+        is generated."""
         return 1 if self.first_version is None else version - self.first_version + 1
 
     def restarted(self) -> Group:
         """Return the group with nothing generated."""
         n = len(self.responses)
-        return replace(self, responses=[NOTHING] * n, versions=[np.zeros(0, np.int32)] * n, conversations={})
+        return replace(
+            self, responses=[NOTHING] * n, versions=[np.zeros(0, np.int32)] * n, conversations={}
+        )
 
     def continued(
         self,
@@ -73,8 +81,8 @@ class Group:
         version: int,
         conversations: Mapping[int, ConversationState] | None = None,
     ) -> Group:
-        """Return the group with these responses, whose new tokens were drawn by weights of this version. conversations:
-        those that have changed."""
+        """Return the group with these responses, whose new tokens were drawn by weights of this
+        version. conversations: those that have changed."""
         versions = [
             np.concatenate([old, np.full(len(new.token_ids) - len(old), version, np.int32)])
             for old, new in zip(self.versions, responses, strict=True)
@@ -90,27 +98,29 @@ EXPERTS_FILE = "group_pool_experts_{}.npz"
 
 
 class GroupPool:
-    """The groups that are begun and not trained on yet, the oldest first. The same on every rank."""
+    """The groups that are begun and not trained on yet, the oldest first. The same on every
+    rank."""
 
     def __init__(self) -> None:
         self.groups: Sequence[Group] = ()
         """A step replaces the sequence, and changes no group."""
         self.num_drawn = 0
-        """Position of the next prompt that the run draws; 0 where it draws whole batches, without a pool."""
+        """Position of the next prompt that the run draws; 0 where it draws whole batches, without a
+        pool."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the checkpoint, without the groups."""
         return {"num_drawn": self.num_drawn, "num_groups": len(self.groups)}
 
     def experts(self, by_number: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return the experts of its responses, of those that a rank holds for router replay, by their numbers in the
-        run."""
+        """Return the experts of its responses, of those that a rank holds for router replay, by
+        their numbers in the run."""
         numbers = {group.number(i) for group in self.groups for i in range(len(group.responses))}
         return {number: by_number[number] for number in sorted(numbers & by_number.keys())}
 
     def files(self, rank: int, replay: ExpertReplay | None) -> dict[str, Callable[[Path], None]]:
-        """Return the functions with which a rank writes the present groups, and the experts that it holds for them, by
-        the names of the files."""
+        """Return the functions with which a rank writes the present groups, and the experts that it
+        holds for them, by the names of the files."""
         files: dict[str, Callable[[Path], None]] = {}
         if self.groups and rank == 0:
             files[POOL_FILE] = functools.partial(_write, self.groups)
@@ -120,17 +130,22 @@ class GroupPool:
 
 
 def _write_experts(experts: Mapping[int, np.ndarray], path: Path) -> None:
-    """Write experts to an .npz file: numbers and tokens of the responses [S], choices [T, layers, k] end to end."""
+    """Write experts to an .npz file: numbers and tokens of the responses [S], choices [T, layers,
+    k] end to end."""
     parts = list(experts.values())
     np.savez(path, numbers=list(experts), lens=list(map(len, parts)), choices=np.concatenate(parts))
 
 
 def load_experts(arrays: Mapping[str, np.ndarray], num_experts: int) -> dict[int, np.ndarray]:
-    """Return the experts of the arrays of _write_experts. Raise ValueError or KeyError if they have other arrays."""
+    """Return the experts of the arrays of _write_experts. Raise ValueError or KeyError if they have
+    other arrays."""
     choices = arrays["choices"]
     lens = arrays["lens"]
     if choices.dtype.kind != "u" or choices.ndim != 3 or (choices >= num_experts).any():
-        raise ValueError(f"choices is {list(choices.shape)} {choices.dtype}, expected [tokens, layers, k] of experts")
+        raise ValueError(
+            f"choices is {list(choices.shape)} {choices.dtype}, expected [tokens, layers, k] of "
+            "experts"
+        )
     if (lens < 0).any() or lens.sum() != len(choices):
         raise ValueError(f"lens is of {lens.sum()} tokens, choices of {len(choices)}")
     parts = np.split(choices, lens.cumsum()[:-1])
@@ -138,7 +153,8 @@ def load_experts(arrays: Mapping[str, np.ndarray], num_experts: int) -> dict[int
 
 
 def _write(groups: Sequence[Group], path: Path) -> None:
-    """Write groups to an .npz file, as data/cache.py writes the tokens of prompts: arrays by group [G], by response
+    """Write groups to an .npz file, as data/cache.py writes the tokens of prompts: arrays by group
+    [G], by response
     [G, rollout.n], by token [R] end to end, and the versions of all tokens run-length coded."""
     responses = [one for group in groups for one in group.responses]
     versions = np.concatenate([each for group in groups for each in group.versions])
@@ -154,15 +170,21 @@ def _write(groups: Sequence[Group], path: Path) -> None:
         log_probs=np.concatenate([np.array(one.log_probs, np.float32) for one in responses]),
         versions=versions[starts],
         version_lens=np.diff(starts, append=len(versions)),
-        conversations=json.dumps([{i: asdict(one) for i, one in group.conversations.items()} for group in groups]),
+        conversations=json.dumps(
+            [{i: asdict(one) for i, one in group.conversations.items()} for group in groups]
+        ),
     )
 
 
-def check_arrays(arrays: Mapping[str, np.ndarray], num_groups: int, num_drawn: int, step: int, vocab_size: int) -> None:
-    """Raise ValueError or KeyError if the arrays are not as _write makes them after a step, of num_groups groups at
-    positions below num_drawn."""
+def check_arrays(
+    arrays: Mapping[str, np.ndarray], num_groups: int, num_drawn: int, step: int, vocab_size: int
+) -> None:
+    """Raise ValueError or KeyError if the arrays are not as _write makes them after a step, of
+    num_groups groups at positions below num_drawn."""
 
-    def check(name: str, kind: str, shape: tuple[int, ...], least: float, most: float) -> np.ndarray:
+    def check(
+        name: str, kind: str, shape: tuple[int, ...], least: float, most: float
+    ) -> np.ndarray:
         array = arrays[name]
         if array.dtype.kind not in kind or array.shape != shape:
             raise ValueError(f"{name} is {list(array.shape)} {array.dtype}, expected {list(shape)}")
@@ -186,13 +208,18 @@ def check_arrays(arrays: Mapping[str, np.ndarray], num_groups: int, num_drawn: i
 
 
 def load_groups(
-    arrays: Mapping[str, np.ndarray], new_groups: Sequence[Group], max_tokens: int, has_environment: bool
+    arrays: Mapping[str, np.ndarray],
+    new_groups: Sequence[Group],
+    max_tokens: int,
+    has_environment: bool,
 ) -> list[Group]:
-    """Return the groups of the arrays of _write. new_groups: those of its positions, with nothing generated.
-    A response that is longer than max_tokens, which may be lower than when it was generated, is cut there. A group has
-    nothing generated if its position now has another prompt or another number of responses, if the run had an
-    environment and has none or the reverse, or if a longer response is a conversation: data or settings have changed.
-    Seeds are those of the file, since new ones depend on data.train_batch_size."""
+    """Return the groups of the arrays of _write. new_groups: those of its positions, with nothing
+    generated.
+    A response that is longer than max_tokens, which may be lower than when it was generated, is cut
+    there. A group has nothing generated if its position now has another prompt or another number of
+    responses, if the run had an environment and has none or the reverse, or if a longer response is
+    a conversation: data or settings have changed. Seeds are those of the file, since new ones
+    depend on data.train_batch_size."""
     tokens = arrays["tokens"]
     log_probs = arrays["log_probs"]
     versions = np.repeat(arrays["versions"], arrays["version_lens"])
@@ -202,7 +229,9 @@ def load_groups(
     # Files of earlier versions have no seeds.
     seeds = arrays["seeds"].tolist() if "seeds" in arrays else [group.seeds for group in new_groups]
     states = json_files.parse(str(arrays["conversations"]))
-    for new, its_seeds, fingerprint, lens, finished, of_group in zip(new_groups, seeds, *columns, states, strict=True):
+    for new, its_seeds, fingerprint, lens, finished, of_group in zip(
+        new_groups, seeds, *columns, states, strict=True
+    ):
         group = replace(new, seeds=its_seeds)
         responses = []
         of_versions = []
@@ -218,30 +247,42 @@ def load_groups(
             if str(i) in of_group
         }
         is_same = group.fingerprint == fingerprint and len(its_seeds) == len(new.seeds)
-        if not is_same or has_environment != bool(conversations) or (conversations and max(lens) > max_tokens):
+        if (
+            not is_same
+            or has_environment != bool(conversations)
+            or (conversations and max(lens) > max_tokens)
+        ):
             groups.append(new)
         else:
-            groups.append(replace(group, responses=responses, versions=of_versions, conversations=conversations))
+            groups.append(
+                replace(
+                    group, responses=responses, versions=of_versions, conversations=conversations
+                )
+            )
     return groups
 
 
 def drop_stale(groups: Sequence[Group], version: int, cfg: RolloutConfig) -> list[Group]:
-    """Return the groups that a step with weights of this version may continue. With max_off_policy_strategy drop a
-    group whose tokens would be of more than max_off_policy_threshold versions is left out."""
+    """Return the groups that a step with weights of this version may continue. With
+    max_off_policy_strategy drop a group whose tokens would be of more than max_off_policy_threshold
+    versions is left out."""
     if cfg.max_off_policy_strategy != "drop":
         return list(groups)
     return [group for group in groups if group.span(version) <= cfg.max_off_policy_threshold]
 
 
 def oldest_first(groups: Sequence[Group], version: int) -> list[Group]:
-    """Return the groups by their oldest weights, those with nothing generated last. version: of the step's weights."""
+    """Return the groups by their oldest weights, those with nothing generated last. version: of the
+    step's weights."""
     return sorted(groups, key=lambda group: -group.span(version))  # stable
 
 
-def may_end(spans: np.ndarray, is_complete: np.ndarray, needed: int, size: int, cfg: RolloutConfig) -> bool:
-    """Return whether a step may end, which trains on the first `needed` complete groups. With max_off_policy_strategy
-    wait later steps, of `size` groups each, must be able to train on the others before they exceed
-    max_off_policy_threshold.
+def may_end(
+    spans: np.ndarray, is_complete: np.ndarray, needed: int, size: int, cfg: RolloutConfig
+) -> bool:
+    """Return whether a step may end, which trains on the first `needed` complete groups. With
+    max_off_policy_strategy wait later steps, of `size` groups each, must be able to train on the
+    others before they exceed max_off_policy_threshold.
 
     spans: [groups] Group.span in this step, the largest first. is_complete: [groups] bool."""
     taken = np.flatnonzero(is_complete)[:needed]

@@ -1,5 +1,6 @@
-"""The journal of the groups that each step has generated, rollouts.jsonl, and its replay: trainer.replay lets a run in
-another layout take the decisions of an earlier one, which depend on the number of engines.
+"""The journal of the groups that each step has generated, rollouts.jsonl, and its replay:
+trainer.replay lets a run in another layout take the decisions of an earlier one, which depend on
+the number of engines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from rlhf_mc.trainer.pool.group_pool import Group
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups of one step: a row of the journal. With algorithm.filter_groups a step may have several."""
+    """The groups of one step: a row of the journal. With algorithm.filter_groups a step may have
+    several."""
 
     step: int
     positions: Sequence[int]
@@ -33,7 +35,8 @@ class StepGroups:
 
 
 class RolloutJournal:
-    """The journal of a run, which rank 0 writes, and the one that the run replays. The same on every rank."""
+    """The journal of a run, which rank 0 writes, and the one that the run replays. The same on
+    every rank."""
 
     def __init__(self, cfg: Config) -> None:
         """Raise UserError if the journal of trainer.replay cannot be replayed."""
@@ -56,29 +59,41 @@ class RolloutJournal:
         lines = checked_rows(path)
         for number in lines.incomplete:
             print_line(
-                f"warning: trainer.replay: {path}, line {number}: is incomplete; it is left out", rank_0_only=True
+                f"warning: trainer.replay: {path}, line {number}: is incomplete; it is left out",
+                rank_0_only=True,
             )
         if lines.changed:
-            raise UserError(f"trainer.replay: {path}, line {lines.changed[0]}: its checksum is wrong")
+            raise UserError(
+                f"trainer.replay: {path}, line {lines.changed[0]}: its checksum is wrong"
+            )
         rows = lines.rows
         if not rows:
             raise UserError(
-                f"trainer.replay: {path} has no rows; a run writes it with rollout.tail_batching or partial_rollout"
+                f"trainer.replay: {path} has no rows; a run writes it with rollout.tail_batching "
+                "or partial_rollout"
             )
         for row in rows.values():
             other = {key: row.pop(key, None) for key in self._settings}
             if other != self._settings:
                 raise UserError(
-                    f"trainer.replay: {path} is of a run with {_words(other)}; this run has {_words(self._settings)}"
+                    f"trainer.replay: {path} is of a run with {_words(other)}; this run has "
+                    f"{_words(self._settings)}"
                 )
         by_step: dict[int, list[StepGroups]] = defaultdict(list)
         for number, row in rows.items():
             try:
                 one = StepGroups(**row)
             except TypeError:
-                raise UserError(f"trainer.replay: {path} is no journal of rollouts: it has other fields") from None
-            if problem := _problem(one, self._settings["n"], self._num_taken, self._settings["max_response_length"]):
-                raise UserError(f"trainer.replay: {path}, line {number}: {problem}; is it as the run has written it?")
+                raise UserError(
+                    f"trainer.replay: {path} is no journal of rollouts: it has other fields"
+                ) from None
+            if problem := _problem(
+                one, self._settings["n"], self._num_taken, self._settings["max_response_length"]
+            ):
+                raise UserError(
+                    f"trainer.replay: {path}, line {number}: {problem}; is it as the run has "
+                    "written it?"
+                )
             by_step[one.step].append(one)
         return dict(by_step)
 
@@ -88,20 +103,23 @@ class RolloutJournal:
         return self._replayed is not None
 
     def replayed(self, step: int, rollout: int) -> StepGroups:
-        """Return the groups of a rollout of the step, from 0, in the run that is replayed. Raise UserError if its
-        journal ends before. A step may be repeated, after a roll-back."""
+        """Return the groups of a rollout of the step, from 0, in the run that is replayed. Raise
+        UserError if its journal ends before. A step may be repeated, after a roll-back."""
         assert self._replayed is not None
         if len(self._replayed.get(step, ())) <= rollout:
             raise UserError(
-                f"trainer.replay: the journal has no step {step}: it has {min(self._replayed)} to"
-                f" {max(self._replayed)}; leave trainer.replay out to continue from a checkpoint without it"
+                f"trainer.replay: the journal has no step {step}: it has {min(self._replayed)} to "
+                f"{max(self._replayed)}; leave trainer.replay out to continue from a checkpoint "
+                "without it"
             )
         return self._replayed[step][rollout]
 
     def record(self, step: int, groups: Sequence[Group], taken: Sequence[Group]) -> None:
         """Write the row of a step, before its updates. Rank 0 calls it by itself."""
         lens = [[len(one.token_ids) for one in group.responses] for group in groups]
-        row = StepGroups(step, [group.position for group in groups], lens, [group.position for group in taken])
+        row = StepGroups(
+            step, [group.position for group in groups], lens, [group.position for group in taken]
+        )
         line = checked_line({**asdict(row), **self._settings})
 
         def append() -> None:
@@ -117,26 +135,32 @@ def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
         for response, (one, wanted) in enumerate(zip(group.responses, lens, strict=True)):
             if len(one.token_ids) != wanted:
                 raise UserError(
-                    f"trainer.replay: step {row.step}, {group.prompt.where}: response {response} has"
-                    f" {len(one.token_ids)} tokens and {wanted} in the journal; the runs have drawn other tokens: are"
-                    " model, data, settings and versions those of that run?"
+                    f"trainer.replay: step {row.step}, {group.prompt.where}: response {response} "
+                    f"has {len(one.token_ids)} tokens and {wanted} in the journal; the runs have "
+                    "drawn other tokens: are model, data, settings and versions those of that run?"
                 )
 
 
 def _problem(row: StepGroups, n: int, num_taken: range, max_tokens: int) -> str | None:
-    """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed numbers of groups.
-    max_tokens: of a response."""
+    """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed
+    numbers of groups. max_tokens: of a response."""
     lens: list[Any] = row.lens if isinstance(row.lens, list) else [None]
     if not all(map(_are_counts, ([row.step], row.positions, row.taken, *lens))):
         return "step, positions, lens and taken are not all integers from 0 on"
     if len(lens) != len(row.positions) or any(len(each) != n for each in lens):
         sizes = sorted({len(each) for each in lens})
-        return f"positions has {len(row.positions)} groups, and lens {len(lens)} of {sizes} responses; they have {n}"
+        return (
+            f"positions has {len(row.positions)} groups, and lens {len(lens)} of {sizes} "
+            f"responses; they have {n}"
+        )
     if len({*row.positions}) < len(row.positions) or not {*row.taken} <= {*row.positions}:
         return "a group is in positions twice, or in taken alone"
     if any(length > max_tokens for each in lens for length in each):
         return f"lens has {max(map(max, lens))}; a response has at most {max_tokens} tokens"
-    if any(0 in each and position in row.taken for position, each in zip(row.positions, lens, strict=True)):
+    if any(
+        0 in each and position in row.taken
+        for position, each in zip(row.positions, lens, strict=True)
+    ):
         return "lens has 0 for a group that the step has trained on"
     if len({*row.taken}) not in num_taken:
         return f"taken has {len({*row.taken})} groups; this run trains on {num_taken[-1]}"

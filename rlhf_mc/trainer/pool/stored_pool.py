@@ -26,9 +26,12 @@ from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import Position
 
 
-def load_pool(run: Run, state: Mapping[str, Any], path: Path, position: Position, order: PromptOrder) -> int:
-    """Load the pool of the checkpoint at path, from which the next step continues. position: the checkpoint's. order:
-    with the checkpoint's sizes of a batch. Return position.num_prompts for the present sizes. Every rank must call
+def load_pool(
+    run: Run, state: Mapping[str, Any], path: Path, position: Position, order: PromptOrder
+) -> int:
+    """Load the pool of the checkpoint at path, from which the next step continues. position: the
+    checkpoint's. order: with the checkpoint's sizes of a batch. Return position.num_prompts for the
+    present sizes. Every rank must call
     it."""
     if run.environments is not None:
         run.environments.end_retained()  # of later steps, before a roll-back
@@ -41,17 +44,24 @@ def load_pool(run: Run, state: Mapping[str, Any], path: Path, position: Position
     arrays = on_every_rank(lambda: read_arrays(path / POOL_FILE))
     shape = run.actor.shape
     with reading_state(path, POOL_FILE):
-        check_arrays(arrays, state["num_groups"], run.group_pool.num_drawn, position.step, shape.vocab_size)
+        check_arrays(
+            arrays, state["num_groups"], run.group_pool.num_drawn, position.step, shape.vocab_size
+        )
         positions = arrays["positions"].tolist()
-        if "seeds" not in arrays:  # written by an earlier version, which counted without the remainder of each epoch
+        # written by an earlier version, which counted without the remainder of each epoch
+        if "seeds" not in arrays:
             positions = [order.position(place) for place in positions]
         groups = groups_at(run, positions)
-        groups = load_groups(arrays, groups, run.config.data.max_response_length, run.environments is not None)
+        groups = load_groups(
+            arrays, groups, run.config.data.max_response_length, run.environments is not None
+        )
     if not run.config.rollout.partial_rollout:
         groups = [group.restarted() for group in groups]
     run.group_pool.groups = groups
     if (replay := run.actor.replay) is not None:
-        files = sorted(path.glob(EXPERTS_FILE.format("*")))[run.groups.rank :: run.groups.mesh.world]
+        files = sorted(path.glob(EXPERTS_FILE.format("*")))[
+            run.groups.rank :: run.groups.mesh.world
+        ]
 
         def experts() -> dict[int, np.ndarray]:
             experts_by_number: dict[int, np.ndarray] = {}
@@ -64,7 +74,8 @@ def load_pool(run: Run, state: Mapping[str, Any], path: Path, position: Position
     pairs = zip(groups, arrays["lens"], strict=True)
     if num_anew := sum(group.first_version is None and lens.any() for group, lens in pairs):
         print_line(
-            f"warning: {num_anew} groups that earlier steps have begun are generated anew: data or settings changed",
+            f"warning: {num_anew} groups that earlier steps have begun are generated anew: data or "
+            "settings changed",
             rank_0_only=True,
         )
     return next_position(run)

@@ -1,4 +1,5 @@
-"""The strategies of a rollout: which groups a call of the engines samples, when it ends, and what becomes
+"""The strategies of a rollout: which groups a call of the engines samples, when it ends, and what
+becomes
 of the groups that the step does not train on.
 """
 
@@ -61,7 +62,9 @@ class PoolStrategy(Strategy):
         return is_complete & (is_complete.cumsum() <= plan.needed)
 
     @abstractmethod
-    def keep(self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]) -> None:
+    def keep(
+        self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]
+    ) -> None:
         """Keep the groups that the step does not use for later steps. groups: all of the call."""
 
 
@@ -81,7 +84,8 @@ class PlainSampling(Strategy):
 
 
 class TailBatching(PoolStrategy):
-    """A step samples more groups than it uses, and ends with the first ones that are complete. Later
+    """A step samples more groups than it uses, and ends with the first ones that are complete.
+    Later
     steps sample the others again, with their own weights, without any more."""
 
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
@@ -97,9 +101,13 @@ class TailBatching(PoolStrategy):
         if num_new < needed:
             # As many, unless changed settings left another number: then some of the next epoch too.
             return _pool_plan([*retained, *_draw(run, needed - len(retained))], needed, None)
-        return _pool_plan(_draw(run, int(num_new)), needed, lambda is_complete: is_complete.sum() >= needed)
+        return _pool_plan(
+            _draw(run, int(num_new)), needed, lambda is_complete: is_complete.sum() >= needed
+        )
 
-    def keep(self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]) -> None:
+    def keep(
+        self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]
+    ) -> None:
         sampled = {group.position for group in groups}
         waiting = [group for group in run.group_pool.groups if group.position not in sampled]
         run.group_pool.groups = [*waiting, *(group.restarted() for group in others)]
@@ -126,9 +134,13 @@ class PartialRollout(PoolStrategy):
 
         return replace(_pool_plan(groups, needed, enough), is_resumable=True)
 
-    def keep(self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]) -> None:
+    def keep(
+        self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]
+    ) -> None:
         before = run.group_pool.groups
-        num_continued = len({group.position for group in before} & {group.position for group in groups})
+        num_continued = len(
+            {group.position for group in before} & {group.position for group in groups}
+        )
         state.metrics |= {
             "training/off_policy/kept_groups": len(others),
             REFILLED: state.metrics.get(REFILLED, 0) + len(groups) - num_continued,
@@ -148,7 +160,10 @@ class Replay(PoolStrategy):
         state.num_rollouts += 1
         positions = self._row.positions
         retained = {group.position: group for group in run.group_pool.groups}
-        new = {group.position: group for group in groups_at(run, [p for p in positions if p not in retained])}
+        new = {
+            group.position: group
+            for group in groups_at(run, [p for p in positions if p not in retained])
+        }
         run.group_pool.num_drawn = max(run.group_pool.num_drawn, 1 + max(positions))
         return CallPlan(
             [retained.get(p) or new[p] for p in positions],
@@ -162,7 +177,9 @@ class Replay(PoolStrategy):
         check_replayed(self._row, groups)
         return plan.certain
 
-    def keep(self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]) -> None:
+    def keep(
+        self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]
+    ) -> None:
         self._strategy.keep(run, state, groups, others)
 
 
@@ -184,7 +201,8 @@ def groups_at(run: Run, positions: Sequence[int]) -> list[Group]:
 
 
 def next_position(run: Run) -> int:
-    """Return the position in the order of prompts of a run that has trained on all that it has drawn,
+    """Return the position in the order of prompts of a run that has trained on all that it has
+    drawn,
     except for as many as are in the pool."""
     order = prompt_order(run)
     return order.position(order.count(run.group_pool.num_drawn) - len(run.group_pool.groups))
@@ -204,7 +222,8 @@ def _draw(run: Run, count: int) -> list[Group]:
 
 
 def _num_left(run: Run) -> float:
-    """Return the number of prompts that the run has yet to draw; infinity if trainer.total_training_steps
+    """Return the number of prompts that the run has yet to draw; infinity if
+    trainer.total_training_steps
     ends it."""
     order = prompt_order(run)
     total = order.count(run.schedule.total_prompts) if run.schedule.ends_by_epochs else math.inf
@@ -212,10 +231,11 @@ def _num_left(run: Run) -> float:
 
 
 def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Return verl's metrics of responses to which several weights have contributed, and the share of tokens by age.
+    """Return verl's metrics of responses to which several weights have contributed, and the share
+    of tokens by age.
 
-    Of each response: trajectory_spans = largest - smallest age + 1; trajectory_staleness = smallest age;
-    trajectory_staleness_worst = largest age."""
+    Of each response: trajectory_spans = largest - smallest age + 1; trajectory_staleness = smallest
+    age; trajectory_staleness_worst = largest age."""
     assert batch.token_ages is not None
     ages = batch.token_ages.numpy()
     starts = np.cumsum(batch.response_lens.numpy()) - batch.response_lens.numpy()
@@ -233,5 +253,6 @@ def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:
     }
     counts = np.bincount(ages)
     return metrics | {
-        f"training/off_policy/token_share/age_{age}": count / len(ages) for age, count in enumerate(counts.tolist())
+        f"training/off_policy/token_share/age_{age}": count / len(ages)
+        for age, count in enumerate(counts.tolist())
     }
