@@ -1,8 +1,8 @@
 """Context-parallel sizes chosen for each micro-batch (dynamic_context_parallel) against fixed ones,
 on long-tailed lengths. Two tables of the time of an update over the shortest of a fixed size:
 
-    OMP_NUM_THREADS=1 python benchmarks/context_parallel.py --processes 2   # real updates of a small model on CPUs
-    python benchmarks/context_parallel.py                                   # the planner's bounds, Qwen3-8B on H100
+    OMP_NUM_THREADS=1 python benchmarks/context_parallel.py --processes 2  # updates on CPUs
+    python benchmarks/context_parallel.py  # the planner's bounds, Qwen3-8B on H100
 
 Bounds. Work: the FLOPs of all sequences, divided by the ranks: no size changes it. Bytes: with p2p
 a rank receives the keys and values of s - 1 others in a layer's forward pass, and of 2 s - 1 in its

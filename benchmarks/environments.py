@@ -2,7 +2,7 @@
 one that waits.
 
     export OMP_NUM_THREADS=1
-    python benchmarks/environments.py                     # 1,024 conversations of 4 turns of 16 tokens
+    python benchmarks/environments.py  # 1,024 conversations of 4 turns of 16 tokens
     python benchmarks/environments.py --places 128        # of which an engine runs 128 at once
 
 One process, vLLM on a CPU, and a model of 0.7M parameters. Rounds of three kinds alternate, and
@@ -68,7 +68,8 @@ class Environment:
     async def step(self, response):
         low, high = json.load(open(self.control))
         self.turns += 1
-        await asyncio.sleep(math.exp(self.random.uniform(math.log(low), math.log(high))) if high else 0)
+        seconds = math.exp(self.random.uniform(math.log(low), math.log(high))) if high else 0
+        await asyncio.sleep(seconds)
         return %r, 0.0, self.turns == %d, {}
 """
 

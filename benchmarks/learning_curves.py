@@ -9,8 +9,8 @@ by the next start. table.md and curves.png there have all runs so far. A run tha
 the table with its error; the
 next start resumes it. After `make real-model`, a language model that someone else trained:
 
-    python benchmarks/learning_curves.py --variants smollm2_grpo smollm2_ppo --steps 15 --output runs/smollm2/curves \\
-        --launch ".venv/bin/torchrun --standalone --nproc-per-node 2"
+    python benchmarks/learning_curves.py --variants smollm2_grpo smollm2_ppo --steps 15 \\
+        --output runs/smollm2/curves --launch ".venv/bin/torchrun --standalone --nproc-per-node 2"
 """
 
 from __future__ import annotations

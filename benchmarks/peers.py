@@ -1,7 +1,7 @@
 """Common code of the comparisons with other trainers (vs_trl.py, vs_verl.py): the work of
 workload.py, rlhf_mc on it, and the tables.
 
-    torchrun peers.py CONFIG trainer.default_local_dir=DIR [section.key=value ...]      # rlhf_mc alone
+    torchrun peers.py CONFIG trainer.default_local_dir=DIR [section.key=value ...]  # rlhf_mc alone
 
 Rank 0 prints the seconds of each step, by phase. A program is started anew in each round, and its
 first two steps are not counted. A step is all that happens from one step's end to the next one's,

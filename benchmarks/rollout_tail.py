@@ -5,7 +5,7 @@ of an engine's step.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --limit 512
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/rollout_tail.py --limit 256
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --size 26M --lengths  # equal ones alone
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/rollout_tail.py --size 26M --lengths
 
 Each rank is an engine. A response ends at its drawn length and not with an end token. All else is
 the trainer's own rollout, without rewards, updates and the exchange of responses. Ranks may share

@@ -3,18 +3,20 @@ for the same work. A share that is above 10 % in 95 % of resampled runs is an er
 exit code 1. Needs an idle machine.
 
     export OMP_NUM_THREADS=1
-    python benchmarks/step_overhead.py                                # the quickstart, after `make quickstart`
+    python benchmarks/step_overhead.py  # the quickstart, after `make quickstart`
     python benchmarks/step_overhead.py --size 0.7M                    # longer responses
     python benchmarks/step_overhead.py --size 26M --prompts 128
 
 After each step the engines repeat its work without the trainer, in the same processes and on the
 same weights:
 
-    generation   vLLM's LLM.generate on the same prompts, with exactly the lengths that the step has drawn, without
-                 seeds and log-probs; it renders each prompt, which the trainer's own loop leaves out
-    passes       Megatron-Core's model on the same packed micro-batches, torch's log-softmax over full logits
-    updates      the same with a backward pass, the reduction of gradients, clipping and the optimizer's step as the
-                 trainer calls them
+    generation   vLLM's LLM.generate on the same prompts, with exactly the lengths that the step
+                 has drawn, without seeds and log-probs; it renders each prompt, which the trainer's
+                 own loop leaves out
+    passes       Megatron-Core's model on the same packed micro-batches, torch's log-softmax over
+                 full logits
+    updates      the same with a backward pass, the reduction of gradients, clipping and the
+                 optimizer's step as the trainer calls them
 
 What is done beyond that in a step is the trainer's own: seeds, log-probs, exchange of responses,
 packing, entropy, statistics, advantages, the weight update, waiting for the reward. Rounds of both

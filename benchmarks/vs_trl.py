@@ -2,11 +2,11 @@
 model, prompts, distribution of lengths, epoch, optimizer steps and cores, one after the other,
 several times.
 
-    python3.11 -m venv TRL                              # an environment of its own, with this project's torch:
+    python3.11 -m venv TRL  # an environment of its own, with this project's torch:
     echo "$PWD/.venv/lib/python3.11/site-packages" > TRL/lib/python3.11/site-packages/project.pth
     TRL/bin/pip install accelerate datasets
     TRL/bin/pip install --no-deps trl==1.12.0           # 1.16 has no PPO
-    OMP_NUM_THREADS=1 python benchmarks/vs_trl.py --trl-python TRL/bin/python               # a table of 8 cells
+    OMP_NUM_THREADS=1 python benchmarks/vs_trl.py --trl-python TRL/bin/python  # a table of 8 cells
 
 Both train actor and critic with one PPO epoch and an optimizer step for each 64 sequences, compute
 log-probs of a frozen reference, and have a reward that costs next to nothing. Response lengths:
@@ -16,7 +16,8 @@ them by default; "generation's log-probs" is rlhf_mc with algorithm.rollout_corr
 which takes them from the generation too. peers.py says what a step is.
 
     make real-model    # or tools/make_smollm2.py alone, which writes runs/smollm2
-    OMP_NUM_THREADS=1 python benchmarks/vs_trl.py --trl-python TRL/bin/python --task runs/smollm2 --processes 2
+    OMP_NUM_THREADS=1 python benchmarks/vs_trl.py --trl-python TRL/bin/python \\
+        --task runs/smollm2 --processes 2
 
 compares GRPO on a real model instead: the settings of configs/smollm2_grpo.yaml in both, and the
 same reward function. Beside them the bound: the passes of the same number of tokens in plain

@@ -2,12 +2,13 @@
 model, prompts, lengths, epoch, optimizer steps, engine and cores, one after the other, several
 times.
 
-    python3.11 -m venv VERL                             # an environment of its own, with this project's torch and vLLM:
+    python3.11 -m venv VERL  # of its own, with this project's torch and vLLM:
     echo "$PWD/.venv/lib/python3.11/site-packages" > VERL/lib/python3.11/site-packages/project.pth
-    VERL/bin/pip install --no-deps verl==0.9.1 ray==2.60.0 tensordict==0.10.0 TransferQueue==0.1.11 pyvers==0.2.3 \\
-        hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 codetiming pylatexenc torchdata peft \\
-        accelerate datasets multiprocess pandas pytz msgpack aiohttp-cors colorful opencensus opencensus-context py-spy
-    OMP_NUM_THREADS=1 python benchmarks/vs_verl.py --verl-python VERL/bin/python            # a table of 4 cells
+    VERL/bin/pip install --no-deps verl==0.9.1 ray==2.60.0 tensordict==0.10.0 \\
+        TransferQueue==0.1.11 pyvers==0.2.3 hydra-core==1.3.8 omegaconf==2.3.1 \\
+        antlr4-python3-runtime==4.9.3 codetiming pylatexenc torchdata peft accelerate datasets \\
+        multiprocess pandas pytz msgpack aiohttp-cors colorful opencensus opencensus-context py-spy
+    OMP_NUM_THREADS=1 python benchmarks/vs_verl.py --verl-python VERL/bin/python
 
 verl has no platform "cpu": verl_cpu.py is one, with the patches that verl and vLLM need for it.
 Both train actor and critic in float32 with one PPO epoch and an optimizer step for each 64

@@ -1,11 +1,12 @@
 """An advantage estimator of your own, without a critic, on the quickstart's additions.
 
-make quickstart                                                      (once: it makes model and questions)
-python examples/custom_estimator.py [section.key=value ...]          (one process; or: torchrun --nproc-per-node 2 ...)
+make quickstart  (once: it makes model and questions)
+python examples/custom_estimator.py [section.key=value ...]  (or torchrun --nproc-per-node 2 ...)
 
 A run of the command line takes this file as well:
 python -m rlhf_mc configs/quickstart_grpo.yaml algorithm.adv_estimator=custom \
-    algorithm.custom_estimator.path=examples/custom_estimator.py algorithm.custom_estimator.needs=[group]
+    algorithm.custom_estimator.path=examples/custom_estimator.py \
+    algorithm.custom_estimator.needs=[group]
 """
 
 import os

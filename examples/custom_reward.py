@@ -1,8 +1,8 @@
 """A reward function of your own, as a function and as a class, in PPO on the quickstart's
 additions.
 
-make quickstart                                                      (once: it makes model and questions)
-python examples/custom_reward.py [section.key=value ...]             (one process; or: torchrun --nproc-per-node 2 ...)
+make quickstart  (once: it makes model and questions)
+python examples/custom_reward.py [section.key=value ...]  (or torchrun --nproc-per-node 2 ...)
 
 A run of the command line takes this file as well:
 python -m rlhf_mc configs/quickstart.yaml custom_reward_function.path=examples/custom_reward.py

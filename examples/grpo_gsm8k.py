@@ -1,8 +1,10 @@
 """GRPO on GSM8K, from a Hugging Face checkpoint such as Qwen2.5-0.5B-Instruct, on one node of 8
 GPUs.
 
-python tools/prepare_data.py --dataset gsm8k --input DIR --output data/gsm8k           (once; DIR has GSM8K's files)
-torchrun --nproc-per-node 8 examples/grpo_gsm8k.py --model DIR [--data data/gsm8k] [section.key=value ...]
+python tools/prepare_data.py --dataset gsm8k --input DIR --output data/gsm8k
+    (once; DIR has GSM8K's files)
+torchrun --nproc-per-node 8 examples/grpo_gsm8k.py --model DIR [--data data/gsm8k] \
+    [section.key=value ...]
 
 The same command resumes a run that was interrupted. Batch sizes, learning rate and KL term are
 those of verl's example of GRPO on the Megatron back end,

@@ -1,8 +1,8 @@
 """An environment of several turns: guess a number from 1 to 15 in at most four guesses. The reward
 is 1 for the number.
 
-python tools/make_guessing_game.py --output runs/guessing            (once: it makes model and prompts)
-python examples/guess_number.py [section.key=value ...]              (one process; or: torchrun --nproc-per-node 2 ...)
+python tools/make_guessing_game.py --output runs/guessing  (once: it makes model and prompts)
+python examples/guess_number.py [section.key=value ...]  (or torchrun --nproc-per-node 2 ...)
 
 A run of the command line takes this file as well:
 python -m rlhf_mc configs/quickstart_turns.yaml

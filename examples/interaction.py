@@ -2,7 +2,8 @@
 conversation.
 
 python examples/grpo_gsm8k.py rollout.environment.path=examples/interaction.py ...
-... rollout.environment.kwargs='{class_name: my_module.MyInteraction, config: {...}}'     an interaction of your own
+... rollout.environment.kwargs='{class_name: my_module.MyInteraction, config: {...}}'
+    (an interaction of your own)
 
 `extra_info.interaction_kwargs` of a row are arguments of start_interaction, as in verl. `verl` is
 this project's stand-in where verl is not installed.

@@ -1,7 +1,7 @@
 """PPO on prompts and a reward from this program, step by step, on the quickstart's small model.
 
 make quickstart                                          (once: it makes the model)
-python examples/own_prompts.py                           (one process; or: torchrun --nproc-per-node 2 ...)
+python examples/own_prompts.py  (or torchrun --nproc-per-node 2 ...)
 """
 
 import argparse

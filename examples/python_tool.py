@@ -31,7 +31,8 @@ done
 mkdir /tmp/tmp
 ulimit -c 0; ulimit -v {MEMORY}; ulimit -t {SECONDS:.0f}
 cd /tmp
-exec chroot /tmp setpriv --no-new-privs --bounding-set=-all --inh-caps=-all {os.path.realpath(sys.executable)} -I -
+exec chroot /tmp setpriv --no-new-privs --bounding-set=-all --inh-caps=-all \
+  {os.path.realpath(sys.executable)} -I -
 """
 _COMMAND = [
     "unshare",

@@ -1,8 +1,9 @@
 """A reward model trained on preference pairs, then PPO with it under an adaptive KL coefficient.
 
-make quickstart                                          (once: it makes the policy and the questions)
+make quickstart  (once: it makes the policy and the questions)
 python examples/reward_model.py                          (one process: the reward model, then PPO)
-torchrun --nproc-per-node 2 examples/reward_model.py --reward-model runs/reward_model/model        (PPO alone)
+torchrun --nproc-per-node 2 examples/reward_model.py \
+    --reward-model runs/reward_model/model  (PPO alone)
 
 The policy adds two numbers and often forgets the carry. Of two answers the larger is preferred,
 right or wrong. The reward model learns this rule, and PPO raises its scores, by carries first. The

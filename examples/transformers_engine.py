@@ -1,8 +1,8 @@
 """A rollout engine of your own: Hugging Face transformers in place of vLLM, one response at a time,
 on the quickstart's additions. It shows all that an engine must have (rlhf_mc/rollout/base.py).
 
-make quickstart                                                      (once: it makes model and questions)
-python examples/transformers_engine.py [section.key=value ...]       (one process; or: torchrun --nproc-per-node 2 ...)
+make quickstart  (once: it makes model and questions)
+python examples/transformers_engine.py [section.key=value ...]  (or torchrun --nproc-per-node 2 ...)
 
 A run of the command line takes this file as well:
 python -m rlhf_mc configs/quickstart.yaml rollout.name=custom

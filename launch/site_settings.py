@@ -1,7 +1,7 @@
 """Read the site file: container, modules, srun options and environment variables of one cluster.
 
-    python3 launch/site_settings.py check     print what the launchers would use, or the first mistake in one line
-    python3 launch/site_settings.py shell     print it as bash assignments, which launch/site.sh evaluates
+    python3 launch/site_settings.py check  # what the launchers would use, or the first mistake
+    python3 launch/site_settings.py shell  # as bash assignments, which launch/site.sh evaluates
 
 The site file is the one that RLHF_MC_SITE names, or site.ini in the repository's root.
 launch/site.example.ini has every setting. The node's own Python reads the file, before a module or

@@ -1,7 +1,8 @@
 """The entry point of every rank: read the config, join the ranks, build the run, fit, and end with
 an exit code.
 
-torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]        (--help prints all usage)
+torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]
+(--help prints all usage)
 """
 
 from __future__ import annotations

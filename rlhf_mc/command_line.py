@@ -27,37 +27,41 @@ usage: {USAGE}
        python -m rlhf_mc --verl [SCRIPT_OR_CONFIG] [key=value ...] [--print-config]
        python -m rlhf_mc --check
 
-PPO for language models on Megatron-Core, with vLLM in the same processes. torchrun or srun starts the ranks; started
-with python alone, the program has one rank. Launchers that set the environment:
+PPO for language models on Megatron-Core, with vLLM in the same processes. torchrun or srun starts
+the ranks; started with python alone, the program has one rank. Launchers that set the environment:
 
   launch/torchrun_1node.sh CONFIG.yaml [section.key=value ...]       one node
   sbatch slurm/ppo_1node.sh CONFIG.yaml [section.key=value ...]      one node, as a Slurm job
   sbatch slurm/ppo_2nodes.sh CONFIG.yaml [section.key=value ...]     2 nodes
-  sbatch slurm/ppo_70b.sh [section.key=value ...]                    8 nodes; the body of all is launch/slurm_job.sh
+  sbatch slurm/ppo_70b.sh [section.key=value ...]                    8 nodes (launch/slurm_job.sh)
 
 Each of them takes `--verl SCRIPT_OR_CONFIG [key=value ...]` in place of these arguments.
 
 arguments:
-  CONFIG.yaml          the settings; configs/ has an example for each use, and `base: other.yaml` inherits
+  CONFIG.yaml          the settings; configs/ has examples, and `base: other.yaml` inherits
   section.key=value    a setting that replaces the file's; the value is YAML
 
 options:
   -h, --help           print this text
   --version            print the version
-  --check              print what this machine has, what it lacks and what that costs; code 1 where no run could start
+  --check              print what this machine has, what it lacks and what that costs; code 1
+                       where no run could start
   --verl               take settings of verl's, as tools/from_verl.py does (docs/from_verl.md)
-  --env NAME[=VALUE]   with --verl: a variable of the script, or of the environment (HOME and PWD are known)
+  --env NAME[=VALUE]   with --verl: a variable of the script, or of the environment (HOME and PWD
+                       are known)
   --command N          with --verl: the N-th command of a script that starts verl several times
-  --print-config       print all settings of CONFIG.yaml with their documentation, as a config that can be loaded
+  --print-config       print all settings of CONFIG.yaml with their documentation, as a config that
+                       can be loaded
 
 exit codes:
   {0:<3}  the run has finished
   {EXIT_ERROR:<3}  an error
   {EXIT_USER_ERROR:<3}  a mistake in the settings or in a file that they name, reported in one line
-  {EXIT_REQUEUE:<3}  the run was asked to stop (SIGTERM, SIGUSR1, Ctrl-C); the same command resumes it
+  {EXIT_REQUEUE:<3}  the run was asked to stop (SIGTERM, SIGUSR1, Ctrl-C); the same command resumes
   {EXIT_INTERRUPTED:<3}  the run was interrupted (a second Ctrl-C) and has saved nothing
 
-documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md, docs/reliability.md"""
+documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md,
+  docs/reliability.md"""
 
 Option = Literal["--help", "--version", "--check", "--print-config"]
 VERL = "--verl"

@@ -75,9 +75,11 @@ def write_run(
     ]
     write_lines(root / "metrics.jsonl", rows)
     edges = list(range(0, 1025, 16))
-    counts = lambda step: [
-        int(200 * math.exp(-(((b - 20 - 12 * step / num_steps) / 8) ** 2))) for b in range(64)
-    ]  # noqa: E731
+
+    def counts(step: int) -> list[int]:
+        peak = 20 + 12 * step / num_steps
+        return [int(200 * math.exp(-(((b - peak) / 8) ** 2))) for b in range(64)]
+
     lengths = [
         {
             "step": step,

@@ -2,12 +2,17 @@
 
     python tools/from_verl.py CONFIG.yaml [key=value ...] > ours.yaml
     python tools/from_verl.py run_verl.sh [key=value ...] > ours.yaml
-    python tools/from_verl.py CONFIG.yaml run_verl.sh [key=value ...] > ours.yaml     # the script's --config-name
+    python tools/from_verl.py CONFIG.yaml run_verl.sh [key=value ...] > ours.yaml
     python tools/from_verl.py key=value ... > ours.yaml
-    ... --env NAME=VALUE      a variable of the script's environment, or one that only running the script would tell
-    ... --command N           the N-th command of a script that starts verl several times
-    ... --env NAME            the same, with the value that this process has; HOME and PWD are taken without it
-    ... --nodes N --gpus-per-node N --gpu h100      a layout for this machine, by the planner's search
+
+    --env NAME=VALUE    a variable of the script's environment, or one that only running the script
+                        would tell
+    --env NAME          the same, with the value that this process has; HOME and PWD are known
+    --command N         the N-th command of a script that starts verl several times
+    --nodes N --gpus-per-node N --gpu h100
+                        a layout for this machine, by the planner's search
+
+With a script, CONFIG.yaml is the file that the script names with --config-name.
 
 Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or
 recipe.dapo.main_dapo) are read, and the variables that the script assigns are replaced; nothing is

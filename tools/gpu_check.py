@@ -4,7 +4,7 @@ and a process of its own.
 
 python tools/gpu_check.py                                 # one GPU
 torchrun --nproc-per-node 8 tools/gpu_check.py            # several
-RLHF_MC_RANKS_PER_GPU=2 torchrun --nproc-per-node 2 tools/gpu_check.py     # two ranks on one GPU (docs/gpu.md)
+RLHF_MC_RANKS_PER_GPU=2 torchrun --nproc-per-node 2 tools/gpu_check.py  # two ranks on one GPU
 python tools/gpu_check.py --device cpu                    # the same parts, small, on the CPU
 
 Exit code 1: a part has failed. docs/gpu.md says what to expect of each part, and what to do where

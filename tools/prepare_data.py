@@ -2,7 +2,8 @@
 
     python tools/prepare_data.py --dataset gsm8k --input DIR_or_FILE --output DIR
     python tools/prepare_data.py --dataset math --from-hub --output DIR
-    python tools/prepare_data.py --dataset jsonl --input FILE.jsonl --columns prompt=question ground_truth=answer \\
+    python tools/prepare_data.py --dataset jsonl --input FILE.jsonl \\
+        --columns prompt=question ground_truth=answer \\
         --data-source openai/gsm8k --output DIR
 
 The input is a JSONL or parquet file, or a directory with a file for each split: train.jsonl,

@@ -105,8 +105,9 @@ class PolicyLoss:
 def vanilla(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     """Return PPO's clipped surrogate loss, with separate clip ranges and dual clip.
 
-    r = exp(log_ratio);  L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));  where A < 0 also L <= -A clip_c.
-    Sources: arXiv 1707.06347 eq. 7; dual clip: arXiv 1912.09729 eq. 5; separate ranges: arXiv 2503.14476.
+    r = exp(log_ratio);  L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));
+    where A < 0 also L <= -A clip_c. Sources: arXiv 1707.06347 eq. 7; dual clip: arXiv 1912.09729
+    eq. 5; separate ranges: arXiv 2503.14476.
 
     Statistics: pg_clipfrac (share of tokens whose L is raised by the clip range); pg_clipfrac_lower
     (share whose L is lowered by the dual clip).

@@ -13,14 +13,14 @@ ROLES = ("actor", "critic", "ref", "rollout", "reward_model")
 
 # fmt: off
 TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
-    #                  actor               critic              reference  rollout engine     reward model
+    #                  actor               critic              reference rollout engine      RM
     "update_weights": ("params",           "",                 "",       "weights",          ""),
     "gen":            ("",                 "",                 "",       "weights kv_cache", ""),
     "testing":        ("",                 "",                 "",       "weights kv_cache", ""),
     "reward":          UNCHANGED,
     "old_log_prob":   ("params",           "",                 "",       "",                 ""),
     "ref":            ("",                 "",                 "params", "",                 ""),
-    "reward_model":   ("",                 "",                 "",       "",                 "params"),
+    "reward_model":   ("",                 "",                 "",       "",              "params"),
     "values":         ("",                 "params",           "",       "",                 ""),
     "sum_log_probs":   UNCHANGED,
     "adv":             UNCHANGED,

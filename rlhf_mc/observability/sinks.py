@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -93,9 +94,7 @@ class Sinks:
         tracked = TrackedRun(directory, run_id or name, config.project_name, name, settings or {})
         for tracker in TRACKERS:
             if tracker in config.logger:
-                self._add(
-                    tracker, lambda tracker=tracker: TrackerSink(tracker, tracked, after_step)
-                )  # type: ignore[misc]
+                self._add(tracker, partial(TrackerSink, tracker, tracked, after_step))
         if "console" in config.logger:
             self._add("table of steps", lambda: StepTable(total_steps, stream))
 

@@ -277,7 +277,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 def within(seconds: float, call: Callable[[], _Result]) -> _Result:
     """Return what `call` returns, or raise what it raises. Raise TimeoutError after the given time;
-    the call then goes on in its thread, which does not keep the process from ending."""
+    the call then continues in its thread, which does not keep the process from ending."""
     future: Future[_Result] = Future()
 
     def work() -> None:

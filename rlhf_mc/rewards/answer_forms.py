@@ -20,7 +20,11 @@ _CHARACTERS = str.maketrans(
      **dict.fromkeys("€£¥₹", "")}
 )  # fmt: skip
 _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
-    (r"(?:^US)?\\?[$]|\\(?:pounds|euro|displaystyle|[lL]arge|boldsymbol|bm|bf|underline|left|right)(?![a-zA-Z])", ""),
+    (
+        r"(?:^US)?\\?[$]"
+        r"|\\(?:pounds|euro|displaystyle|[lL]arge|boldsymbol|bm|bf|underline|left|right)(?![a-zA-Z])",
+        "",
+    ),
     (r"\\(?:text)?color\s*\{\w+\}", ""),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|mbox)(?![a-zA-Z])", r"\\text"),
     (r"\\(?:nice|s)frac(?![a-zA-Z])", r"\\frac"),

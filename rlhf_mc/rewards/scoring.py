@@ -75,8 +75,8 @@ def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
         raise UserError(f"{where}: {name!r} is not a function but {type(function).__name__}")
     is_batched = _check_signature(function, where, name, kwargs)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)
-    )  # noqa: B004
+        getattr(function, "__call__", None)  # noqa: B004
+    )
     return CustomFunction(function, is_async, is_batched, kwargs)
 
 

@@ -73,7 +73,8 @@ def record_end(
     text: str,
 ) -> None:
     """Add to the last line of starts.jsonl that the run has ended after `step`. A start without it
-    is a run that goes on or was killed. Any rank may call it; rank 0 writes. An error is a warning.
+    is a run that continues or was killed. Any rank may call it; rank 0 writes. An error is a
+    warning.
 
     how: finished; stopped on request; left by the caller of the Python API; failed with an error;
     rolled back to an earlier step, from which the next start continues. text: the reason."""

@@ -125,7 +125,9 @@ def size(num_bytes: float) -> str:
     """Return bytes in at most 8 characters, as the planner counts them: a GB is 10^9."""
     for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= 0.9995 * one:
-            return f"{num_bytes / one:.{2 if num_bytes < 9.995 * one else 1 if num_bytes < 99.95 * one else 0}f} {unit}"
+            amount = num_bytes / one
+            digits = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
+            return f"{amount:.{digits}f} {unit}"
     return f"{num_bytes:.0f} B"
 
 

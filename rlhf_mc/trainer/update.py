@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -223,7 +224,7 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
         epochs = critic.ppo_epochs or cfg.actor.ppo_epochs
         minis = step_mini_batches(cfg, state.step, size, epochs)
         scale = critic.loss_scale_factor or cfg.data.max_response_length
-        objective = lambda mini: critic_objective(mini, critic, scale)  # noqa: E731
+        objective = partial(critic_objective, cfg=critic, loss_scale_factor=scale)
         budget = token_budget(run, "critic", state.step)
         state.metrics |= update(run.critic, batch, minis, objective, budget, run.skipped)
 
@@ -243,10 +244,13 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
             loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
             draws=step_generator(cfg.trainer.seed, state.step),
         )
-        vocab_size = run.actor.shape.vocab_size
-        objective = lambda mini: actor_objective(
-            mini, actor, vocab_size, cfg.rollout.temperature, terms
-        )  # noqa: E731
+        objective = partial(
+            actor_objective,
+            cfg=actor,
+            vocab_size=run.actor.shape.vocab_size,
+            temperature=cfg.rollout.temperature,
+            terms=terms,
+        )
         budget = token_budget(run, "actor", state.step)
         state.metrics |= update(run.actor, batch, minis, objective, budget, run.skipped)
         if run.actor.replay is not None:

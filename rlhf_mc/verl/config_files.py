@@ -147,10 +147,8 @@ class Composition:
         for item in name if isinstance(name, list) else [name]:
             if item is None or item == "null":
                 continue
-            file = _join(
-                group,
-                f"{inner}/{_CHOICE.sub(lambda match: self.choices.get(match[1], match[0]), str(item))}",
-            )
+            chosen = _CHOICE.sub(lambda match: self.choices.get(match[1], match[0]), str(item))
+            file = _join(group, f"{inner}/{chosen}")
             if not key.startswith("optional ") or os.path.isfile(self._directory / f"{file}.yaml"):
                 self._add(file, package, outer, by, depth + 1)
 

@@ -24,39 +24,45 @@ DOCS = Path(__file__).parents[2] / "docs"
 METRICS_HEAD = """\
 # Metrics
 
-Each step writes one JSON object to `metrics.jsonl` (`{"step": n, "run_id": id, key: value, ...}`, `null` where a value
-is not finite), and the same keys to TensorBoard (`tensorboard --logdir <trainer.default_local_dir>/tensorboard`) and to
-[experiment trackers](trackers.md). Step 0 is the validation before the first update. Keys are verl's wherever the
-meaning is the same. [health.md](health.md) has the rules that watch them.
+Each step writes one JSON object to `metrics.jsonl` (`{"step": n, "run_id": id, key: value, ...}`,
+`null` where a value is not finite), and the same keys to TensorBoard (`tensorboard --logdir
+<trainer.default_local_dir>/tensorboard`) and to [experiment trackers](trackers.md). Step 0 is the
+validation before the first update. Keys are verl's wherever the meaning is the same.
+[health.md](health.md) has the rules that watch them.
 
-All numbers are over the whole batch of the step, on all ranks, unless the table says rank 0. "Token" means response
-token unless said otherwise. A mean over tokens weighs every token of the batch alike. An update metric is computed over
-each mini-batch, on all ranks, and then averaged over the step's mini-batches, of all PPO epochs. Log-probs and KL are
-in nats, times in seconds of wall clock. Memory is in GiB (2^30 bytes), also where a key ends in `_gb`.
+All numbers are over the whole batch of the step, on all ranks, unless the table says rank 0.
+"Token" means response token unless said otherwise. A mean over tokens weighs every token of the
+batch alike. An update metric is computed over each mini-batch, on all ranks, and then averaged over
+the step's mini-batches, of all PPO epochs. Log-probs and KL are in nats, times in seconds of wall
+clock. Memory is in GiB (2^30 bytes), also where a key ends in `_gb`.
 
-`python tests/checks/metrics_page.py` writes this page from `rlhf_mc/observability/catalog/`, which declares each
-metric. In a key `<name>` stands for any text, N and k for numbers, and {a,b} for either.
+`python tests/checks/metrics_page.py` writes this page from `rlhf_mc/observability/catalog/`, which
+declares each metric. In a key `<name>` stands for any text, N and k for numbers, and {a,b} for
+either.
 """
 HEALTH_HEAD = """\
 # Health rules: symptom, meaning, setting
 
-After each step rank 0 checks these rules on the step's [metrics](metrics.md). The first time that a rule counts, two
-lines on standard error name the rule, the metric, its bound, the meaning and the setting to turn. Later there is one
-line at 10, 100, ... steps, and one at the end of the run with the number of steps. `health.jsonl` in the run's
-directory has a line each time that a rule begins or ends to count, and for each roll-back. An empty file is a healthy
-run. `health/num_active` is the number of rules that count.
+After each step rank 0 checks these rules on the step's [metrics](metrics.md). The first time that a
+rule counts, two lines on standard error name the rule, the metric, its bound, the meaning and the
+setting to turn. Later there is one line at 10, 100, ... steps, and one at the end of the run with
+the number of steps. `health.jsonl` in the run's directory has a line each time that a rule begins
+or ends to count, and for each roll-back. An empty file is a healthy run. `health/num_active` is the
+number of rules that count.
 
-The table has each rule's response: `note` (only in `health.jsonl`), `warn`, or `stop` (the run saves a checkpoint,
-exports nothing and ends with code 2); [settings give others](reliability.md#responses-to-health-rules). A symptom must
-last for the steps of the second column: `health.patience` (5), or `health.window` (20) where one step says little. A
-run that resumes continues the counts by the rows of `metrics.jsonl`; without that file they begin anew.
+The table has each rule's response: `note` (only in `health.jsonl`), `warn`, or `stop` (the run
+saves a checkpoint, exports nothing and ends with code 2); [settings give
+others](reliability.md#responses-to-health-rules). A symptom must last for the steps of the second
+column: `health.patience` (5), or `health.window` (20) where one step says little. A run that
+resumes continues the counts by the rows of `metrics.jsonl`; without that file they begin anew.
 
 `python tests/checks/metrics_page.py` writes this page from `rlhf_mc/health/rules.py`.
 """
 HEALTH_TAIL = """\
-**Bounds.** The ranges of `actor/ppo_kl` (0.01 to 0.03), of gradient norms (0.5 to 2.0) and of `critic/vf_clipfrac`
-(0.05) are those of tuning notes for verl. Of 29 healthy runs of the quickstart's task 15 had a gradient norm above 2.0
-for 5 steps, so that rule is only noted; none had a warning.
+**Bounds.** The ranges of `actor/ppo_kl` (0.01 to 0.03), of gradient norms (0.5 to 2.0) and of
+`critic/vf_clipfrac` (0.05) are those of tuning notes for verl. Of 29 healthy runs of the
+quickstart's task 15 had a gradient norm above 2.0 for 5 steps, so that rule is only noted; none had
+a warning.
 """
 
 

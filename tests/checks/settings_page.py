@@ -38,10 +38,11 @@ PATH = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-A config is a YAML file of sections; `base: other.yaml` inherits another file. `section.key=value` on the command line
-replaces a setting, and its value is YAML. An unknown key is an error that names the nearest known one.
-`python -m rlhf_mc CONFIG.yaml --print-config` prints the settings of a config, with the text below each.
-Names are verl's where the meaning is the same ([from_verl.md](from_verl.md)).
+A config is a YAML file of sections; `base: other.yaml` inherits another file. `section.key=value`
+on the command line replaces a setting, and its value is YAML. An unknown key is an error that names
+the nearest known one. `python -m rlhf_mc CONFIG.yaml --print-config` prints the settings of a
+config, with the text below each. Names are verl's where the meaning is the same
+([from_verl.md](from_verl.md)).
 
 "Free on a resume.": a change of the setting alters no step by itself, and a resume does not list it
 among the settings that differ from the checkpoint's.
@@ -51,7 +52,8 @@ among the settings that differ from the checkpoint's.
 DEPENDENT = """\
 ## Settings that are read with others alone
 
-Where one of these is set and not read, a line at the start names it. Those that do not fit together are errors.
+Where one of these is set and not read, a line at the start names it. Those that do not fit together
+are errors.
 """
 NAME = "NAME"
 """Stands for the name of a named section."""

@@ -86,7 +86,8 @@ def step_without(target: str, checkpoint: str, tp: int, pp: int) -> None:
 def kept_routing(checkpoint: str, original: bool) -> list[str]:
     """Return the tensors of tokens that the dispatchers of experts keep after a step, by the
     attribute's name."""
-    target = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.combine_postprocess"
+    dispatcher = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher"
+    target = f"{dispatcher}.combine_postprocess"
     with (
         reverted(PATCHES[target]) if original else contextlib.nullcontext(),
         mesh_groups(1, 1) as groups,

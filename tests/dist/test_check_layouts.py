@@ -77,7 +77,7 @@ runpy.run_path({str(TOOL)!r}, run_name="__main__")
 WRONG_MEGATRON = """
 rows = layout.model_params
 layout.model_params = lambda shape: [replace(row, mcore=row.mcore.replace("fc2", "fc3")) for row in rows(shape)]
-"""
+"""  # noqa: E501
 WRONG_VLLM = "vllm_layout._RENAMED['.o_proj.'] = '.out_proj.'"
 
 

@@ -175,7 +175,7 @@ class Environment:
         self.turn += 1
         await asyncio.sleep(0.02 * (self.number % 3))
         return [10 + token_ids[0] % 7, 8, 9], self.number + self.turn, self.turn > self.number % 4, {}
-"""
+"""  # noqa: E501
 
 
 def test_conversations_do_not_depend_on_the_engines(pool: Any, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Environment:
             raise ValueError("not this turn")
         turn = [10 + sum(self.seen) % 200, 8]
         return turn, float(sum(self.seen) % 3 == 0), sum(self.seen) % 5 == 0, {"seen": len(self.seen)}
-"""
+"""  # noqa: E501
 SETTINGS = [
     "custom_reward_function.path=null",
     "actor.optim.lr=0",

@@ -151,7 +151,7 @@ SCORE_ALL = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):
     rows = zip(solution_strs, ground_truths, strict=True)
     return [float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7)) for text, truth in rows]
-"""
+"""  # noqa: E501
 SCORE_ONE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(sum(map(ord, solution_str)) % 5 + 10 * (sum(map(ord, str(ground_truth))) % 7))

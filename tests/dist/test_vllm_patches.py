@@ -39,7 +39,10 @@ from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
 LINEAR = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
-SHARED_MEMORY = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name"
+SHARED_MEMORY = (
+    "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
+    "._all_group_ranks_share_shm_group_name"
+)
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REPACK = f"{EXPERTS}.CPUUnquantizedExperts.process_weights_after_loading"
 SIZES = f"{EXPERTS}.CPUUnquantizedExperts._supports_grouped_gemm"

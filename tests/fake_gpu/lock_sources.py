@@ -22,7 +22,8 @@ CALLED = """
     vllm.config.model:ModelConfig.maybe_untie_word_embeddings ModelConfig.head_dtype
     vllm.device_allocator.alloc_conf:expandable_segments_enabled_from_env
     vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector
-    vllm.distributed.parallel_state:init_model_parallel_group destroy_distributed_environment get_tp_group
+    vllm.distributed.parallel_state:init_model_parallel_group destroy_distributed_environment
+        get_tp_group
         initialize_model_parallel destroy_model_parallel _WORLD _NODE_COUNT
         GroupCoordinator.__init__ GroupCoordinator.destroy
     vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__
@@ -33,32 +34,40 @@ CALLED = """
     vllm.entrypoints.llm:LLM.__init__ LLM.sleep LLM.wake_up LLM.reset_prefix_cache
     vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
     vllm.inputs.engine:tokens_input
-    vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading MLAAttention
-    vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d:causal_conv1d_fn_cpu causal_conv1d_update_cpu
-    vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu _causal_conv1d_update_cpu
+    vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading
+        MLAAttention
+    vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d:causal_conv1d_fn_cpu
+        causal_conv1d_update_cpu
+    vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu
+        _causal_conv1d_update_cpu
     vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu RotaryEmbedding
     vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading
     vllm.model_executor.layers.fused_moe.routed_experts_capturer:bind_routed_experts_capturer
     vllm.model_executor.layers.quantization.online.fp8:Fp8PtpcOnlineLinearMethod
     vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm
     vllm.model_executor.model_loader:register_model_loader
-    vllm.model_executor.model_loader.base_loader:BaseModelLoader.download_model BaseModelLoader.load_weights
+    vllm.model_executor.model_loader.base_loader:BaseModelLoader.download_model
+        BaseModelLoader.load_weights
         BaseModelLoader.load_model
     vllm.model_executor.model_loader.reload.layerwise:_layerwise_process get_layerwise_info
-    vllm.model_executor.model_loader.reload.meta:SKIP_TENSORS materialize_layer restore_layer_on_meta
+    vllm.model_executor.model_loader.reload.meta:SKIP_TENSORS materialize_layer
+        restore_layer_on_meta
     vllm.model_executor.model_loader.reload.utils:get_layer_params_buffers
     vllm.model_executor.model_loader.utils:initialize_model
     vllm.platforms:__getattr__
     vllm.sampling_params:SamplingParams.__post_init__ SamplingParams.update_from_generation_config
-    vllm.tool_parsers.abstract_tool_parser:ToolParserManager.get_tool_parser ToolParserManager.list_registered
+    vllm.tool_parsers.abstract_tool_parser:ToolParserManager.get_tool_parser
+        ToolParserManager.list_registered
         ToolParserManager
     vllm.utils.torch_utils:set_default_torch_dtype
     vllm.v1.core.sched.async_scheduler:AsyncScheduler
     vllm.v1.core.sched.interface:PauseState.UNPAUSED
     vllm.v1.core.sched.output:CachedRequestData SchedulerOutput
     vllm.v1.core.sched.scheduler:Scheduler.get_request_counts Scheduler.__init__ Scheduler.schedule
-        Scheduler.update_from_output Scheduler._update_after_schedule Scheduler._make_cached_request_data
-        Scheduler._update_request_with_output Scheduler._free_request Scheduler._get_new_block_ids_to_zero
+        Scheduler.update_from_output Scheduler._update_after_schedule
+        Scheduler._make_cached_request_data
+        Scheduler._update_request_with_output Scheduler._free_request
+        Scheduler._get_new_block_ids_to_zero
         Scheduler.finish_requests Scheduler.has_requests
     vllm.v1.core.sched.utils:remove_all check_stop
     vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots KVCacheManager.cache_blocks
@@ -81,7 +90,8 @@ RELIED_ON = """
     vllm.device_allocator.cumem:CuMemAllocator
     vllm.device_allocator.sleep_mode_backend:CuMemBackend
     vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.register_graph_buffers
-    vllm.distributed.device_communicators.flashinfer_all_reduce:get_fi_ar_workspace get_fi_ar_quant_workspace
+    vllm.distributed.device_communicators.flashinfer_all_reduce:get_fi_ar_workspace
+        get_fi_ar_quant_workspace
     vllm.compilation.passes.fusion.allreduce_rms_fusion:AllReduceFusionPass.__init__
     vllm.distributed.aux_output_connector.connector:AuxOutputSchedulerConnector.take_output
         AuxOutputSchedulerConnector.reset
@@ -90,17 +100,21 @@ RELIED_ON = """
     vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod
     vllm.model_executor.layers.logits_processor:LogitsProcessor._apply_head
     vllm.v1.core.sched.scheduler:Scheduler._preempt_request
-    vllm.v1.engine.core:EngineCore.sleep EngineCore.wake_up EngineCore.pause_scheduler EngineCore._reset_caches
+    vllm.v1.engine.core:EngineCore.sleep EngineCore.wake_up EngineCore.pause_scheduler
+        EngineCore._reset_caches
         EngineCore.shutdown
     vllm.v1.executor.abstract:Executor.sleep Executor.wake_up
     vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor ExecutorWithExternalLauncher
-    vllm.v1.worker.gpu_worker:Worker.sleep Worker.wake_up Worker.load_model Worker.init_device Worker.shutdown
-        Worker._maybe_get_memory_pool_context Worker.initialize_from_config Worker._get_cudagraph_capture_context
+    vllm.v1.worker.gpu_worker:Worker.sleep Worker.wake_up Worker.load_model Worker.init_device
+        Worker.shutdown
+        Worker._maybe_get_memory_pool_context Worker.initialize_from_config
+        Worker._get_cudagraph_capture_context
         Worker.determine_available_memory
     vllm.v1.worker.utils:request_memory
     vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model GPUModelRunner.finish_requests
         GPUModelRunner.add_requests
-    vllm.v1.worker.gpu.sample.gumbel:apply_temperature gumbel_sample gumbel_noised_argmax murmur3_hash32
+    vllm.v1.worker.gpu.sample.gumbel:apply_temperature gumbel_sample gumbel_noised_argmax
+        murmur3_hash32
     vllm.v1.worker.gpu.sample.logprob:compute_topk_scores
     vllm.v1.worker.gpu.sample.sampler:Sampler
     vllm.v1.worker.gpu.sample.penalties:PenaltiesState.add_request PenaltiesState.apply
@@ -116,9 +130,15 @@ REEXPORTED = {
     "vllm.config:ModelConfig": "vllm.config.model:ModelConfig",
     "vllm.config:VllmConfig": "vllm.config.vllm:VllmConfig",
     "vllm.config:set_current_vllm_config": "vllm.config.vllm:set_current_vllm_config",
-    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:cpu_fused_moe": "vllm._custom_ops:cpu_fused_moe",
-    "vllm.distributed.aux_output_connector.worker:get_tp_group": "vllm.distributed.parallel_state:get_tp_group",
-    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._sample": "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:cpu_fused_moe": (
+        "vllm._custom_ops:cpu_fused_moe"
+    ),
+    "vllm.distributed.aux_output_connector.worker:get_tp_group": (
+        "vllm.distributed.parallel_state:get_tp_group"
+    ),
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._sample": (
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample"
+    ),
     "vllm.model_executor.layers.attention:MLAAttention": (
         "vllm.model_executor.layers.attention.mla_attention:MLAAttention"
     ),

@@ -24,7 +24,7 @@ case "$1" in
 --query-gpu=*) for i in 1 2 3 4 5 6 7 8; do echo "NVIDIA H100 80GB HBM3, 81559, 4, 9.0, 580.95.05"; done ;;
 *) echo "| NVIDIA-SMI 580.95.05     Driver Version: 580.95.05     CUDA Version: 13.0     |" ;;
 esac
-"""
+"""  # noqa: E501
 NO_ANSWER = """\
 #!/bin/sh
 echo "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver." >&2

@@ -51,7 +51,7 @@ TEXTS = """() => {
     }
   }
   return found;
-}"""
+}"""  # noqa: E501
 OVERLAPS = f"""() => {{
   const overlap = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
     Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
@@ -74,7 +74,7 @@ OVERLAPS = f"""() => {{
     if (inner.left < outer.left || inner.right > outer.right) out.push(`outside of its chart: ${{text.textContent}}`);
   }}
   return {{ out, num: texts.length }};
-}}"""
+}}"""  # noqa: E501
 # WCAG 2.2, 1.4.3 and 1.4.11: the contrast of text is at least 4.5, that of what a chart draws at
 # least 3.
 CONTRASTS = f"""() => {{
@@ -105,7 +105,7 @@ CONTRASTS = f"""() => {{
     check(drawn.closest("figure"), style.fill === "none" ? style.stroke : style.fill, 3, drawn.outerHTML.slice(0, 40));
   }}
   return [...new Set(out)];
-}}"""
+}}"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +334,7 @@ def test_tokens_are_coloured_by_a_value(opened: Any) -> None:
           range.selectNodeContents(tokens.lastChild);
           const [note, token] = [range, tokens.lastElementChild].map((one) => one.getBoundingClientRect());
           return note.left >= token.right - 1 || note.top >= token.bottom - 1;
-        }"""
+        }"""  # noqa: E501
     ), "no token turns the text after it around"
 
     def levels() -> list[str]:

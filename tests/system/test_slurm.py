@@ -253,7 +253,7 @@ if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     exit 0
 fi
 exec {sys.executable} "$@"
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ shift
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 wait "$child"
-"""
+"""  # noqa: E501
 
 
 def apptainer_site(folder: Path) -> dict[str, str]:
@@ -368,7 +368,7 @@ pathlib.Path(os.environ["RLHF_MC_EXIT_CODE_FILE"]).write_text("0")
 '
 fi
 exec {sys.executable} "$@"
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("how", ["preempted", "cancelled"])

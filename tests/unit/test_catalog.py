@@ -12,7 +12,10 @@ from rlhf_mc.observability.catalog import SECTIONS, find, undeclared
 from rlhf_mc.observability.catalog.metric import Metric, expanded
 
 METRICS = [metric for section in SECTIONS for metric in section.metrics]
-_IS = "{mean,std,max,min,eff_sample_size,ratio_fraction_high,ratio_fraction_low,batch_norm_factor,oob_ratio}"
+_IS = (
+    "{mean,std,max,min,eff_sample_size,ratio_fraction_high,ratio_fraction_low,batch_norm_factor,"
+    "oob_ratio}"
+)
 _SEQUENCES = (
     "{seq_mean,seq_std,seq_max,seq_min,seq_max_deviation,seq_fraction_high,seq_fraction_low}"
 )
@@ -48,7 +51,7 @@ training/off_policy/{{trajectory_spans,trajectory_staleness,trajectory_staleness
 {{training,validation}}/filter_groups/discarded_surplus_samples
 rollout/moe/{{routed_experts_found,routed_expert_assignments}} rollout/{{spec_accept_rate,spec_accept_length}}
 variance_proxy/{{proxy1_signal_strength,proxy2_total_power,proxy3_pure_noise,expected_a_squared,expected_w}}
-"""
+"""  # noqa: E501
 """Metrics of verl's PPO loop on one turn of text, and of its timing in earlier versions."""
 
 

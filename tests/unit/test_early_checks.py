@@ -199,7 +199,7 @@ def test_resume_path_may_be_gone_once_the_run_has_a_checkpoint(directory: Path) 
                                                                                        "read")]),
         (lambda d: (d / "model/config.json").write_text("{"),
          ["model.path: ", "config.json", ("not "
-                                                                                              "valid JSON")]),
+                                                                                              "valid JSON")]),  # noqa: E501
         (lambda d: (d / "model/config.json").write_text("[" * 100_000), ["model.path: ", ("not "
                                                                                          "valid "
                                                                                          "JSON")]),
@@ -253,7 +253,8 @@ def test_settings_that_do_not_fit_the_world_size_or_files(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["actor.megatron.pipeline_model_parallel_size=2", "actor.megatron.num_layers_in_first_pipeline_stage=4"],
+        (["actor.megatron.pipeline_model_parallel_size=2",
+          "actor.megatron.num_layers_in_first_pipeline_stage=4"],
          "actor.megatron.num_layers_in_first_pipeline_stage 4"),
         (["critic.megatron.pipeline_model_parallel_size=3"],
          "critic.megatron.pipeline_model_parallel_size: 3 does not divide the model's 4 layers"),

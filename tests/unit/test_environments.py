@@ -766,7 +766,7 @@ class Counter(BaseTool):
 class Wrong:
     def __init__(self, config, tool_schema):
         self.tool_schema = ["count"]
-"""
+"""  # noqa: E501
 CONFIG = """
 tools:
   - class_name: own_classes.Counter

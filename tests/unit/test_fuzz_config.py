@@ -36,7 +36,8 @@ numbers = st.one_of(
 )
 scalars = st.one_of(
     st.none(), st.booleans(), numbers, st.text(max_size=8), st.dates(), st.binary(max_size=4),
-    st.sampled_from(["020", "1:30", "yes", "~", "${oc.env:HOME}", "$HOME/x", "a/../b", "model", "k1", "<<", "="]),
+    st.sampled_from(["020", "1:30", "yes", "~", "${oc.env:HOME}", "$HOME/x",
+                     "a/../b", "model", "k1", "<<", "="]),
 )  # fmt: skip
 values = st.recursive(
     scalars,

@@ -54,7 +54,7 @@ root = Path('$(dirname "$0")/run'); begin(root, $SAVES_STEP); commit(root, $SAVE
         [[ -z "${{REPORTED_CODE-75}}" ]] || echo "${{REPORTED_CODE-75}}" >"$RLHF_MC_EXIT_CODE_FILE"
         exit "${{EXIT_CODE-75}}" ;;
 esac
-""",
+""",  # noqa: E501
 }
 
 
@@ -446,7 +446,7 @@ signal.alarm(600)  # no process is left behind
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
 print("ready", flush=True)
 pathlib.Path("got").write_text(signal.Signals(signal.sigwait([signal.SIGTERM, signal.SIGUSR1])).name)
-"""
+"""  # noqa: E501
 
 
 def replace_program(folder: Path, program: str) -> dict[str, str]:

@@ -52,7 +52,8 @@ def test_first_rollout_beyond_the_bound_is_a_one_line_error() -> None:
         "0.817 on average",
         "of 6 tokens",
         "trainer.max_rollout_logprob_diff allows 0.1 and 1 (bfloat16",
-        "; the worst: response 1, position 0, token 100 '<100>\\n': -1 by vLLM, -4 by the trainer; ",
+        "; the worst: response 1, position 0, token 100 '<100>\\n': -1 by vLLM, -4 by the "
+        "trainer; ",
         "; response 1, position 2, token 102 ",
         "reshard.verify=always",
     ):

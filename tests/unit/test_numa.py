@@ -24,7 +24,7 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 os.sched_setaffinity(0, eval(sys.argv[2]))  # the thread above keeps all CPUs
 bind_to_numa_node("0000:1b:00.0", Path(sys.argv[1]))
 print(*(sorted(os.sched_getaffinity(int(thread))) for thread in sorted(os.listdir("/proc/self/task"), key=int)))
-"""
+"""  # noqa: E501
 CPUS = sorted(os.sched_getaffinity(0))
 FIRST = CPUS[0]
 NO_CPU = 10**6

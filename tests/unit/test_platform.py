@@ -100,7 +100,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     fill()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

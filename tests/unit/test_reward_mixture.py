@@ -379,7 +379,7 @@ def test_batched_function_gets_all_rows_of_a_worker(build: Build, kind: str) -> 
         {kind} compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale):
             assert data_sources == ["mine"] * 3 and ground_truths == ["4"] * 3 and extra_infos == [{{}}] * 3
             return [{{"score": scale * float(text), "rows": len(solution_strs)}} for text in solution_strs]
-        """,
+        """,  # noqa: E501
         kwargs={"scale": 2},
     )
     rows = manager.submit(prompts(3), ["1", "2", "3"]).result()

@@ -226,7 +226,7 @@ def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path
             assert data_source == "mine" and ground_truth is None
             right = solution_str == extra_info["want"]
             return {"score": Result(0.5).value, "acc": right, "pred": solution_str, "length": len(solution_str)}
-        """,
+        """,  # noqa: E501
         name="mine",
     )
     prompts = [make_prompt(truth=None, want="a"), make_prompt(truth=None, want="b")]
@@ -480,7 +480,7 @@ def test_scores_of_a_worker_are_plain_data(tmp_path: Path) -> None:
                 return os.abort, ()
         def compute_score(solution_str, extra_info, **row):
             return {"score": extra_info["date"].year, "pred": Runs(solution_str), Runs("n"): 1, "score ": 7}
-        """,
+        """,  # noqa: E501
     )
     prompts = [make_prompt(date=datetime.date(2026, 1, 1))] * 3
     scores = manager.submit(prompts, ["4", chr(0xD800), "4" * 10**6]).result()
@@ -730,7 +730,7 @@ if sys.argv[4] == "closes":
     worker.close()
 print("done", flush=True)
 sys.stdin.read()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

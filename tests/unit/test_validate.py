@@ -88,7 +88,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (
             ("rollout.quantization=fp8",),
             ("rollout.quantization is 'fp8' and reshard.share_weights is true", ("set "
-                                                                                "reshard.share_weights to false")),
+                                                                                "reshard.share_weights to false")),  # noqa: E501
         ),
         (("reward.remote.url=localhost:80",), (("reward.remote.url is 'localhost:80'; it must "
                                                 "begin "
@@ -112,7 +112,8 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
             ("actor.megatron.tensor_model_parallel_size=3",),
             ("3 x actor.megatron.pipeline_model_parallel_size 1 = 3", "1, 2, 4"),
         ),
-        (("actor.megatron.tensor_model_parallel_size=4", "actor.megatron.pipeline_model_parallel_size=2"), ("= 8",)),
+        (("actor.megatron.tensor_model_parallel_size=4",
+          "actor.megatron.pipeline_model_parallel_size=2"), ("= 8",)),
         (
             ("actor.megatron.tensor_model_parallel_size=2",
              "actor.megatron.expert_model_parallel_size=4"),
@@ -228,7 +229,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
                                              "critic.megatron")),
         ),
         (("rollout.tensor_model_parallel_size=3",), ("rollout.tensor_model_parallel_size 3", ("1, "
-                                                                                             "2, 4"))),
+                                                                                             "2, 4"))),  # noqa: E501
         (("data.train_batch_size=0",), ("data.train_batch_size is 0", "at least 1")),
         (("actor.ppo_mini_batch_size=64",),
          ("actor.ppo_mini_batch_size is 64", "data.train_batch_size, 32")),
@@ -280,7 +281,8 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("trainer.target_val_acc=0.9",), ("trainer.target_val_acc is 0.9", "trainer.test_freq")),
         (("algorithm.kl_ctrl.horizon=0",), ("algorithm.kl_ctrl.horizon is 0",)),
         (("algorithm.kl_ctrl.type=adaptive",), ("algorithm.use_kl_in_reward", "actor.use_kl_loss")),
-        (("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=0"),
+        (("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true",
+          "algorithm.kl_ctrl.target_kl=0"),
          ("algorithm.kl_ctrl.target_kl is 0.0",)),
         (("trainer.seed=-1",), ("trainer.seed is -1",)),
         (("data.train_files=[]",), ("data.train_files is empty",)),

@@ -46,7 +46,7 @@ for folder in sys.argv[1:]:
     except UserError as error:
         print(error)
     sys.path.remove(folder)
-"""
+"""  # noqa: E501
 ON_GPU = """
 import sys
 import torch
@@ -68,7 +68,7 @@ try:
     ENGINES["vllm"].check_installation()
 except UserError as error:
     print(error)
-"""
+"""  # noqa: E501
 
 
 def lines_of(program: str, *arguments: str) -> list[str]:

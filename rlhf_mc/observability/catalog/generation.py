@@ -259,8 +259,9 @@ AGREEMENT = Section(
             "over tokens, over responses",
         ),
         Metric(
-            "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{mean,max,min,std} "
-            "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_seq_{mean,std,max,min,max_deviation}",
+            "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{mean,max,min,std}"
+            " rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_seq_"
+            "{mean,std,max,min,max_deviation}",
             "the statistic, −log ρ for k1, of tokens; `seq_`: of responses, for `token_` of their "
             "means. std: clamped to the bounds; max_deviation: largest absolute value",
             "nats",

@@ -6,8 +6,8 @@ from rlhf_mc.observability.catalog.metric import Metric, Section
 
 _SUM = "sum over the step, rank 0"
 _PHASES = """\
-Each phase is a part of one line of the training loop ([architecture.md](architecture.md#phases)). `timing_s/testing` is
-the time of validation, under verl's name."""
+Each phase is a part of one line of the training loop ([architecture.md](architecture.md#phases)).
+`timing_s/testing` is the time of validation, under verl's name."""
 
 TIME = Section(
     "Time",
@@ -91,14 +91,15 @@ TIME = Section(
 )
 
 _MFU = """\
-MFU (model FLOPs utilization) is verl's quotient: FLOPs of the model / seconds of the phase / number of ranks / peak.
-Products of matrices count (`rlhf_mc/architectures/operations.py`). A causal sequence of n tokens counts n (n + 1) / 2
-pairs of attention, and the output layer counts at response tokens. verl counts n² pairs, and embedding and output layer
-at all tokens, so that its MFU is higher. What is recomputed does not count, and frozen tensors count as trained ones,
-in verl too.
+MFU (model FLOPs utilization) is verl's quotient: FLOPs of the model / seconds of the phase / number
+of ranks / peak. Products of matrices count (`rlhf_mc/architectures/operations.py`). A causal
+sequence of n tokens counts n (n + 1) / 2 pairs of attention, and the output layer counts at
+response tokens. verl counts n² pairs, and embedding and output layer at all tokens, so that its MFU
+is higher. What is recomputed does not count, and frozen tensors count as trained ones, in verl too.
 
-The peak of a GPU is the data sheet's rate of dense bfloat16 products (`rlhf_mc/planner/gpus.py`), whatever the dtype.
-Of a CPU, and of a GPU that is not in that table, each rank measures it at its first step: the fastest of five products
+The peak of a GPU is the data sheet's rate of dense bfloat16 products (`rlhf_mc/planner/gpus.py`),
+whatever the dtype. Of a CPU, and of a GPU that is not in that table, each rank measures it at its
+first step: the fastest of five products
 of large matrices in the actor's dtype, which differs by some percent from start to start."""
 
 SPEED = Section(
