@@ -243,8 +243,8 @@ IGNORED: Mapping[str, str] = {
     "transformers_version": _LIBRARY,
     "use_cache": _HOW,
 }
-"""Key -> the reason why it changes no computation here. tests/unit/test_hf_config.py fails for a
-key of transformers' configurations or vLLM's models that is in none of the tables."""
+"""Key -> the reason why it changes no computation here. tests/unit/architectures/test_hf_config.py
+fails for a key of transformers' configurations or vLLM's models that is in none of the tables."""
 
 
 def check_keys(config: Mapping[str, Any], family: str) -> None:
