@@ -349,8 +349,8 @@ class ModelEngine:
         ]
 
     @staticmethod
-    def log_probs_of(step: OptimizerStep, batch: RaggedBatch) -> torch.Tensor:
-        """Return the log-probs of LOG_PROBS that the loss of an optimizer step on this batch has
+    def collect_log_probs(step: OptimizerStep, batch: RaggedBatch) -> torch.Tensor:
+        """Return the log-probs (LOG_PROBS) that the loss of an optimizer step on this batch has
         returned: [R] float32, of the weights before the step, on every rank. Every rank must call
         it."""
         own = step.sums.log_probs

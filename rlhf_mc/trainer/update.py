@@ -233,7 +233,7 @@ def update(
             step = train_step(engine, mini, objective(mini), budget, number)
         steps.append(step)
         if takes_own:
-            own = engine.log_probs_of(step, mini)
+            own = engine.collect_log_probs(step, mini)
             mini = mini.with_fields(old_log_probs=own)
             places = ragged_indices(batch.response_lens.numpy(), np.array(indices))
             batch = batch.with_fields(

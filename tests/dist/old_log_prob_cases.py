@@ -24,6 +24,7 @@ def two_steps(
     with_pass: old log-probs have a pass, whatever the settings. broken: in the second step this
     parameter of the actor, if the rank has it, is NaN during the update."""
     out = []
+    compute_advantages = loop.compute_advantages
     decide = log_probs.has_old_log_prob_pass
     with built_run(config_path, list(overrides)) as run:
         for step in (1, 2):
@@ -31,7 +32,6 @@ def two_steps(
                 step, RankStatus(), (step - 1) * run.config.data.train_batch_size
             )
             saved = {}
-            compute_advantages = loop.compute_advantages
 
             def break_then_compute(*args: Any, step: int = step, saved: Any = saved) -> Any:
                 if step == 2 and broken in run.actor.params:

@@ -141,7 +141,7 @@ def test_replayed_experts_are_those_of_the_update(
 def test_a_skipped_update_has_the_old_log_probs_of_its_pass(
     pool: Any, config: Path, tmp_path: Path
 ) -> None:
-    """The weights are NaN in the second step."""
+    """Let weights be NaN in the second step."""
     name = "decoder.final_layernorm.weight"
     overrides = [f"trainer.default_local_dir={tmp_path}"]
     _, ((first, second),) = both(pool, config, 1, overrides, broken=name)
@@ -152,7 +152,7 @@ def test_a_skipped_update_has_the_old_log_probs_of_its_pass(
 
 
 def test_critic_warmup_has_the_pass(pool: Any, config: Path) -> None:
-    """Nothing updates the actor in the first step."""
+    """Take a first step without an update of the actor."""
     first, second = pool(1).run(
         old_log_prob_cases.two_steps,
         config_path=str(config),

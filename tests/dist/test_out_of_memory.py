@@ -35,7 +35,9 @@ def batch() -> RaggedBatch:
 
 @pytest.fixture
 def updates(pool: Any, checkpoint: str, batch: RaggedBatch, tmp_path: Path) -> Any:
-    def run(name: str, budget: int, tokens_in_memory: int | None) -> list[dict[str, Any]]:
+    def run(
+        name: str, budget: int, tokens_in_memory: int | None, takes_own: bool = False
+    ) -> list[dict[str, Any]]:
         directory = tmp_path / name
         directory.mkdir()
         found: list[dict[str, Any]] = pool(2).run(
@@ -45,6 +47,7 @@ def updates(pool: Any, checkpoint: str, batch: RaggedBatch, tmp_path: Path) -> A
             budget=budget,
             tokens_in_memory=tokens_in_memory,
             directory=str(directory),
+            takes_own=takes_own,
         )
         return found
 
@@ -69,9 +72,7 @@ def test_update_is_repeated_with_half_the_budget(updates: Any, batch: RaggedBatc
     assert equal(halved[0]["weights"], halved[1]["weights"])
 
 
-def test_old_log_probs_are_those_of_the_repeated_update(
-    updates: Any, batch: RaggedBatch
-) -> None:
+def test_old_log_probs_are_those_of_the_repeated_update(updates: Any, batch: RaggedBatch) -> None:
     """Rank 0 has computed some that rank 1 computes in the repetition."""
     budget = 2 * int(batch.seq_lens.max()) + 4
     halved = updates("own, halved", budget, tokens_in_memory=budget // 2, takes_own=True)
