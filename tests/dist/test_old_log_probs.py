@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import old_log_prob_cases
 import pytest
+import resume_cases
 import torch
 from tiny import make_workspace, write_config
 
@@ -149,6 +151,27 @@ def test_a_skipped_update_has_the_old_log_probs_of_its_pass(
     assert second["batch"]["old_log_probs"].isnan().all()
     for key, value in first["weights"].items():
         assert torch.equal(value, second["weights"][key]), key
+
+
+def test_a_resumed_run_has_the_same_bits(pool: Any, config: Path, tmp_path: Path) -> None:
+    def train(name: str, *overrides: str) -> dict[str, Any]:
+        directory = f"trainer.default_local_dir={tmp_path / name}"
+        result: dict[str, Any] = pool(2).run(
+            resume_cases.train,
+            config_path=str(config),
+            overrides=["trainer.save_freq=1", directory, *overrides],
+            record_at=1,
+        )[0]
+        return result
+
+    whole = train("whole")
+    saved = tmp_path / "whole" / "global_step_1"
+    again = train("again", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
+    assert whole["steps"] == [1, 2] and again["steps"] == [2]
+    for (key, *_, mine), (same_key, *_, other) in zip(whole["last"], again["last"], strict=True):
+        assert key == same_key and np.array_equal(mine, other), key
+    rows = (tmp_path / "again" / "metrics.jsonl").read_text()
+    assert "training/rollout_logprobs_diff_mean" in rows and "timing_s/old_log_prob" not in rows
 
 
 def test_critic_warmup_has_the_pass(pool: Any, config: Path) -> None:
