@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.packed_experts import stored_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, HFReader, copy_assets, read_config
@@ -206,7 +207,11 @@ def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str)
     tensors."""
     # transformers 5 writes `dtype` and reads both keys; earlier versions read only `torch_dtype`.
     config = {key: value for key, value in config.items() if key != "dtype"}
-    config |= {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
+    written = {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
+    config |= written
+    if FAMILIES[shape.family].is_nested:
+        text = {key: value for key, value in config["text_config"].items() if key != "dtype"}
+        config["text_config"] = text | written
     if shape.value_head:
         names = config.get("architectures") or []
         config["architectures"] = [
