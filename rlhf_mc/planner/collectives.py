@@ -201,7 +201,7 @@ class Passes:
             if part.kv_lora_rank:
                 yield self._tensor_parallel("all_gather", sum(self._latent_bytes(work)), work, 2)
         elif part.linear_layers and self._mesh.tp > 1:
-            norm = part.linear_value_dim * self._itemsize  # of each micro-batch
+            norm = work.num_micro_batches * part.linear_value_dim * self._itemsize
             yield self._tensor_parallel("all_reduce", norm, work)
         if part.has_experts:
             yield from self._experts(work, "reduce_scatter", "all_gather")
