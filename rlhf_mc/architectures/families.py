@@ -108,7 +108,7 @@ class Family:
     has_delta_nets: bool = False
     """Some layers have a gated delta net in place of attention."""
     prefix: str = "model."
-    """What the names of files have in place of "model.": a model of images and text has its
+    """Begins the names in files that begin with "model." here: a model of images and text has its
     language model under another name, and its sizes in `text_config`."""
 
     @property

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +36,7 @@ from rlhf_mc.run_files import RUN_FILE
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 
+logger = logging.getLogger(__name__)
 STAGING = ".incomplete"
 """Directory inside the output directory for files that are not complete."""
 
@@ -110,9 +113,10 @@ def write_hf(
     it.
 
     File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the
-    tensors of one file at a time. Config, tokenizer and layers of multi-token prediction are copied
-    from `assets_dir`; `origin` (run and step) is written to run.json. Files get their final names
-    after all are written. Raise the same UserError on every rank if one cannot write.
+    tensors of one file at a time. Config, tokenizer, layers of multi-token prediction and weights
+    for images are copied from `assets_dir`; `origin` (run and step) is written to run.json. Files
+    get their final names after all are written. Raise the same UserError on every rank if one
+    cannot write.
     """
     shards = _shards(
         stored_shapes(shape, logical_shapes(shape)),
@@ -121,6 +125,8 @@ def write_hf(
     )
     subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
     drafts = on_every_rank(lambda: _draft_files(assets_dir, shape, max_shard_bytes), subject, group)
+    if FAMILIES[shape.family].is_nested and not drafts and rank == 0:
+        logger.warning("%s: the weights for images are not written: %s has none", out, assets_dir)
     count = len(shards) + len(drafts)
     on_rank_0(lambda: _begin(out, assets_dir), subject, group)
     rounds = range(0, len(shards), world)
@@ -215,7 +221,8 @@ def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str)
     if shape.value_head:
         names = config.get("architectures") or []
         config["architectures"] = [
-            name.replace("ForCausalLM", "ForSequenceClassification") for name in names
+            re.sub("For(CausalLM|ConditionalGeneration)$", "ForSequenceClassification", name)
+            for name in names
         ]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config

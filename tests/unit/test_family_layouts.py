@@ -170,7 +170,8 @@ def split_delta_net(
         "conv1d.weight": of_rank(*full[hf + "conv1d.weight"].split(sizes)),
         "out_proj.weight": full[hf + "out_proj.weight"].chunk(tp, 1)[t],
     }
-    qkvz, ba = of_rank(*qkv.split(sizes), z), of_rank(b, a)
+    qkvz = of_rank(*qkv.split(sizes), z)
+    ba = of_rank(b, a)
     norm = full[hf + "norm.weight"]
     vllm = {"in_proj_qkvz.weight": qkvz, "in_proj_ba.weight": ba, "norm.weight": norm}
     mcore = {"in_proj.weight": torch.cat([qkvz, ba]), "out_norm.weight": norm}

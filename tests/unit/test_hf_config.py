@@ -210,7 +210,8 @@ def test_every_key_read_by_a_model_is_handled(family: str) -> None:
     if family in QWEN3_5:
         for tree in (code, vllm_code):
             tree.body = [part for part in tree.body if is_of_text(part)]
-    of_transformers, of_vllm = keys_read(code), keys_read(vllm_code)
+    of_transformers = keys_read(code)
+    of_vllm = keys_read(vllm_code)
     if family in HYBRID:
         if family in QWEN3_5:
             of_vllm |= keys_read(source_of("vllm", "model_executor/models/qwen3_next.py"))
