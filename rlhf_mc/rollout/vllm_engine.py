@@ -142,7 +142,6 @@ class VLLMEngine:
         if cfg.quantization is not None:
             options.update(quantization=METHOD)
         vllm_patches.patch()
-        vllm_patches.register_text_models(shape.family)
         vllm_patches.use_storage(storage or {})
         with (
             vllm_patches.tensor_parallel_groups(groups),

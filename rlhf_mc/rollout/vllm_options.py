@@ -24,6 +24,7 @@ def engine_settings(
     model_path: str, shape: ModelShape, cfg: RolloutConfig, max_model_len: int, dtype: str
 ) -> dict[str, Any]:
     """Return vLLM's arguments for the model and its layout."""
+    vllm_patches.register_text_models(shape.family)
     family = FAMILIES[shape.family]
     # They replace keys of config.json.
     overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
