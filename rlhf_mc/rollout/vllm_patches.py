@@ -130,7 +130,6 @@ def on_cpu() -> tuple[Patch, ...]:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     rotate = RotaryEmbedding.forward_cpu
@@ -143,35 +142,8 @@ def on_cpu() -> tuple[Patch, ...]:
             positions, query, key
         )
 
-    def convolve(
-        weight: torch.Tensor, silu_activation: bool, is_weight_packed: bool, **rest: Any
-    ) -> torch.Tensor:
-        activation = "silu" if silu_activation else None
-        return causal_conv1d.causal_conv1d_fn_cpu(
-            weight=weight.flatten(1), activation=activation, **rest
-        )
-
-    def convolve_next(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        conv_states: torch.Tensor,
-        silu_activation: bool,
-        conv_state_indices: torch.Tensor,
-        is_weight_packed: bool,
-    ) -> torch.Tensor:
-        activation = "silu" if silu_activation else None
-        return causal_conv1d.causal_conv1d_update_cpu(
-            x, conv_states, weight.flatten(1), bias, activation, conv_state_indices
-        )
-
-    reason = (
-        "where the processor has AVX512-BF16 it takes repacked weights of width 4 only, and a "
-        "weight update writes others; in its place is what vLLM computes on other processors"
-    )
     return (
-        Patch(gdn_attention, "_causal_conv1d_fwd_cpu", convolve, reason),
-        Patch(gdn_attention, "_causal_conv1d_update_cpu", convolve_next, reason),
+        *_convolutions(),
         Patch(
             utils,
             "dispatch_cpu_unquantized_gemm",
@@ -213,6 +185,42 @@ def on_cpu() -> tuple[Patch, ...]:
             "the ranks of a node get collectives in shared memory: they wait without timeout for a "
             "rank that has died (gloo's raise), and their segments outlive the process",
         ),
+    )
+
+
+def _convolutions() -> tuple[Patch, ...]:
+    """Return the patches of the gated delta net's causal convolutions on a CPU."""
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
+
+    def convolve(
+        weight: torch.Tensor, silu_activation: bool, is_weight_packed: bool, **rest: Any
+    ) -> torch.Tensor:
+        activation = "silu" if silu_activation else None
+        return causal_conv1d.causal_conv1d_fn_cpu(
+            weight=weight.flatten(1), activation=activation, **rest
+        )
+
+    def convolve_next(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        conv_states: torch.Tensor,
+        silu_activation: bool,
+        conv_state_indices: torch.Tensor,
+        is_weight_packed: bool,
+    ) -> torch.Tensor:
+        activation = "silu" if silu_activation else None
+        return causal_conv1d.causal_conv1d_update_cpu(
+            x, conv_states, weight.flatten(1), bias, activation, conv_state_indices
+        )
+
+    reason = (
+        "where the processor has AVX512-BF16 it takes repacked weights of width 4 only, and a "
+        "weight update writes others; in its place is what vLLM computes on other processors"
+    )
+    return (
+        Patch(gdn_attention, "_causal_conv1d_fwd_cpu", convolve, reason),
+        Patch(gdn_attention, "_causal_conv1d_update_cpu", convolve_next, reason),
     )
 
 

@@ -32,7 +32,8 @@ from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import gather_objects, gather_results
-from rlhf_mc.trainer import generate, lifecycle, loop, start_table, step_state
+from rlhf_mc.trainer import lifecycle, loop, start_table, step_state
+from rlhf_mc.trainer.pool import generate
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import ScoreStream
 
