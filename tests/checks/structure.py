@@ -1,6 +1,6 @@
-"""Fail if a file or a function has more code than a reader can take in, if two modules of the
-package, or two of its public classes, have one name, or if all exceptions are caught without a
-reason. Part of `make checks`, run from the repository's root."""
+"""Fail if a file, a function or a folder has more in it than a reader can take in, if two modules
+of the package, or two of its public classes, have one name, or if all exceptions are caught without
+a reason. Part of `make checks`, run from the repository's root."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import ast
 import io
 import sys
 import tokenize
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 PACKAGE = "rlhf_mc"
 ROOTS = (PACKAGE, "tools")
-MAX_FILE_LINES = 425
-MAX_FUNCTION_LINES = 95
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
 """Lines of code: without blank lines, comments and docstrings."""
+MAX_FOLDER_FILES = 22
+"""Python files in a folder of the package, without those in its subfolders."""
 NO_CODE = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -64,6 +66,15 @@ def oversized(path: Path, tree: ast.Module, lines: set[int]) -> list[str]:
     return problems
 
 
+def crowded_folders(paths: Iterable[Path]) -> list[str]:
+    """Return one line for each folder with more files than its limit."""
+    return [
+        f"{folder}: {count} files; at most {MAX_FOLDER_FILES} (join what is one subject)"
+        for folder, count in Counter(path.parent for path in paths).items()
+        if count > MAX_FOLDER_FILES
+    ]
+
+
 def broad_excepts(path: Path, tree: ast.Module, lines: list[str]) -> list[str]:
     """Return one line for each `except` of every exception without its reason in a comment, at the
     end of the line or on the next one."""
@@ -102,7 +113,7 @@ def main() -> int:
     sources = {path: path.read_text() for path in files}
     trees = {path: ast.parse(source, str(path)) for path, source in sources.items()}
     code = {path: code_lines(sources[path], trees[path]) for path in files}
-    problems = []
+    problems = crowded_folders(path for path in files if path.parts[0] == PACKAGE)
     for path in files:
         problems += oversized(path, trees[path], code[path])
         problems += broad_excepts(path, trees[path], sources[path].splitlines())

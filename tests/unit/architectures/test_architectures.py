@@ -67,6 +67,7 @@ def test_shapes_of_earlier_checkpoints_are_read() -> None:
         "shared_ffn_hidden_size": 0,
         "router_groups": 1,
         "groups_per_token": 1,
+        "split_delta_nets": False,
         "sigmoid_router": False,
         "norm_topk_prob": False,
         "sinks": False,
@@ -136,10 +137,8 @@ def test_shape_from_config() -> None:
     "changes, message",
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama, qwen2"),
-        (
-            {"model_type": "qwen3_5_moe"},
-            "model_type is 'qwen3_5_moe'; vLLM has it as a part of a model of images",
-        ),
+        ({"model_type": "qwen3_5_moe"}, "text_config is missing"),
+        ({"model_type": "qwen4_exp"}, "model_type is 'qwen4_exp'; known are llama"),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),

@@ -12,12 +12,20 @@ from typing import Any
 import pytest
 from families import EXTRA as SMALL
 from families import YARN as GPT_OSS_ROPE
+from families import nested
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from rlhf_mc.architectures.families import FAMILIES
-from rlhf_mc.architectures.hf_config import IGNORED, RESTRICTED, SUPPORTED, check_architecture
+from rlhf_mc.architectures.hf_config import (
+    HYBRID,
+    IGNORED,
+    QWEN3_5,
+    RESTRICTED,
+    SUPPORTED,
+    check_architecture,
+)
 from rlhf_mc.architectures.rope_config import rope
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
@@ -39,12 +47,12 @@ EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**SMALL["deepseek_v3"], "num_key_value_heads": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "qwen3_next": SMALL["qwen3_next"],
+    **{name: SMALL[name] for name in sorted(HYBRID)},
 }
 
 
 def config_of(family: str = "llama", **changes: Any) -> dict[str, Any]:
-    return {"model_type": family, **SIZES, **EXTRA.get(family, {}), **changes}
+    return nested(family, {**SIZES, **EXTRA.get(family, {}), **changes})
 
 
 def shape_of(family: str = "llama", **changes: Any) -> ModelShape:
@@ -52,6 +60,18 @@ def shape_of(family: str = "llama", **changes: Any) -> ModelShape:
 
 
 # Every key is handled.
+
+PLAIN = [family for family in FAMILIES if not FAMILIES[family].is_nested]
+"""The families whose config.json is that of the language model."""
+
+
+def is_of_text(part: ast.stmt) -> bool:
+    """Return whether a statement of a file is of the language model: not a class of the model of
+    images or of both."""
+    name = part.name if isinstance(part, ast.ClassDef) else ""
+    both = ("Model", "ForConditionalGeneration", "ProcessingInfo")
+    return "Vision" not in name and not (name.endswith(both) and "TextModel" not in name)
+
 
 KNOWN = SUPPORTED | RESTRICTED.keys() | IGNORED.keys()
 
@@ -141,7 +161,7 @@ def test_every_key_of_the_config_classes_is_handled() -> None:
     """Check declared fields, fields of the base class, and further attributes that the classes
     accept."""
     unknown = {}
-    for family in FAMILIES:
+    for family in PLAIN:
         kind = CONFIG_MAPPING[family]
         declared = (
             {field.name for field in fields(kind)}
@@ -178,14 +198,23 @@ def test_every_key_popped_by_the_base_class_is_handled() -> None:
     assert sorted(k for k in popped if k not in KNOWN) == ["_commit_hash"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN)
 def test_every_key_read_by_a_model_is_handled(family: str) -> None:
     """Check the models' code in transformers and in vLLM, which builds mistral from llama's
     layers."""
-    of_transformers = keys_read(source_of("transformers", f"models/{family}/modeling_{family}.py"))
+    package = family.removesuffix("_text")
+    code = source_of("transformers", f"models/{package}/modeling_{package}.py")
     file = {"deepseek_v3": "deepseek_v2"}.get(family, family)
-    of_vllm = keys_read(source_of("vllm", f"model_executor/models/{file}.py"))
-    if family == "qwen3_next":
+    file = "qwen3_5" if family in QWEN3_5 else file
+    vllm_code = source_of("vllm", f"model_executor/models/{file}.py")
+    if family in QWEN3_5:
+        for tree in (code, vllm_code):
+            tree.body = [part for part in tree.body if is_of_text(part)]
+    of_transformers = keys_read(code)
+    of_vllm = keys_read(vllm_code)
+    if family in HYBRID:
+        if family in QWEN3_5:
+            of_vllm |= keys_read(source_of("vllm", "model_executor/models/qwen3_next.py"))
         for file in ("base", "qwen_gdn_linear_attn"):
             of_vllm |= keys_read(source_of("vllm", f"model_executor/layers/mamba/gdn/{file}.py"))
         assert "linear_num_key_heads" in of_vllm
@@ -234,13 +263,13 @@ def test_unsupported_value_of_a_key_is_rejected(key: str) -> None:
 # Honoured keys mean what they mean in transformers.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN)
 def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
     """Read a config that has only the sizes that every published config has."""
     named = (
         "num_hidden_layers",
         "hidden_size",
-        "intermediate_size",
+        *(() if family == "qwen3_5_moe_text" else ("intermediate_size",)),
         "num_attention_heads",
         "vocab_size",
     )
@@ -284,7 +313,7 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
     assert shape.shared_ffn_hidden_size == getattr(
         theirs, "shared_expert_intermediate_size", shared
     )
-    if family == "qwen3_next":
+    if family in HYBRID:
         linear = [kind == "linear_attention" for kind in theirs.layer_types]
         assert [i in shape.linear_layers for i in range(shape.num_layers)] == linear
         heads = (
@@ -297,7 +326,7 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
         assert heads == tuple(getattr(theirs, f"linear_{name}") for name in names)
         assert shape.linear_kernel == theirs.linear_conv_kernel_dim
     assert shape.norm_topk_prob == getattr(
-        theirs, "norm_topk_prob", family in ("mixtral", "gpt_oss")
+        theirs, "norm_topk_prob", family in ("mixtral", "gpt_oss", "qwen3_5_moe_text")
     )
 
 
@@ -693,7 +722,68 @@ def test_architectures_must_match_the_model_type() -> None:
 
 def test_architecture_names_are_those_of_transformers() -> None:
     """Compare with the class name that transformers has for each family."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+    from transformers.models.auto import modeling_auto as names
 
     for family, found in FAMILIES.items():
-        assert found.architecture == names[family]
+        of_text = names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        of_images = names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        assert found.architecture == (of_images if found.is_nested else of_text)[family]
+
+
+def published(**sizes: Any) -> dict[str, Any]:
+    """Return the keys of text_config that every published Qwen3.5, 3.6 and 3.8 has, with sizes."""
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 10000000}
+    return {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "linear_num_value_heads": 32,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_type": "default"},
+        "vocab_size": 248320,
+        **sizes,
+    }
+
+
+def test_published_configurations_of_qwen3_6_and_3_8_are_read() -> None:
+    """Check Qwen3.8-27B, whose config.json has the gate's type, Qwen3.6-35B-A3B, and that a sigmoid
+    gate is refused."""
+    sizes = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408}
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48}
+    dense = published(**sizes, **heads, output_gate_type="swish", model_type="qwen3_5_text")
+
+    def shape(text: dict[str, Any], **outer: Any) -> ModelShape:
+        family = text["model_type"].removesuffix("_text")
+        return ModelShape.from_hf_config({"model_type": family, "text_config": text, **outer})
+
+    found = shape(dense)
+    assert found.linear_layers == tuple(i for i in range(64) if i % 4 != 3)
+    assert (found.rope_theta, found.rotary_fraction, found.rope_scaling) == (1e7, 0.25, None)
+    assert shape(dense, tie_word_embeddings=True).tie_embeddings
+    assert not shape(
+        {**dense, "tie_word_embeddings": True}, tie_word_embeddings=False
+    ).tie_embeddings
+    sizes = {"num_hidden_layers": 40, "hidden_size": 2048, "num_attention_heads": 16}
+    experts = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+    moe = published(**sizes, **experts, mlp_only_layers=[], model_type="qwen3_5_moe_text")
+    assert len(shape(moe).expert_layers) == 40 and shape(moe).norm_topk_prob
+    for text, message in (
+        ({**dense, "output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
+        ({**moe, "norm_topk_prob": False}, "norm_topk_prob is false; transformers always"),
+        ({**dense, "layer_scale": True}, "layer_scale is true"),
+        (
+            {**dense, "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 2},
+            "num_local_experts is missing",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            shape(text)
+    with pytest.raises(UserError, match="expected an object with model_type qwen3_5_text"):
+        ModelShape.from_hf_config({"model_type": "qwen3_5", "text_config": moe})
+    quantized = {"quantization_config": {"bits": 4}}
+    with pytest.raises(UserError, match="quantization_config is"):
+        shape(dense, **quantized)

@@ -22,13 +22,19 @@ from hf_checkpoints import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from tiny import make_checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import hf_export
 from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.layout import mcore_layout
 
 
 @pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
@@ -52,6 +58,49 @@ def test_round_trip_is_bit_exact(tmp_path: Path, name: str, dtype_name: str) -> 
     before, after = (AutoModelForCausalLM.from_pretrained(d) for d in (start, tmp_path / "end"))
     tokens = torch.arange(12)[None]
     assert after.dtype == dtype and torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("per_expert", [False, True])
+def test_round_trip_of_a_language_model_among_images_is_bit_exact(
+    tmp_path: Path, family: str, per_expert: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Export all tensors of the initial checkpoint, those for images copied. Files with tensors for
+    each expert, which transformers writes, are read too; an export has those of a layer in one."""
+    start = make_checkpoint(tmp_path / "start", family, tied=False, num_hidden_layers=3)
+    wanted = all_tensors(start)
+    if per_expert:
+        save_file(by_expert(wanted), start / "model.safetensors", {"format": "pt"})
+    reader = HFReader(start)
+    shape = reader.shape()
+    reader.check(shape)
+    assert reader.dtype_name() == "float32"
+    layout = mcore_layout(shape, 0, 1, range(3), True, True)
+    (params,) = import_all(reader, [layout])
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
+    assert_same_bits(all_tensors(tmp_path / "end"), wanted)
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "end")
+    assert "weights for images" not in caplog.text
+    for file in start.glob("*.safetensors"):
+        file.unlink()
+    export_hf(params, [layout], shape, tmp_path / "alone", 0, None, "float32", start)
+    language = {name: x for name, x in wanted.items() if not name.startswith("model.visual.")}
+    assert_same_bits(all_tensors(tmp_path / "alone"), language)
+    assert "the weights for images are not written" in caplog.text
+
+
+def by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with those of all experts of a layer apart."""
+    out = {}
+    for name, tensor in tensors.items():
+        layer, is_packed, part = name.partition(".experts.")
+        halves = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for expert, of_expert in enumerate(tensor) if is_packed else ():
+            for half, rows in zip(halves, of_expert.chunk(len(halves)), strict=True):
+                out[f"{layer}.experts.{expert}.{half}.weight"] = rows.contiguous()
+        if not is_packed:
+            out[name] = tensor
+    return out
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 50_000])

@@ -12,11 +12,53 @@ from config_files import load, validated
 from documents import ROOT
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import absent_roles, uses_critic
+from rlhf_mc.config.roles import absent_roles, has_old_log_prob_pass, uses_critic
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.trainer.update import entropy_coeff, step_generator
 
 GROUPS = ("algorithm.adv_estimator=grpo", "rollout.n=4")
+ONE_UPDATE = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "actor.ppo_epochs=1")
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    "read_by",
+    [
+        ("actor.ppo_epochs=2",),
+        ("actor.ppo_mini_batch_size=4",),
+        ("algorithm.use_kl_in_reward=true",),
+        ("actor.use_kl_loss=true", "algorithm.kl_ctrl.type=adaptive"),
+        (f"{CORRECTION}.rollout_rs=[token_k1]", f"{CORRECTION}.rollout_rs_threshold=[2.0]"),
+        (f"{CORRECTION}.rollout_token_veto_threshold=1e-4",),
+        (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true"),
+        ("actor.policy_loss.loss_mode=clip_cov",),
+        ("actor.policy_loss.loss_mode=kl_cov",),
+    ],
+)
+def test_old_log_probs_have_a_pass_where_they_are_read(
+    config_file: Path, read_by: tuple[str, ...]
+) -> None:
+    assert has_old_log_prob_pass(load(config_file, *ONE_UPDATE, *read_by), "off")
+    bypass = f"{CORRECTION}.bypass_mode=true"
+    assert not has_old_log_prob_pass(load(config_file, *ONE_UPDATE, *read_by, bypass), "off")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        GROUPS,
+        (f"{CORRECTION}.rollout_is=sequence",),
+        ("actor.use_kl_loss=true", "actor.policy_loss.loss_mode=gspo"),
+        (f"{CORRECTION}.rollout_is_batch_normalize=true",),  # not read without rollout_is
+    ],
+)
+def test_one_update_computes_its_old_log_probs(
+    config_file: Path, overrides: tuple[str, ...]
+) -> None:
+    cfg = load(config_file, *ONE_UPDATE, *overrides)
+    assert not has_old_log_prob_pass(cfg, "off") and not has_old_log_prob_pass(cfg, "rollout")
+    assert has_old_log_prob_pass(cfg, "recompute")
 
 
 @pytest.mark.parametrize(

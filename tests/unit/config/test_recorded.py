@@ -14,7 +14,7 @@ from rlhf_mc import command_line
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
 from rlhf_mc.config.masking import masked
-from rlhf_mc.config.recorded import (
+from rlhf_mc.config.printing import (
     check_not_hidden,
     command_without_secrets,
     recorded,

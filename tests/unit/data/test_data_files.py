@@ -29,7 +29,7 @@ from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.setup.scorable import scorable
-from rlhf_mc.trainer.generate import sampling_seeds
+from rlhf_mc.trainer.pool.generate import sampling_seeds
 
 
 @pytest.fixture(scope="module")

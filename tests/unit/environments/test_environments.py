@@ -19,9 +19,9 @@ import pytest
 from msgspec import structs, to_builtins
 from transformers import AddedToken
 
-from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import NOTHING, OBSERVED, Generation, Prompt
 from rlhf_mc.environments import environment_manager
 from rlhf_mc.environments.conversation import ConversationState

@@ -92,6 +92,16 @@ def test_gated_delta_nets_of_all_ranks() -> None:
     assert found["actor"].num_local == 4 * (3 * delta_net + attention) + 4 + 8
 
 
+def test_dense_gated_delta_nets_of_all_ranks() -> None:
+    """Build layers with delta nets and dense layers in the place of experts."""
+    text = {**CONFIGS["qwen3.5-27b"]["text_config"], "num_hidden_layers": 4}
+    config = {**CONFIGS["qwen3.5-27b"], "text_config": text}
+    layout = replace(MOE_LAYOUT, expert_model_parallel_size=1)
+    found = check_training_layouts({"actor": (ModelShape.from_hf_config(config), layout)}, 8)
+    dense = 3
+    assert found["actor"].num_local == 4 * (3 * (7 + dense) + 5 + dense) + 4 + 8
+
+
 def test_names_of_transformer_engine_are_of_the_same_blocks() -> None:
     """Compare the two layouts, since the models above have Megatron-Core's local names alone."""
     mesh = training_mesh(MOE_LAYOUT, 8)

@@ -88,6 +88,18 @@ def test_70b_by_hand(times: Any) -> None:
 
 
 @pytest.mark.slow
+def test_one_update_has_no_pass_of_old_log_probs(times: Any) -> None:
+    one_update = ("actor.ppo_mini_batch_size=1024", "algorithm.use_kl_in_reward=false")
+    with_loss = times(*one_update, "actor.use_kl_loss=true")
+    assert "old_log_prob" not in with_loss["phases"] and "ref" in with_loss["phases"]
+    read = times(*one_update, "actor.use_kl_loss=true", "actor.policy_loss.loss_mode=kl_cov")
+    of_pass = sum(read["phases"]["old_log_prob"].values())
+    onload = read["phases"]["offload"]["onload"] - with_loss["phases"]["offload"]["onload"]
+    assert read["step_seconds"] == pytest.approx(with_loss["step_seconds"] + of_pass + onload)
+    assert of_pass > 0.05 * read["step_seconds"]
+
+
+@pytest.mark.slow
 def test_directions(times: Any) -> None:
     as_shipped = times()["phases"]
 

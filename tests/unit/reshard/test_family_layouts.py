@@ -26,6 +26,7 @@ from simulated_ranks import (
 )
 
 from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.hf_config import HYBRID
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
@@ -131,6 +132,8 @@ def delta_net(
         shape.linear_key_dim,
         *2 * (values // keys * shape.linear_value_dim,),
     )
+    if shape.split_delta_nets:
+        return split_delta_net(full, shape, hf, t, tp)
     of_heads = full[hf + "in_proj_qkvz.weight"].unflatten(0, (keys, -1)).split(sizes, dim=1)
     of_heads += full[hf + "in_proj_ba.weight"].unflatten(0, (keys, -1)).chunk(2, dim=1)
     conv = full[hf + "conv1d.weight"].split(
@@ -150,6 +153,29 @@ def delta_net(
         "self_attention.": {**same, "in_proj.weight": in_proj, "out_norm.weight": norm},
         "linear_attn.": {**same, **projections, "norm.weight": norm},
     }
+
+
+def split_delta_net(
+    full: dict, shape: ModelShape, hf: str, t: int, tp: int
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what delta_net does, of projections in four tensors."""
+    keys = shape.linear_key_heads * shape.linear_key_dim
+    sizes = (keys, keys, shape.linear_value_heads * shape.linear_value_dim)
+
+    def of_rank(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor.chunk(tp)[t] for tensor in tensors])
+
+    qkv, z, b, a = (full[f"{hf}in_proj_{x}.weight"] for x in ("qkv", "z", "b", "a"))
+    same = {name: of_rank(full[hf + name]) for name in ("A_log", "dt_bias")} | {
+        "conv1d.weight": of_rank(*full[hf + "conv1d.weight"].split(sizes)),
+        "out_proj.weight": full[hf + "out_proj.weight"].chunk(tp, 1)[t],
+    }
+    qkvz = of_rank(*qkv.split(sizes), z)
+    ba = of_rank(b, a)
+    norm = full[hf + "norm.weight"]
+    vllm = {"in_proj_qkvz.weight": qkvz, "in_proj_ba.weight": ba, "norm.weight": norm}
+    mcore = {"in_proj.weight": torch.cat([qkvz, ba]), "out_norm.weight": norm}
+    return {"self_attention.": same | mcore, "linear_attn.": same | vllm}
 
 
 def expected_mcore(
@@ -303,7 +329,7 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
             out[hf + "mlp.gate_up_proj.weight"] = gate_up[0]
             out[hf + "mlp.down_proj.weight"] = down[0]
     out["model.norm.weight"] = full["model.norm.weight"]
-    if shape.family == "qwen3_next":
+    if shape.family in HYBRID:
         return {
             name.replace(".shared_experts.", ".shared_expert."): tensor
             for name, tensor in out.items()
@@ -382,7 +408,7 @@ def test_layouts_of_latent_attention_without_a_latent_of_queries() -> None:
         assert_same(fill(vllm_layout(shape, t, 2), shape), expected_vllm(shape, t, 2))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "qwen3_5_moe"])
 def test_plans_of_other_attentions_are_exact_and_minimal(family: str) -> None:
     """Plan from TP 2 and EP 2 to rollout TP 2: what vLLM joins and replicates comes from two
     parameters, and what it orders by heads from one."""
@@ -656,6 +682,8 @@ def test_error_of_an_invalid_size_names_a_tensor(check: Any, tp: int, message: s
         match=r"linear_num_key_heads is 2, which 4 .*in_proj_qkvz.*; sizes that work: 1, 2",
     ):
         check(shape_of("qwen3_next"), 4)
+    with pytest.raises(UserError, match=r"linear_num_key_heads is 2, .*in_proj_qkv.weight"):
+        check(shape_of("qwen3_5_text"), 4)
 
 
 def test_expert_parallelism_of_a_dense_model_is_rejected() -> None:

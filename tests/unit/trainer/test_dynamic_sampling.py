@@ -23,9 +23,9 @@ from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request
 from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate, rollout
+from rlhf_mc.trainer.pool import generate, rollout
 from rlhf_mc.trainer.pool.group_pool import GroupPool
-from rlhf_mc.trainer.rollout import (
+from rlhf_mc.trainer.pool.rollout import (
     SampledGroups,
     TooFewGroups,
     differ,

@@ -27,10 +27,9 @@ from rlhf_mc.planner.storage import pool_bytes
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
-from rlhf_mc.trainer import generate
-from rlhf_mc.trainer.generate import CallPlan, EngineCall, prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
-from rlhf_mc.trainer.pool import strategies
+from rlhf_mc.trainer.pool import generate, strategies
+from rlhf_mc.trainer.pool.generate import CallPlan, EngineCall, prompt_order
 from rlhf_mc.trainer.pool.group_pool import (
     POOL_FILE,
     Group,

@@ -20,7 +20,13 @@ from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
-from rlhf_mc.trainer.generate import CallPlan, EngineCall, new_groups, repeat_prompts, wake_weights
+from rlhf_mc.trainer.pool.generate import (
+    CallPlan,
+    EngineCall,
+    new_groups,
+    repeat_prompts,
+    wake_weights,
+)
 from rlhf_mc.trainer.pool.group_pool import Group
 from rlhf_mc.trainer.pool.strategies import (
     PoolStrategy,
