@@ -4,7 +4,7 @@ models/engine.py computes gradients on the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -100,6 +100,34 @@ def step_generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state >> 1))
 
 
+def _policy_inputs(
+    cfg: ActorConfig,
+    log_probs: torch.Tensor,
+    fields: Mapping[str, torch.Tensor],
+    num_tokens: int,
+    mini: RaggedBatch,
+) -> PolicyLossInputs:
+    """Return a micro-batch's inputs of the policy loss. fields: of its tokens, [r] each.
+    num_tokens: of the mini-batch."""
+    weights = fields["weights"]
+    return PolicyLossInputs(
+        log_probs=log_probs,
+        old_log_probs=fields["old_log_probs"],
+        advantages=fields["advantages"],
+        weights=weights * fields["is_weights"] if "is_weights" in fields else weights,
+        sequence=fields["sequence"],
+        num_tokens=num_tokens,
+        num_sequences=mini.num_sequences,
+        selected=fields.get("selected"),
+        clip_low=cfg.clip_ratio_low,
+        clip_high=cfg.clip_ratio_high,
+        clip_c=cfg.clip_ratio_c,
+        kl_coef=cfg.policy_loss.ppo_kl_coef,
+        tau_pos=cfg.policy_loss.tau_pos,
+        tau_neg=cfg.policy_loss.tau_neg,
+    )
+
+
 def actor_objective(
     mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float, terms: ActorTerms
 ) -> Loss:
@@ -153,26 +181,8 @@ def actor_objective(
                 terms.correction,
                 is_geometric,
             )
-        policy = PolicyLossInputs(
-            log_probs=log_probs,
-            old_log_probs=fields["old_log_probs"],
-            advantages=fields["advantages"],
-            weights=fields["weights"] * fields["is_weights"]
-            if "is_weights" in fields
-            else fields["weights"],
-            sequence=fields["sequence"],
-            num_tokens=len(per_token["weights"]),
-            num_sequences=mini.num_sequences,
-            selected=fields.get("selected"),
-            clip_low=cfg.clip_ratio_low,
-            clip_high=cfg.clip_ratio_high,
-            clip_c=cfg.clip_ratio_c,
-            kl_coef=cfg.policy_loss.ppo_kl_coef,
-            tau_pos=cfg.policy_loss.tau_pos,
-            tau_neg=cfg.policy_loss.tau_neg,
-        )
         inputs = ActorLossInputs(
-            policy=policy,
+            policy=_policy_inputs(cfg, log_probs, fields, len(per_token["weights"]), mini),
             weights=fields["weights"],
             entropy=entropy if terms.entropy_coeff != 0.0 else entropy.detach(),
             ref_log_probs=fields.get("ref_log_probs"),
