@@ -9,6 +9,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from config_files import MINIMAL
 from lanes import pytest_addoption, pytest_runtestloop  # noqa: F401
 from workers import Workers
 
@@ -85,3 +86,10 @@ def pool() -> Iterator[Callable[[int], Workers]]:
     yield get
     for workers in started.values():
         workers.close()
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path

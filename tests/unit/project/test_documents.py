@@ -24,8 +24,14 @@ NOT_WRAPPED: set[str] = set()
 """Pages that are still as wide as they were written."""
 READINGS = ROOT / "docs" / "internals" / "gpu_readings.md"
 """A page that names files of other libraries."""
-NO_SETTINGS = {"reward_model.ground_truth", "health.jsonl", "rollout.py"}
-"""A column of the data and files, which look like settings."""
+NO_SETTINGS = {
+    "reward_model.ground_truth",
+    "health.jsonl",
+    "rollout.py",
+    "model.language_model.*",
+    "model.visual.*",
+}
+"""A column of the data, files and tensors, which look like settings."""
 GROUPS = "actor|critic|training|response_length|global_seqlen|timing_s|perf|memory|reshard|val-core"
 """First parts of metric keys."""
 SECTIONS = {key.partition(".")[0] for key in dotted_keys()}
