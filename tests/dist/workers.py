@@ -114,7 +114,8 @@ class Workers:
 
     def _answer(self, rank: int, call: str) -> Any:
         """Return the next object that the rank sends; of a rank that has ended, a failure."""
-        pipe, process = self._pipes[rank], self._processes[rank]
+        pipe = self._pipes[rank]
+        process = self._processes[rank]
         if not pipe.poll(2 * TIMEOUT_SECONDS):
             pytest.exit(f"rank {rank} of {self.world} has not answered: {call}\n{self._dump()}", 3)
         try:
