@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_files import REPO
 from documents import joined
 from published import CONFIGS, PLAN_70B
-from test_shipped_configs import REPO
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from config_files import REPO
 from published import model_path
-from test_shipped_configs import REPO
 
 from rlhf_mc.config.load import read_settings
 from rlhf_mc.planner import search as search_module

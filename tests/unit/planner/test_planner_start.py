@@ -7,8 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from config_files import REPO
 from published import model_path
-from test_shipped_configs import REPO
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from config_files import REPO
 from published import model_path
-from test_shipped_configs import REPO
 
 from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.config.load import load_config

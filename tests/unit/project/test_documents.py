@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checks import metrics_page, settings_page
+from checks import metrics_page, settings_page, tests_page
 from checks.wrap import PAGES, wrapped
 from documents import ROOT, joined
 
@@ -106,6 +106,10 @@ def test_metrics_that_pages_name_are_explained() -> None:
 def test_the_pages_of_metrics_and_health_are_made_of_their_declarations() -> None:
     for path, text in metrics_page.pages().items():
         assert path.read_text() == text, "run python tests/checks/metrics_page.py"
+
+
+def test_the_page_of_tests_is_made_of_their_docstrings() -> None:
+    assert tests_page.PATH.read_text() == tests_page.page(), "run python tests/checks/tests_page.py"
 
 
 def test_the_page_of_settings_is_made_of_their_dataclasses() -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_shipped_configs import REPO
+from config_files import REPO
 
 HOOK = """
 import os, signal, sys
