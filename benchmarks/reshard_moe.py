@@ -26,7 +26,7 @@ from typing import Any
 from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.json_files import read
 from rlhf_mc.planner.published import MODELS
-from rlhf_mc.reshard.layout import STACK, Layout, Shard, correction_biases
+from rlhf_mc.reshard.layout import Layout, Shard, Stack, correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, split_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rollout.vllm_layout import vllm_layout
@@ -70,7 +70,7 @@ def expert_parallel_layout(shape: ModelShape, rank: int, size: int) -> Layout:
     def held(shard: Shard) -> Shard:
         return replace(shard, box=(experts, *shard.box[1:]))
 
-    stacks = {shard.local for shard in whole.stacked if STACK in shard.tensor}
+    stacks = {shard.local for shard in whole.stacked if isinstance(shard.tensor, Stack)}
     shapes = {
         name: (experts[1] - experts[0], *whole.stacked_shapes[name][1:]) if name in stacks else dims
         for name, dims in others.stacked_shapes.items()

@@ -30,7 +30,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.json_files import read
 from rlhf_mc.planner.published import MODELS
 from rlhf_mc.reshard.execute import bind, by_peer
-from rlhf_mc.reshard.layout import STACK, Layout, member
+from rlhf_mc.reshard.layout import Layout, Stack
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
@@ -76,14 +76,14 @@ def remade_blocks(
     t: Transfer, tensors: Tensors, local: str, offset: Any, step: int
 ) -> list[torch.Tensor]:
     """Return the views of one side of a transfer; of a stack, of each expert."""
-    if len(t.extent) == 3 or STACK in t.src_local or STACK in t.dst_local:
+    if isinstance(t.src_local, Stack) or isinstance(t.dst_local, Stack):
         first, *within = offset
         ranges = tuple(slice(a, a + n) for a, n in zip(within, t.extent[1:], strict=True))
         experts = (
             first + n * step + expert for n in range(t.count) for expert in range(t.extent[0])
         )
-        if STACK in local:
-            return [tensors[member(local, expert)][ranges][None] for expert in experts]
+        if isinstance(local, Stack):
+            return [tensors[local.member(expert)][ranges][None] for expert in experts]
         return [tensors[local][expert][ranges][None] for expert in experts]
     tensor = tensors[local]
     strides = tensor.stride()[len(offset) - len(t.extent) :]
@@ -141,7 +141,7 @@ def local_tensors(
     another."""
     found = {}
     for name, size in layout.stacked_shapes.items():
-        if STACK not in name:
+        if not isinstance(name, Stack):
             found[name] = empty(torch.Size(size).numel()).view(size)
             continue
         gap = 0 if stacked else 64
@@ -149,7 +149,7 @@ def local_tensors(
         memory = empty(size[0] * (numel + gap * size[0]))
         for expert in range(size[0]):
             start = expert * (numel + gap * expert)  # without a common step where there are gaps
-            found[member(name, expert)] = memory[start : start + numel].view(size[1:])
+            found[name.member(expert)] = memory[start : start + numel].view(size[1:])
     return found
 
 

@@ -17,6 +17,7 @@ from rlhf_mc.architectures.spec import LayerKind, ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import (
     Box,
+    Half,
     Layout,
     Shard,
     box_text,
@@ -161,7 +162,9 @@ def _misplaced(layout: Layout, padded: Collection[str]) -> str | None:
     shards: dict[str, list[Shard]] = {}
     for shard in layout.shards:
         shards.setdefault(shard.local, []).append(shard)
-    for name, size in layout.shapes.items():
+    halves = {name: size for name, size in layout.stacked_shapes.items() if isinstance(name, Half)}
+    whole = {half.tensor for half in halves}
+    for name, size in ({n: s for n, s in layout.shapes.items() if n not in whole} | halves).items():
         boxes = [_place(shard, len(size)) for shard in shards.get(name, [])]
         if any(end > limit for box in boxes for (_, end), limit in zip(box, size, strict=True)):
             return f"a block of {name} is outside of {list(size)}"

@@ -44,14 +44,49 @@ def box_text(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{end}" for start, end in box) + "]"
 
 
-STACK = "*"
-"""Placeholder of the expert's number in a name. Such a name stands for the stack of several
-experts' tensors."""
+class Stack(str):
+    """Name of the tensors of a layer's experts, one each, as one tensor [experts, ...]."""
+
+    before: str
+    """Part of the tensors' names before the number of the expert."""
+    after: str
+
+    def __new__(cls, before: str, after: str) -> Stack:
+        name = super().__new__(cls, f"{before}*{after}")
+        name.before = before
+        name.after = after
+        return name
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return self.before, self.after
+
+    def member(self, expert: int) -> str:
+        """Return the name of one of the tensors."""
+        return f"{self.before}{expert}{self.after}"
 
 
-def member(name: str, index: int) -> str:
-    """Return the name of one tensor of a stack."""
-    return name.replace(STACK, str(index))
+class Half(str):
+    """Name of every second row of each expert of a tensor [experts, rows, ...]."""
+
+    tensor: str
+    first: int
+    """The first of the rows: 0 or 1."""
+
+    def __new__(cls, tensor: str, first: int) -> Half:
+        name = super().__new__(cls, f"{tensor}[:, {first}::2]")
+        name.tensor = tensor
+        name.first = first
+        return name
+
+    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
+        return self.tensor, self.first
+
+
+def name_in_layer(pattern: str, layer: int) -> str:
+    """Return a name in which `{i}` is the layer; with `{e}`, the expert, the stack of all of
+    them."""
+    before, *after = (part.format(i=layer) for part in pattern.split("{e}"))
+    return Stack(before, after[0]) if after else before
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +95,11 @@ class Shard:
     strided nor transposed."""
 
     tensor: str
-    """Logical name, as in the Hugging Face checkpoint."""
+    """Logical tensor, as in the Hugging Face checkpoint."""
     box: Box
     """The block, in the logical tensor."""
     local: str
-    """Name of the tensor in this process."""
+    """The tensor in this process."""
     offset: tuple[int, ...]
     """Offset of the block in the local tensor. If the local tensor stacks experts and the block is
     of one of them, the offset begins with that index and is longer than the box."""
@@ -76,14 +111,14 @@ class Shard:
 
     def unstack(self) -> Iterator[Shard]:
         """Yield the shard as shards of single tensors, one per expert."""
-        if STACK not in self.tensor:
+        if not isinstance(self.tensor, Stack):
             yield self
             return
         _, *box = self.box
         for expert, index in zip(range(*self.box[0]), self.indices(), strict=True):
-            tensor = member(self.tensor, expert)
-            if STACK in self.local:
-                yield Shard(tensor, tuple(box), member(self.local, index), self.offset[1:])
+            tensor = self.tensor.member(expert)
+            if isinstance(self.local, Stack):
+                yield Shard(tensor, tuple(box), self.local.member(index), self.offset[1:])
             else:
                 yield Shard(tensor, tuple(box), self.local, (index, *self.offset[1:]))
 
@@ -105,11 +140,11 @@ class Layout:
     """The shards and local tensors of one process. Local elements that no shard covers are padding.
 
     The experts of a layer are planned as one tensor: `stacked` and `stacked_shapes` have their
-    stack, with "*" for the expert's number in the name and the experts as first dimension. `shards`
-    and `shapes` have every tensor by its own name."""
+    Stack, with the experts as first dimension. `shards` and `shapes` have every tensor by its own
+    name."""
 
     stacked_shapes: dict[str, tuple[int, ...]]
-    """Local name -> local shape."""
+    """Local tensor -> its shape."""
     stacked: tuple[Shard, ...]
     float32: frozenset[str] = frozenset()
     """Local tensors that are float32 whatever the type of the model."""
@@ -126,22 +161,24 @@ class Layout:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Local name -> local shape, of single tensors."""
-        indices: dict[str, set[int]] = {}
+        """Local name -> shape, of whole single tensors."""
+        indices: dict[Stack, set[int]] = {}
         for shard in self.stacked:
-            if STACK in shard.local:
+            if isinstance(shard.local, Stack):
                 indices.setdefault(shard.local, set()).update(shard.indices())
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, size in self.stacked_shapes.items():
-            if STACK in name:
-                shapes.update((member(name, index), size[1:]) for index in sorted(indices[name]))
+        for local, size in self.stacked_shapes.items():
+            if isinstance(local, Stack):
+                shapes.update((local.member(i), size[1:]) for i in sorted(indices[local]))
+            elif isinstance(local, Half):
+                shapes[local.tensor] = (size[0], 2 * size[1], *size[2:])
             else:
-                shapes[name] = size
+                shapes[local] = size
         return shapes
 
     @functools.cached_property
     def by_local(self) -> dict[str, list[Shard]]:
-        """Local tensor, or stack -> its shards."""
+        """Local tensor -> its shards."""
         shards: dict[str, list[Shard]] = {}
         for shard in self.stacked:
             shards.setdefault(shard.local, []).append(shard)
@@ -205,21 +242,15 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
     for index, layer in _occurrences(shape, params, range(shape.num_layers)):
         param = params[index]
         for pattern, dims in param.hf.items():
-            name = pattern.format(i=layer, e=STACK)
+            name = name_in_layer(pattern, layer)
             size = tuple(sizes[d] for d in dims)
             if name in shapes:
                 continue  # the replica of a tied embedding
-            if param.stage == "expert":
+            if isinstance(name, Stack):
                 size = (shape.num_experts, *size)
-                runs = list(
-                    _runs(
-                        [
-                            e
-                            for e in range(shape.num_experts)
-                            if wanted is None or member(name, e) in wanted
-                        ]
-                    )
-                )
+                experts = range(shape.num_experts)
+                chosen = [e for e in experts if wanted is None or name.member(e) in wanted]
+                runs = list(_runs(chosen))
             else:
                 runs = [(0, size[0])] if wanted is None or name in wanted else []
             if runs:
@@ -276,7 +307,9 @@ def mcore_layout(
         start = ep_rank * len(experts)
         return replace(
             one,
-            stacked=tuple(p.for_experts(start) if STACK in p.tensor else p for p in one.stacked),
+            stacked=tuple(
+                p.for_experts(start) if isinstance(p.tensor, Stack) else p for p in one.stacked
+            ),
         )
     stages = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
     stages |= {"last_if_not_first"} if last and not first else set()
@@ -420,13 +453,17 @@ def _occurrences(
 
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter in one process. `{i}` in its names is the layer."""
+    """One parameter in one process."""
 
     param: Param
     local: str
+    """Its name, as in Param."""
     size: tuple[int, ...]
     """Its local shape."""
     shards: tuple[Shard, ...]
+    """With names as in Param."""
+    half: int | None = None
+    """The first row of a Half."""
 
 
 def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: range) -> Layout:
@@ -437,9 +474,13 @@ def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: ra
     float32: set[str] = set()
     for index, layer in _occurrences(shape, [param.param for param in params], layers):
         param = params[index]
-        local = param.local.format(i=layer - layers.start)
+        local = name_in_layer(param.local, layer - layers.start)
+        if param.half is not None:
+            local = Half(local, param.half)
         shapes[local] = param.size
-        shards += [Shard(p.tensor.format(i=layer), p.box, local, p.offset) for p in param.shards]
+        shards += [
+            Shard(name_in_layer(p.tensor, layer), p.box, local, p.offset) for p in param.shards
+        ]
         float32 |= {local} if param.param.is_correction_bias else set()
     return Layout(shapes, tuple(shards), frozenset(float32))
 
@@ -466,8 +507,8 @@ def local_param(
             box.insert(0, (experts.start, experts.stop))
             offset.insert(0, 0)
         if all(a < b for a, b in box):
-            shards.append(Shard(name.replace("{e}", STACK), tuple(box), local, tuple(offset)))
+            shards.append(Shard(name, tuple(box), local, tuple(offset)))
     local_shape = [sizes[d] for d in dims]
     local_shape[axis] = filled
     size = (len(experts), *local_shape) if stacks else tuple(local_shape)
-    return LocalParam(param, local.replace("{e}", STACK), size, tuple(shards))
+    return LocalParam(param, local, size, tuple(shards))

@@ -37,8 +37,6 @@ from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import (
     check_parameters,
-    local_tensors,
-    parameter_shapes,
     vllm_layout,
 )
 from rlhf_mc.rollout.vllm_limits import check_dtype, kv_cache_share
@@ -170,9 +168,7 @@ class VLLMEngine:
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
         shapes = self._quantized.shapes(self._model)
         try:
-            on_every_rank(
-                lambda: check_parameters(model_path, parameter_shapes(self._layout), shapes)
-            )
+            on_every_rank(lambda: check_parameters(model_path, self._layout.shapes, shapes))
         except UserError:
             self.close()
             raise
@@ -222,14 +218,11 @@ class VLLMEngine:
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """vLLM's parameters, or views, by the names of reshard's vLLM layout; a reshard writes them
-        in place. With rollout.quantization the parameters of linear layers are temporary and
-        unquantized, until `weights_updated`."""
+        """vLLM's parameters by name; a reshard writes them in place. With rollout.quantization
+        those of linear layers are temporary and unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         self._quantized.stage()
-        return local_tensors(
-            self._layout, {name: param.data for name, param in loaded_parameters(self._model)}
-        )
+        return {name: param.data for name, param in loaded_parameters(self._model)}
 
     def weights_updated(self) -> None:
         """Quantize new weights (rollout.quantization), derive others from them, and discard the

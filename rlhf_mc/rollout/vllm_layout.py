@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.parameters import Param, model_params
@@ -43,9 +42,6 @@ _RENAMED_OF_FAMILY = {
 _FLOAT32 = {"glm4_moe": ".gate.", "qwen3_next": ".A_log"}
 """Family -> part of the names of the parameters that vLLM has in float32, since it computes with
 them so."""
-_HALF = "@"
-"""Before the number of a half at the end of a local name: it is every second row of the experts of
-vLLM's parameter, which has the rows of gate and up in turn."""
 
 
 def vllm_name(param: Param, family: str) -> str:
@@ -105,9 +101,11 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
             and len(ranges) == 2
             and FAMILIES[shape.family].expert_names.in_one_tensor
         ):
+            # vLLM's parameter has the rows of gate and up in turn
             halves = (replace(param, hf={tensor: param.hf[tensor]}) for tensor, _ in ranges)
-            for number, (half, one) in enumerate(zip(halves, ranges, strict=True)):
-                params.append(local_param(half, shape, f"{name}{_HALF}{number}", [one], experts))
+            for number, (half, rows) in enumerate(zip(halves, ranges, strict=True)):
+                local = local_param(half, shape, name, [rows], experts)
+                params.append(replace(local, half=number))
         else:
             params.append(local_param(param, shape, name, ranges, experts))
             if name.endswith("w2_bias") and tp_rank > 0:  # the first rank alone adds it
@@ -116,26 +114,8 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
     layout = replace(layout, zero=frozenset(layout.stacked_shapes.keys() - layout.by_local.keys()))
     wide = _FLOAT32.get(shape.family, "no parameter")
     return replace(
-        layout, float32=layout.float32 | {name for name in layout.stacked_shapes if wide in name}
+        layout, float32=layout.float32 | {name for name in layout.shapes if wide in name}
     )
-
-
-def parameter_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the parameters of vLLM that have the local tensors of a layout."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for local, (experts, *rows) in layout.shapes.items():
-        name, half, _ = local.partition(_HALF)
-        shapes[name] = (experts, 2 * rows[0], *rows[1:]) if half else (experts, *rows)
-    return shapes
-
-
-def local_tensors(layout: Layout, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the local tensors of a layout: vLLM's parameters and views of them, by local name."""
-    tensors = {}
-    for local in layout.shapes:
-        name, _, half = local.partition(_HALF)
-        tensors[local] = parameters[name][:, int(half) :: 2] if half else parameters[name]
-    return tensors
 
 
 def check_parameters(

@@ -13,7 +13,6 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import NodeError, UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.rollout.vllm_layout import parameter_shapes
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply in fp8. Below it, vLLM's kernels would not quantize
@@ -94,9 +93,8 @@ def kv_cache_share(
     ranks = platform.ranks_per_gpu()
     if ranks == 1:
         return None
-    shapes = parameter_shapes(layout)
     weights = (
-        sum(math.prod(shape) for name, shape in shapes.items() if name not in storage)
+        sum(math.prod(shape) for name, shape in layout.shapes.items() if name not in storage)
         * dtype.itemsize
     )
     share = cfg.gpu_memory_utilization * platform.device_memory() / ranks

@@ -6,6 +6,7 @@ stack, independently of layout.py.
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 from typing import Any
@@ -29,9 +30,12 @@ from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.reshard.execute import LocalTensors
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,
+    Shard,
+    Stack,
     check_mcore,
     hf_layout,
     logical_shapes,
@@ -39,8 +43,8 @@ from rlhf_mc.reshard.layout import (
 )
 from rlhf_mc.reshard.model_checks import check_layout, cp_comm_type
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
-from rlhf_mc.reshard.plan import Plan, make_plan
-from rlhf_mc.rollout.vllm_layout import check_vllm, local_tensors, parameter_shapes, vllm_layout
+from rlhf_mc.reshard.plan import Plan, _SenderBalancer, make_plan
+from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 MIXTRAL = {
@@ -316,10 +320,7 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
             ".self_attn.": ".attn.",
             "model.embed_tokens": "model.embedding",
         }
-        return local_tensors(
-            vllm_layout(shape, t, tp),
-            {renamed(name, parts): tensor for name, tensor in out.items()},
-        )
+        return {renamed(name, parts): tensor for name, tensor in out.items()}
     return out
 
 
@@ -349,7 +350,7 @@ def fill(layout: Layout, shape: ModelShape) -> dict[str, torch.Tensor]:
     for shard in layout.shards:
         block = full[shard.tensor][tuple(slice(*sides) for sides in shard.box)]
         lead = len(shard.offset) - len(shard.box)
-        target = out[shard.local][shard.offset[:lead]]
+        target = LocalTensors(out).whole(shard.local)[shard.offset[:lead]]
         target[
             tuple(slice(at, at + n) for at, n in zip(shard.offset[lead:], block.shape, strict=True))
         ] = block
@@ -503,7 +504,7 @@ def test_plan_of_64_ranks_is_at_its_bound(family: str) -> None:
 
 def test_parameters_of_vllm_with_rows_of_gate_and_up_in_turn() -> None:
     layout = vllm_layout(shape_of("gpt_oss"), 1, 2)
-    shapes = parameter_shapes(layout)
+    shapes = layout.shapes
     experts = "model.layers.0.mlp.experts.routed_experts."
     assert shapes[experts + "w13_weight"] == (4, 4, 6) and shapes[experts + "w13_bias"] == (4, 4)
     assert shapes["model.layers.0.attn.sinks"] == (2,) and shapes["model.embedding.weight"] == (
@@ -528,6 +529,17 @@ def test_plan_size_is_independent_of_the_number_of_experts() -> None:
     many = plan_of_experts(64, 1 << 20)
     assert size(few) == size(many)
     assert sum(many.received_bytes) > 6 * sum(few.received_bytes) > 0
+
+
+def test_only_stacks_of_experts_are_split_between_experts() -> None:
+    """The bias of stacked experts has two dimensions, a convolution's weight three."""
+    balancer = _SenderBalancer(8, 1 << 16)
+    stack = Shard(Stack("e", ".bias"), ((0, 3), (0, 4)), "all", (0, 0))
+    assert balancer.split(stack, stack.box, 2, 1, 1) == [((0, 3), (0, 2)), ((0, 3), (2, 4))]
+    weight = Shard("conv1d.weight", ((0, 3), (0, 1), (0, 4)), "weight", (0, 0, 0))
+    parts = [((0, 1), (0, 1), (0, 4)), ((1, 3), (0, 1), (0, 4))]
+    assert balancer.split(weight, weight.box, 2, 1, 1) == parts
+    assert pickle.loads(pickle.dumps(stack)).tensor.member(2) == "e2.bias"
 
 
 def test_stacked_experts_fit_into_buckets() -> None:
