@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
+from rlhf_mc.rollout import vllm_patches  # isort: skip  (first: it sets what vllm reads)
 import vllm
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
@@ -27,9 +29,6 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
-
-# isort: skip  (it sets what vllm reads when it is imported)
-from rlhf_mc.rollout import vllm_patches
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.draws import Draws, LogProbs, request_number
 from rlhf_mc.rollout.routed_experts import RoutedExperts

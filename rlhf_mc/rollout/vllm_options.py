@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from rlhf_mc.rollout import vllm_patches  # isort: skip  (first: it sets what vllm reads)
 import vllm
 from vllm.device_allocator.alloc_conf import expandable_segments_enabled_from_env
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import RolloutConfig
-
-# isort: skip  (it sets what vllm reads when it is imported)
-from rlhf_mc.rollout import vllm_patches
 from rlhf_mc.rollout.base import Request, Sampling
 from rlhf_mc.rollout.vllm_scheduler import DecodeScheduler
 from rlhf_mc.runtime.console import print_line

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from rlhf_mc.rollout import vllm_patches  # isort: skip  (first: it sets what vllm reads)
 import vllm.distributed.parallel_state as vllm_state
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -19,9 +21,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
 from rlhf_mc.patching import replaced
-
-# isort: skip  (it sets what vllm reads when it is imported)
-from rlhf_mc.rollout import vllm_patches
 from rlhf_mc.rollout.vllm_engine import check_build
 from rlhf_mc.rollout.vllm_layout import check_parameters, vllm_layout
 from rlhf_mc.rollout.vllm_options import engine_settings
