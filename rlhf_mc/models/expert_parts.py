@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.models.steps import Assembly, AssemblyStep
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 
 
@@ -67,21 +68,27 @@ CORRECTION_BIAS = "router.expert_bias"
 """Ending of Megatron-Core's names of the correction biases."""
 
 
-def add_correction_biases(model: torch.nn.Module) -> None:
+def _add_correction_biases(at: Assembly) -> None:
     """Give each router the correction bias by which it chooses experts: a float32 parameter without
-    a gradient. Megatron-Core's own (moe_router_enable_expert_bias) is a buffer, and no checkpoint
-    of ours would have it."""
-    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+    a gradient."""
+    for router in (module for module in at.model.modules() if isinstance(module, TopKRouter)):
         del router.expert_bias
         bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
         router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
-def prepare_output_biases(model: torch.nn.Module, tp_size: int) -> None:
-    """Let each tensor-parallel rank add its part of the bias of an expert's output. Megatron-Core
-    sums the outputs of the ranks, of which each would add the whole bias, and then the parts of the
-    bias's gradient. It also adds the bias to the output of a local layer in place, which autograd
-    refuses if the ranks' outputs were summed before."""
+ADD_CORRECTION_BIASES = AssemblyStep(
+    "add correction biases",
+    "Megatron-Core's own (moe_router_enable_expert_bias) are buffers, and no checkpoint of ours "
+    "would have them. They are float32 whatever the type of the model.",
+    _add_correction_biases,
+    lambda at: at.shape.sigmoid_router,
+)
+
+
+def _divide_output_biases(at: Assembly) -> None:
+    """Let each tensor-parallel rank add its part of the bias of an expert's output."""
+    tp_size = at.groups.mesh.tp
 
     def divide(module: Any, inputs: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         output, bias = out
@@ -89,9 +96,19 @@ def prepare_output_biases(model: torch.nn.Module, tp_size: int) -> None:
             return output, [one / tp_size for one in bias]
         return output.clone(), bias / tp_size
 
-    for name, module in model.named_modules():
+    for name, module in at.model.named_modules():
         if ".experts." in name and name.endswith("linear_fc2"):
             module.register_forward_hook(divide)
             for kind, param in module.named_parameters():
                 if kind.startswith("bias"):
                     param.sequence_parallel = tp_size > 1
+
+
+DIVIDE_OUTPUT_BIASES = AssemblyStep(
+    "divide the biases of experts' outputs",
+    "Megatron-Core sums the outputs of the ranks, of which each would add the whole bias, and then "
+    "the parts of the bias's gradient. It also adds the bias to the output of a local layer in "
+    "place, which autograd refuses if the ranks' outputs were summed before.",
+    _divide_output_biases,
+    lambda at: at.shape.has_experts and at.shape.mlp_bias,
+)

@@ -29,22 +29,23 @@ from rlhf_mc.architectures.families import Activation
 from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
-from rlhf_mc.models.context_parallel import rotate_in_context
+from rlhf_mc.models.context_parallel import ROTATE_IN_CONTEXT
 from rlhf_mc.models.expert_parts import (
-    add_correction_biases,
+    ADD_CORRECTION_BIASES,
+    DIVIDE_OUTPUT_BIASES,
     expert_settings,
-    prepare_output_biases,
 )
 from rlhf_mc.models.gated_delta_net import delta_net_settings, use_delta_net
-from rlhf_mc.models.heads import ValueHead
+from rlhf_mc.models.heads import ADD_VALUE_HEAD
 from rlhf_mc.models.latent_attention import LatentAttention, latent_settings, use_latents
 from rlhf_mc.models.megatron_patches import (
+    GATE_ON_CPU,
+    MARK_TENSOR_PARALLEL,
+    MULTIPLY_AS_MATRICES,
     add_random_states,
-    compute_on_cpu,
-    mark_tensor_parallel,
     megatron_calls,
-    multiply_as_matrices,
 )
+from rlhf_mc.models.steps import Assembly, AssemblyStep
 from rlhf_mc.models.transformer_engine import (
     fp8_settings,
     has_packed_attention,
@@ -282,12 +283,20 @@ def _local_norm(shape: ModelShape) -> type[torch.nn.Module]:
     return layers.ZeroCenteredRMSNorm if shape.zero_centered_norms else layers.RMSNorm
 
 
-def scale_embeddings(model: Any, hidden_size: int) -> None:
+def _scale_embeddings(at: Assembly) -> None:
     """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in
     transformers."""
     # stays on the CPU: a kernel takes it by value, and no copy is waited for
-    factor = torch.tensor(hidden_size**0.5)
-    model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
+    factor = torch.tensor(at.shape.hidden_size**0.5)
+    at.model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
+
+
+SCALE_EMBEDDINGS = AssemblyStep(
+    "scale the embeddings",
+    "Megatron-Core's embedding has no factor.",
+    _scale_embeddings,
+    lambda at: at.shape.scaled_embeddings and at.is_first,
+)
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
@@ -300,9 +309,10 @@ def enable_input_gradients(embedding: torch.nn.Module) -> None:
     embedding.register_forward_hook(require)
 
 
-def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
-    """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling
-    rules."""
+def _set_rope(at: Assembly) -> None:
+    """Take the rotary frequencies from transformers."""
+    model = at.model
+    shape = at.shape
     head_dim = shape.rope_head_dim or shape.head_dim
     rotary = layers.PackedRotaryEmbedding(
         head_dim,
@@ -344,6 +354,30 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         model.config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
         model.config.yarn_mscale_all_dim = 0.0
         model.config.apply_rope_fusion = False
+
+
+SET_ROPE = AssemblyStep(
+    "set the rotary frequencies",
+    "Megatron-Core has only some of transformers' scaling rules.",
+    _set_rope,
+)
+
+STEPS = (
+    ADD_VALUE_HEAD,
+    SCALE_EMBEDDINGS,
+    MARK_TENSOR_PARALLEL,
+    MULTIPLY_AS_MATRICES,
+    GATE_ON_CPU,
+    DIVIDE_OUTPUT_BIASES,
+    ROTATE_IN_CONTEXT,
+    SET_ROPE,
+    AssemblyStep(
+        "convert to the model's type",
+        "Modules of our own are float32.",
+        lambda at: at.model.to(DTYPES[at.megatron.dtype]),
+    ),
+    ADD_CORRECTION_BIASES,  # after the conversion
+)
 
 
 def build_model(
@@ -391,21 +425,10 @@ def assemble_model(
             vp_stage=vp_stage,
         )
         model.qkv_format = qkv_format
-        if shape.value_head and last:
-            model.output_layer = ValueHead(shape.hidden_size)
-        if shape.scaled_embeddings and first:
-            scale_embeddings(model, shape.hidden_size)
-        mark_tensor_parallel(model)
-        multiply_as_matrices(model)
-        compute_on_cpu(model)
-        if shape.has_experts and shape.mlp_bias:
-            prepare_output_biases(model, groups.mesh.tp)
-        if groups.mesh.cp > 1:
-            rotate_in_context(model, groups)
-        _set_rope(model, shape)
-        model.to(DTYPES[megatron.dtype])
-        if shape.sigmoid_router:
-            add_correction_biases(model)
+        assembly = Assembly(model, shape, megatron, groups, first, last)
+        for step in STEPS:
+            if step.is_needed(assembly):
+                step.change(assembly)
     return model
 
 

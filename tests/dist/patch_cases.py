@@ -32,11 +32,14 @@ from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.megatron_patches import (
     EVERYWHERE,
     LOCAL_NORM,
+    MARK_TENSOR_PARALLEL,
+    MULTIPLY_AS_MATRICES,
     ON_CPU,
     WITH_LOCAL_LAYERS,
     WITH_TRANSFORMER_ENGINE,
     megatron_calls,
 )
+from rlhf_mc.models.steps import AssemblyStep
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu
 
@@ -167,12 +170,16 @@ def queued_random_states() -> int:
     return count
 
 
+def steps_without(left_out: AssemblyStep) -> list[AssemblyStep]:
+    return [step for step in gpt_model.STEPS if step is not left_out]
+
+
 def unmarked_parameters(checkpoint: str) -> list[str]:
     """Return the parameters that differ between tensor-parallel ranks and that Megatron-Core alone
     does not mark."""
     with (
         mesh_groups(2, 1) as groups,
-        replaced(gpt_model, "mark_tensor_parallel", lambda model: None),
+        replaced(gpt_model, "STEPS", steps_without(MARK_TENSOR_PARALLEL)),
     ):
         params = make_engine(checkpoint, "actor", groups).named_parameters()
     unmarked = []
@@ -223,10 +230,10 @@ def _gloo_threads() -> int:
 
 def batched_products(checkpoint: str) -> int:
     """Return the number of batched matrix products of a frozen model without
-    multiply_as_matrices."""
+    MULTIPLY_AS_MATRICES."""
     with (
         mesh_groups(2, 1) as groups,
-        replaced(gpt_model, "multiply_as_matrices", lambda model: None),
+        replaced(gpt_model, "STEPS", steps_without(MULTIPLY_AS_MATRICES)),
     ):
         model = make_engine(checkpoint, "actor", groups, dtype="bfloat16")
         with Products() as products:

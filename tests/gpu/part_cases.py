@@ -145,10 +145,15 @@ def _of_other_layers(original: Any) -> Any:
 
 
 def _other_theta(original: Any) -> Any:
-    """Return a _set_rope with other frequencies."""
-    return lambda model, shape: original(
-        model, dataclasses.replace(shape, rope_theta=3 * shape.rope_theta)
-    )
+    """Return the steps with other frequencies."""
+    from rlhf_mc.models.gpt_model import SET_ROPE
+
+    def change(at: Any) -> None:
+        other = dataclasses.replace(at.shape, rope_theta=3 * at.shape.rope_theta)
+        SET_ROPE.change(dataclasses.replace(at, shape=other))
+
+    other_step = dataclasses.replace(SET_ROPE, change=change)
+    return [other_step if step is SET_ROPE else step for step in original]
 
 
 def _never_the_same(original: Any) -> Any:
@@ -276,7 +281,7 @@ FAULTS = {
     "other rotary frequencies": Fault(
         "models_bfloat16",
         "rlhf_mc.models.gpt_model",
-        "_set_rope",
+        "STEPS",
         _other_theta,
         "qwen2_actor: gradient error",
     ),

@@ -532,7 +532,7 @@ def test_plan_size_is_independent_of_the_number_of_experts() -> None:
 
 
 def test_only_stacks_of_experts_are_split_between_experts() -> None:
-    """The bias of stacked experts has two dimensions, a convolution's weight three."""
+    """Use the bias of stacked experts, of two dimensions, and a convolution's weight, of three."""
     balancer = _SenderBalancer(8, 1 << 16)
     stack = Shard(Stack("e", ".bias"), ((0, 3), (0, 4)), "all", (0, 0))
     assert balancer.split(stack, stack.box, 2, 1, 1) == [((0, 3), (0, 2)), ((0, 3), (2, 4))]

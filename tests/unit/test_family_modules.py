@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM
 
-from rlhf_mc.models.gpt_model import scale_embeddings
+from rlhf_mc.models.gpt_model import SCALE_EMBEDDINGS
 from rlhf_mc.models.layers import ZeroCenteredRMSNorm
 from rlhf_mc.rollout.experts import fused_moe
 
@@ -32,7 +32,11 @@ def test_gemma_norm_and_embeddings_round_like_transformers(dtype: torch.dtype) -
     torch.nn.init.normal_(theirs.norm.weight)
     tokens = torch.arange(50)
     embedding = torch.nn.Embedding.from_pretrained(theirs.embed_tokens.weight.detach())
-    scale_embeddings(SimpleNamespace(embedding=embedding), 96)
+    SCALE_EMBEDDINGS.change(
+        SimpleNamespace(
+            model=SimpleNamespace(embedding=embedding), shape=SimpleNamespace(hidden_size=96)
+        )
+    )
     states = embedding(tokens)
     assert states.dtype == dtype and torch.equal(states, theirs.embed_tokens(tokens))
     norm = ZeroCenteredRMSNorm(
