@@ -20,7 +20,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +41,8 @@ Tensors = Mapping[str, torch.Tensor]
 BUCKET = 256 << 20
 SMALL = {
     "hidden_size": 64,
-    "ffn_hidden_size": 64,
-    "expert_ffn_hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
     "vocab_size": 512,
     "num_experts": 8,
 }
@@ -227,8 +226,9 @@ def main() -> None:
         "--small", action="store_true", help="tiny matrices, to try the program on a CPU"
     )
     args = parser.parse_args()
-    shape = ModelShape.from_hf_config(read(MODELS / "qwen3-30b-a3b" / "config.json"))
-    shape = replace(shape, num_layers=args.layers, **(SMALL if args.small else {}))
+    config = read(MODELS / "qwen3-30b-a3b" / "config.json")
+    sizes = {"num_hidden_layers": args.layers, **(SMALL if args.small else {})}
+    shape = ModelShape.from_hf_config({**config, **sizes})
     for ranks in (1, 2):
         for line in measured(shape, ranks, args.repeats):
             print(line, flush=True)

@@ -27,7 +27,8 @@ Part = tuple[str, int, int | None]
 def part_of_file(family: str, name: str) -> Part | None:
     """Return which part of which tensor of a file a logical tensor is; None: the tensor of its own
     name."""
-    packs = family in FAMILIES and FAMILIES[family].expert_names.in_one_tensor
+    names = FAMILIES[family].expert_names if family in FAMILIES else None
+    packs = names is not None and names.in_one_tensor
     match = _EXPERT.fullmatch(name) if packs else None
     if match is None:
         return None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
 
 from rlhf_mc.data.batch import ragged_indices
-from rlhf_mc.models.steps import Assembly, AssemblyStep
+from rlhf_mc.models.steps import Assembly
 from rlhf_mc.topology.groups import ProcessGroups, context_group
 
 
@@ -81,13 +81,18 @@ def _group(groups: ProcessGroups, size: int) -> dist.ProcessGroup:
     return group
 
 
-def _rotate_in_context(at: Assembly) -> None:
+def rotate_in_context(at: Assembly) -> None:
     """Let each attention of Megatron-Core take the ranks of its micro-batch's context for the
     positions of the tokens. On a CPU the rotation has the positions themselves.
 
     Transformer Engine's attention is passed pad_between_seqs. Without it versions 2.11 to 2.17
-    compare the offsets of the sequences with and without padding in every layer, and wait for the
-    device unless these are one tensor."""
+    compare the offsets of the sequences with and without padding in every layer, and wait for
+    the device unless these are one tensor.
+
+    Reason: Megatron-Core's attention takes all context-parallel ranks for those of each
+    micro-batch."""
+    if at.groups.mesh.cp == 1:
+        return
     groups = at.groups
     collections = {size: copy.copy(groups.collection) for size in (1, *groups.mesh.context_sizes)}
     for size, collection in collections.items():
@@ -102,14 +107,6 @@ def _rotate_in_context(at: Assembly) -> None:
         # TEDotProductAttention
         if isinstance(passed := getattr(module, "kept_packed_seq_params", None), set):
             passed.add("pad_between_seqs")
-
-
-ROTATE_IN_CONTEXT = AssemblyStep(
-    "rotate in the micro-batch's context",
-    "Megatron-Core's attention takes all context-parallel ranks for those of each micro-batch.",
-    _rotate_in_context,
-    lambda at: at.groups.mesh.cp > 1,
-)
 
 
 class _Joined(torch.autograd.Function):

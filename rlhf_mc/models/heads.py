@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rlhf_mc import platform
 from rlhf_mc.architectures.operations import CHUNK_LOGITS, GPU_CHUNKS
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.models.steps import Assembly, AssemblyStep
+from rlhf_mc.models.steps import Assembly
 
 _NO_TOKEN = -1e30
 """Logit of a padding column: its probability is 0, and 0 * this logit is 0, unlike 0 * infinity."""
@@ -34,16 +34,13 @@ class ValueHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden, self.weight)[:, 0, 0].float()
 
 
-def _add_value_head(at: Assembly) -> None:
+def add_value_head(at: Assembly) -> None:
+    """Put the value head in the place of the output layer.
+
+    Reason: Megatron-Core's output layer has the columns of the vocabulary."""
+    if not (at.shape.value_head and at.is_last):
+        return
     at.model.output_layer = ValueHead(at.shape.hidden_size)
-
-
-ADD_VALUE_HEAD = AssemblyStep(
-    "add the value head",
-    "Megatron-Core's output layer has the columns of the vocabulary.",
-    _add_value_head,
-    lambda at: at.shape.value_head and at.is_last,
-)
 
 
 class _Logits:

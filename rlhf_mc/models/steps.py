@@ -28,12 +28,6 @@ class Assembly:
     """The modules end the model."""
 
 
-@dataclass(frozen=True)
-class AssemblyStep:
-    """A change of an assembly."""
-
-    name: str
-    reason: str
-    """The behaviour of Megatron-Core's modules that the model cannot use."""
-    change: Callable[[Assembly], None]
-    is_needed: Callable[[Assembly], bool] = lambda at: True
+AssemblyStep = Callable[[Assembly], None]
+"""A change of an assembly where it is needed. Its docstring ends with the reason: the behaviour of
+Megatron-Core's modules that the model cannot use."""

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, model_params
-from rlhf_mc.architectures.spec import LayerKind, ModelShape
+from rlhf_mc.architectures.parameters import model_params
+from rlhf_mc.architectures.rows import SPLIT_DIMS, Param
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import (
     Box,
@@ -62,7 +63,7 @@ def rollout_coverage(shape: ModelShape, tp_size: int, layouts: Sequence[Layout])
         if param.stage == "last_if_not_first":
             return 0
         if "kv" in dims:
-            return engines * max(1, tp_size // shape.num_kv_heads)
+            return engines * max(1, tp_size // param.kv_heads)
         # split, or a bias of outputs that the ranks sum: on the first rank alone
         if param.stage == "expert":
             return engines
@@ -80,7 +81,7 @@ def _coverage(
     """copies: (parameter, dimensions of one of its tensors) -> number of ranks that hold an element
     of the tensor."""
     wanted: Counter[str] = Counter()
-    counted: dict[str, LayerKind | None] = {}
+    counted: dict[str, int | None] = {}
     for param in model_params(shape):
         for name, dims in param.hf.items():
             # layers of several kinds may have it

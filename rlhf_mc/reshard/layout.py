@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_mc.architectures.families import FAMILIES
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
-from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.parameters import model_params
+from rlhf_mc.architectures.rows import SPLIT_DIMS, Param, StagePlacement
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.ranges import Range, even_ranges, interleaved_ranges, is_qkv
+from rlhf_mc.reshard.ranges import Range, even_ranges, interleaved_ranges
 
 Box = tuple[tuple[int, int], ...]
 """[start, end) in each dimension."""
@@ -317,7 +317,7 @@ def mcore_layout(
     params = []
     for param in (p for p in model_params(shape) if p.stage in stages):
         if param.rows:
-            groups = shape.num_kv_heads if is_qkv(param) else tp_size
+            groups = param.kv_heads or tp_size
             ranges = interleaved_ranges(param.rows, groups, tp_rank, tp_size)
         else:
             ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
@@ -350,7 +350,7 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
         return uneven or kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
 
     check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, obstacle)
-    if not shape.has_experts:
+    if not shape.num_experts:
         if ep_size > 1:
             raise UserError(
                 f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no "
@@ -373,7 +373,7 @@ def check_split(
     """Raise UserError, which lists the sizes that work, if there is an obstacle to this size."""
     if problem := obstacle(size):
         what, tensor = problem
-        most = max(shape.num_heads, shape.num_experts)
+        most = max(block.most_ranks for block in shape.blocks)
         works = ", ".join(str(n) for n in range(1, most + 1) if obstacle(n) is None)
         tensor = f"{tensor} {list(logical_shapes(shape)[tensor])}"
         raise UserError(f"{key} {size} ({engine}): {what} ({tensor}); sizes that work: {works}")
@@ -382,43 +382,26 @@ def check_split(
 def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     """Return the obstacle where neither the number of KV heads nor the number of ranks is a
     multiple of the other."""
-    kv = shape.num_kv_heads
-    if not shape.kv_lora_rank and kv % tp_size and tp_size % kv:
-        return f"num_key_value_heads is {kv}, and neither is a multiple of the other", tensor_with(
-            "kv", shape
-        )
+    for param in model_params(shape):
+        kv = param.kv_heads
+        if kv and kv % tp_size and tp_size % kv:
+            what = f"num_key_value_heads is {kv}, and neither is a multiple of the other"
+            return what, tensor_with("kv", shape)
     return None
 
 
 def _uneven_rows(shape: ModelShape, tp_size: int) -> Obstacle | None:
-    rows = ((1 + shape.attention_gate) * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     what = "the number of rows of q, k and v together"
-    return indivisible([(what, rows, tensor_with("q", shape))], tp_size)
+    joint = (param for param in model_params(shape) if param.kv_heads)
+    rows = {sum(part.size * part.heads for part in param.rows) for param in joint}
+    return indivisible([(what, size, tensor_with("q", shape)) for size in rows], tp_size)
 
 
 def split_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
     """Return the sizes that the number of ranks must divide in any engine, as `indivisible` takes
     them."""
-    sizes = []
-    if shape.num_attending:
-        sizes.append(("num_attention_heads", shape.num_heads, tensor_with("q", shape)))
-    if shape.linear_layers:
-        sizes.append(
-            ("linear_num_key_heads", shape.linear_key_heads, tensor_with("linear_qkvz", shape))
-        )
-    if len(shape.expert_layers) < shape.num_layers:
-        sizes.append(("intermediate_size", shape.ffn_hidden_size, tensor_with("ffn", shape)))
-    if shape.has_experts:
-        key = FAMILIES[shape.family].expert_ffn_key
-        sizes.append((key, shape.expert_ffn_hidden_size, tensor_with("expert_ffn", shape)))
-    if shape.shared_ffn_hidden_size:
-        what = (
-            "shared_expert_intermediate_size"
-            if shape.shared_expert_gate
-            else f"n_shared_experts x {key}"
-        )
-        sizes.append((what, shape.shared_ffn_hidden_size, tensor_with("shared_ffn", shape)))
-    return sizes
+    sizes = dict.fromkeys(size for block in shape.blocks for size in block.split_sizes())
+    return [(key, size, tensor_with(dim, shape)) for key, size, dim in sizes]
 
 
 def indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> Obstacle | None:
@@ -439,11 +422,11 @@ def _occurrences(
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of a parameter, global number of its layer) in the model's order; parameters
     outside the layers have the number of the first layer."""
-    by_place: dict[tuple[StagePlacement, LayerKind | None], list[int]] = {}
+    by_place: dict[tuple[StagePlacement, int | None], list[int]] = {}
     for index, param in enumerate(params):
         by_place.setdefault((param.stage, param.kind), []).append(index)
     kinds = shape.layer_kinds
-    places: list[tuple[StagePlacement, LayerKind | None, int]] = [("first", None, layers.start)]
+    places: list[tuple[StagePlacement, int | None, int]] = [("first", None, layers.start)]
     for layer in layers:
         places += [("layer", kinds[layer], layer), ("expert", kinds[layer], layer)]
     places += [("last", None, layers.start), ("last_if_not_first", None, layers.start)]

@@ -130,10 +130,8 @@ class VLLMEngine:
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
-            if shape.kv_lora_rank:
-                # Where the processor has AMX, vLLM's choice takes bfloat16 only, and repacks
-                # weights.
-                options.update(attention_backend="CPU_MLA")
+            for block in shape.blocks:
+                options.update(block.vllm_cpu_options)
             # prefix caching computes a prompt once, and only one request's routers are recorded
             if return_experts:
                 options.update(enable_prefix_caching=False)
@@ -159,8 +157,7 @@ class VLLMEngine:
         if return_experts and not platform.use_cuda():
             self._experts = RoutedExperts(shape)
             bind_routed_experts_capturer(self._model, self._experts)
-        cached = shape.num_attending * shape.cached_per_token(len(self._group))
-        kv_bytes = cached * getattr(torch, dtype).itemsize
+        kv_bytes = shape.cached_per_token(len(self._group)) * getattr(torch, dtype).itemsize
         # The ranks of an engine end a period with the same step, so their costs are equal.
         read_bytes = max(gather_objects(self.weight_bytes)) + _OVERHEAD_BYTES[platform.use_cuda()]
         self.cached_token_cost = kv_bytes / read_bytes

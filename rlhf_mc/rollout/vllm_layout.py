@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.families import FAMILIES
-from rlhf_mc.architectures.parameters import Param, model_params
+from rlhf_mc.architectures.parameters import model_params
+from rlhf_mc.architectures.rows import Param
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import (
@@ -23,7 +24,7 @@ from rlhf_mc.reshard.layout import (
     split_sizes,
     tensor_with,
 )
-from rlhf_mc.reshard.ranges import even_range, even_ranges, interleaved_ranges, is_qkv
+from rlhf_mc.reshard.ranges import even_range, even_ranges, interleaved_ranges
 
 _RENAMED = {
     ".self_attn.q_proj.": ".self_attn.qkv_proj.",
@@ -80,27 +81,23 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
     of k, then the rows of v. KV heads are replicated if there are fewer than ranks. Every expert is
     split over all ranks."""
     check_vllm(shape, tp_size)
-    kv_shards = min(tp_size, shape.num_kv_heads)
-    kv = even_range(tp_rank * kv_shards // tp_size, kv_shards, shape.num_kv_heads * shape.head_dim)
     vocab = padded_vocab_size(shape.vocab_size, 1)
+    names = FAMILIES[shape.family].expert_names
+    interleaves = names is not None and names.in_one_tensor
     params = []
     for param in _regrouped(model_params(shape)):
         if param.stage == "last_if_not_first":
             continue  # the tied embedding, which vLLM has once
         ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
-        if param.rows and not is_qkv(param):
+        if param.rows and not param.kv_heads:
             ranges = interleaved_ranges(param.rows, tp_size, tp_rank, tp_size)
-        if is_qkv(param):
-            ranges = [
-                (name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in ranges
-            ]
+        if param.kv_heads:
+            kv_shards = min(tp_size, param.kv_heads)
+            kv = even_range(tp_rank * kv_shards // tp_size, kv_shards, shape.dims()["kv"])
+            ranges = [(name, kv if "kv" in param.hf[name] else own) for name, own in ranges]
         name = vllm_name(param, shape.family)
         experts = range(shape.num_experts)
-        if (
-            param.stage == "expert"
-            and len(ranges) == 2
-            and FAMILIES[shape.family].expert_names.in_one_tensor
-        ):
+        if param.stage == "expert" and len(ranges) == 2 and interleaves:
             # vLLM's parameter has the rows of gate and up in turn
             halves = (replace(param, hf={tensor: param.hf[tensor]}) for tensor, _ in ranges)
             for number, (half, rows) in enumerate(zip(halves, ranges, strict=True)):
@@ -160,14 +157,10 @@ def check_vllm(shape: ModelShape, tp_size: int) -> None:
 def _obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     if problem := kv_obstacle(shape, tp_size):
         return problem
-    if shape.sinks and tp_size > shape.num_kv_heads:
-        return f"num_key_value_heads is {shape.num_kv_heads}, fewer than ranks", tensor_with(
-            "kv", shape
-        )
-    if shape.has_experts and tp_size > shape.num_experts:
-        return f"num_experts is {shape.num_experts}, fewer than ranks", tensor_with(
-            "experts", shape
-        )
+    for block in shape.blocks:
+        if problem := block.engine_obstacle(tp_size):
+            reason, dim = problem
+            return reason, tensor_with(dim, shape)
     vocab = (
         "padded vocab_size",
         padded_vocab_size(shape.vocab_size, 1),

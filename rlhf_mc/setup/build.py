@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import KLController
-from rlhf_mc.architectures.run_shapes import model_shapes
+from rlhf_mc.architectures.run_shapes import balances_experts, model_shapes, router_replay
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
@@ -24,9 +24,7 @@ from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.roles import (
     adapts_kl_loss,
-    balances_experts,
     has_contiguous_experts,
-    router_replay,
     token_budgets,
     uses_critic,
     uses_reference,
@@ -354,9 +352,9 @@ def _check_checkpoint(
 def _set_routers(cfg: Config, actor: ModelEngine) -> None:
     """Set router replay and the losses of the actor's routers, where the run has them."""
     shape = actor.shape
-    if (mode := router_replay(cfg, shape.has_experts, bool(shape.linear_layers))) != "off":
+    if (mode := router_replay(cfg, shape)) != "off":
         actor.replay = ExpertReplay(mode, shape, actor.groups, actor.chunks)
-    if balances_experts(cfg, shape.has_experts, shape.sigmoid_router):
+    if balances_experts(cfg, shape):
         actor.balance = RouterBalance(cfg.actor, shape, actor.groups, actor.chunks)
 
 

@@ -32,12 +32,12 @@ from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.megatron_patches import (
     EVERYWHERE,
     LOCAL_NORM,
-    MARK_TENSOR_PARALLEL,
-    MULTIPLY_AS_MATRICES,
     ON_CPU,
     WITH_LOCAL_LAYERS,
     WITH_TRANSFORMER_ENGINE,
+    mark_tensor_parallel,
     megatron_calls,
+    multiply_as_matrices,
 )
 from rlhf_mc.models.steps import AssemblyStep
 from rlhf_mc.patching import Patch, replaced
@@ -179,7 +179,7 @@ def unmarked_parameters(checkpoint: str) -> list[str]:
     does not mark."""
     with (
         mesh_groups(2, 1) as groups,
-        replaced(gpt_model, "STEPS", steps_without(MARK_TENSOR_PARALLEL)),
+        replaced(gpt_model, "STEPS", steps_without(mark_tensor_parallel)),
     ):
         params = make_engine(checkpoint, "actor", groups).named_parameters()
     unmarked = []
@@ -230,10 +230,10 @@ def _gloo_threads() -> int:
 
 def batched_products(checkpoint: str) -> int:
     """Return the number of batched matrix products of a frozen model without
-    MULTIPLY_AS_MATRICES."""
+    multiply_as_matrices."""
     with (
         mesh_groups(2, 1) as groups,
-        replaced(gpt_model, "STEPS", steps_without(MULTIPLY_AS_MATRICES)),
+        replaced(gpt_model, "STEPS", steps_without(multiply_as_matrices)),
     ):
         model = make_engine(checkpoint, "actor", groups, dtype="bfloat16")
         with Products() as products:

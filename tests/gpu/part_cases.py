@@ -146,14 +146,13 @@ def _of_other_layers(original: Any) -> Any:
 
 def _other_theta(original: Any) -> Any:
     """Return the steps with other frequencies."""
-    from rlhf_mc.models.gpt_model import SET_ROPE
+    from rlhf_mc.models.gpt_model import set_rope
 
     def change(at: Any) -> None:
         other = dataclasses.replace(at.shape, rope_theta=3 * at.shape.rope_theta)
-        SET_ROPE.change(dataclasses.replace(at, shape=other))
+        set_rope(dataclasses.replace(at, shape=other))
 
-    other_step = dataclasses.replace(SET_ROPE, change=change)
-    return [other_step if step is SET_ROPE else step for step in original]
+    return [change if step is set_rope else step for step in original]
 
 
 def _never_the_same(original: Any) -> Any:

@@ -197,7 +197,7 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     shape = ModelShape.from_hf_config(config)
     rank = dist.get_rank()
     world = dist.get_world_size()
-    tp = math.gcd(world, shape.num_heads)
+    tp = math.gcd(world, max(mixer.most_ranks for mixer in shape.mixers))
     mesh = Mesh(world, tp, 1)
     groups = rollout_groups(mesh, max(1, tp // 2))
     begin = time.perf_counter()
