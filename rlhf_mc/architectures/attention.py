@@ -23,7 +23,7 @@ class Attention(Mixer):
     """Dimensions of a query, a key and a value."""
     qkv_bias: bool = False
     """The projections to queries, keys and values have biases."""
-    o_bias: bool = False
+    o_bias: bool = False  # type: ignore[misc]
     """The projection of the output has a bias."""
     qk_norm: bool = False
     """Each head's query and key are normalised (RMSNorm)."""
@@ -64,7 +64,9 @@ class Attention(Mixer):
         }
         params = [
             norm("input_layernorm", "input_layernorm", fused_with=qkv),
-            *linear(qkv, heads, self.qkv_bias, rows, self.num_kv_heads),
+            *linear(
+                qkv, heads, self.qkv_bias, "self_attn.qkv_proj", rows, kv_heads=self.num_kv_heads
+            ),
             *linear(
                 "self_attention.linear_proj", {"self_attn.o_proj": ("hidden", "q")}, self.o_bias
             ),
@@ -79,14 +81,6 @@ class Attention(Mixer):
             name = f"{MC}self_attention.core_attention.softmax_offset"
             params.append(Param("layer", sinks, name))
         return params
-
-    @property
-    def most_ranks(self) -> int:
-        return self.num_heads
-
-    @property
-    def output_bias(self) -> bool:
-        return self.o_bias
 
     def split_sizes(self) -> list[Indivisible]:
         return [("num_attention_heads", self.num_heads, "q")]

@@ -98,23 +98,20 @@ class DeltaNet(Mixer):
         output = {"linear_attn.out_proj": ("hidden", "linear_values")}
         return [
             norm("input_layernorm", "input_layernorm", fused_with="self_attention.in_proj"),
-            *linear("self_attention.in_proj", projections, False, in_proj),
-            *linear("self_attention.conv1d", convolution, False, conv1d),
+            *linear("self_attention.in_proj", projections, False, rows=in_proj),
+            *linear("self_attention.conv1d", convolution, False, rows=conv1d),
             *(
                 Param(
                     "layer",
                     {f"{HF}linear_attn.{name}": ("linear_heads",)},
                     f"{MC}self_attention.{name}",
+                    engine_float32=name == "A_log",
                 )
                 for name in ("dt_bias", "A_log")
             ),
             norm("linear_attn.norm", "self_attention.out_norm", dim="linear_head"),
             *linear("self_attention.out_proj", output, bias=False),
         ]
-
-    @property
-    def most_ranks(self) -> int:
-        return self.linear_key_heads
 
     def split_sizes(self) -> list[Indivisible]:
         return [("linear_num_key_heads", self.linear_key_heads, "linear_qkvz")]

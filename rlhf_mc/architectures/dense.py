@@ -24,7 +24,7 @@ class Dense(FeedForward):
         gate_up = {"mlp.gate_proj": ("ffn", "hidden"), "mlp.up_proj": ("ffn", "hidden")}
         return [
             norm("post_attention_layernorm", "pre_mlp_layernorm", fused_with="mlp.linear_fc1"),
-            *linear("mlp.linear_fc1", gate_up, self.mlp_bias),
+            *linear("mlp.linear_fc1", gate_up, self.mlp_bias, "mlp.gate_up_proj"),
             *linear("mlp.linear_fc2", {"mlp.down_proj": ("hidden", "ffn")}, self.mlp_bias),
         ]
 

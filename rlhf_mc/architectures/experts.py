@@ -27,7 +27,10 @@ class ExpertNames:
     shared: str = "shared_experts"
     """The module in the block with the expert that every token has."""
     in_one_tensor: bool = False
-    """Files have all experts of a layer in one tensor (architectures/packed_experts.py)."""
+    """Files have all experts of a layer in one tensor (architectures/packed_experts.py), and vLLM
+    the rows of gate and up in turn."""
+    engine_float32: bool = False
+    """vLLM's router is float32 whatever the type of the model."""
     ffn_key: str = "moe_intermediate_size"
     """Key of config.json with the intermediate size of an expert."""
 
@@ -36,7 +39,7 @@ class ExpertNames:
 class Experts(FeedForward):
     """A mixture of experts, and the expert that every token has."""
 
-    names: ExpertNames
+    expert_names: ExpertNames
     num_experts: int  # type: ignore[misc]
     experts_per_token: int  # type: ignore[misc]
     expert_ffn_hidden_size: int
@@ -70,33 +73,37 @@ class Experts(FeedForward):
         }
 
     def params(self) -> list[Param]:
-        names = self.names
+        names = self.expert_names
         expert = f"{HF}{names.block}.experts.{{e}}."
-        projections: dict[str, dict[str, tuple[str, ...]]] = {
-            "linear_fc1": {expert + x: ("expert_ffn", "hidden") for x in (names.gate, names.up)},
-            "linear_fc2": {expert + names.down: ("hidden", "expert_ffn")},
-        }
-        local = MC + "mlp.experts.local_experts.{e}."
-        grouped = MC + "mlp.experts."
-        experts = []
-        for module, parts in projections.items():
-            for kind, num_dims in (("weight", 2), ("bias", 1))[: 1 + self.mlp_bias]:
-                hf = {f"{part}.{kind}": dims[:num_dims] for part, dims in parts.items()}
-                experts.append(
-                    Param("expert", hf, f"{local}{module}.{kind}", f"{grouped}{module}.{kind}{{e}}")
-                )
+        gate_up = dict.fromkeys((expert + names.gate, expert + names.up), ("expert_ffn", "hidden"))
+        down = {expert + names.down: ("hidden", "expert_ffn")}
+        experts = [
+            Param(
+                "expert",
+                {f"{part}.{kind}": dims[:num_dims] for part, dims in parts.items()},
+                f"{MC}mlp.experts.local_experts.{{e}}.{module}.{kind}",
+                f"{HF}{names.block}.experts.routed_experts.{engine}_{kind}",
+                f"{MC}mlp.experts.{module}.{kind}{{e}}",
+                engine_alternates=names.in_one_tensor and len(parts) == 2,
+            )
+            for module, engine, parts in (
+                ("linear_fc1", "w13", gate_up),
+                ("linear_fc2", "w2", down),
+            )
+            for kind, num_dims in (("weight", 2), ("bias", 1))[: 1 + self.mlp_bias]
+        ]
         router = {f"{names.block}.{names.router}": ("experts", "hidden")}
         return [
             # the norm before a router is not fused
             norm("post_attention_layernorm", "pre_mlp_layernorm"),
-            *linear("mlp.router", router, self.mlp_bias),
+            *linear("mlp.router", router, self.mlp_bias, engine_float32=names.engine_float32),
             *self._others(),
             *experts,
         ]
 
     def _others(self) -> list[Param]:
         """Return the correction bias, and the rows of the shared expert."""
-        names = self.names
+        names = self.expert_names
         others = []
         if self.sigmoid_router:
             bias = {f"{HF}{names.block}.gate.e_score_correction_bias": ("experts",)}
@@ -104,21 +111,19 @@ class Experts(FeedForward):
             others.append(Param("layer", bias, name, is_correction_bias=True))
         if self.shared_ffn_hidden_size:
             shared = f"{names.block}.{names.shared}."
-            gate_up = {shared + x: ("shared_ffn", "hidden") for x in (names.gate, names.up)}
+            parts = (shared + names.gate, shared + names.up)
+            gate_up = dict.fromkeys(parts, ("shared_ffn", "hidden"))
             down = {shared + names.down: ("hidden", "shared_ffn")}
-            others += linear("mlp.shared_experts.linear_fc1", gate_up, bias=False)
+            fc1 = "mlp.shared_experts.linear_fc1"
+            others += linear(fc1, gate_up, False, f"{shared}gate_up_proj")
             others += linear("mlp.shared_experts.linear_fc2", down, bias=False)
         if self.shared_expert_gate:
             gate = {f"{HF}{names.block}.shared_expert_gate.weight": ("one", "hidden")}
             others.append(Param("layer", gate, MC + "mlp.shared_experts.gate_weight"))
         return others
 
-    @property
-    def most_ranks(self) -> int:
-        return self.num_experts
-
     def split_sizes(self) -> list[Indivisible]:
-        key = self.names.ffn_key
+        key = self.expert_names.ffn_key
         sizes = [(key, self.expert_ffn_hidden_size, "expert_ffn")]
         if self.shared_ffn_hidden_size:
             gated = self.shared_expert_gate
@@ -203,7 +208,7 @@ def expert_layers(
     hidden_size = size(config, "hidden_size")
     experts = Experts(
         hidden_size=hidden_size,
-        names=names,
+        expert_names=names,
         num_experts=num_experts,
         experts_per_token=per_token,
         expert_ffn_hidden_size=ffn,

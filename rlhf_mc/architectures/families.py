@@ -51,6 +51,8 @@ class Family:
     """Values of the keys that a config.json may leave out."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that this family does not read from config.json."""
+    engine_modules: Mapping[str, str] = field(default_factory=dict)
+    """Modules that vLLM names otherwise -> its names."""
     rope_theta: float = 10000.0
     """Value of rope_theta where config.json has none."""
     rope: Mapping[str, Any] | None = None
@@ -122,7 +124,7 @@ FAMILIES = {
         "Glm4MoeForCausalLM",
         {"sigmoid_router": True},
         config_traits={"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
-        expert_names=ExpertNames(),
+        expert_names=ExpertNames(engine_float32=True),
         defaults={
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
@@ -138,6 +140,7 @@ FAMILIES = {
         {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "sinks": True},
         mixers=windowed_layers,
         expert_names=ExpertNames(router="router", in_one_tensor=True, ffn_key="intermediate_size"),
+        engine_modules={".self_attn.": ".attn.", "model.embed_tokens.": "model.embedding."},
         activations={"silu": "clamped_swiglu"},
         defaults={
             "attention_bias": True,

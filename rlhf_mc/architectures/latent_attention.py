@@ -59,9 +59,14 @@ class LatentAttention(Mixer):
         }
 
     def params(self) -> list[Param]:
-        def project(mcore: str, hf: str, out: str, of: str = "hidden") -> list[Param]:
+        # vLLM joins the two projections to latent vectors, and replicates them
+        joint = "self_attn.fused_qkv_a_proj" if self.q_lora_rank else None
+
+        def project(
+            mcore: str, hf: str, out: str, of: str = "hidden", engine: str | None = None
+        ) -> list[Param]:
             modules = {f"self_attn.{hf}": (out, of)}
-            return linear(f"self_attention.linear_{mcore}", modules, bias=False)
+            return linear(f"self_attention.linear_{mcore}", modules, False, engine)
 
         def latent_norm(x: str) -> Param:
             mcore = f"self_attention.{x}_layernorm"
@@ -69,22 +74,18 @@ class LatentAttention(Mixer):
             return norm(f"self_attn.{x}_a_layernorm", mcore, fused, dim=f"latent_{x}")
 
         queries = [
-            *project("q_down_proj", "q_a_proj", "latent_q"),
+            *project("q_down_proj", "q_a_proj", "latent_q", engine=joint),
             latent_norm("q"),
             *project("q_up_proj", "q_b_proj", "q", "latent_q"),
         ]
         return [
             norm("input_layernorm", "input_layernorm"),
             *(queries if self.q_lora_rank else project("q_proj", "q_proj", "q")),
-            *project("kv_down_proj", "kv_a_proj_with_mqa", "latent_kv_rope"),
+            *project("kv_down_proj", "kv_a_proj_with_mqa", "latent_kv_rope", engine=joint),
             latent_norm("kv"),
             *project("kv_up_proj", "kv_b_proj", "keys_values", "latent_kv"),
             *project("proj", "o_proj", "hidden", "values"),
         ]
-
-    @property
-    def most_ranks(self) -> int:
-        return self.num_heads
 
     def split_sizes(self) -> list[Indivisible]:
         return [("num_attention_heads", self.num_heads, "q")]

@@ -77,16 +77,6 @@ class LayerBlock:
         """Return the sizes that the number of ranks must divide in any engine."""
         raise NotImplementedError
 
-    @property
-    def most_ranks(self) -> int:
-        """Heads or experts: the largest number of ranks that may share it."""
-        return 1
-
-    @property
-    def output_bias(self) -> bool:
-        """The projection of its output has a bias."""
-        return False
-
     def engine_obstacle(self, tp: int) -> tuple[str, str] | None:
         """Return (the reason why vLLM cannot split it over tp ranks, a dimension of the tensors
         that it cannot split)."""
@@ -104,6 +94,8 @@ class Mixer(LayerBlock):
 
     sharded_pairs: ClassVar[int] = 1
     """Pairs of a column-parallel and a row-parallel layer."""
+    o_bias: ClassVar[bool] = False
+    """The projection of the output has a bias."""
     context_obstacle: ClassVar[str | None] = None
     """The reason why context-parallel ranks cannot share a sequence."""
 
@@ -196,10 +188,6 @@ class FeedForward(LayerBlock):
     def active_size(self) -> int:
         """Return the intermediate size that one token uses."""
         raise NotImplementedError
-
-    @property
-    def output_bias(self) -> bool:
-        return self.mlp_bias
 
     def training_obstacle(self) -> str | None:
         """Return the reason why it cannot be trained."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.rows import Param
 from rlhf_mc.architectures.spec import ModelShape
 
@@ -38,3 +39,26 @@ def model_params(shape: ModelShape) -> tuple[Param, ...]:
         for param in block.params()
     ]
     return (*_outside(shape), *layers)
+
+
+def engine_params(shape: ModelShape) -> list[Param]:
+    """Return the rows as vLLM has them: `engine` is its parameter, one for each."""
+    params: dict[tuple[int | None, str], Param] = {}
+    for param in model_params(shape):
+        if param.stage == "last_if_not_first":
+            continue  # the tied embedding, which vLLM has once
+        parts = [param]
+        if param.engine is None:
+            whole = len(param.hf) == 1
+            parts = [
+                replace(param, hf={tensor: dims}, rows=param.rows if whole else (), engine=tensor)
+                for tensor, dims in param.hf.items()
+            ]
+        for part in parts:
+            name = str(part.engine)
+            for module, renamed in FAMILIES[shape.family].engine_modules.items():
+                name = name.replace(module, renamed)
+            before = params.pop((part.kind, name), None)
+            hf = {**(before.hf if before else {}), **part.hf}
+            params[part.kind, name] = replace(part, hf=hf, engine=name)
+    return list(params.values())

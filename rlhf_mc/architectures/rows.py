@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 SPLIT_DIMS = frozenset(
     {
@@ -55,6 +55,9 @@ class Param:
     of each."""
     mcore: str
     """Name in Megatron-Core's local layer spec."""
+    engine: str | None = None
+    """vLLM's parameter that has its tensors, and those of other rows with the same name; None: each
+    tensor has a parameter of its own name. vLLM stacks a layer's experts in one tensor."""
     mcore_te: str | None = None
     """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer and
     has one module for the experts of a layer; None: as `mcore`."""
@@ -64,6 +67,10 @@ class Param:
     """The KV heads of which it has queries, keys and values; 0: it has others."""
     kind: int | None = None
     """Index in ModelShape.kinds of the layers that have it; None: it is outside the layers."""
+    engine_alternates: bool = False
+    """vLLM's parameter has the rows of its two tensors in turn."""
+    engine_float32: bool = False
+    """vLLM's parameter is float32 whatever the type of the model, since it computes with it so."""
     is_correction_bias: bool = False
     """It is a router's correction bias: without a gradient, and float32 whatever the type of the
     model."""
@@ -77,25 +84,27 @@ def norm(hf: str, mcore: str, fused_with: str | None = None, dim: str = "hidden"
     """Return the weight of a norm. fused_with: the linear layer whose module has it in the
     Transformer Engine layer spec."""
     te = MC + fused_with + ".layer_norm_weight" if fused_with else None
-    return Param("layer", {f"{HF}{hf}.weight": (dim,)}, f"{MC}{mcore}.weight", te)
+    return Param("layer", {f"{HF}{hf}.weight": (dim,)}, f"{MC}{mcore}.weight", mcore_te=te)
 
 
 def linear(
     mcore: str,
     hf: Mapping[str, tuple[str, ...]],
     bias: bool,
+    engine: str | None = None,
     rows: Sequence[HeadRows] = (),
-    kv_heads: int = 0,
+    **more: Any,
 ) -> list[Param]:
     """Return the weight and the bias of a linear layer. hf: its modules -> (output, input)
-    dimension of each. rows, kv_heads: as in Param, of modules."""
+    dimension of each. engine, rows: as in Param, of modules; more: other fields of Param."""
     return [
         Param(
             "layer",
             {f"{HF}{module}.{kind}": dims[:num_dims] for module, dims in hf.items()},
             f"{MC}{mcore}.{kind}",
+            engine and f"{HF}{engine}.{kind}",
             rows=tuple(replace(part, tensor=f"{HF}{part.tensor}.{kind}") for part in rows),
-            kv_heads=kv_heads,
+            **more,
         )
         for kind, num_dims in (("weight", None), ("bias", 1))[: 1 + bias]
     ]

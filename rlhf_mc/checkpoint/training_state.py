@@ -237,7 +237,7 @@ def _flat(shape: ModelShape) -> dict[str, Any]:
     flat["linear_layers"] = [i for i, layer in layers if layer.mixer.state_size]
     dense = [layer for layer in range(shape.num_layers) if layer not in experts]
     flat["dense_layers"] = dense if experts else []
-    return {name: value for name, value in flat.items() if name not in ("layers", "names")}
+    return {name: value for name, value in flat.items() if name not in ("layers", "expert_names")}
 
 
 def _check_same_model(path: Path, model: TrainedModel, stored: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         **fp8_settings(megatron),
     )
     # Checked when a config is built: Megatron-Core refuses experts that have biases and are split
-    # over tensor-parallel ranks. prepare_output_biases lets them be.
+    # over tensor-parallel ranks. divide_output_biases lets them be.
     config.expert_tensor_parallel_size = megatron.tensor_model_parallel_size
     return config
 

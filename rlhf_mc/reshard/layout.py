@@ -85,8 +85,9 @@ class Half(str):
 def name_in_layer(pattern: str, layer: int) -> str:
     """Return a name in which `{i}` is the layer; with `{e}`, the expert, the stack of all of
     them."""
-    before, *after = (part.format(i=layer) for part in pattern.split("{e}"))
-    return Stack(before, after[0]) if after else before
+    if "{e}" not in pattern:
+        return pattern.format(i=layer)
+    return Stack(*(part.format(i=layer) for part in pattern.split("{e}")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +374,7 @@ def check_split(
     """Raise UserError, which lists the sizes that work, if there is an obstacle to this size."""
     if problem := obstacle(size):
         what, tensor = problem
-        most = max(block.most_ranks for block in shape.blocks)
+        most = max(shape.num_experts, min(size for _, size, _ in split_sizes(shape)))
         works = ", ".join(str(n) for n in range(1, most + 1) if obstacle(n) is None)
         tensor = f"{tensor} {list(logical_shapes(shape)[tensor])}"
         raise UserError(f"{key} {size} ({engine}): {what} ({tensor}); sizes that work: {works}")
@@ -445,6 +446,8 @@ class LocalParam:
     """Its local shape."""
     shards: tuple[Shard, ...]
     """With names as in Param."""
+    is_float32: bool
+    """It is float32 whatever the type of the model."""
     half: int | None = None
     """The first row of a Half."""
 
@@ -464,7 +467,7 @@ def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: ra
         shards += [
             Shard(name_in_layer(p.tensor, layer), p.box, local, p.offset) for p in param.shards
         ]
-        float32 |= {local} if param.param.is_correction_bias else set()
+        float32 |= {local} if param.is_float32 else set()
     return Layout(shapes, tuple(shards), frozenset(float32))
 
 
@@ -494,4 +497,4 @@ def local_param(
     local_shape = [sizes[d] for d in dims]
     local_shape[axis] = filled
     size = (len(experts), *local_shape) if stacks else tuple(local_shape)
-    return LocalParam(param, local, size, tuple(shards))
+    return LocalParam(param, local, size, tuple(shards), param.is_correction_bias)

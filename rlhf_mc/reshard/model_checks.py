@@ -63,10 +63,10 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
     if megatron.fp8 is not None:
         _check_fp8(shape, megatron.fp8, megatron.tensor_model_parallel_size, f"{role}.megatron")
     for mixer, feed_forward in shape.kinds:
-        if mixer.output_bias != feed_forward.output_bias:
+        if mixer.o_bias != feed_forward.mlp_bias:
             raise UserError(
-                f"config.json: attention_bias is {mixer.output_bias} and mlp_bias is "
-                f"{feed_forward.output_bias}; Megatron-Core has both or none"
+                f"config.json: attention_bias is {mixer.o_bias} and mlp_bias is "
+                f"{feed_forward.mlp_bias}; Megatron-Core has both or none"
             )
 
 

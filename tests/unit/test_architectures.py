@@ -49,7 +49,9 @@ def test_shapes_of_earlier_checkpoints_are_read(stored: dict[str, Any]) -> None:
     """Check each field of a block, and the layers that have the block."""
     shape = shape_of(stored["family"])
     check_stored(stored, shape)
-    for name in {field.name for block in shape.blocks for field in fields(block)} - {"names"}:
+    for name in {field.name for block in shape.blocks for field in fields(block)} - {
+        "expert_names"
+    }:
         with pytest.raises(UserError, match=f"the actor's {name} is other there and "):
             check_stored(stored | {name: "other"}, shape)
     with pytest.raises(UserError, match="the actor's num_layers is 3 there and 2 here"):
