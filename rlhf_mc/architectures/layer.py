@@ -98,6 +98,10 @@ class Mixer(LayerBlock):
     """The projection of the output has a bias."""
     context_obstacle: ClassVar[str | None] = None
     """The reason why context-parallel ranks cannot share a sequence."""
+    cpu_dtypes: ClassVar[tuple[str, ...]] = ()
+    """The types of vLLM's kernel on a CPU; none: any."""
+    returns_experts: ClassVar[bool] = True
+    """vLLM returns the experts of routers beside it."""
 
     def weights(self, tp: int = 1) -> float:
         """Return the weights of its projections that one of `tp` ranks of an engine holds."""
@@ -160,11 +164,6 @@ class Mixer(LayerBlock):
     def cpu_obstacle(self) -> str | None:
         """Return the reason why vLLM has no kernel for it on a CPU."""
         return None
-
-    cpu_dtypes: ClassVar[tuple[str, ...]] = ()
-    """The types of vLLM's kernel on a CPU; none: any."""
-    returns_experts: ClassVar[bool] = True
-    """vLLM returns the experts of routers beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)

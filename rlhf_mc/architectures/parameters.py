@@ -3,8 +3,8 @@ model outside its layers.
 
 A row has the parameter's names in Megatron-Core, the Hugging Face tensors that it concatenates, and
 the names of their dimensions, which decide the tensor-parallel split. ModelShape.dims has the sizes
-of the dimensions; reshard/layout.py computes the shards of each rank. A rollout engine derives its
-own names from the Hugging Face names.
+of the dimensions; reshard/layout.py computes the shards of each rank, and rollout/vllm_layout.py
+those of vLLM.
 """
 
 from __future__ import annotations

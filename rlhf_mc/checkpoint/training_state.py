@@ -216,14 +216,14 @@ def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape
 
 
 def _by_name(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a shape, those of layers by the number of the layer, as JSON has
-    them."""
+    """Return the fields of a shape, those of layers by the number of the layer, as JSON has them;
+    names in Hugging Face checkpoints, which training checkpoints do not follow, are left out."""
     named = {name: value for name, value in shape.items() if name != "layers"}
     layers = shape.get("layers", ())
     named |= {"num_layers": len(layers)} if layers else {}
     for number, layer in enumerate(layers):
-        for block in layer:
-            named |= {f"layers.{number}.{name}": value for name, value in block.items()}
+        for name, value in (pair for block in layer for pair in block.items()):
+            named |= {f"layers.{number}.{name}": value} if name != "expert_names" else {}
     return {name: list(v) if isinstance(v, tuple) else v for name, v in named.items()}
 
 
