@@ -44,7 +44,8 @@ from rlhf_mc.rollout.work_sharing import CLOCKS
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.session import session
-from rlhf_mc.trainer import generate, step_state
+from rlhf_mc.trainer import step_state
+from rlhf_mc.trainer.pool import generate
 from rlhf_mc.trainer.run import Run
 
 TURNS = 4

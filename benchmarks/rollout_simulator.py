@@ -47,8 +47,7 @@ from rlhf_mc.patching import replaced
 from rlhf_mc.rollout import engine_loop
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.work_sharing import Clock
-from rlhf_mc.trainer import generate
-from rlhf_mc.trainer.pool import strategies
+from rlhf_mc.trainer.pool import generate, strategies
 
 TOKEN_BUDGET = 8192
 """Tokens of a step of an engine: rollout.max_num_batched_tokens."""

@@ -22,7 +22,7 @@ from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import rollout
+from rlhf_mc.trainer.pool import rollout
 from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.step_state import begin_step
 

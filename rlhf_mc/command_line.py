@@ -12,8 +12,7 @@ import rlhf_mc
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.printing import commented_yaml
-from rlhf_mc.config.recorded import command_without_secrets, recorded
+from rlhf_mc.config.printing import command_without_secrets, commented_yaml, recorded
 from rlhf_mc.config.schema import Config
 from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED

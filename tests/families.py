@@ -10,6 +10,7 @@ from rlhf_mc.architectures.attention import Attention
 from rlhf_mc.architectures.delta_net import DeltaNet
 from rlhf_mc.architectures.dense import Dense
 from rlhf_mc.architectures.experts import Experts
+from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.latent_attention import LatentAttention
 from rlhf_mc.architectures.layer import Layer
 from rlhf_mc.architectures.spec import ModelShape
@@ -80,6 +81,13 @@ EXTRA: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 3,
         "linear_value_head_dim": 5,
     },
+    "qwen3_5_text": {
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 4,
@@ -88,10 +96,21 @@ EXTRA: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+EXTRA["qwen3_5_moe_text"] = EXTRA["qwen3_next"]
+EXTRA |= {f"qwen3_5{kind}": EXTRA[f"qwen3_5{kind}_text"] for kind in ("", "_moe")}
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    return {"model_type": family, **SIZES, **EXTRA.get(family, {}), **changes}
+    return nested(family, {**SIZES, **EXTRA.get(family, {}), **changes})
+
+
+def nested(family: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json of these sizes, which are its text_config where the family is a part of
+    a model of images and text."""
+    if not FAMILIES[family].is_nested:
+        return {"model_type": family, **sizes}
+    outer = {key: sizes[key] for key in ("tie_word_embeddings",) if key in sizes}
+    return {"model_type": family, "text_config": sizes, "vision_config": {"depth": 1}, **outer}
 
 
 def shape_of(family: str, **changes: Any) -> ModelShape:

@@ -1,4 +1,4 @@
-"""Gated delta nets (qwen3_next) in some layers, attention in the others. No torch here.
+"""Gated delta nets (qwen3_next, qwen3_5) in some layers, attention in the others. No torch here.
 
 A layer has key heads and, for each, equally many value heads, each with a state [key dimensions,
 value dimensions].
@@ -25,6 +25,8 @@ DELTA_NET_DEFAULTS = {
     "full_attention_interval": 4,
 }
 _TYPES = ("linear_attention", "full_attention")
+_QKVZ = "linear_attn.in_proj_qkvz"
+_BA = "linear_attn.in_proj_ba"
 
 
 CHUNK = 64
@@ -44,6 +46,9 @@ class DeltaNet(Mixer):
     linear_value_dim: int
     linear_kernel: int
     """Tokens that the convolution before it sees."""
+    split_delta_nets: bool = False
+    """The projections are four tensors: to queries, keys and values together, to gates, and to the
+    two numbers of each head."""
 
     context_obstacle: ClassVar[str | None] = "gated delta nets, whose states need whole sequences"
     # States in float32, as the trainer's, which a cached prefix would have only where a block ends.
@@ -70,36 +75,18 @@ class DeltaNet(Mixer):
         }
 
     def params(self) -> list[Param]:
-        """Return its rows. The projections' tensors have, of each key head, its query, its key, and
-        the values and their gates of its value heads; and the two numbers of each of these."""
-        keys = self.linear_key_heads
-        d_k = self.linear_key_dim
-        d_v = self.linear_value_dim
-        group = self.linear_value_heads // keys
-        qkvz = "linear_attn.in_proj_qkvz"
-        starts = itertools.accumulate((0, d_k, d_k, group * d_v))
-        stride = 2 * (d_k + group * d_v)
-        in_proj = [
-            *(
-                HeadRows(qkvz, at, size, stride, keys)
-                for at, size in zip(starts, (d_k, d_k, *2 * (group * d_v,)), strict=True)
-            ),
-            *(HeadRows("linear_attn.in_proj_ba", at, group, 2 * group, keys) for at in (0, group)),
-        ]
-        conv1d = [
-            *(HeadRows("linear_attn.conv1d", at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
-            HeadRows("linear_attn.conv1d", 2 * keys * d_k, d_v, d_v, self.linear_value_heads),
-        ]
-        projections = {
-            qkvz: ("linear_qkvz", "hidden"),
-            "linear_attn.in_proj_ba": ("linear_ba", "hidden"),
-        }
+        """Return its rows."""
         convolution = {"linear_attn.conv1d": ("linear_qkv", "one", "kernel")}
         output = {"linear_attn.out_proj": ("hidden", "linear_values")}
         return [
             norm("input_layernorm", "input_layernorm", fused_with="self_attention.in_proj"),
-            *linear("self_attention.in_proj", projections, False, rows=in_proj),
-            *linear("self_attention.conv1d", convolution, False, rows=conv1d),
+            *(self._split_projections() if self.split_delta_nets else self._projections()),
+            *linear(
+                "self_attention.conv1d",
+                convolution,
+                False,
+                rows=self._query_key_value("linear_attn.conv1d"),
+            ),
             *(
                 Param(
                     "layer",
@@ -113,13 +100,71 @@ class DeltaNet(Mixer):
             *linear("self_attention.out_proj", output, bias=False),
         ]
 
+    def _projections(self) -> list[Param]:
+        """Return the row of two tensors, which have, of each key head, its query, its key, and the
+        values and their gates of its value heads; and the two numbers of each of these."""
+        keys = self.linear_key_heads
+        d_k = self.linear_key_dim
+        values = self.linear_value_heads // keys * self.linear_value_dim
+        group = self.linear_value_heads // keys
+        starts = itertools.accumulate((0, d_k, d_k, values))
+        rows = [
+            *(
+                HeadRows(_QKVZ, at, size, 2 * (d_k + values), keys)
+                for at, size in zip(starts, (d_k, d_k, values, values), strict=True)
+            ),
+            *(HeadRows(_BA, at, group, 2 * group, keys) for at in (0, group)),
+        ]
+        tensors = {_QKVZ: ("linear_qkvz", "hidden"), _BA: ("linear_ba", "hidden")}
+        return linear("self_attention.in_proj", tensors, False, rows=rows)
+
+    def _split_projections(self) -> list[Param]:
+        """Return the row of four tensors, of which vLLM joins two and two."""
+        heads = self.linear_value_heads
+        qkv, z, b, a = (f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))
+        rows = [
+            *self._query_key_value(qkv),
+            *(
+                HeadRows(name, 0, size, size, heads)
+                for name, size in ((z, self.linear_value_dim), (b, 1), (a, 1))
+            ),
+        ]
+        tensors = {
+            qkv: ("linear_qkv", "hidden"),
+            z: ("linear_values", "hidden"),
+            b: ("linear_heads", "hidden"),
+            a: ("linear_heads", "hidden"),
+        }
+        return linear(
+            "self_attention.in_proj",
+            tensors,
+            False,
+            {qkv: _QKVZ, z: _QKVZ, b: _BA, a: _BA},
+            rows,
+        )
+
+    def _query_key_value(self, module: str) -> list[HeadRows]:
+        """Return the rows of a tensor with all queries, all keys and all values in turn."""
+        keys = self.linear_key_heads
+        d_k = self.linear_key_dim
+        d_v = self.linear_value_dim
+        return [
+            *(HeadRows(module, at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
+            HeadRows(module, 2 * keys * d_k, d_v, d_v, self.linear_value_heads),
+        ]
+
     def split_sizes(self) -> list[Indivisible]:
-        return [("linear_num_key_heads", self.linear_key_heads, "linear_qkvz")]
+        rows = "linear_qkv" if self.split_delta_nets else "linear_qkvz"
+        return [("linear_num_key_heads", self.linear_key_heads, rows)]
 
     def weights(self, tp: int = 1) -> float:
         sizes = self.dims()
         rows = sizes["linear_qkvz"] + sizes["linear_ba"] + sizes["linear_values"]
         return self.hidden_size * rows / tp
+
+    @property
+    def summed_gradients(self) -> int:  # type: ignore[override]
+        return self.linear_value_dim
 
     @property
     def state_size(self) -> int:
@@ -187,6 +232,7 @@ def hybrid_layers(config: Mapping[str, Any], traits: Mapping[str, Any]) -> list[
         linear_key_dim=size(config, "linear_key_head_dim"),
         linear_value_dim=size(config, "linear_value_head_dim"),
         linear_kernel=size(config, "linear_conv_kernel_dim"),
+        **DeltaNet.traits(traits),
     )
     attention = attention_layers(config, traits)
     return [block if types[layer] == _TYPES[0] else attention[layer] for layer in layers]
@@ -199,6 +245,14 @@ def check_gated_attention(config: Mapping[str, Any]) -> None:
             raise refused(
                 key, True, "transformers and vLLM add it to different projections: expected false"
             )
-    if flag(config, "tie_word_embeddings"):
+    if flag(config, "tie_word_embeddings") and config["model_type"] == "qwen3_next":
         raise refused("tie_word_embeddings", True, "vLLM's model has a head of its own")
-    size(config, "shared_expert_intermediate_size")
+    if "shared_expert_intermediate_size" in config:
+        size(config, "shared_expert_intermediate_size")
+
+
+def check_qwen3_5_moe(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a value that vLLM's model does not follow."""
+    check_gated_attention(config)
+    if not flag(config, "norm_topk_prob"):
+        raise refused("norm_topk_prob", False, "transformers always normalises: expected true")

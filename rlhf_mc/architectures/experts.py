@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rlhf_mc.architectures import hf_config
 from rlhf_mc.architectures.dense import Dense
@@ -26,9 +26,9 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_experts"
     """The module in the block with the expert that every token has."""
-    in_one_tensor: bool = False
-    """Files have all experts of a layer in one tensor (architectures/packed_experts.py), and vLLM
-    the rows of gate and up in turn."""
+    in_one_tensor: Literal["columns", "halves"] | None = None
+    """Files have all experts of a layer in one tensor (architectures/packed_experts.py), and gate
+    and up in turn, as vLLM has them then, or one after the other."""
     engine_float32: bool = False
     """vLLM's router is float32 whatever the type of the model."""
     ffn_key: str = "moe_intermediate_size"
@@ -84,7 +84,7 @@ class Experts(FeedForward):
                 f"{MC}mlp.experts.local_experts.{{e}}.{module}.{kind}",
                 f"{HF}{names.block}.experts.routed_experts.{engine}_{kind}",
                 f"{MC}mlp.experts.{module}.{kind}{{e}}",
-                engine_alternates=names.in_one_tensor and len(parts) == 2,
+                engine_alternates=names.in_one_tensor == "columns" and len(parts) == 2,
             )
             for module, engine, parts in (
                 ("linear_fc1", "w13", gate_up),

@@ -9,13 +9,14 @@ latent_attention.py, delta_net.py, dense.py, experts.py), which models/ then rea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf_mc.architectures.attention import attention_layers
 from rlhf_mc.architectures.delta_net import (
     DELTA_NET_DEFAULTS,
     check_gated_attention,
+    check_qwen3_5_moe,
     hybrid_layers,
 )
 from rlhf_mc.architectures.dense import dense_layers
@@ -62,6 +63,14 @@ class Family:
     whole."""
     check: Callable[[Mapping[str, Any]], None] = lambda config: None
     """Further checks of config.json, which raise UserError."""
+    prefix: str = "model."
+    """Begins the names in files that begin with "model." here: a model of images and text has its
+    language model under another name, and its sizes in `text_config`."""
+
+    @property
+    def is_nested(self) -> bool:
+        """The language model is a part of a model of images and text."""
+        return self.prefix != "model."
 
     def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the traits of the model that a config.json describes, by name."""
@@ -139,7 +148,9 @@ FAMILIES = {
         "GptOssForCausalLM",
         {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "sinks": True},
         mixers=windowed_layers,
-        expert_names=ExpertNames(router="router", in_one_tensor=True, ffn_key="intermediate_size"),
+        expert_names=ExpertNames(
+            router="router", in_one_tensor="columns", ffn_key="intermediate_size"
+        ),
         engine_modules={".self_attn.": ".attn.", "model.embed_tokens.": "model.embedding."},
         activations={"silu": "clamped_swiglu"},
         defaults={
@@ -217,12 +228,46 @@ FAMILIES = {
     ),
 }
 
-
-_IMAGES = (
-    "vLLM has it as a part of a model of images and text, which needs torchvision, and it is not "
-    "supported"
+_QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    {
+        "qk_norm": True,
+        "attention_gate": True,
+        "zero_centered_norms": True,
+        "split_delta_nets": True,
+    },
+    mixers=hybrid_layers,
+    defaults={"head_dim": 256, "num_key_value_heads": 4, **DELTA_NET_DEFAULTS, **_NO_WINDOW},
+    rotary_fraction=0.25,
+    check=check_gated_attention,
 )
-REFUSED = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _IMAGES)
-"""Other values of model_type -> the reason why no family here computes them."""
+_QWEN3_5_EXPERTS = ExpertNames(shared="shared_expert")
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    traits={**_QWEN3_5.traits, "shared_expert_gate": True},
+    expert_names=_QWEN3_5_EXPERTS,
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "norm_topk_prob": True,
+        "intermediate_size": 512,  # no layer has it
+        "shared_expert_intermediate_size": 512,
+    },
+    fixed={**_SPARSE_STEP, **_DENSE_FIRST},
+    check=check_qwen3_5_moe,
+)
+_NESTED = "model.language_model."
+FAMILIES |= {
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5": replace(_QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", prefix=_NESTED),
+    "qwen3_5_moe": replace(
+        _QWEN3_5_MOE,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        expert_names=replace(_QWEN3_5_EXPERTS, in_one_tensor="halves"),
+        prefix=_NESTED,
+    ),
+}
 SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Other values of model_type -> the family that computes the same, as vLLM reads them."""

@@ -100,6 +100,9 @@ class Mixer(LayerBlock):
     """The reason why context-parallel ranks cannot share a sequence."""
     cpu_dtypes: ClassVar[tuple[str, ...]] = ()
     """The types of vLLM's kernel on a CPU; none: any."""
+    summed_gradients: ClassVar[int] = 0
+    """Elements of weights that every rank has, whose gradients of its heads the ranks add in each
+    backward pass without sequence parallelism."""
     returns_experts: ClassVar[bool] = True
     """vLLM returns the experts of routers beside it."""
 

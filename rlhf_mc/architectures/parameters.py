@@ -9,6 +9,7 @@ those of vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlhf_mc.architectures.families import FAMILIES
@@ -47,18 +48,15 @@ def engine_params(shape: ModelShape) -> list[Param]:
     for param in model_params(shape):
         if param.stage == "last_if_not_first":
             continue  # the tied embedding, which vLLM has once
-        parts = [param]
-        if param.engine is None:
-            whole = len(param.hf) == 1
-            parts = [
-                replace(param, hf={tensor: dims}, rows=param.rows if whole else (), engine=tensor)
-                for tensor, dims in param.hf.items()
-            ]
-        for part in parts:
-            name = str(part.engine)
+        engine = param.engine
+        names = engine if isinstance(engine, Mapping) else {t: engine or t for t in param.hf}
+        has_rows = engine is not None or len(param.hf) == 1
+        for name in dict.fromkeys(names.values()):
+            hf = {tensor: dims for tensor, dims in param.hf.items() if names[tensor] == name}
+            rows = tuple(part for part in param.rows if has_rows and part.tensor in hf)
             for module, renamed in FAMILIES[shape.family].engine_modules.items():
                 name = name.replace(module, renamed)
-            before = params.pop((part.kind, name), None)
-            hf = {**(before.hf if before else {}), **part.hf}
-            params[part.kind, name] = replace(part, hf=hf, engine=name)
+            before = params.pop((param.kind, name), None)
+            hf = {**(before.hf if before else {}), **hf}
+            params[param.kind, name] = replace(param, hf=hf, rows=rows, engine=name)
     return list(params.values())

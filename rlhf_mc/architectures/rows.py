@@ -55,9 +55,10 @@ class Param:
     of each."""
     mcore: str
     """Name in Megatron-Core's local layer spec."""
-    engine: str | None = None
-    """vLLM's parameter that has its tensors, and those of other rows with the same name; None: each
-    tensor has a parameter of its own name. vLLM stacks a layer's experts in one tensor."""
+    engine: str | Mapping[str, str] | None = None
+    """vLLM's parameter that has its tensors, and those of other rows with the same name, or tensor
+    -> that of each; None: each tensor has a parameter of its own name and rows. vLLM stacks a
+    layer's experts in one tensor."""
     mcore_te: str | None = None
     """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer and
     has one module for the experts of a layer; None: as `mcore`."""
@@ -91,18 +92,20 @@ def linear(
     mcore: str,
     hf: Mapping[str, tuple[str, ...]],
     bias: bool,
-    engine: str | None = None,
+    engine: str | Mapping[str, str] | None = None,
     rows: Sequence[HeadRows] = (),
     **more: Any,
 ) -> list[Param]:
     """Return the weight and the bias of a linear layer. hf: its modules -> (output, input)
     dimension of each. engine, rows: as in Param, of modules; more: other fields of Param."""
+    engines = dict.fromkeys(hf, engine) if isinstance(engine, str) else engine or {}
     return [
         Param(
             "layer",
             {f"{HF}{module}.{kind}": dims[:num_dims] for module, dims in hf.items()},
             f"{MC}{mcore}.{kind}",
-            engine and f"{HF}{engine}.{kind}",
+            {f"{HF}{module}.{kind}": f"{HF}{name}.{kind}" for module, name in engines.items()}
+            or None,
             rows=tuple(replace(part, tensor=f"{HF}{part.tensor}.{kind}") for part in rows),
             **more,
         )

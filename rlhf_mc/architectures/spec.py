@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_mc.architectures import hf_config, rope_config
-from rlhf_mc.architectures.families import FAMILIES, REFUSED, SAME_FAMILY
+from rlhf_mc.architectures.families import FAMILIES, SAME_FAMILY
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.architectures.layer import Layer, LayerBlock, Mixer
 
@@ -52,8 +52,12 @@ class ModelShape:
         family_name = SAME_FAMILY.get(str(family_name), family_name)
         if not isinstance(family_name, str) or family_name not in FAMILIES:
             known = f"known are {', '.join(FAMILIES)}"
-            raise hf_config.refused("model_type", family_name, REFUSED.get(str(family_name), known))
+            raise hf_config.refused("model_type", family_name, known)
         family = FAMILIES[family_name]
+        if family.is_nested:
+            config = hf_config.language_config(config, family_name)
+        if family_name in hf_config.QWEN3_5:
+            config = rope_config.without_sections(config)
         config = {**family.defaults, **config, **family.fixed, "model_type": family_name}
         if family.rope and not (config.get("rope_scaling") or config.get("rope_parameters")):
             config["rope_parameters"] = family.rope

@@ -1,5 +1,10 @@
-"""A config as commented YAML: the settings with their values, each below its documentation from
-schema.py."""
+"""A config as text: commented YAML, in which each setting is below its documentation from
+schema.py, and settings and command as files and trackers record them, without the values of
+secrets. No torch here.
+
+A setting of the schema is no secret (data.prompt_key names a column). The keyword arguments of a
+user's function or of a chat template may hold one.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,13 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import choices, describe, field_types
-from rlhf_mc.config.load import inherited_layout, to_dict
+from rlhf_mc.config.load import dotted_keys, inherited_layout, to_dict
+from rlhf_mc.config.masking import HIDDEN, SECRET, is_hidden, masked, masked_argument
 from rlhf_mc.config.schema import Config, roles
 from rlhf_mc.config.yaml_reader import yaml_text
 
@@ -104,3 +111,56 @@ def field_docs(cls: type) -> dict[str, str]:
             ):
                 docs[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
     return docs
+
+
+def recorded(cfg: Config) -> dict[str, Any]:
+    """Return the config as plain values, without secrets."""
+    settings: dict[str, Any] = without_secrets(to_dict(cfg))
+    return settings
+
+
+def without_secrets(value: Any, hides: bool = False) -> Any:
+    """Return resolved settings, or another plain value, with each text masked (masking.py). With
+    `hides`, and inside a mapping whose name ends in kwargs, each entry with the name of a secret,
+    in any case, is HIDDEN."""
+    if isinstance(value, list):
+        return [without_secrets(inner, hides) for inner in value]
+    if not isinstance(value, dict):
+        return masked(value) if isinstance(value, str) else value
+    entries = {}
+    for name, inner in value.items():
+        is_secret = hides and SECRET.search(str(name))
+        entries[name] = (
+            HIDDEN if is_secret else without_secrets(inner, hides or str(name).endswith("kwargs"))
+        )
+    return entries
+
+
+def command_without_secrets(command: Sequence[str]) -> list[str]:
+    """Return a command with each of its arguments masked."""
+    return [masked_argument(argument, dotted_keys()) for argument in command]
+
+
+def check_not_hidden(cfg: Config) -> None:
+    """Raise UserError if a setting was taken from a record, which has no secrets."""
+    for key, text in _texts("", to_dict(cfg)):
+        if is_hidden(text):
+            raise UserError(
+                f"{key} is {text!r}, as a secret is recorded; give its value again (key=value on "
+                "the command line)"
+            )
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield each text of plain values with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for name, inner in pairs:
+        yield from _texts(f"{key}.{name}".lstrip("."), inner)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
+from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.environments.environment_worker import Key, Turn
 from rlhf_mc.environments.journal import ObservationJournal, Reply
 from rlhf_mc.environments.pool import EnvironmentPool

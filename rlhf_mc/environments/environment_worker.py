@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.environments.protocol import (
     SECTION,
     Environment,
@@ -29,6 +28,7 @@ from rlhf_mc.environments.protocol import (
 )
 from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.scoring import awaited
+from rlhf_mc.runtime.user_function import describe_error
 from rlhf_mc.runtime.worker_process import MessageError, guarded_connection
 
 MOST_THREADS = 256

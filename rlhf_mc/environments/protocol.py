@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.environments import verl_tools
 from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.returned import checked
+from rlhf_mc.runtime.user_function import describe_error, load_attribute
 from rlhf_mc.runtime.worker_process import MOST_BYTES
 
 SECTION = "rollout.environment"

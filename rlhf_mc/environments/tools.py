@@ -22,12 +22,12 @@ from rlhf_mc import json_files
 from rlhf_mc.config.environment_schema import SINGLE_TURN_AGENT, EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.masking import one_line
-from rlhf_mc.config.user_function import describe_error, load_file
 from rlhf_mc.environments import verl_tools
 from rlhf_mc.environments.protocol import SECTION, StepResult, ToolCall, called, truncated, unicode
 from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.rewards.returned import checked
 from rlhf_mc.rewards.scoring import awaited
+from rlhf_mc.runtime.user_function import describe_error, load_file
 
 Schema = dict[str, Any]
 """A tool as the chat template gets it: {"type": "function", "function": {"name": ..., ...}}."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.environments.conversation import Conversation
 from rlhf_mc.environments.environment_worker import Turn

@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, error_reason
-from rlhf_mc.config.recorded import recorded
+from rlhf_mc.config.printing import recorded
 from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.step_table import StepTable
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink

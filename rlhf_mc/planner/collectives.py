@@ -205,6 +205,9 @@ class Passes:
             *inputs, _shared = mixer.latents() or (0,)
             size = sum(inputs) * self._bytes(work)
             yield self._tensor_parallel("all_gather", size, work, len(inputs))
+        elif self._mesh.tp > 1 and mixer.summed_gradients:
+            size = work.num_micro_batches * mixer.summed_gradients * self._itemsize
+            yield self._tensor_parallel("all_reduce", size, work)
         yield from self._experts(feed_forward, work, "reduce_scatter", "all_gather")
 
     def _attention(self, mixer: Mixer, work: PassTokens) -> Iterator[Collective]:

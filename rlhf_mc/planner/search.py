@@ -13,13 +13,10 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, nest_settings
-from rlhf_mc.config.roles import tokens_on_rank
-from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.lengths import Lengths
@@ -27,7 +24,19 @@ from rlhf_mc.planner.measured import Expected, expect_times
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.model_state import ModelState
 from rlhf_mc.planner.rank_layouts import planned_layouts
-from rlhf_mc.planner.start import Capacity, MemoryFit, check_fit, plan_run, planned_shapes
+from rlhf_mc.planner.search_space import (
+    BUCKET,
+    EP,
+    GRANULARITY,
+    PP,
+    RECOMPUTE,
+    ROLLOUT_TP,
+    SHARE,
+    TP,
+    SearchSpace,
+    Settings,
+)
+from rlhf_mc.planner.start import Capacity, MemoryFit, check_fit, plan_run
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import Traffic, weight_update
 from rlhf_mc.reshard.layout import logical_shapes
@@ -49,35 +58,9 @@ MOST_RANKS = 4096
 minutes."""
 _PRINT_SECONDS = 5.0
 _SHARES = [twentieth / 20 for twentieth in range(2, 20)]
-_MOST_CHUNKS = 8
-_LEAST_SHARE = 4096  # tokens of the longest sequence that context parallelism leaves to a rank
-_LARGEST_BUDGET = 1 << 16
-_BUDGETS = [1 << power for power in range(_LARGEST_BUDGET.bit_length())]
 _BUCKETS = (128, 32)
 """Smaller values of reshard.bucket_megabytes to try where the weight update does not fit."""
-_RECOMPUTE = (None, "selective", "full")
 _UNLIMITED = 1e18
-
-_MEGATRON = "actor.megatron"
-_TP = f"{_MEGATRON}.tensor_model_parallel_size"
-_PP = f"{_MEGATRON}.pipeline_model_parallel_size"
-_VPP = f"{_MEGATRON}.virtual_pipeline_model_parallel_size"
-_CP = f"{_MEGATRON}.context_parallel_size"
-_DYNAMIC_CP = f"{_MEGATRON}.dynamic_context_parallel"
-_EP = f"{_MEGATRON}.expert_model_parallel_size"
-_GRANULARITY = f"{_MEGATRON}.recompute_granularity"
-_ROLLOUT_TP = "rollout.tensor_model_parallel_size"
-_SHARE = "rollout.gpu_memory_utilization"
-_BUCKET = "reshard.bucket_megabytes"
-_UPDATE_BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")
-_FORWARD_BUDGETS = (
-    "rollout.log_prob_max_token_len_per_gpu",
-    "ref.log_prob_max_token_len_per_gpu",
-    "critic.forward_max_token_len_per_gpu",
-)
-
-Settings = Mapping[str, Any]
-"""Dotted key -> value."""
 
 
 @dataclass(frozen=True)
@@ -158,15 +141,13 @@ class _Search:
     def __init__(
         self, settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths
     ) -> None:
-        self._settings = settings
+        self._space = SearchSpace(settings, machine)
+        self._shapes = self._space.shapes
         self._machine = machine
         self._capacity = capacity
         self._device_bytes = capacity.device_bytes
         self._lengths = lengths
         self.budget = _Budget()
-        self._base = self._config({})
-        self._longest = self._base.data.max_prompt_length + self._base.data.max_response_length
-        self._shapes = planned_shapes(self._base)
         sizes = {
             name: math.prod(size) for name, size in logical_shapes(self._shapes["actor"]).items()
         }
@@ -205,25 +186,29 @@ class _Search:
     def _candidates(self, beyond_node: bool) -> Iterator[_Candidate]:
         """Yield all candidates whose layout the models, and the config's other settings, allow."""
         error = None
-        engine = engine_factory(self._base.rollout)
+        engine = engine_factory(self._space.base.rollout)
         rollouts: dict[int, float] = {}
-        for rollout_tp in self._group_sizes(beyond_node):
+        for rollout_tp in self._space.group_sizes(beyond_node):
             try:
                 engine.check_layout(self._shapes["actor"], rollout_tp)
             except UserError:
                 continue
-            cfg = self._config({_ROLLOUT_TP: rollout_tp})
+            cfg = self._space.config({ROLLOUT_TP: rollout_tp})
             decoded = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
             parts = generation(cfg, self._shapes["actor"], self._machine, self._lengths, decoded)
             rollouts[rollout_tp] = sum(parts.values())
         is_any = False
-        for number, layout in enumerate(self._layouts(beyond_node)):
+        for number, layout in enumerate(self._space.training_layouts(beyond_node)):
             if not self.budget.take(0.5, f"{number} layouts looked at"):
                 break
-            budget = self._budget_sizes(layout)[-1]
-            trial = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
-            trial[_ROLLOUT_TP] = max(rollouts)
-            cfg = self._config(trial)
+            budget = self._space.budget_sizes(layout)[-1]
+            trial = {
+                **layout,
+                **self._space.budgets(budget, budget),
+                **self._space.offload_levels()[-1],
+            }
+            trial[ROLLOUT_TP] = max(rollouts)
+            cfg = self._space.config(trial)
             try:
                 check_config(cfg, self._machine.world)
                 check_layouts(cfg, self._shapes)
@@ -234,7 +219,7 @@ class _Search:
             for one, (rollout_tp, seconds) in itertools.product(
                 self._layout_candidates(layout, max(rollouts)), rollouts.items()
             ):
-                if beyond_node and max(layout[_TP], rollout_tp) <= self._machine.gpus_per_node:
+                if beyond_node and max(layout[TP], rollout_tp) <= self._machine.gpus_per_node:
                     continue
                 yield replace(one, bound=one.bound + seconds, rollout_tp=rollout_tp)
         if not is_any and error is not None and not beyond_node:
@@ -243,15 +228,15 @@ class _Search:
     def _layout_candidates(self, layout: Settings, rollout_tp: int) -> Iterator[_Candidate]:
         """Yield the candidates of a training layout, with the bound of all but generation.
         rollout_tp: the size with least memory."""
-        states = self._smallest({**layout, _ROLLOUT_TP: rollout_tp})
+        states = self._smallest({**layout, ROLLOUT_TP: rollout_tp})
         if states is None:
             return
-        for recompute in _RECOMPUTE:
-            chosen = {**layout, _GRANULARITY: recompute, _ROLLOUT_TP: rollout_tp}
+        for recompute in RECOMPUTE:
+            chosen = {**layout, GRANULARITY: recompute, ROLLOUT_TP: rollout_tp}
             forward: dict[int, float] = {}
             update: dict[int, float] = {}
-            for budget in self._budget_sizes(layout):
-                cfg = self._config({**chosen, **self._budgets(budget, budget)})
+            for budget in self._space.budget_sizes(layout):
+                cfg = self._space.config({**chosen, **self._space.budgets(budget, budget)})
                 phases = passes(cfg, self._shapes, states, self._machine, self._lengths)
                 update[budget] = sum(
                     phase.total for phase in phases if phase.name.startswith("update_")
@@ -266,106 +251,33 @@ class _Search:
                     seconds + forward[largest], layout, recompute, budget, largest, rollout_tp
                 )
 
-    def _layouts(self, beyond_node: bool) -> Iterator[dict[str, Any]]:
-        """Yield the layouts of training that divide the ranks."""
-        shape = self._shapes["actor"]
-        world = self._machine.world
-        for tp in self._group_sizes(beyond_node):
-            for pp in _divisors(world // tp):
-                replicas = world // tp // pp
-                chunks = (
-                    [n for n in _divisors(shape.num_layers // pp) if 1 < n <= _MOST_CHUNKS]
-                    if pp > 1
-                    else []
-                )
-                experts = (
-                    [n for n in _divisors(replicas) if shape.num_experts % n == 0]
-                    if shape.num_experts
-                    else [1]
-                )
-                contexts = [
-                    n for n in _divisors(replicas) if n == 1 or self._longest >= n * _LEAST_SHARE
-                ]
-                for vpp, ep, cp in itertools.product([None, *chunks], experts, contexts):
-                    yield {
-                        _TP: tp,
-                        _PP: pp,
-                        _VPP: vpp,
-                        _EP: ep,
-                        _CP: cp,
-                        _DYNAMIC_CP: cp > 1 and self._base.actor.megatron.dynamic_context_parallel,
-                        f"{_MEGATRON}.sequence_parallel": tp > 1,
-                        f"{_MEGATRON}.num_layers_in_first_pipeline_stage": None,
-                        f"{_MEGATRON}.num_layers_in_last_pipeline_stage": None,
-                    }
-
-    def _group_sizes(self, beyond_node: bool) -> list[int]:
-        """Return the tensor-parallel sizes to try: those that fill a node, or also whole nodes."""
-        node = self._machine.gpus_per_node
-        sizes = _divisors(self._machine.world)
-        return [n for n in sizes if node % n == 0 or (beyond_node and n % node == 0)]
-
-    def _budget_sizes(self, layout: Settings) -> list[int]:
-        """Return the token budgets to try, ascending: one sequence, powers of two, and the
-        user's."""
-        models = layouts(self._config(layout))
-        longest = max(
-            tokens_on_rank(self._longest, models[role].context_parallel_size)
-            for role in self._shapes
-        )
-        sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu, *_BUDGETS}
-        return sorted(size for size in sizes if longest <= size <= max(_LARGEST_BUDGET, longest))
-
-    def _budgets(self, update: int, forward: int) -> dict[str, Any]:
-        """Return the settings of the token budgets of the models that the run has."""
-        scorers = [f"{role}.forward_max_token_len_per_gpu" for role in reward_models(self._base)]
-        budgets = dict.fromkeys(_UPDATE_BUDGETS, update) | dict.fromkeys(
-            (*_FORWARD_BUDGETS, *scorers), forward
-        )
-        absent = tuple(f"{role}." for role in ("critic", "ref") if role not in self._shapes)
-        return {key: value for key, value in budgets.items() if not key.startswith(absent)}
-
-    def _levels(self) -> list[dict[str, Any]]:
-        """Return the settings that offload: first the ones that free least, last the ones that free
-        most and take most time."""
-        shares = self._base.rollout.quantization is None
-        offloads = ("grad_offload", "optimizer_offload", "param_offload")
-        levels = []
-        for count in range(len(offloads) + 1):
-            level: dict[str, Any] = {
-                f"{_MEGATRON}.{name}": offloads.index(name) < count for name in offloads
-            }
-            level["reshard.share_weights"] = shares and not level[f"{_MEGATRON}.param_offload"]
-            levels.append({**level, "rollout.free_cache_engine": True})
-        if not self._base.rollout.free_cache_engine:
-            levels.insert(0, {**levels[0], "rollout.free_cache_engine": False})
-        return levels
-
     def _smallest(self, layout: Settings) -> dict[str, ModelState] | None:
         """Return the states of the models in a layout; None where it does not fit with all that
         saves memory."""
-        stages = layout[_TP] * layout[_PP]
+        stages = layout[TP] * layout[PP]
         dp = self._machine.world // stages
         # Weights of two bytes, gradients of four, Adam's moments over all replicas.
-        shared = (
-            self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[_EP] / dp) / layout[_EP]
-        )
+        shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[EP] / dp) / layout[EP]
         if (
-            not self._base.actor.freeze
-            and not self._base.critic.freeze
+            not self._space.base.actor.freeze
+            and not self._space.base.critic.freeze
             and shared / stages > self._device_bytes
         ):
             return None
-        budget = self._budget_sizes(layout)[0]
-        chosen = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
-        cfg = self._config({**chosen, _GRANULARITY: "full"})
+        budget = self._space.budget_sizes(layout)[0]
+        chosen = {
+            **layout,
+            **self._space.budgets(budget, budget),
+            **self._space.offload_levels()[-1],
+        }
+        cfg = self._space.config({**chosen, GRANULARITY: "full"})
         plan = self._plan(cfg)
         return None if self._room_of_engine(plan) is None else largest_states(plan)
 
     def _fitting(self, candidate: _Candidate) -> Choice | None:
         """Return the quickest choice of offload for a candidate; None: none fits."""
         fitting = []
-        for level, settings in enumerate(self._levels()):
+        for level, settings in enumerate(self._space.offload_levels()):
             for forward in dict.fromkeys((candidate.forward, candidate.budget)):
                 key = (
                     *candidate.layout.values(),
@@ -378,9 +290,9 @@ class _Search:
                     continue
                 chosen = {
                     **candidate.layout,
-                    _GRANULARITY: candidate.recompute,
-                    **self._budgets(candidate.budget, forward),
-                    _ROLLOUT_TP: candidate.rollout_tp,
+                    GRANULARITY: candidate.recompute,
+                    **self._space.budgets(candidate.budget, forward),
+                    ROLLOUT_TP: candidate.rollout_tp,
                     **settings,
                 }
                 choice = self._with_engine(chosen, level, key)
@@ -398,14 +310,14 @@ class _Search:
         """Return the choice with the smallest share of the rollout engine that holds all of an
         engine's sequences, or else the largest that fits; None: it does not fit. key: of training,
         which is recorded where training does not fit."""
-        bucket = self._base.reshard.bucket_megabytes
+        bucket = self._space.base.reshard.bucket_megabytes
         for megabytes in (bucket, *(size for size in _BUCKETS if size < bucket)):
-            trial = {**chosen, _BUCKET: megabytes}
-            cfg = self._config(trial)
+            trial = {**chosen, BUCKET: megabytes}
+            cfg = self._space.config(trial)
             plan = self._plan(cfg)
             room = self._room_of_engine(plan)
             if room is not None:
-                return self._with_share({**trial, _SHARE: self._share(cfg, plan, room)}, level)
+                return self._with_share({**trial, SHARE: self._share(cfg, plan, room)}, level)
             limit = self._device_bytes * (1 - MARGIN)
             full = {
                 phase.name
@@ -419,7 +331,7 @@ class _Search:
         return None
 
     def _with_share(self, chosen: Settings, level: int) -> Choice | None:
-        cfg = self._config(chosen)
+        cfg = self._space.config(chosen)
         # Host memory is summed over all ranks of a node.
         plan = self._plan(cfg, one_of_each_stage=self._capacity.host_bytes is None)
         fit = self._checked_fit(cfg, plan)
@@ -457,7 +369,7 @@ class _Search:
         needed = max(
             rollout.weights
             + rollout.activations
-            + decoded * self._longest * rollout.kv_bytes_per_token
+            + decoded * self._space.longest * rollout.kv_bytes_per_token
             for rollout in rollouts
         )
         fitting = [share for share in _SHARES if share <= room]
@@ -492,9 +404,6 @@ class _Search:
             cfg, self._shapes, world, self._device_bytes, one_of_each_stage=one_of_each_stage
         )
 
-    def _config(self, chosen: Settings) -> Config:
-        return load_config(nest_settings({**self._settings, **chosen}))
-
 
 def _without_engine(parts: Mapping[str, float]) -> float:
     return sum(size for name, size in parts.items() if name != "vLLM")
@@ -511,7 +420,7 @@ def _ranked(choices: Sequence[Choice]) -> list[Choice]:
     def key(choice: Choice) -> tuple[float, ...]:
         actor = choice.cfg.actor
         megatron = actor.megatron
-        recompute = _RECOMPUTE.index(megatron.recompute_granularity)
+        recompute = RECOMPUTE.index(megatron.recompute_granularity)
         chunks = megatron.pipeline_model_parallel_size * (
             megatron.virtual_pipeline_model_parallel_size or 1
         )
@@ -526,7 +435,3 @@ def _ranked(choices: Sequence[Choice]) -> list[Choice]:
         )
 
     return sorted(choices, key=key)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -16,6 +16,7 @@ from rlhf_mc.architectures.run_shapes import router_replay
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
+    has_old_log_prob_pass,
     overlaps_reduction,
     prompts_per_batch,
     token_budgets,
@@ -150,7 +151,7 @@ def phase_work(
         )
 
     sampled = cfg.data.train_batch_size * cfg.rollout.n
-    if not cfg.algorithm.rollout_correction.bypass_mode:
+    if has_old_log_prob_pass(cfg, router_replay(cfg, shapes["actor"])):
         yield work("old_log_prob", "actor", sampled)
     if "ref" in shapes:
         yield work("ref", "ref", sampled)

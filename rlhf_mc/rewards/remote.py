@@ -19,9 +19,9 @@ from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.masking import HIDDEN, masked, one_line
 from rlhf_mc.config.reward_schema import RemoteRewardConfig
-from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.results import REMOTE, Failure, RewardRow
 from rlhf_mc.rewards.returned import checked
+from rlhf_mc.runtime.user_function import describe_error
 
 if TYPE_CHECKING:
     import httpx

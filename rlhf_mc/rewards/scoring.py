@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.masking import cut
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.mixture import row_problem
 from rlhf_mc.rewards.registry import RULES, RewardFunction
 from rlhf_mc.rewards.remote import RemoteReward
@@ -31,6 +30,7 @@ from rlhf_mc.rewards.results import (
     Score,
 )
 from rlhf_mc.rewards.returned import MAX_FLOAT32, checked, refuse
+from rlhf_mc.runtime.user_function import describe_error, load_attribute
 
 Done = Callable[[int, Score | Failure], None]
 """Callback for each row, with its index among the given rows."""

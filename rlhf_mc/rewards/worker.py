@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.results import Failure, FailureReason, RewardRow, Score
 from rlhf_mc.rewards.scoring import Scorer, custom_score_name
+from rlhf_mc.runtime.user_function import describe_error
 from rlhf_mc.runtime.worker_process import (
     MessageError,
     WorkerEndedError,

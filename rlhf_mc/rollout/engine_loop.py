@@ -77,16 +77,8 @@ def generate_responses(
                 num_drawn = 0
                 over = arrivals.ended
                 if engine.num_unfinished:
-                    finished = engine.step()
-                    num_drawn = engine.num_running + len(finished)
-                    num_cached += num_added + num_drawn
-                    clock.step(
-                        num_drawn,
-                        num_added - arrivals.num_cached,
-                        num_cached * engine.cached_token_cost,
-                    )
-                    num_cached -= sum(
-                        len(requests[i].prompt) + len(one.token_ids) for i, one in finished.items()
+                    finished, num_drawn, num_cached = _step(
+                        engine, requests, clock, num_added, arrivals.num_cached, num_cached
                     )
                     if turns is None:
                         over = finished
@@ -151,6 +143,30 @@ def _begin(
         return 0
     engine.add(begun, sampling)
     return sum(len(request.prompt) + len(request.begun.token_ids) for request in begun)
+
+
+def _step(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    clock: Clock,
+    num_added: int,
+    num_reused: int,
+    num_cached: int,
+) -> tuple[Mapping[int, Generation], int, int]:
+    """Run a step of the engine. Return the responses that have ended in it, by number, the tokens
+    that it has sampled, and those in the engine's KV cache after it.
+
+    num_added: tokens of the requests that the step begins; num_reused: of those, in the KV cache
+    already. num_cached: tokens in the KV cache before the step."""
+    finished = engine.step()
+    num_sampled = engine.num_running + len(finished)
+    num_cached += num_added + num_sampled
+    clock.step(num_sampled, num_added - num_reused, num_cached * engine.cached_token_cost)
+    num_cached -= sum(
+        len(requests[number].prompt) + len(response.token_ids)
+        for number, response in finished.items()
+    )
+    return finished, num_sampled, num_cached
 
 
 def _exchange(

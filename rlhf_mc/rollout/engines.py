@@ -11,9 +11,9 @@ from rlhf_mc.architectures.run_shapes import router_replay
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config, RolloutConfig
-from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
+from rlhf_mc.runtime.user_function import describe_error, load_attribute
 
 if TYPE_CHECKING:
     import torch

@@ -39,9 +39,11 @@ if vllm.__version__.partition("+")[0] != TESTED_VERSIONS["vllm"]:
 
 import contextlib
 import functools
+import importlib.util
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,7 +53,9 @@ import vllm.distributed.parallel_state as vllm_state
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models import ModelRegistry
 
+from rlhf_mc.architectures.hf_config import QWEN3_5
 from rlhf_mc.patching import Patch, apply, replaced
 from rlhf_mc.rollout.cpu_experts import fused_moe
 from rlhf_mc.rollout.draws import Draws, request_number
@@ -126,7 +130,6 @@ def on_cpu() -> tuple[Patch, ...]:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     rotate = RotaryEmbedding.forward_cpu
@@ -139,35 +142,8 @@ def on_cpu() -> tuple[Patch, ...]:
             positions, query, key
         )
 
-    def convolve(
-        weight: torch.Tensor, silu_activation: bool, is_weight_packed: bool, **rest: Any
-    ) -> torch.Tensor:
-        activation = "silu" if silu_activation else None
-        return causal_conv1d.causal_conv1d_fn_cpu(
-            weight=weight.flatten(1), activation=activation, **rest
-        )
-
-    def convolve_next(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        conv_states: torch.Tensor,
-        silu_activation: bool,
-        conv_state_indices: torch.Tensor,
-        is_weight_packed: bool,
-    ) -> torch.Tensor:
-        activation = "silu" if silu_activation else None
-        return causal_conv1d.causal_conv1d_update_cpu(
-            x, conv_states, weight.flatten(1), bias, activation, conv_state_indices
-        )
-
-    reason = (
-        "where the processor has AVX512-BF16 it takes repacked weights of width 4 only, and a "
-        "weight update writes others; in its place is what vLLM computes on other processors"
-    )
     return (
-        Patch(gdn_attention, "_causal_conv1d_fwd_cpu", convolve, reason),
-        Patch(gdn_attention, "_causal_conv1d_update_cpu", convolve_next, reason),
+        *_convolutions(),
         Patch(
             utils,
             "dispatch_cpu_unquantized_gemm",
@@ -209,6 +185,42 @@ def on_cpu() -> tuple[Patch, ...]:
             "the ranks of a node get collectives in shared memory: they wait without timeout for a "
             "rank that has died (gloo's raise), and their segments outlive the process",
         ),
+    )
+
+
+def _convolutions() -> tuple[Patch, ...]:
+    """Return the patches of the gated delta net's causal convolutions on a CPU."""
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
+
+    def convolve(
+        weight: torch.Tensor, silu_activation: bool, is_weight_packed: bool, **rest: Any
+    ) -> torch.Tensor:
+        activation = "silu" if silu_activation else None
+        return causal_conv1d.causal_conv1d_fn_cpu(
+            weight=weight.flatten(1), activation=activation, **rest
+        )
+
+    def convolve_next(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        conv_states: torch.Tensor,
+        silu_activation: bool,
+        conv_state_indices: torch.Tensor,
+        is_weight_packed: bool,
+    ) -> torch.Tensor:
+        activation = "silu" if silu_activation else None
+        return causal_conv1d.causal_conv1d_update_cpu(
+            x, conv_states, weight.flatten(1), bias, activation, conv_state_indices
+        )
+
+    reason = (
+        "where the processor has AVX512-BF16 it takes repacked weights of width 4 only, and a "
+        "weight update writes others; in its place is what vLLM computes on other processors"
+    )
+    return (
+        Patch(gdn_attention, "_causal_conv1d_fwd_cpu", convolve, reason),
+        Patch(gdn_attention, "_causal_conv1d_update_cpu", convolve_next, reason),
     )
 
 
@@ -313,6 +325,26 @@ def in_any_world(family: str) -> AbstractContextManager[None]:
     from vllm.model_executor.models import gpt_oss
 
     return replaced(gpt_oss, "dist", SimpleNamespace(is_initialized=lambda: False))
+
+
+def register_text_models(family: str) -> None:
+    """Register vLLM's language models of the family where torchvision is missing, as on a CPU.
+
+    Targets: sys.modules while the file is imported, and vLLM's ModelRegistry (public).
+    Reason: vLLM has them in the file of the models of images, whose imports need torchvision, and
+    imports a model that is not registered by its class in another process first."""
+    if family not in QWEN3_5 or importlib.util.find_spec("torchvision") is not None:
+        return
+    processors = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+    unused: Any = ModuleType(processors)
+    unused.smart_resize = _do_nothing
+    sys.modules[processors] = unused
+    try:
+        from vllm.model_executor.models import qwen3_5
+    finally:
+        del sys.modules[processors]
+    for model in (qwen3_5.Qwen3_5ForCausalLM, qwen3_5.Qwen3_5MoeForCausalLM):
+        ModelRegistry.register_model(model.__name__, model)
 
 
 @contextlib.contextmanager

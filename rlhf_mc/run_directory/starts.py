@@ -19,8 +19,7 @@ from typing import Any, Literal
 import rlhf_mc
 from rlhf_mc import durable
 from rlhf_mc.config.masking import cut, masked
-from rlhf_mc.config.printing import commented_yaml
-from rlhf_mc.config.recorded import command_without_secrets, recorded
+from rlhf_mc.config.printing import command_without_secrets, commented_yaml, recorded
 from rlhf_mc.config.schema import Config
 from rlhf_mc.machine.check import TESTED_VERSIONS
 from rlhf_mc.machine.facts import installed_version

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.config.environment import demand_variables
+from rlhf_mc.topology.environment_variables import demand_variables
 
 VARIABLES = {
     # cuBLAS may otherwise share a workspace between streams. torch requires one of these values.

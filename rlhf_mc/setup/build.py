@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,23 +16,18 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import KLController
-from rlhf_mc.architectures.run_shapes import balances_experts, model_shapes, router_replay
+from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
+from rlhf_mc.checkpoint.hf_format import read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
-from rlhf_mc.checkpoint.megatron_format import load_mcore
-from rlhf_mc.config.errors import UserError, error_prefix
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import (
     adapts_kl_loss,
     has_contiguous_experts,
     token_budgets,
-    uses_critic,
-    uses_reference,
 )
 from rlhf_mc.config.schema import (
     Config,
-    MegatronConfig,
-    OptimConfig,
     layouts,
     reward_models,
     score_part,
@@ -50,12 +45,9 @@ from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.machine.facts import available_memory
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.gpt_model import DTYPES
-from rlhf_mc.models.router_balance import RouterBalance
-from rlhf_mc.models.router_replay import ExpertReplay
-from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.planner.start import Capacity, check_start
 from rlhf_mc.reshard.execute import aliased_views
-from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
@@ -69,10 +61,10 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import importing, working
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.setup.gpu_settings import for_this_device
+from rlhf_mc.setup.model_building import build_models, model_starts
 from rlhf_mc.setup.scorable import check_mixture, print_special_tokens, scorable
-from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
-from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
+from rlhf_mc.topology.groups import build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import training_mesh
 from rlhf_mc.topology.shared_gpu import shared_gpu_line
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
@@ -115,22 +107,12 @@ def build_run(cfg: Config) -> Run:
             cfg.custom_reward_function, cfg.reward, scorers, cfg.rollout.environment
         )
     )
-    print_special_tokens(cfg, rewards, tokenizer)
-    check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
-    train_prompts = scorable(
-        rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values()
+    train_prompts, val_prompts = _scorable(
+        cfg, rewards, tokenizer, train_prompts, val_prompts, conversations
     )
-    val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
-    check_weights(cfg.data, train_prompts.file_sizes)
-    check_batch(cfg.data, len(train_prompts))
-    order = PromptOrder(cfg.data, train_prompts.file_sizes, cfg.trainer.seed)
-    total_prompts = cfg.trainer.total_epochs * order.epoch_length
-    # A step draws at least one batch.
-    total_steps = (
-        cfg.trainer.total_training_steps or cfg.trainer.total_epochs * order.batches_per_epoch
-    )
+    schedule = _schedule(cfg, train_prompts.file_sizes, bool(val_prompts))
 
-    starts = on_every_rank(lambda: _starts(cfg, factory, tokenizer, conversations))
+    starts = on_every_rank(lambda: model_starts(cfg, factory, tokenizer, conversations))
     with working("planning"):
         fit, staying = _check_memory(cfg, {role: start.shape for role, start in starts.items()})
     if fit is not None and "console" in cfg.trainer.logger:
@@ -140,11 +122,10 @@ def build_run(cfg: Config) -> Run:
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
     offload_schedule = OffloadSchedule()
-    models = _build_models(cfg, starts, groups, total_steps, offload_schedule)
+    models = build_models(cfg, starts, groups, schedule.total_steps, offload_schedule)
     for role, model in models.items():
         model.offload.optimizer_stays = role in staying
     actor = models["actor"]
-    _set_routers(cfg, actor)
     budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, actor, rank)
     if environments is not None:
@@ -159,19 +140,14 @@ def build_run(cfg: Config) -> Run:
         stop_token_ids=stops,
         train_prompts=train_prompts,
         val_prompts=val_prompts,
-        schedule=StepSchedule(cfg.trainer, total_steps, total_prompts, bool(val_prompts)),
+        schedule=schedule,
         token_budgets=budgets,
         inputs=inputs,
         rewards=rewards,
         actor=actor,
         critic=models.get("critic"),
         reference=models.get("ref"),
-        reward_models=[
-            RewardModel(
-                role, str(scorer.model_path), models[role], budgets[role], conversations.get(role)
-            )
-            for role, scorer in reward_models(cfg).items()
-        ],
+        reward_models=_reward_models(cfg, models, budgets, conversations),
         rollout=rollout,
         environments=environments,
         group_pool=GroupPool(),
@@ -186,32 +162,6 @@ def build_run(cfg: Config) -> Run:
         adjustments=Adjustments(Path(cfg.trainer.default_local_dir)),
         skipped=SkippedUpdates(MOST_CONSECUTIVE, Path(cfg.trainer.default_local_dir)),
     )
-
-
-def _build_models(
-    cfg: Config,
-    starts: Mapping[str, _Start],
-    groups: Mapping[str, ProcessGroups],
-    total_steps: int,
-    offload_schedule: OffloadSchedule,
-) -> dict[str, ModelEngine]:
-    """Return the models by role, with their optimizers. Each is offloaded before the next is built,
-    and all of them before the rollout engine measures free memory."""
-    models: dict[str, ModelEngine] = {}
-    for role, start in starts.items():
-        with working(f"building {role}"):
-            models[role] = _load(role, start, layouts(cfg)[role], groups[role])
-            if start.optim is not None:
-                frozen = frozen_parameters(
-                    start.frozen, engine_layouts(models[role])[dist.get_rank()]
-                )
-                # The actor's learning-rate schedule counts the steps in which the actor is updated.
-                warmup = cfg.trainer.critic_warmup if role == "actor" else 0
-                models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
-                if cfg.health.out_of_memory == "halve_tokens":
-                    models[role].recover_memory()
-            offload_schedule.add(role, models[role])
-    return models
 
 
 def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
@@ -263,99 +213,51 @@ def _prompts(
     return train, load("data.val_files", data.val_files, data.val_max_samples, messages)
 
 
-@dataclass(frozen=True)
-class _Start:
-    """The start of a role's model."""
-
-    shape: ModelShape
-    reader: HFReader
-    mcore: str | None = None
-    """Megatron checkpoint that is read in place of the reader's weights."""
-    optim: OptimConfig | None = None
-    """None for a model that is never trained."""
-    frozen: frozenset[str] = frozenset()
-    """Names in the checkpoint of the tensors that are not trained."""
-
-
-def _starts(
+def _scorable(
     cfg: Config,
-    factory: EngineFactory,
+    rewards: RewardManager,
     tokenizer: PreTrainedTokenizerBase,
+    train: Prompts,
+    val: Prompts,
     conversations: Mapping[str, ConversationTokenizer],
-) -> dict[str, _Start]:
-    """Return the start of each role's model, in the order of building. Raise UserError if a model
-    is not supported."""
-    mcore = cfg.model.dist_checkpointing_path
-    with error_prefix("model.path:"):
-        reader = HFReader(cfg.model.path)
-        shape = reader.shape()
-    try:
-        factory.check_model(shape, cfg.rollout)
-    except UserError as error:
-        raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
-    _check_checkpoint(cfg, shape, reader, tokenizer)
-    starts = {
-        "actor": _Start(
-            shape, reader, mcore, cfg.actor.optim, _frozen("actor", cfg.actor.freeze, shape)
-        )
-    }
-    if uses_reference(cfg):
-        starts["ref"] = _Start(shape, reader, mcore)
-    if uses_critic(cfg):
-        starts["critic"] = _critic_start(cfg, reader, tokenizer)
-    for role in reward_models(cfg):
-        reward_model = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
-        starts[role] = _Start(reward_model.shape(value_head=True), reward_model)
-    if "critic" in starts:
-        starts["critic"].reader.check(starts["critic"].shape)
-    return starts
+) -> tuple[Prompts, Prompts]:
+    """Return the training and the validation prompts that can be scored. Raise UserError if the
+    training prompts do not fill a batch. Every rank must call it."""
+    print_special_tokens(cfg, rewards, tokenizer)
+    check_mixture(rewards.mixture.sources, train, val)
+    on_bad_row = cfg.data.on_bad_row
+    train = scorable(rewards, train, on_bad_row, True, conversations.values())
+    val = scorable(rewards, val, on_bad_row, False)
+    check_weights(cfg.data, train.file_sizes)
+    check_batch(cfg.data, len(train))
+    return train, val
 
 
-def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> _Start:
-    """Return the start of the critic. reader: the actor's checkpoint."""
-    mcore = cfg.model.dist_checkpointing_path
-    if cfg.critic.model_path is not None:
-        reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer)
-        mcore = None
-    else:
-        check_value_head("model.path", reader)
-    shape = reader.shape(value_head=True)
-    return _Start(
-        shape, reader, mcore, cfg.critic.optim, _frozen("critic", cfg.critic.freeze, shape)
+def _schedule(cfg: Config, file_sizes: Sequence[int], has_val_prompts: bool) -> StepSchedule:
+    """Return the schedule of the run. file_sizes: training prompts of each file."""
+    trainer = cfg.trainer
+    order = PromptOrder(cfg.data, file_sizes, trainer.seed)
+    return StepSchedule(
+        trainer,
+        # A step draws at least one batch.
+        trainer.total_training_steps or trainer.total_epochs * order.batches_per_epoch,
+        trainer.total_epochs * order.epoch_length,
+        has_val_prompts,
     )
 
 
-def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
-    """Return the tensors that a role's patterns freeze. Raise UserError if its model cannot freeze
-    them."""
-    key = f"{role}.freeze"
-    frozen = frozen_tensors(key, patterns, shape)
-    if uses_transformer_engine():
-        check_experts(key, frozen, shape)
-    return frozen
-
-
-def _check_checkpoint(
-    cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise UserError if the actor's checkpoint, its config.json and the tokenizer do not match."""
-    if cfg.model.dist_checkpointing_path is None:
-        with error_prefix("model.path:"):
-            reader.check(shape)
-    if len(tokenizer) > shape.vocab_size:
-        raise UserError(
-            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the "
-            f"model's vocab_size {shape.vocab_size}; it belongs to another model"
+def _reward_models(
+    cfg: Config,
+    models: Mapping[str, ModelEngine],
+    budgets: Mapping[str, int],
+    conversations: Mapping[str, ConversationTokenizer],
+) -> list[RewardModel]:
+    return [
+        RewardModel(
+            role, str(scorer.model_path), models[role], budgets[role], conversations.get(role)
         )
-
-
-def _set_routers(cfg: Config, actor: ModelEngine) -> None:
-    """Set router replay and the losses of the actor's routers, where the run has them."""
-    shape = actor.shape
-    if (mode := router_replay(cfg, shape)) != "off":
-        actor.replay = ExpertReplay(mode, shape, actor.groups, actor.chunks)
-    if balances_experts(cfg, shape):
-        actor.balance = RouterBalance(cfg.actor, shape, actor.groups, actor.chunks)
+        for role, scorer in reward_models(cfg).items()
+    ]
 
 
 def _check_memory(
@@ -396,24 +298,6 @@ def _smallest_share() -> int:
         (min(available for available, _ in ranks) + sum(used for _, used in ranks)) // len(ranks)
         for ranks in nodes.values()
     )
-
-
-def _load(role: str, start: _Start, megatron: MegatronConfig, groups: ProcessGroups) -> ModelEngine:
-    """Return a role's model in its own layout with its initial weights, from the Megatron
-    checkpoint if there is one, else from the safetensors. A value head that the checkpoint lacks
-    stays zero: the first values are 0."""
-    check_fp8(f"{role}.megatron", megatron)
-    engine = ModelEngine(role, start.shape, megatron, groups)
-    has_head = start.shape.value_head
-    if start.mcore is not None:
-        with error_prefix("model.dist_checkpointing_path:"):
-            load_mcore(
-                engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ()
-            )
-    else:
-        skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
-        import_hf(start.reader, engine_layouts(engine)[groups.rank], engine.params, skip=skip)
-    return engine
 
 
 def _rollout(

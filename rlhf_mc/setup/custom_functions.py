@@ -25,7 +25,7 @@ from rlhf_mc.algorithms.policy_losses import (
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import ActorConfig, AlgorithmConfig
-from rlhf_mc.config.user_function import describe_error, load_function
+from rlhf_mc.runtime.user_function import describe_error, load_function
 
 
 def load_estimator(algorithm: AlgorithmConfig) -> EstimatorFunction:

@@ -13,7 +13,7 @@ from rlhf_mc.architectures.run_shapes import balances_experts, model_shapes, rou
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.paths import check_present
-from rlhf_mc.config.recorded import check_not_hidden
+from rlhf_mc.config.printing import check_not_hidden
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable
 
 from rlhf_mc import platform
-from rlhf_mc.config.environment import demand_variables
 from rlhf_mc.config.errors import NodeError, UserError
 from rlhf_mc.topology.consensus import gather_objects
+from rlhf_mc.topology.environment_variables import demand_variables
 
 LEAST_NCCL = (2, 30)
 """The first version of NCCL with NCCL_MULTI_RANK_GPU_ENABLE. Earlier ones end with "Duplicate GPU

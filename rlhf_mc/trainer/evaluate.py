@@ -22,7 +22,7 @@ from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_files import GENERATIONS
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.trainer.generate import (
+from rlhf_mc.trainer.pool.generate import (
     VALIDATION,
     CallPlan,
     EngineCall,

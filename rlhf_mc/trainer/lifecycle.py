@@ -30,8 +30,8 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import all_have_left, on_every_rank, on_rank_0, record_next_step
 from rlhf_mc.trainer import evaluate
 from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act
+from rlhf_mc.trainer.pool.rollout import TooFewGroups
 from rlhf_mc.trainer.resume import Resume, lock_directory, saved_models
-from rlhf_mc.trainer.rollout import TooFewGroups
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import record_histograms, samples_path
 from rlhf_mc.trainer.save import CheckpointSaver

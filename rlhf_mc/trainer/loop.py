@@ -14,10 +14,10 @@ from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer.advantages import compute_advantages
 from rlhf_mc.trainer.evaluate import validate
-from rlhf_mc.trainer.generate import update_weights
 from rlhf_mc.trainer.lifecycle import Lifecycle
 from rlhf_mc.trainer.log_probs import log_probs
-from rlhf_mc.trainer.rollout import rollout
+from rlhf_mc.trainer.pool.generate import update_weights
+from rlhf_mc.trainer.pool.rollout import rollout
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import rewards
 from rlhf_mc.trainer.step_report import step_metrics
@@ -32,11 +32,11 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     with state.timer.phase("step"):
         update_weights(run, state.timer)  # the actor's, into the engine's parameters
         prompts, batch, pending = rollout(run, state, stop)  # reward workers score what has ended
-        batch = log_probs(run, state, batch)  # old and reference log-probs, values
+        batch = log_probs(run, state, batch)  # reference log-probs, values, old log-probs if read
         batch = rewards(run, state, prompts, batch, pending, stop)
         batch = compute_advantages(run, state, batch)
         update_critic(run, state, batch)
-        update_actor(run, state, batch)
+        batch = update_actor(run, state, batch)
     step_metrics(run, state, batch)
     return batch
 

@@ -19,7 +19,7 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel
 from rlhf_mc.checkpoint.training_state import load, reading_state, stored_config, stored_origin
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import is_free_on_resume
-from rlhf_mc.config.recorded import recorded, without_secrets
+from rlhf_mc.config.printing import recorded, without_secrets
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.data.order import PromptOrder
@@ -30,7 +30,7 @@ from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
-from rlhf_mc.trainer.generate import prompt_order
+from rlhf_mc.trainer.pool.generate import prompt_order
 from rlhf_mc.trainer.pool.stored_pool import load_pool
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import Position

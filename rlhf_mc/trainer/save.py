@@ -20,7 +20,7 @@ from rlhf_mc.checkpoint.training_state import Save
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
-from rlhf_mc.config.recorded import recorded
+from rlhf_mc.config.printing import recorded
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.lock import Lock

@@ -25,8 +25,8 @@ from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.planner.gpus import device_bfloat16
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
-from rlhf_mc.trainer.generate import prompt_order
 from rlhf_mc.trainer.logprob_check import Difference
+from rlhf_mc.trainer.pool.generate import prompt_order
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState, slowest_rank_times
 from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.verl.shell_builtins import PRINTED, directory
 from rlhf_mc.verl.shell_conditions import bracket_status, condition_status
 from rlhf_mc.verl.shell_parser import parsed, written
 from rlhf_mc.verl.shell_words import (
@@ -336,6 +337,8 @@ class _Interpreter:
             return self._call(name, words[1:])
         if name in ("true", "false"):
             return name == "true"
+        if name in PRINTED:
+            return self._print(*PRINTED[name](self.words, words))
         builtin = getattr(self, f"_run_{name}", None)
         if builtin is not None:
             status: bool | None = builtin(words)
@@ -444,41 +447,11 @@ class _Interpreter:
             self.output.append(f"{text}\n")
         return True
 
-    def _run_echo(self, words: list[Word]) -> bool:
-        bad = next((word for word in words if word.problem), words[0])
-        return self._print(
-            " ".join(word.text for word in words[1:] if word.text not in ("-n", "-e")), bad
-        )
-
-    def _run_pwd(self, words: list[Word]) -> bool:
-        value = self.words.lookup("PWD") or {"0": words[0]}
-        return self._print(value["0"].text, value["0"])
-
-    def _run_basename(self, words: list[Word]) -> bool:
-        names = [word for word in words[1:] if not word.text.startswith("--")] or words
-        name = os.path.basename(names[0].text.rstrip("/"))
-        suffix = names[1].text if len(names) > 1 else ""
-        return self._print(name.removesuffix(suffix) if name != suffix else name, names[0])
-
-    def _run_dirname(self, words: list[Word]) -> bool:
-        path = words[-1].text.rstrip("/")
-        return self._print(
-            os.path.dirname(path) or ("/" if path.startswith("/") else "."), words[-1]
-        )
-
-    def _run_realpath(self, words: list[Word]) -> bool:
-        return self._print(
-            os.path.normpath(os.path.join(self._directory(), words[-1].text)), words[-1]
-        )
-
-    def _directory(self) -> str:
-        return (self.words.lookup("PWD") or {"0": Word(0, "/")})["0"].text
-
     def _run_cd(self, words: list[Word]) -> bool:
         to = (
             words[-1] if len(words) > 1 else (self.words.lookup("HOME") or {"0": Word(0, "~")})["0"]
         )
-        path = os.path.normpath(os.path.join(self._directory(), to.text))
+        path = os.path.normpath(os.path.join(directory(self.words), to.text))
         self.state.variables["PWD"] = {"0": replace(to, text=path)}
         return True
 

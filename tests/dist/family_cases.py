@@ -23,7 +23,8 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout import vllm_engine
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import generate, log_probs, rollout, step_state
+from rlhf_mc.trainer import log_probs, step_state
+from rlhf_mc.trainer.pool import generate, rollout
 
 
 def save_and_load(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:

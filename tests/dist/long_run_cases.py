@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import lifecycle, loop, step_state
-from rlhf_mc.trainer.generate import EngineCall
+from rlhf_mc.trainer.pool.generate import EngineCall
 
 
 @contextmanager

@@ -23,10 +23,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
-from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.config.schema import RolloutConfig
+from rlhf_mc.config.schema import DataConfig, RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.environments.environment_manager import EnvironmentManager

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from workers import Workers
 
-from rlhf_mc.config.data_schema import DataConfig
-from rlhf_mc.config.schema import Config, ModelConfig, TrainerConfig
+from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.observability.sinks import build_sinks
 from rlhf_mc.topology.consensus import on_every_rank
 

@@ -19,9 +19,9 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup import build
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.trainer.advantages import compute_advantages
-from rlhf_mc.trainer.generate import update_weights
 from rlhf_mc.trainer.log_probs import log_probs
-from rlhf_mc.trainer.rollout import rollout
+from rlhf_mc.trainer.pool.generate import update_weights
+from rlhf_mc.trainer.pool.rollout import rollout
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import rewards
 from rlhf_mc.trainer.step_state import begin_step

@@ -17,7 +17,7 @@ import torch
 VOCABULARIES = (50, 1024, 3001, 151_936)
 """Sizes around the kernels' blocks of 1,024 and 8,192 logits, and Qwen's."""
 SEEDS = (0, 1, 12_345, 2**31, 2**32 + 7, 2**63 - 1)
-"""trainer/generate.py gives seeds below 2^63."""
+"""trainer/pool/generate.py gives seeds below 2^63."""
 POSITIONS = (0, 1, 511, 3071, 131_071)
 MASK = 0xFFFFFFFF
 

@@ -135,7 +135,7 @@ def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict
     family = FAMILIES[model_type].expert_names
     if family is None:
         return grads
-    if family.in_one_tensor:
+    if family.in_one_tensor == "columns":
         return _of_experts(grads, model_type)
     out = {}
     for name, grad in grads.items():
@@ -160,7 +160,7 @@ def _of_experts(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, to
     ):
         for expert in range(len(grad)) if ".experts." in name else ():
             logical = f"{name.partition('.experts.')[0]}.experts.{expert}.{projection}.{kind}"
-            part = part_of_file(model_type, logical)
-            if part is not None and part[0] == name:
-                out[logical] = expert_view(grad, *part[1:])
+            tensor, part = part_of_file(model_type, logical)
+            if part is not None and tensor == name:
+                out[logical] = expert_view(grad, part)
     return out

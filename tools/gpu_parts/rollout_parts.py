@@ -32,8 +32,9 @@ from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
-from rlhf_mc.trainer import generate, log_probs, loop, step_state
+from rlhf_mc.trainer import log_probs, loop, step_state
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND
+from rlhf_mc.trainer.pool import generate
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
 

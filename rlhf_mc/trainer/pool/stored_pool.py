@@ -13,7 +13,7 @@ from rlhf_mc.config.roles import has_pool
 from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
-from rlhf_mc.trainer.generate import prompt_order
+from rlhf_mc.trainer.pool.generate import prompt_order
 from rlhf_mc.trainer.pool.group_pool import (
     EXPERTS_FILE,
     POOL_FILE,

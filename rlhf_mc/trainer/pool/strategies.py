@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhf_mc.config.roles import has_pool, prompts_in_flight
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.trainer.generate import (
+from rlhf_mc.trainer.pool.generate import (
     TRAINING,
     CallPlan,
     Enough,

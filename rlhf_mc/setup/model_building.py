@@ -1,0 +1,172 @@
+"""The models of a run: each from its checkpoint in its own layout, with optimizer and routers.
+Every mistake in a checkpoint is an error before the first model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.architectures.run_shapes import balances_experts, router_replay
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
+from rlhf_mc.checkpoint.megatron_format import load_mcore
+from rlhf_mc.config.errors import UserError, error_prefix
+from rlhf_mc.config.roles import uses_critic, uses_reference
+from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models
+from rlhf_mc.data.conversations import ConversationTokenizer
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
+from rlhf_mc.models.router_balance import RouterBalance
+from rlhf_mc.models.router_replay import ExpertReplay
+from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
+from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
+from rlhf_mc.rollout.base import EngineFactory
+from rlhf_mc.runtime.work import working
+from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
+from rlhf_mc.topology.groups import ProcessGroups
+from rlhf_mc.trainer.offload_schedule import OffloadSchedule
+
+
+@dataclass(frozen=True)
+class ModelStart:
+    """The start of a role's model."""
+
+    shape: ModelShape
+    reader: HFReader
+    mcore: str | None = None
+    """Megatron checkpoint that is read in place of the reader's weights."""
+    optim: OptimConfig | None = None
+    """None for a model that is never trained."""
+    frozen: frozenset[str] = frozenset()
+    """Names in the checkpoint of the tensors that are not trained."""
+
+
+def model_starts(
+    cfg: Config,
+    factory: EngineFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Mapping[str, ConversationTokenizer],
+) -> dict[str, ModelStart]:
+    """Return the start of each role's model, in the order of building. Raise UserError if a model
+    is not supported."""
+    mcore = cfg.model.dist_checkpointing_path
+    with error_prefix("model.path:"):
+        reader = HFReader(cfg.model.path)
+        shape = reader.shape()
+    try:
+        factory.check_model(shape, cfg.rollout)
+    except UserError as error:
+        raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
+    _check_checkpoint(cfg, shape, reader, tokenizer)
+    starts = {
+        "actor": ModelStart(
+            shape, reader, mcore, cfg.actor.optim, _frozen("actor", cfg.actor.freeze, shape)
+        )
+    }
+    if uses_reference(cfg):
+        starts["ref"] = ModelStart(shape, reader, mcore)
+    if uses_critic(cfg):
+        starts["critic"] = _critic_start(cfg, reader, tokenizer)
+    for role in reward_models(cfg):
+        reward_model = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
+        starts[role] = ModelStart(reward_model.shape(value_head=True), reward_model)
+    if "critic" in starts:
+        starts["critic"].reader.check(starts["critic"].shape)
+    return starts
+
+
+def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> ModelStart:
+    """Return the start of the critic. reader: the actor's checkpoint."""
+    mcore = cfg.model.dist_checkpointing_path
+    if cfg.critic.model_path is not None:
+        reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer)
+        mcore = None
+    else:
+        check_value_head("model.path", reader)
+    shape = reader.shape(value_head=True)
+    return ModelStart(
+        shape, reader, mcore, cfg.critic.optim, _frozen("critic", cfg.critic.freeze, shape)
+    )
+
+
+def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
+    """Return the tensors that a role's patterns freeze. Raise UserError if its model cannot freeze
+    them."""
+    key = f"{role}.freeze"
+    frozen = frozen_tensors(key, patterns, shape)
+    if uses_transformer_engine():
+        check_experts(key, frozen, shape)
+    return frozen
+
+
+def _check_checkpoint(
+    cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise UserError if the actor's checkpoint, its config.json and the tokenizer do not match."""
+    if cfg.model.dist_checkpointing_path is None:
+        with error_prefix("model.path:"):
+            reader.check(shape)
+    if len(tokenizer) > shape.vocab_size:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the "
+            f"model's vocab_size {shape.vocab_size}; it belongs to another model"
+        )
+
+
+def build_models(
+    cfg: Config,
+    starts: Mapping[str, ModelStart],
+    groups: Mapping[str, ProcessGroups],
+    total_steps: int,
+    offload_schedule: OffloadSchedule,
+) -> dict[str, ModelEngine]:
+    """Return the models by role, with their optimizers. Each is offloaded before the next is built,
+    and all of them before the rollout engine measures free memory."""
+    models: dict[str, ModelEngine] = {}
+    for role, start in starts.items():
+        with working(f"building {role}"):
+            models[role] = _load(role, start, layouts(cfg)[role], groups[role])
+            if start.optim is not None:
+                frozen = frozen_parameters(
+                    start.frozen, engine_layouts(models[role])[dist.get_rank()]
+                )
+                # The actor's learning-rate schedule counts the steps in which the actor is updated.
+                warmup = cfg.trainer.critic_warmup if role == "actor" else 0
+                models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
+                if cfg.health.out_of_memory == "halve_tokens":
+                    models[role].recover_memory()
+            offload_schedule.add(role, models[role])
+    _set_routers(cfg, models["actor"])
+    return models
+
+
+def _load(
+    role: str, start: ModelStart, megatron: MegatronConfig, groups: ProcessGroups
+) -> ModelEngine:
+    """Return a role's model in its own layout with its initial weights, from the Megatron
+    checkpoint if there is one, else from the safetensors. A value head that the checkpoint lacks
+    stays zero: the first values are 0."""
+    check_fp8(f"{role}.megatron", megatron)
+    engine = ModelEngine(role, start.shape, megatron, groups)
+    has_head = start.shape.value_head
+    if start.mcore is not None:
+        with error_prefix("model.dist_checkpointing_path:"):
+            load_mcore(
+                engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ()
+            )
+    else:
+        skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
+        import_hf(start.reader, engine_layouts(engine)[groups.rank], engine.params, skip=skip)
+    return engine
+
+
+def _set_routers(cfg: Config, actor: ModelEngine) -> None:
+    """Set router replay and the losses of the actor's routers, where the run has them."""
+    shape = actor.shape
+    if (mode := router_replay(cfg, shape)) != "off":
+        actor.replay = ExpertReplay(mode, shape, actor.groups, actor.chunks)
+    if balances_experts(cfg, shape):
+        actor.balance = RouterBalance(cfg.actor, shape, actor.groups, actor.chunks)

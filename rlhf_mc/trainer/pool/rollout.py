@@ -1,0 +1,290 @@
+"""The rollout of a step. With algorithm.filter_groups (dynamic sampling) it draws batches of
+prompts until enough groups have responses that differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlhf_mc.config.algorithm_schema import GroupMetric
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
+from rlhf_mc.config.schema import Config
+from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch, concatenate
+from rlhf_mc.rewards.results import Score, reward_metrics
+from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.runtime.console import print_line
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.trainer.pool.generate import (
+    CallPlan,
+    EngineCall,
+    new_groups,
+    repeat_prompts,
+    wake_weights,
+)
+from rlhf_mc.trainer.pool.group_pool import Group
+from rlhf_mc.trainer.pool.strategies import (
+    PoolStrategy,
+    choose_strategy,
+    next_position,
+    off_policy_metrics,
+)
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.scores import GroupScores, ScoreStream, await_rewards, record_samples
+from rlhf_mc.trainer.step_state import StepState
+
+PROGRESS_EVERY = 10
+"""Batches of a step between two lines on its progress."""
+BATCHES_IN_VAIN = 10
+GROUPS_IN_VAIN = 1000
+"""A step ends in error after as many consecutive batches and groups of which none is kept: a rate
+of usable groups that could fill a batch would have brought one."""
+
+
+class TooFewGroups(UserError):
+    """Too few groups are kept of all batches that a step may draw, or none of many consecutive
+    ones. Every rank raises it."""
+
+
+@dataclass
+class SampledGroups:
+    """The groups that a step has drawn. Of dropped groups only the scores are kept."""
+
+    n: int
+    """Responses of each group."""
+    metric: GroupMetric
+    num_kept: int = 0
+    prompts: list[Prompt] = field(default_factory=list)
+    """The prompt of each response of the groups that are kept."""
+    batches: list[RaggedBatch] = field(default_factory=list)
+    """The responses of the groups that are kept, by batch of prompts."""
+    kept_scores: list[Score] = field(default_factory=list)
+    """Of the same responses."""
+    sources: list[str] = field(default_factory=list)
+    """The data source of every response."""
+    scores: list[Score] = field(default_factory=list)
+    """Of every response."""
+    dropped: Counter[float] = field(default_factory=Counter)
+    """Number of dropped groups by the value that their responses have in common."""
+
+    def add(self, prompts: Sequence[Prompt], batch: RaggedBatch, scores: Sequence[Score]) -> None:
+        """Add the groups of one batch of prompts. prompts, scores: one entry per response."""
+        values = metric_values(scores, self.metric).view(-1, self.n)
+        is_kept = differ(values)
+        self.dropped.update(values[~is_kept, 0].tolist())
+        self.sources += [prompt.data_source for prompt in prompts]
+        self.scores += scores
+        chosen = is_kept.repeat_interleave(self.n).nonzero().flatten()
+        if len(chosen):
+            self.num_kept += int(is_kept.sum())
+            self.batches.append(batch.select(chosen))
+            self.prompts += [prompts[i] for i in chosen.tolist()]
+            self.kept_scores += [scores[i] for i in chosen.tolist()]
+
+    def first(self, count: int) -> tuple[list[Prompt], RaggedBatch, list[Score]]:
+        """Return the first `count` groups that are kept: prompts, responses and scores."""
+        rows = count * self.n
+        return (
+            self.prompts[:rows],
+            concatenate(self.batches).select(range(rows)),
+            self.kept_scores[:rows],
+        )
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of groups, dropped ones included."""
+        return len(self.scores) // self.n
+
+
+def metric_values(scores: Sequence[Score], metric: GroupMetric) -> torch.Tensor:
+    """Return algorithm.filter_groups.metric of each response: [S] float32. A response that could
+    not be scored has reward.default_score in all of them."""
+    values = [
+        score.score
+        if metric == "seq_reward"
+        else score.by_functions
+        if metric == "score"
+        else score.accuracy
+        for score in scores
+    ]
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def differ(values: torch.Tensor) -> torch.Tensor:
+    """Return whether the responses of a group differ: [G] bool. values: [G, n].
+
+    verl asks for a standard deviation above 0, which rounding gives to three responses of 0.1."""
+    return (values != values[:, :1]).any(dim=1)
+
+
+def rollout(
+    run: Run, state: StepState, stop: StopRequests
+) -> tuple[list[Prompt], RaggedBatch, ScoreStream | None]:
+    """Generate the responses of the step, which the reward workers score meanwhile. Return the
+    prompt of each response, the batch, and its scores to come; None where algorithm.filter_groups
+    has scored the responses to choose them. Raise StopRequested if a stop is requested."""
+    stream: ScoreStream | None = None
+    if run.actor.replay is not None:
+        run.actor.replay.held = run.group_pool.experts(run.actor.replay.held)
+    if run.config.algorithm.filter_groups.enable:
+        prompts, batch = filtered_rollout(run, state, stop)
+    else:
+        prompts, batch, stream = sample_groups(run, state, run.config.data.train_batch_size)
+    if batch.token_ages is not None:
+        state.metrics |= off_policy_metrics(batch)
+    stop.check()
+    return prompts, batch, stream
+
+
+def sample_groups(
+    run: Run, state: StepState, needed: int
+) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
+    """Sample groups by the strategy of the run, with the current weights, and greedy responses if
+    the
+    advantage estimator needs them. needed: groups that the step can use; without a pool a whole
+    batch of prompts is sampled. Return the prompt of each response, the batch, and the scores to
+    come. All ranks know which responses have ended, and so decide alike."""
+    cfg = run.config
+    n = cfg.rollout.n
+    most = cfg.data.max_response_length
+    strategy = choose_strategy(run)
+    wake_weights(run, state)
+    with run.offload_schedule.phase(state.timer, "gen"):
+        plan = strategy.plan(run, state, needed)
+        has_greedy = estimator_needs(cfg.algorithm).greedy_baseline
+        drawn = [group.prompt for group in plan.groups]
+        every_prompt = [*repeat_prompts(drawn, n), *(drawn if has_greedy else [])]
+        stream = ScoreStream(run.rewards, run.tokenizer, every_prompt)
+        scores = GroupScores(stream, n)
+        sampling = Sampling(cfg.rollout.temperature, most, run.stop_token_ids)
+        call = EngineCall(run, plan, sampling, scores)
+        responses = call.sample()
+        state.num_generated += call.num_sampled
+        groups = list(plan.groups)
+        versions: list[np.ndarray] = []
+        if isinstance(strategy, PoolStrategy):
+            sampled = call.collect(responses, state.step - 1)
+            is_used = strategy.select(plan, sampled, most)
+            groups, others = _split(sampled, is_used)
+            if run.groups.rank == 0:
+                run.journal.record(state.step, sampled, groups)
+            strategy.keep(run, state, sampled, others)
+            state.num_prompts = next_position(run)
+            scores.submit(is_used)
+            selected = [np.repeat(is_used, n), *([is_used] if has_greedy else [])]
+            stream.select(np.flatnonzero(np.concatenate(selected)).tolist())
+            responses = Responses.of([one for group in groups for one in group.responses])
+            versions = [one for group in groups for one in group.versions]
+        prompts = repeat_prompts([group.prompt for group in groups], n)
+        if has_greedy:
+            state.greedy = _greedy(run, state, groups, stream)
+    stream.submit({})  # those that waited for all
+    numbers = torch.tensor([group.number(i) for group in groups for i in range(n)])
+    batch = build_batch(prompts, responses).with_fields(numbers=numbers)
+    if plan.is_resumable:
+        ages = state.step - 1 - np.concatenate(versions)[responses.drawn]
+        batch = batch.with_fields(token_ages=torch.from_numpy(ages))
+    return prompts, batch, stream
+
+
+def _split(groups: Sequence[Group], is_used: np.ndarray) -> tuple[list[Group], list[Group]]:
+    """Return the groups that the step uses, and the others."""
+    pairs = list(zip(groups, is_used, strict=True))
+    return [group for group, used in pairs if used], [group for group, used in pairs if not used]
+
+
+def _greedy(
+    run: Run, state: StepState, groups: Sequence[Group], stream: ScoreStream
+) -> RaggedBatch:
+    """Return a greedy response to the prompt of each group. stream: of their scores, numbered after
+    all sampled responses."""
+    sampling = Sampling(0.0, run.config.data.max_response_length, run.stop_token_ids)
+    prompts = [group.prompt for group in groups]
+    seeds = [group.seeds[0] for group in groups]
+    greedy = new_groups(prompts, [group.position for group in groups], seeds)
+    scores = GroupScores(stream, 1, first=len(groups) * run.config.rollout.n)
+    call = EngineCall(run, CallPlan.of_all(greedy, is_training=False), sampling, scores)
+    batch = build_batch(prompts, call.sample())
+    state.num_generated += call.num_sampled
+    return batch
+
+
+def filtered_rollout(
+    run: Run, state: StepState, stop: StopRequests
+) -> tuple[list[Prompt], RaggedBatch]:
+    """Generate and score groups until data.train_batch_size of them differ. Return the prompt
+    of each response, and the batch with its scores. Raise TooFewGroups if there are too few in the
+    batches that a step may draw, or none in many consecutive ones, StopRequested if a stop is
+    requested. All ranks have all scores, and so decide alike."""
+    cfg = run.config
+    wanted = cfg.data.train_batch_size
+    size = prompts_per_batch(cfg.data)
+    most = cfg.algorithm.filter_groups.max_num_gen_batches or len(run.train_prompts) // size
+    most_in_vain = max(BATCHES_IN_VAIN * size, GROUPS_IN_VAIN)
+    groups = SampledGroups(cfg.rollout.n, cfg.algorithm.filter_groups.metric)
+    num_batches = 0
+    in_vain = 0
+    while groups.num_kept < wanted:
+        if groups.num_drawn >= most * size or in_vain >= most_in_vain:
+            raise TooFewGroups(
+                _too_few(cfg, groups, num_batches, in_vain >= most_in_vain, state.step)
+            )
+        if num_batches and num_batches % PROGRESS_EVERY == 0:
+            print_line(
+                f"step {state.step}: {_progress(cfg, groups, num_batches)}; it draws on",
+                rank_0_only=True,
+            )
+        prompts, batch, stream = sample_groups(run, state, wanted - groups.num_kept)
+        num_batches += 1
+        stop.check()
+        batch, scores = await_rewards(run, state, prompts, batch, stream)
+        stop.check()
+        before = groups.num_kept
+        groups.add(prompts, batch, scores)
+        in_vain = 0 if groups.num_kept > before else in_vain + len(prompts) // cfg.rollout.n
+    num_dropped = groups.dropped.total()
+    state.metrics |= {
+        **reward_metrics(groups.sources, groups.scores),
+        "train/num_gen_batches": num_batches,
+        "train/dropped_groups_ratio": num_dropped / groups.num_drawn,
+        "train/surplus_groups_ratio": (groups.num_kept - wanted) / groups.num_drawn,
+    }
+    prompts, batch, scores = groups.first(wanted)
+    record_samples(run, state, prompts, batch, scores)
+    return prompts, batch
+
+
+def _progress(cfg: Config, groups: SampledGroups, num_batches: int) -> str:
+    """Return the number of usable groups so far, in words."""
+    common = ", ".join(f"{value:g} in {count}" for value, count in groups.dropped.most_common(2))
+    common += ", ..." if len(groups.dropped) > 2 else ""
+    others = f" (the others have one value: {common})" if common else ""
+    return (
+        f"in {num_batches} batches {groups.num_kept} of {groups.num_drawn} groups have responses "
+        f"that differ in {groups.metric}{others}, and data.train_batch_size is "
+        f"{cfg.data.train_batch_size}"
+    )
+
+
+def _too_few(
+    cfg: Config, groups: SampledGroups, num_batches: int, is_in_vain: bool, step: int
+) -> str:
+    """Return the message of TooFewGroups."""
+    key = "algorithm.filter_groups.max_num_gen_batches"
+    most = cfg.algorithm.filter_groups.max_num_gen_batches
+    bound = (
+        f"{key} is {most}: raise it, or"
+        if most
+        else f"{key} is 0, one pass over the training prompts:"
+    )
+    if is_in_vain:
+        bound = "the last ones have brought none for so long that more will not help:"
+    return (
+        f"step {step}: {_progress(cfg, groups, num_batches)}; {bound} use prompts that the model "
+        "answers partly right, a larger rollout.n or a smaller data.train_batch_size"
+    )
