@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_keys import IGNORED, SUPPORTED
 from families import EXTRA as SMALL
 from families import YARN as GPT_OSS_ROPE
 from families import nested, traits
@@ -20,10 +21,8 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.hf_config import (
     HYBRID,
-    IGNORED,
     QWEN3_5,
     RESTRICTED,
-    SUPPORTED,
     check_architecture,
 )
 from rlhf_mc.architectures.rope_config import rope
