@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rlhf_mc.architectures.parameters import model_params
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.reshard.execute import aliased_views, execute
@@ -120,7 +121,8 @@ def lower_bound(shape: ModelShape, mesh: Mesh, groups: list[list[int]], rank: in
         part = group.index(rank)
         parts = len(group)
         if "k_proj" in name or "v_proj" in name:
-            parts = min(parts, shape.num_kv_heads)
+            (kv_heads,) = {param.kv_heads for param in model_params(shape)} - {0}
+            parts = min(parts, kv_heads)
             part = group.index(rank) * parts // len(group)
         want = (
             (Fraction(part, parts), Fraction(part + 1, parts))

@@ -23,10 +23,13 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.attention import Attention
+from rlhf_mc.architectures.experts import Experts
+from rlhf_mc.architectures.latent_attention import LatentAttention
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.json_files import read
 from rlhf_mc.planner.published import MODELS
-from rlhf_mc.reshard.layout import STACK, Layout, Shard, correction_biases
+from rlhf_mc.reshard.layout import Layout, Shard, Stack, correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, split_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rollout.vllm_layout import vllm_layout
@@ -70,7 +73,7 @@ def expert_parallel_layout(shape: ModelShape, rank: int, size: int) -> Layout:
     def held(shard: Shard) -> Shard:
         return replace(shard, box=(experts, *shard.box[1:]))
 
-    stacks = {shard.local for shard in whole.stacked if STACK in shard.tensor}
+    stacks = {shard.local for shard in whole.stacked if isinstance(shard.tensor, Stack)}
     shapes = {
         name: (experts[1] - experts[0], *whole.stacked_shapes[name][1:]) if name in stacks else dims
         for name, dims in others.stacked_shapes.items()
@@ -118,7 +121,7 @@ class Bound:
         last = at.pp == mesh.pp - 1
         return total + (vocab - self._vocab(g, at.tp) if last else vocab + BF16 * shape.hidden_size)
 
-    def _count_layer(self, kind: LayerKind, g: int, at: tuple[int, int] | None) -> int:
+    def _count_layer(self, kind: int, g: int, at: tuple[int, int] | None) -> int:
         """Return the bytes of a layer that rollout rank g needs; with the tensor- and
         expert-parallel rank `at`, of those that this training rank has."""
         shape = self.shape
@@ -130,51 +133,49 @@ class Bound:
                 _part(g, self.size, size), None if t is None else _part(t, self.mesh.tp, size)
             )
 
-        total = (
-            2 * hidden + shape.qk_norm * 2 * shape.head_dim + shape.sinks * split(shape.num_heads)
-        )
-        total += hidden * (split(shape.num_heads * shape.value_dim) + shape.o_bias)
-        if shape.kv_lora_rank:
-            latents = shape.q_lora_rank, shape.kv_lora_rank
-            total += hidden * (sum(latents) + shape.rope_head_dim) + sum(latents)
-            total += (shape.q_lora_rank or hidden) * split(shape.num_heads * shape.head_dim)
+        mixer, feed_forward = shape.kinds[kind]
+        total = 2 * hidden
+        if isinstance(mixer, LatentAttention):
+            heads = mixer.num_heads
+            latents = mixer.q_lora_rank, mixer.kv_lora_rank
+            total += hidden * split(heads * mixer.v_head_dim)
+            total += hidden * (sum(latents) + mixer.rope_head_dim) + sum(latents)
+            total += (mixer.q_lora_rank or hidden) * split(heads * mixer.head_dim)
             total += latents[1] * split(
-                shape.num_heads * (shape.head_dim - shape.rope_head_dim + shape.value_dim)
+                heads * (mixer.head_dim - mixer.rope_head_dim + mixer.v_head_dim)
             )
         else:
-            total += (hidden + shape.qkv_bias) * self._qkv(g, t)
-        if kind == "dense":
-            return BF16 * (total + 3 * hidden * split(shape.ffn_hidden_size))
-        experts = shape.num_experts
-        ffn = shape.expert_ffn_hidden_size
-        total += experts * (hidden + shape.mlp_bias) + 3 * hidden * split(
-            shape.shared_ffn_hidden_size
-        )
+            assert isinstance(mixer, Attention), mixer
+            total += mixer.qk_norm * 2 * mixer.head_dim + mixer.sinks * split(mixer.num_heads)
+            total += hidden * (split(mixer.num_heads * mixer.head_dim) + mixer.o_bias)
+            total += (hidden + mixer.qkv_bias) * self._qkv(mixer, g, t)
+        if not isinstance(feed_forward, Experts):
+            return BF16 * (total + 3 * hidden * split(feed_forward.active_size()))
+        experts = feed_forward.num_experts
+        ffn = feed_forward.expert_ffn_hidden_size
+        total += experts * (hidden + feed_forward.mlp_bias)
+        total += 3 * hidden * split(feed_forward.shared_ffn_hidden_size)
         held = None if e is None else _part(e, self.mesh.ep, experts)
         wanted = _part(g, self.size, experts) if self.by_expert else (0, experts)
         rows = split(ffn)
         if self.by_expert:
             rows = _common((0, ffn), None if t is None else _part(t, self.mesh.tp, ffn))
         # vLLM adds the bias of an expert's outputs on one rank.
-        biases = shape.mlp_bias * (2 * rows + (self.by_expert or g == 0) * hidden)
+        biases = feed_forward.mlp_bias * (2 * rows + (self.by_expert or g == 0) * hidden)
         total += _common(wanted, held) * (3 * hidden * rows + biases)
-        return BF16 * total + FLOAT32 * shape.sigmoid_router * experts
+        return BF16 * total + FLOAT32 * feed_forward.sigmoid_router * experts
 
-    def _qkv(self, g: int, t: int | None) -> int:
+    def _qkv(self, mixer: Attention, g: int, t: int | None) -> int:
         """Return the number of rows of q, k and v. In training, rows are interleaved ([q of a
         group; its k; its v] for each group) and split evenly."""
-        shape = self.shape
-        per_group = shape.num_heads // shape.num_kv_heads
-        size = shape.head_dim
-        heads = range(*_part(g, self.size, shape.num_heads))
+        per_group = mixer.num_heads // mixer.num_kv_heads
+        size = mixer.head_dim
+        heads = range(*_part(g, self.size, mixer.num_heads))
         kv_heads = sorted({head // per_group for head in heads})
         starts = [head // per_group * (per_group + 2) + head % per_group for head in heads]
         starts += [kv * (per_group + 2) + per_group + which for kv in kv_heads for which in (0, 1)]
-        present = (
-            None
-            if t is None
-            else _part(t, self.mesh.tp, (shape.num_heads + 2 * shape.num_kv_heads) * size)
-        )
+        rows = (mixer.num_heads + 2 * mixer.num_kv_heads) * size
+        present = None if t is None else _part(t, self.mesh.tp, rows)
         return sum(_common((start * size, (start + 1) * size), present) for start in starts)
 
     def _vocab(self, g: int, t: int | None) -> int:

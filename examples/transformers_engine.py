@@ -54,7 +54,7 @@ class Engine:
             raise UserError(
                 f"tensor_model_parallel_size {tp_size} (transformers): sizes that work: 1"
             )
-        if shape.has_experts:
+        if shape.num_experts:
             raise UserError(
                 f"a {shape.family} model (transformers): its parameters of experts are not the "
                 "checkpoint's"

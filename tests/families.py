@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
+from rlhf_mc.architectures.attention import Attention
+from rlhf_mc.architectures.delta_net import DeltaNet
+from rlhf_mc.architectures.dense import Dense
+from rlhf_mc.architectures.experts import Experts
 from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.latent_attention import LatentAttention
+from rlhf_mc.architectures.layer import Layer
 from rlhf_mc.architectures.spec import ModelShape
 
 SIZES: dict[str, Any] = {
@@ -107,3 +115,28 @@ def nested(family: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def shape_of(family: str, **changes: Any) -> ModelShape:
     return ModelShape.from_hf_config(config_of(family, **changes))
+
+
+BLOCKS = (Attention, LatentAttention, DeltaNet, Dense, Experts)
+
+
+def traits(shape: ModelShape) -> SimpleNamespace:
+    """Return the fields of all blocks of a model, by name; those of a block that it lacks are 0."""
+    found = dict.fromkeys((field.name for block in BLOCKS for field in fields(block)), 0)
+    for block in reversed(shape.blocks):
+        found |= vars(block)
+    linear = [i for i, layer in enumerate(shape.layers) if isinstance(layer.mixer, DeltaNet)]
+    values = found["v_head_dim"] or found["head_dim"]
+    windows = sum(getattr(layer.mixer, "sliding_window", 0) > 0 for layer in shape.layers)
+    return SimpleNamespace(**found, linear_layers=linear, value_dim=values, num_windowed=windows)
+
+
+def changed(shape: ModelShape, num_layers: int | None = None, **changes: Any) -> ModelShape:
+    """Return the model with other values of fields, in whichever blocks have them."""
+    own = {name: value for name, value in changes.items() if name in vars(shape)}
+
+    def block(old: Any) -> Any:
+        return replace(old, **{k: v for k, v in changes.items() if k in vars(old)})
+
+    layers = tuple(Layer(*map(block, layer)) for layer in shape.layers)
+    return replace(shape, **own, layers=layers[:1] * num_layers if num_layers else layers)

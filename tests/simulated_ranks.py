@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from families import changed, traits
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.execute import aliased_views, bind, execute
@@ -21,22 +22,18 @@ PADDING = -1
 
 
 def make_shape(**changes) -> ModelShape:
-    sizes = {
-        "family": "llama",
-        "num_layers": 3,
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 3,
         "hidden_size": 8,
-        "ffn_hidden_size": 16,
-        "num_heads": 4,
-        "num_kv_heads": 2,
+        "intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "head_dim": 2,
         "vocab_size": 70,
-        "tie_embeddings": False,
-        "qkv_bias": True,
-        "norm_eps": 1e-6,
-        "rope_theta": 1e4,
         "max_position_embeddings": 64,
     }
-    return ModelShape(**(sizes | changes))
+    return changed(ModelShape.from_hf_config(config), **({"qkv_bias": True} | changes))
 
 
 def numbered(shape: ModelShape) -> dict[str, torch.Tensor]:
@@ -60,6 +57,7 @@ def expected_mcore(
 ) -> dict:
     """Return the tensors of a Megatron-Core rank: per KV group [q heads, k, v]; [gate; up]; rows of
     the padded vocabulary."""
+    block = traits(shape)
     full = numbered(shape)
     out = {}
     rows = padded_vocab_size(shape.vocab_size, tp)
@@ -72,25 +70,25 @@ def expected_mcore(
         mc = f"decoder.layers.{local}."
         out[mc + "input_layernorm.weight"] = full[hf + "input_layernorm.weight"]
         out[mc + "pre_mlp_layernorm.weight"] = full[hf + "post_attention_layernorm.weight"]
-        for kind in ["weight"] + ["bias"] * shape.qkv_bias:
+        for kind in ["weight"] + ["bias"] * block.qkv_bias:
             grouped = [
-                full[f"{hf}self_attn.{x}_proj.{kind}"].reshape(shape.num_kv_heads, -1, *rest)
+                full[f"{hf}self_attn.{x}_proj.{kind}"].reshape(block.num_kv_heads, -1, *rest)
                 for x in "qkv"
                 for rest in [(shape.hidden_size,) if kind == "weight" else ()]
             ]
             out[f"{mc}self_attention.linear_qkv.{kind}"] = (
                 torch.cat(grouped, dim=1).flatten(0, 1).chunk(tp)[t]
             )
-        for kind in ["weight"] + ["bias"] * shape.mlp_bias:
+        for kind in ["weight"] + ["bias"] * block.mlp_bias:
             halves = [full[f"{hf}mlp.{x}_proj.{kind}"].chunk(tp)[t] for x in ("gate", "up")]
             out[f"{mc}mlp.linear_fc1.{kind}"] = torch.cat(halves)
         out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(
             tp, dim=1
         )[t]
         out[mc + "mlp.linear_fc2.weight"] = full[hf + "mlp.down_proj.weight"].chunk(tp, dim=1)[t]
-        if shape.o_bias:
+        if block.o_bias:
             out[mc + "self_attention.linear_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
-        if shape.mlp_bias:
+        if block.mlp_bias:
             out[mc + "mlp.linear_fc2.bias"] = full[hf + "mlp.down_proj.bias"]
     if last:
         out["decoder.final_layernorm.weight"] = full["model.norm.weight"]
@@ -108,34 +106,35 @@ def expected_mcore(
 def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict:
     """Return the tensors of a vLLM rank: [q of its heads; k; v], with KV heads replicated if there
     are fewer than ranks."""
+    block = traits(shape)
     full = numbered(shape)
     out = {}
     rows = -(-shape.vocab_size // 64) * 64
     out["model.embed_tokens.weight"] = padded_chunk(full["model.embed_tokens.weight"], rows, t, tp)
-    repeats = max(1, tp // shape.num_kv_heads)
+    repeats = max(1, tp // block.num_kv_heads)
     for i in range(shape.num_layers):
         hf = f"model.layers.{i}."
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             out[hf + norm] = full[hf + norm]
-        for kind in ["weight"] + ["bias"] * shape.qkv_bias:
+        for kind in ["weight"] + ["bias"] * block.qkv_bias:
             q, k, v = (full[f"{hf}self_attn.{x}_proj.{kind}"] for x in "qkv")
             repeated = [
-                x.unflatten(0, (-1, shape.head_dim)).repeat_interleave(repeats, 0).flatten(0, 1)
+                x.unflatten(0, (-1, block.head_dim)).repeat_interleave(repeats, 0).flatten(0, 1)
                 for x in (k, v)
             ]
             out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(
                 [x.chunk(tp)[t] for x in (q, *repeated)]
             )
-        for kind in ["weight"] + ["bias"] * shape.mlp_bias:
+        for kind in ["weight"] + ["bias"] * block.mlp_bias:
             halves = [full[f"{hf}mlp.{x}_proj.{kind}"].chunk(tp)[t] for x in ("gate", "up")]
             out[f"{hf}mlp.gate_up_proj.{kind}"] = torch.cat(halves)
         out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, dim=1)[
             t
         ]
         out[hf + "mlp.down_proj.weight"] = full[hf + "mlp.down_proj.weight"].chunk(tp, dim=1)[t]
-        if shape.o_bias:
+        if block.o_bias:
             out[hf + "self_attn.o_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
-        if shape.mlp_bias:
+        if block.mlp_bias:
             out[hf + "mlp.down_proj.bias"] = full[hf + "mlp.down_proj.bias"]
     out["model.norm.weight"] = full["model.norm.weight"]
     if not shape.tie_embeddings:
@@ -200,8 +199,9 @@ class SimulatedMesh:
 
 def can_split(shape: ModelShape, tp: int) -> bool:
     """Return whether Megatron-Core can split the shape's attention over tp ranks."""
-    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    return shape.num_heads % tp == 0 and rows % tp == 0
+    block = traits(shape)
+    rows = (block.num_heads + 2 * block.num_kv_heads) * block.head_dim
+    return block.num_heads % tp == 0 and rows % tp == 0
 
 
 def elements(tensors: dict) -> set[int]:

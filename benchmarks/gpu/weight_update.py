@@ -20,7 +20,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.json_files import read
 from rlhf_mc.planner.published import MODELS
 from rlhf_mc.reshard.execute import bind, by_peer
-from rlhf_mc.reshard.layout import STACK, Layout, member
+from rlhf_mc.reshard.layout import Layout, Stack
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
@@ -42,8 +41,8 @@ Tensors = Mapping[str, torch.Tensor]
 BUCKET = 256 << 20
 SMALL = {
     "hidden_size": 64,
-    "ffn_hidden_size": 64,
-    "expert_ffn_hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
     "vocab_size": 512,
     "num_experts": 8,
 }
@@ -76,14 +75,14 @@ def remade_blocks(
     t: Transfer, tensors: Tensors, local: str, offset: Any, step: int
 ) -> list[torch.Tensor]:
     """Return the views of one side of a transfer; of a stack, of each expert."""
-    if len(t.extent) == 3 or STACK in t.src_local or STACK in t.dst_local:
+    if isinstance(t.src_local, Stack) or isinstance(t.dst_local, Stack):
         first, *within = offset
         ranges = tuple(slice(a, a + n) for a, n in zip(within, t.extent[1:], strict=True))
         experts = (
             first + n * step + expert for n in range(t.count) for expert in range(t.extent[0])
         )
-        if STACK in local:
-            return [tensors[member(local, expert)][ranges][None] for expert in experts]
+        if isinstance(local, Stack):
+            return [tensors[local.member(expert)][ranges][None] for expert in experts]
         return [tensors[local][expert][ranges][None] for expert in experts]
     tensor = tensors[local]
     strides = tensor.stride()[len(offset) - len(t.extent) :]
@@ -141,7 +140,7 @@ def local_tensors(
     another."""
     found = {}
     for name, size in layout.stacked_shapes.items():
-        if STACK not in name:
+        if not isinstance(name, Stack):
             found[name] = empty(torch.Size(size).numel()).view(size)
             continue
         gap = 0 if stacked else 64
@@ -149,7 +148,7 @@ def local_tensors(
         memory = empty(size[0] * (numel + gap * size[0]))
         for expert in range(size[0]):
             start = expert * (numel + gap * expert)  # without a common step where there are gaps
-            found[member(name, expert)] = memory[start : start + numel].view(size[1:])
+            found[name.member(expert)] = memory[start : start + numel].view(size[1:])
     return found
 
 
@@ -227,8 +226,9 @@ def main() -> None:
         "--small", action="store_true", help="tiny matrices, to try the program on a CPU"
     )
     args = parser.parse_args()
-    shape = ModelShape.from_hf_config(read(MODELS / "qwen3-30b-a3b" / "config.json"))
-    shape = replace(shape, num_layers=args.layers, **(SMALL if args.small else {}))
+    config = read(MODELS / "qwen3-30b-a3b" / "config.json")
+    sizes = {"num_hidden_layers": args.layers, **(SMALL if args.small else {})}
+    shape = ModelShape.from_hf_config({**config, **sizes})
     for ranks in (1, 2):
         for line in measured(shape, ranks, args.repeats):
             print(line, flush=True)

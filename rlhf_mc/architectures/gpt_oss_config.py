@@ -5,8 +5,10 @@ setting for what is fixed here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from rlhf_mc.architectures.attention import Attention, attention_layers
 from rlhf_mc.architectures.hf_config import flag, need, refused, size
 from rlhf_mc.architectures.rope_config import rope_dict
 
@@ -50,6 +52,14 @@ def check_gpt_oss(config: Mapping[str, Any]) -> None:
 
 
 _TYPES = ("sliding_attention", "full_attention")
+
+
+def windowed_layers(config: Mapping[str, Any], traits: Mapping[str, Any]) -> list[Attention]:
+    """Return the attention of each layer: every other one has a sliding window, beginning with the
+    first."""
+    full = attention_layers(config, traits)
+    windowed = replace(full[0], sliding_window=size(config, "sliding_window"))
+    return [full[layer] if layer % 2 else windowed for layer in range(len(full))]
 
 
 def _check_rope(config: Mapping[str, Any]) -> None:

@@ -11,9 +11,10 @@ what the key reads, what is written, what the query reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rlhf_mc.architectures.layer import Layer
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 
 BACKWARD = 2
@@ -50,38 +51,28 @@ def output_flops(shape: ModelShape) -> float:
     )
 
 
-def num_pairs(seq_lens: Iterable[float], window: int = 0) -> float:
-    """Return the pairs of a query and a key that it sees, of causal sequences of these lengths.
-    window: tokens that a query sees; 0: all up to its own."""
-    seen = ((n, min(n, window or n)) for n in seq_lens)
-    return sum(most * (2 * n - most + 1) / 2 for n, most in seen)
-
-
 def forward_flops(
-    shape: ModelShape, seq_lens: Iterable[float], num_positions: float
+    shape: ModelShape,
+    seq_lens: Iterable[float],
+    num_positions: float,
+    layers: Mapping[Layer, int] | None = None,
 ) -> ForwardFlops:
     """Return the FLOPs of a forward pass: in each layer 2 per weight and token, and for each pair
-    of a query and
-    a key 2 per dimension of the query and of the value. num_positions: positions at which the
-    output layer is computed, such as the number of response tokens for log-probs, or the number of
-    sequences for a reward model."""
+    of a query and a key 2 per dimension of the query and of the value. num_positions: positions at
+    which the output layer is computed, such as the number of response tokens for log-probs, or the
+    number of sequences for a reward model. layers: numbers of the layers that are counted; None:
+    all."""
     lens = list(seq_lens)
     tokens = sum(lens)
-    full = shape.num_attending - shape.num_windowed
-    parts = shape.by_kind()
+    counts = (shape.by_kind() if layers is None else layers).items()
     rows = sum(
-        part.num_layers * (3 * part.active_ffn_size + part.num_experts + part.shared_expert_gate)
-        for part in parts
+        count * (3 * layer.feed_forward.active_size() + layer.feed_forward.router_rows())
+        for layer, count in counts
     )
     return ForwardFlops(
-        projections=tokens
-        * sum(part.num_layers * 2.0 * part.attention_weights() for part in parts),
+        projections=tokens * sum(count * 2.0 * layer.mixer.weights() for layer, count in counts),
         feed_forward=tokens * (2.0 * shape.hidden_size * rows),
-        attention=(
-            full * num_pairs(lens) + shape.num_windowed * num_pairs(lens, shape.sliding_window)
-        )
-        * (2.0 * shape.num_heads * (shape.head_dim + shape.value_dim))
-        + tokens * sum(part.num_layers * 6.0 * part.state_size for part in parts),
+        attention=sum(count * layer.mixer.flops(lens) for layer, count in counts),
         output=num_positions * output_flops(shape),
     )
 
@@ -91,10 +82,6 @@ def training_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: 
     neither by recompute_granularity, nor the logits, which models/heads.py computes again in the
     backward pass."""
     return (1 + BACKWARD) * forward_flops(shape, seq_lens, num_positions).total
-
-
-DELTA_CHUNK = 64
-"""Tokens of a delta net whose products with the states are computed at a time."""
 
 
 CHUNK_LOGITS = 1 << 26

@@ -48,7 +48,8 @@ def part_of_file(
 
     files: names of the files' tensors: an expert with tensors of its own among them is no part."""
     name = file_name(family, name)
-    packing = FAMILIES[family].expert_names.in_one_tensor if family in FAMILIES else None
+    names = FAMILIES[family].expert_names if family in FAMILIES else None
+    packing = names.in_one_tensor if names else None
     match = _EXPERT.fullmatch(name) if packing and name not in files else None
     if match is None:
         return name, None

@@ -1,4 +1,5 @@
-"""The shapes of a run's models, from their config.json. No torch here."""
+"""The shapes of a run's models, from their config.json, and what follows from the actor's. No torch
+here."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from pathlib import Path
 from rlhf_mc import json_files
 from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.hf_config import check_architecture
+from rlhf_mc.architectures.parameters import model_params
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.algorithm_schema import RouterReplayMode
 from rlhf_mc.config.errors import NodeError, UserError, error_prefix, error_reason
 from rlhf_mc.config.roles import uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, reward_models
@@ -58,3 +61,45 @@ def _shape(
             raise UserError(
                 f"{directory}/{message}" if message.startswith("config.json") else message
             ) from None
+
+
+def router_replay(cfg: Config, actor: ModelShape) -> RouterReplayMode:
+    """Return the run's router replay. vLLM returns experts only with prefix caching, which linear
+    attention excludes. Raise UserError if the run cannot have the replay that is set."""
+    mode = cfg.algorithm.router_replay
+    has_experts = actor.num_experts > 0
+    has_linear_attention = not all(mixer.returns_experts for mixer in actor.mixers)
+    if mode is None and has_experts and has_linear_attention:
+        return "off" if cfg.algorithm.rollout_correction.bypass_mode else "recompute"
+    if mode is None:
+        return "rollout" if has_experts else "off"
+    if mode != "off" and not has_experts:
+        raise UserError(
+            f"algorithm.router_replay is {mode}; the model of model.path has no experts: set it to "
+            "off or null"
+        )
+    if mode == "rollout" and has_linear_attention:
+        raise UserError(
+            "algorithm.router_replay is rollout; vLLM returns no experts of a model with linear "
+            "attention: set it to recompute, off or null"
+        )
+    return mode
+
+
+def balances_experts(cfg: Config, actor: ModelShape) -> bool:
+    """Return whether the actor's updates balance its experts. Raise UserError if they cannot."""
+    has_experts = actor.num_experts > 0
+    has_bias = any(param.is_correction_bias for param in model_params(actor))
+    can = {
+        "aux_loss_coeff": has_experts,
+        "z_loss_coeff": has_experts,
+        "router_bias_update_rate": has_bias,
+    }
+    values = {name: value for name in can if (value := getattr(cfg.actor, f"moe_{name}"))}
+    for name, value in values.items():
+        if not can[name]:
+            lacks = "routers without a correction bias" if has_experts else "no experts"
+            raise UserError(
+                f"actor.moe_{name} is {value}; the model of model.path has {lacks}: set it to 0"
+            )
+    return bool(values)

@@ -7,7 +7,9 @@ No random state is saved, since all random draws are a function of the seed and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import operator
 import platform as python_platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
@@ -195,22 +197,47 @@ def stored_models(path: Path) -> dict[str, Any]:
 
 def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape) -> None:
     """Raise UserError if the checkpoint's model of a role has another shape."""
+    theirs = _by_name(stored[name]["shape"])
     # A checkpoint lacks traits that are newer than its version. Its models have their defaults.
     defaults = {
-        field.name: field.default for field in fields(ModelShape) if field.default is not MISSING
+        field.name: field.default
+        for kind in (ModelShape, *map(type, shape.blocks))
+        for field in fields(kind)
+        if field.default is not MISSING
     }
-    theirs = {**defaults, **stored[name]["shape"]}
-    ours = asdict(shape)
+    ours = _by_name(asdict(shape) if "layers" in stored[name]["shape"] else _flat(shape))
     for field in ("family", *ours):
-        if _as_json(theirs.get(field)) != _as_json(ours[field]):
+        there = theirs.get(field, defaults.get(field.rpartition(".")[2]))
+        if there != ours[field]:
             raise UserError(
-                f"{path}: of another model: the {name}'s {field} is {theirs.get(field)} there and "
+                f"{path}: of another model: the {name}'s {field} is {there} there and "
                 f"{ours[field]} here"
             )
 
 
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _by_name(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a shape, those of layers by the number of the layer, as JSON has them;
+    names in Hugging Face checkpoints, which training checkpoints do not follow, are left out."""
+    named = {name: value for name, value in shape.items() if name != "layers"}
+    layers = shape.get("layers", ())
+    named |= {"num_layers": len(layers)} if layers else {}
+    for number, layer in enumerate(layers):
+        for name, value in (pair for block in layer for pair in block.items()):
+            named |= {f"layers.{number}.{name}": value} if name != "expert_names" else {}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in named.items()}
+
+
+def _flat(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of a shape as checkpoints had them before layers had blocks."""
+    fields_of_blocks = [asdict(block) for block in reversed(shape.blocks)]
+    flat = functools.reduce(operator.or_, [asdict(shape), *fields_of_blocks])
+    flat["num_layers"] = shape.num_layers
+    experts = shape.expert_layers
+    layers = enumerate(shape.layers)
+    flat["linear_layers"] = [i for i, layer in layers if layer.mixer.state_size]
+    dense = [layer for layer in range(shape.num_layers) if layer not in experts]
+    flat["dense_layers"] = dense if experts else []
+    return {name: value for name, value in flat.items() if name not in ("layers", "expert_names")}
 
 
 def _check_same_model(path: Path, model: TrainedModel, stored: dict[str, Any]) -> None:

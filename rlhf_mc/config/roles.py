@@ -10,7 +10,6 @@ from rlhf_mc.config.algorithm_schema import (
     Needs,
     RouterReplayMode,
 )
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import (
     Config,
     DataConfig,
@@ -71,28 +70,6 @@ def uses_reference(cfg: Config) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
 
 
-def router_replay(cfg: Config, has_experts: bool, has_linear_attention: bool) -> RouterReplayMode:
-    """Return the run's router replay. The last two are of the actor; vLLM returns experts only with
-    prefix caching, which linear attention excludes. Raise UserError if the run cannot have the
-    replay that is set."""
-    mode = cfg.algorithm.router_replay
-    if mode is None and has_experts and has_linear_attention:
-        return "off" if cfg.algorithm.rollout_correction.bypass_mode else "recompute"
-    if mode is None:
-        return "rollout" if has_experts else "off"
-    if mode != "off" and not has_experts:
-        raise UserError(
-            f"algorithm.router_replay is {mode}; the model of model.path has no experts: set it to "
-            "off or null"
-        )
-    if mode == "rollout" and has_linear_attention:
-        raise UserError(
-            "algorithm.router_replay is rollout; vLLM returns no experts of a model with linear "
-            "attention: set it to recompute, off or null"
-        )
-    return mode
-
-
 def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:
     """Return whether a pass before the update computes the actor's old log-probs. Without it they
     are the engine's (bypass_mode), or those of the step's only optimizer step: the policy has not
@@ -112,24 +89,6 @@ def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:
         or cfg.actor.policy_loss.loss_mode in SELECTING_LOSSES
         or replay == "recompute"
     )
-
-
-def balances_experts(cfg: Config, has_experts: bool, has_bias: bool) -> bool:
-    """Return whether the actor's updates balance its experts. has_experts, has_bias: of its model,
-    and of the routers. Raise UserError if they cannot."""
-    can = {
-        "aux_loss_coeff": has_experts,
-        "z_loss_coeff": has_experts,
-        "router_bias_update_rate": has_bias,
-    }
-    values = {name: value for name in can if (value := getattr(cfg.actor, f"moe_{name}"))}
-    for name, value in values.items():
-        if not can[name]:
-            lacks = "routers without a correction bias" if has_experts else "no experts"
-            raise UserError(
-                f"actor.moe_{name} is {value}; the model of model.path has {lacks}: set it to 0"
-            )
-    return bool(values)
 
 
 def adapts_kl_loss(cfg: Config) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
 
 from rlhf_mc.data.batch import ragged_indices
+from rlhf_mc.models.steps import Assembly
 from rlhf_mc.topology.groups import ProcessGroups, context_group
 
 
@@ -80,14 +81,19 @@ def _group(groups: ProcessGroups, size: int) -> dist.ProcessGroup:
     return group
 
 
-def rotate_in_context(model: torch.nn.Module, groups: ProcessGroups) -> None:
+def rotate_in_context(at: Assembly) -> None:
     """Let each attention of Megatron-Core take the ranks of its micro-batch's context for the
-    positions of the tokens, in place of all context-parallel ranks. On a CPU the rotation has the
-    positions themselves.
+    positions of the tokens. On a CPU the rotation has the positions themselves.
 
     Transformer Engine's attention is passed pad_between_seqs. Without it versions 2.11 to 2.17
-    compare the offsets of the sequences with and without padding in every layer, and wait for the
-    device unless these are one tensor."""
+    compare the offsets of the sequences with and without padding in every layer, and wait for
+    the device unless these are one tensor.
+
+    Reason: Megatron-Core's attention takes all context-parallel ranks for those of each
+    micro-batch."""
+    if at.groups.mesh.cp == 1:
+        return
+    groups = at.groups
     collections = {size: copy.copy(groups.collection) for size in (1, *groups.mesh.context_sizes)}
     for size, collection in collections.items():
         collection.cp = _group(groups, size)
@@ -95,7 +101,7 @@ def rotate_in_context(model: torch.nn.Module, groups: ProcessGroups) -> None:
     def choose(attention: Any, args: Any, kwargs: Any) -> None:
         attention.pg_collection = collections[kwargs["packed_seq_params"].context.size]
 
-    for module in model.modules():
+    for module in at.model.modules():
         if isinstance(module, Attention):
             module.register_forward_pre_hook(choose, with_kwargs=True)
         # TEDotProductAttention

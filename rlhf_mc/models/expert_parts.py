@@ -10,31 +10,34 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from rlhf_mc.architectures.experts import Experts
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.models.steps import Assembly
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
+from rlhf_mc.reshard.layout import correction_biases
 
 
-def expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
+def expert_settings(block: Experts, shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
     return {
-        "num_moe_experts": shape.num_experts,
+        "num_moe_experts": block.num_experts,
         # A list has names for each layer of its own in Megatron checkpoints, which equal layers do
         # not need.
-        "moe_layer_freq": [int(kind.endswith("moe")) for kind in shape.layer_kinds]
-        if shape.dense_layers
+        "moe_layer_freq": [int(layer.feed_forward == block) for layer in shape.layers]
+        if len(shape.expert_layers) < shape.num_layers
         else 1,
-        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
-        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": block.expert_ffn_hidden_size,
+        "moe_router_topk": block.experts_per_token,
         # Softmax over all experts (True), or over the chosen ones, whose weights then sum to 1.
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
+        "moe_router_pre_softmax": not block.norm_topk_prob,
+        "moe_router_score_function": "sigmoid" if block.sigmoid_router else "softmax",
         "moe_router_topk_scaling_factor": None
-        if shape.routed_scaling == 1.0
-        else shape.routed_scaling,
-        "moe_router_num_groups": shape.router_groups if shape.router_groups > 1 else None,
-        "moe_router_group_topk": shape.groups_per_token if shape.router_groups > 1 else None,
-        "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": shape.shared_expert_gate,
+        if block.routed_scaling == 1.0
+        else block.routed_scaling,
+        "moe_router_num_groups": block.router_groups if block.router_groups > 1 else None,
+        "moe_router_group_topk": block.groups_per_token if block.router_groups > 1 else None,
+        "moe_shared_expert_intermediate_size": block.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": block.shared_expert_gate,
         "moe_router_dtype": "fp32",
         # The losses of the routers are in router_balance.py.
         "moe_router_load_balancing_type": "none",
@@ -67,21 +70,29 @@ CORRECTION_BIAS = "router.expert_bias"
 """Ending of Megatron-Core's names of the correction biases."""
 
 
-def add_correction_biases(model: torch.nn.Module) -> None:
-    """Give each router the correction bias by which it chooses experts: a float32 parameter without
-    a gradient. Megatron-Core's own (moe_router_enable_expert_bias) is a buffer, and no checkpoint
-    of ours would have it."""
-    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+def add_correction_biases(at: Assembly) -> None:
+    """Give each router the correction bias by which it chooses experts: a float32 parameter
+    without a gradient.
+
+    Reason: Megatron-Core's own (moe_router_enable_expert_bias) are buffers, and no checkpoint
+    of ours would have them. They are float32 whatever the type of the model."""
+    if not correction_biases(at.shape):
+        return
+    for router in (module for module in at.model.modules() if isinstance(module, TopKRouter)):
         del router.expert_bias
         bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
         router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
-def prepare_output_biases(model: torch.nn.Module, tp_size: int) -> None:
-    """Let each tensor-parallel rank add its part of the bias of an expert's output. Megatron-Core
-    sums the outputs of the ranks, of which each would add the whole bias, and then the parts of the
-    bias's gradient. It also adds the bias to the output of a local layer in place, which autograd
-    refuses if the ranks' outputs were summed before."""
+def divide_output_biases(at: Assembly) -> None:
+    """Let each tensor-parallel rank add its part of the bias of an expert's output.
+
+    Reason: Megatron-Core sums the outputs of the ranks, of which each would add the whole bias,
+    and then the parts of the bias's gradient. It also adds the bias to the output of a local
+    layer in place, which autograd refuses if the ranks' outputs were summed before."""
+    if not (at.model.config.num_moe_experts and at.model.config.add_bias_linear):
+        return
+    tp_size = at.groups.mesh.tp
 
     def divide(module: Any, inputs: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         output, bias = out
@@ -89,7 +100,7 @@ def prepare_output_biases(model: torch.nn.Module, tp_size: int) -> None:
             return output, [one / tp_size for one in bias]
         return output.clone(), bias / tp_size
 
-    for name, module in model.named_modules():
+    for name, module in at.model.named_modules():
         if ".experts." in name and name.endswith("linear_fc2"):
             module.register_forward_hook(divide)
             for kind, param in module.named_parameters():

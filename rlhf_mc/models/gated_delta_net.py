@@ -15,7 +15,7 @@ from torch.linalg import solve_triangular
 from torch.nn.functional import conv1d, pad, silu, softplus
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_mc.architectures.operations import DELTA_CHUNK
+from rlhf_mc.architectures.delta_net import CHUNK, DeltaNet
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.models.layers import PackedSequences, RMSNorm
 
@@ -105,7 +105,7 @@ def delta_rule(
     in float32. Within a chunk of tokens the corrections v - k^T state are the solution of a
     triangular system; between chunks only the state is handed on."""
     length = q.shape[1]
-    chunk = min(DELTA_CHUNK, length)
+    chunk = min(CHUNK, length)
     q, k = (
         x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)
     )
@@ -138,19 +138,19 @@ def delta_rule(
     return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2)
 
 
-def delta_net_settings(shape: ModelShape) -> dict[str, Any]:
+def delta_net_settings(block: DeltaNet, shape: ModelShape) -> dict[str, Any]:
     """Return the settings of TransformerConfig."""
     return {
         "experimental_attention_variant": "gated_delta_net",
         # A list has names for each layer of its own in Megatron checkpoints.
         "linear_attention_freq": [
-            int(layer in shape.linear_layers) for layer in range(shape.num_layers)
+            int(layer.mixer is block or layer.mixer == block) for layer in shape.layers
         ],
-        "linear_conv_kernel_dim": shape.linear_kernel,
-        "linear_key_head_dim": shape.linear_key_dim,
-        "linear_value_head_dim": shape.linear_value_dim,
-        "linear_num_key_heads": shape.linear_key_heads,
-        "linear_num_value_heads": shape.linear_value_heads,
+        "linear_conv_kernel_dim": block.linear_kernel,
+        "linear_key_head_dim": block.linear_key_dim,
+        "linear_value_head_dim": block.linear_value_dim,
+        "linear_num_key_heads": block.linear_key_heads,
+        "linear_num_value_heads": block.linear_value_heads,
     }
 
 

@@ -25,26 +25,32 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mc import platform
-from rlhf_mc.architectures.families import Activation
-from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.attention import Attention
+from rlhf_mc.architectures.delta_net import DeltaNet
+from rlhf_mc.architectures.dense import Dense
+from rlhf_mc.architectures.experts import Experts
+from rlhf_mc.architectures.latent_attention import LatentAttention
+from rlhf_mc.architectures.layer import Layer
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
 from rlhf_mc.models.context_parallel import rotate_in_context
 from rlhf_mc.models.expert_parts import (
     add_correction_biases,
+    divide_output_biases,
     expert_settings,
-    prepare_output_biases,
 )
 from rlhf_mc.models.gated_delta_net import delta_net_settings, use_delta_net
-from rlhf_mc.models.heads import ValueHead
-from rlhf_mc.models.latent_attention import LatentAttention, latent_settings, use_latents
+from rlhf_mc.models.heads import add_value_head
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
-    compute_on_cpu,
+    gate_on_cpu,
     mark_tensor_parallel,
     megatron_calls,
     multiply_as_matrices,
 )
+from rlhf_mc.models.packed_latents import PackedLatents, latent_settings, use_latents
+from rlhf_mc.models.steps import Assembly, AssemblyStep
 from rlhf_mc.models.transformer_engine import (
     fp8_settings,
     has_packed_attention,
@@ -55,7 +61,7 @@ from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.groups import ProcessGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_pytorch_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "clamped_swiglu": quick_gelu,
@@ -67,26 +73,15 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
     """Return Megatron-Core's settings for this model in this layout."""
     dtype = DTYPES[megatron.dtype]
     fused = uses_transformer_engine()
-    kind = MLATransformerConfig if shape.kv_lora_rank else TransformerConfig
+    of_blocks = _block_settings(shape, megatron)
+    kind = MLATransformerConfig if "kv_lora_rank" in of_blocks else TransformerConfig
     config = kind(
-        **(latent_settings(shape) if shape.kv_lora_rank else {}),
-        **(delta_net_settings(shape) if shape.linear_layers else {}),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
-        add_bias_linear=shape.o_bias,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        attention_output_gate=shape.attention_gate,
-        softmax_type="learnable" if shape.sinks else "vanilla",
-        window_size=(shape.sliding_window - 1, 0) if shape.sliding_window else None,
-        window_attn_skip_freq=2,
+        add_bias_linear=shape.kinds[0].feed_forward.mlp_bias,
         layernorm_zero_centered_gamma=shape.zero_centered_norms and fused,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -118,18 +113,38 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         variable_seq_lengths=True,
         # the default refuses ragged lengths, even where there are no experts
         moe_token_dispatcher_type="alltoall",
-        **(expert_settings(shape, megatron) if shape.has_experts else {}),
         # Weights are always read from a checkpoint.
         perform_initialization=False,
         use_cpu_initialization=not platform.use_cuda(),
-        **{"activation_func": ACTIVATIONS[shape.activation], **fusions(shape)},
-        **(_CLAMPED if shape.activation == "clamped_swiglu" else {}),
+        **{**of_blocks, **fusions(shape)},
         **fp8_settings(megatron),
     )
     # Checked when a config is built: Megatron-Core refuses experts that have biases and are split
-    # over tensor-parallel ranks. prepare_output_biases lets them be.
+    # over tensor-parallel ranks. divide_output_biases lets them be.
     config.expert_tensor_parallel_size = megatron.tensor_model_parallel_size
     return config
+
+
+def _block_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
+    """Return the settings of the layers' blocks."""
+    activation = shape.kinds[0].feed_forward.activation
+    settings: dict[str, Any] = {
+        "activation_func": ACTIVATIONS[activation],
+        **(_CLAMPED if activation == "clamped_swiglu" else {}),
+    }
+    for block in shape.blocks:
+        match block:
+            case Attention():
+                settings |= layers.attention_settings(block)
+            case LatentAttention():
+                settings |= latent_settings(block, shape)
+            case DeltaNet():
+                settings |= delta_net_settings(block, shape)
+            case Dense():
+                settings["ffn_hidden_size"] = block.ffn_hidden_size
+            case Experts():
+                settings |= expert_settings(block, shape, megatron)
+    return settings
 
 
 def _recomputation(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
@@ -154,13 +169,10 @@ def recompute_modules(shape: ModelShape, megatron: MegatronConfig) -> list[str]:
         return ["core_attn"]
     # Megatron-Core has no module for the activation of a dense layer alone.
     modules = ["mlp"] if len(shape.expert_layers) < shape.num_layers else []
-    if shape.has_experts:
+    if shape.expert_layers:
         # A dense layer's norms are part of its linear layers; the one before a router is a module.
-        modules += (
-            ["layernorm", "moe_act"]
-            if expert_settings(shape, megatron)["moe_grouped_gemm"]
-            else ["layernorm"]
-        )
+        # Transformer Engine's experts are in one call.
+        modules += ["layernorm", "moe_act"]
     return modules
 
 
@@ -213,12 +225,21 @@ class PackedGPT(GPTModel):
         )
 
 
+def _attention(shape: ModelShape) -> Attention | LatentAttention:
+    """Return the attention that some layers of the model have."""
+    return next(block for block in shape.mixers if isinstance(block, Attention | LatentAttention))
+
+
 def _qkv_format(config: TransformerConfig, shape: ModelShape) -> str:
     """Return the qkv_format of PackedSequences for the attention of this model's layers."""
     tp = config.tensor_model_parallel_size
     heads = config.num_attention_heads // tp
     kv_heads = max(1, config.num_query_groups // tp)
-    sizes = (heads, kv_heads, (shape.head_dim, shape.value_dim))
+    attention = _attention(shape)
+    value_dim = (
+        attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
+    )
+    sizes = (heads, kv_heads, (attention.head_dim, value_dim))
     context = config.cp_comm_type if config.context_parallel_size > 1 else None
     is_te = uses_transformer_engine() and has_packed_attention(
         config.params_dtype, *sizes, context, config.softmax_type
@@ -231,23 +252,23 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specification of these layers, each of its kind, and of the norm after the last
     one."""
-    specs = {kind: _layer_spec(kind, shape, config, qkv_format) for kind in set(shape.layer_kinds)}
+    specs = {layer: _layer_spec(layer, shape, config, qkv_format) for layer in shape.kinds}
     norm = LayerNormImpl if uses_transformer_engine() else _local_norm(shape)
     return TransformerBlockSubmodules(
-        layer_specs=[specs[shape.layer_kinds[i]] for i in layer_numbers], layer_norm=norm
+        layer_specs=[specs[shape.layers[i]] for i in layer_numbers], layer_norm=norm
     )
 
 
-def _layer_spec(
-    kind: LayerKind, shape: ModelShape, config: TransformerConfig, qkv_format: str
-) -> Any:
-    """Return the specification of a layer of this kind."""
-    has_experts = kind.endswith("moe")
+def _layer_spec(layer: Layer, shape: ModelShape, config: TransformerConfig, qkv_format: str) -> Any:
+    """Return the specification of a layer."""
+    mixer, feed_forward = layer
+    is_latent = isinstance(mixer, LatentAttention)
+    is_linear = isinstance(mixer, DeltaNet)
     parts = {
-        "num_experts": shape.num_experts if has_experts else None,
+        "num_experts": feed_forward.num_experts or None,
         "moe_grouped_gemm": config.moe_grouped_gemm,
-        "qk_layernorm": shape.qk_norm or shape.kv_lora_rank > 0,
-        "multi_latent_attention": shape.kv_lora_rank > 0,
+        "qk_layernorm": config.qk_layernorm or is_latent,
+        "multi_latent_attention": is_latent,
     }
     fused = uses_transformer_engine()
     spec = (
@@ -255,24 +276,23 @@ def _layer_spec(
         if fused
         else get_gpt_layer_local_spec(normalization="RMSNorm", **parts)
     )
-    is_linear = kind.startswith("linear")
     if is_linear:
         use_delta_net(spec)
     elif config.num_query_groups < config.tensor_model_parallel_size:
         spec.submodules.self_attention.module = layers.ReplicatedKVAttention
-    if shape.kv_lora_rank:
+    if is_latent:
         use_latents(spec, _local_norm(shape), is_local=not fused)
     if qkv_format == "packed" and not is_linear:
         spec.submodules.self_attention.submodules.core_attention = layers.PackedAttention
     if fused:
         return spec
-    if has_experts:
+    if feed_forward.num_experts:
         # In checkpoints this norm is named after the linear layer that Transformer Engine fuses it
         # with. It fuses none before a router.
         spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     norm = _local_norm(shape)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-    if shape.qk_norm and not is_linear:
+    if config.qk_layernorm and not is_linear:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = norm
     return spec
@@ -282,12 +302,16 @@ def _local_norm(shape: ModelShape) -> type[torch.nn.Module]:
     return layers.ZeroCenteredRMSNorm if shape.zero_centered_norms else layers.RMSNorm
 
 
-def scale_embeddings(model: Any, hidden_size: int) -> None:
+def scale_embeddings(at: Assembly) -> None:
     """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in
-    transformers."""
+    transformers.
+
+    Reason: Megatron-Core's embedding has no factor."""
+    if not (at.shape.scaled_embeddings and at.is_first):
+        return
     # stays on the CPU: a kernel takes it by value, and no copy is waited for
-    factor = torch.tensor(hidden_size**0.5)
-    model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
+    factor = torch.tensor(at.shape.hidden_size**0.5)
+    at.model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
@@ -300,10 +324,15 @@ def enable_input_gradients(embedding: torch.nn.Module) -> None:
     embedding.register_forward_hook(require)
 
 
-def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
-    """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling
-    rules."""
-    head_dim = shape.rope_head_dim or shape.head_dim
+def set_rope(at: Assembly) -> None:
+    """Take the rotary frequencies from transformers.
+
+    Reason: Megatron-Core has only some of transformers' scaling rules."""
+    model = at.model
+    shape = at.shape
+    attention = _attention(shape)
+    is_latent = isinstance(attention, LatentAttention)
+    head_dim = getattr(attention, "rope_head_dim", attention.head_dim)
     rotary = layers.PackedRotaryEmbedding(
         head_dim,
         rotary_percent=shape.rotary_fraction,
@@ -311,10 +340,10 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         use_cpu_initialization=model.config.use_cpu_initialization,
         cp_group=model.pg_collection.cp,
     )
-    if not shape.kv_lora_rank:
+    if not is_latent:
         model.rotary_pos_emb = rotary
     for module in model.modules():
-        if isinstance(module, LatentAttention):
+        if isinstance(module, PackedLatents):
             module.rotary_pos_emb = rotary
     if shape.rope_scaling is None:
         return
@@ -327,7 +356,7 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
             **shape.rope_scaling,
         },
         hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
+        num_attention_heads=attention.num_heads,
         head_dim=head_dim,
         max_position_embeddings=shape.max_position_embeddings,
         standardize_rope_params=lambda: None,  # they are in the standard form
@@ -336,7 +365,7 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     with torch.device(rotary.inv_freq.device):
         rotary.inv_freq, attention_scaling = rule(parameters, rotary.inv_freq.device)
     rotary.mscale = attention_scaling
-    if attention_scaling != 1.0 and not shape.kv_lora_rank:
+    if attention_scaling != 1.0 and not is_latent:
         # Of sines and cosines. Megatron-Core's attention computes it from these settings, as 0.1 x
         # mscale x
         # log(scaling factor) + 1; its fused kernel ignores it.
@@ -344,6 +373,27 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         model.config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
         model.config.yarn_mscale_all_dim = 0.0
         model.config.apply_rope_fusion = False
+
+
+def set_dtype(at: Assembly) -> None:
+    """Convert the parameters to the model's type.
+
+    Reason: modules of our own are float32."""
+    at.model.to(DTYPES[at.megatron.dtype])
+
+
+STEPS: tuple[AssemblyStep, ...] = (
+    add_value_head,
+    scale_embeddings,
+    mark_tensor_parallel,
+    multiply_as_matrices,
+    gate_on_cpu,
+    divide_output_biases,
+    rotate_in_context,
+    set_rope,
+    set_dtype,
+    add_correction_biases,  # after the conversion
+)
 
 
 def build_model(
@@ -391,21 +441,9 @@ def assemble_model(
             vp_stage=vp_stage,
         )
         model.qkv_format = qkv_format
-        if shape.value_head and last:
-            model.output_layer = ValueHead(shape.hidden_size)
-        if shape.scaled_embeddings and first:
-            scale_embeddings(model, shape.hidden_size)
-        mark_tensor_parallel(model)
-        multiply_as_matrices(model)
-        compute_on_cpu(model)
-        if shape.has_experts and shape.mlp_bias:
-            prepare_output_biases(model, groups.mesh.tp)
-        if groups.mesh.cp > 1:
-            rotate_in_context(model, groups)
-        _set_rope(model, shape)
-        model.to(DTYPES[megatron.dtype])
-        if shape.sigmoid_router:
-            add_correction_biases(model)
+        assembly = Assembly(model, shape, megatron, groups, first, last)
+        for step in STEPS:
+            step(assembly)
     return model
 
 
@@ -425,7 +463,7 @@ def fusions(shape: ModelShape) -> dict[str, Any]:
     return {
         **(_fused_activation(shape) if platform.use_cuda() else {}),
         # Megatron-Core's fused rotary embedding is a kernel of Transformer Engine.
-        "apply_rope_fusion": transformer_engine and not shape.kv_lora_rank,
+        "apply_rope_fusion": transformer_engine and isinstance(_attention(shape), Attention),
         # The matrix product that computes a weight's gradient adds it to main_grad. Local layers
         # need Apex's kernel.
         "gradient_accumulation_fusion": transformer_engine
@@ -445,9 +483,9 @@ def fusions(shape: ModelShape) -> dict[str, Any]:
 def _fused_activation(shape: ModelShape) -> dict[str, Any]:
     """Return the settings that fuse the activation with its gate, the bias, and an expert's
     weight."""
-    if shape.activation in ("silu", "clamped_swiglu"):
+    if shape.kinds[0].feed_forward.activation in ("silu", "clamped_swiglu"):
         return {"bias_activation_fusion": True}
-    if shape.has_experts:
+    if shape.expert_layers:
         return {}  # Megatron-Core has no fused function for F.gelu in experts
     # Megatron-Core's fused function for F.gelu is the tanh approximation.
     return {"bias_activation_fusion": True, "activation_func": torch.nn.functional.gelu}

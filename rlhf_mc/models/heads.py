@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rlhf_mc import platform
 from rlhf_mc.architectures.operations import CHUNK_LOGITS, GPU_CHUNKS
 from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.models.steps import Assembly
 
 _NO_TOKEN = -1e30
 """Logit of a padding column: its probability is 0, and 0 * this logit is 0, unlike 0 * infinity."""
@@ -31,6 +32,15 @@ class ValueHead(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the values [R] float32 of the states `hidden` [R, 1, hidden]."""
         return torch.nn.functional.linear(hidden, self.weight)[:, 0, 0].float()
+
+
+def add_value_head(at: Assembly) -> None:
+    """Put the value head in the place of the output layer.
+
+    Reason: Megatron-Core's output layer has the columns of the vocabulary."""
+    if not (at.shape.value_head and at.is_last):
+        return
+    at.model.output_layer = ValueHead(at.shape.hidden_size)
 
 
 class _Logits:

@@ -25,6 +25,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rlhf_mc import platform
+from rlhf_mc.architectures.attention import Attention
 from rlhf_mc.models.context_parallel import ONE_RANK, Context
 from rlhf_mc.models.cpu_operations import rms_norm, rotary_table
 
@@ -356,6 +357,21 @@ class ReplicatedKVAttention(SelfAttention):
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
         return query, key, value, *gate
+
+
+def attention_settings(block: Attention) -> dict[str, Any]:
+    """Return the settings of TransformerConfig. Every other layer has the window."""
+    window = {"window_size": (block.sliding_window - 1, 0), "window_attn_skip_freq": 2}
+    return {
+        "num_attention_heads": block.num_heads,
+        "num_query_groups": block.num_kv_heads,
+        "kv_channels": block.head_dim,
+        "add_qkv_bias": block.qkv_bias,
+        "qk_layernorm": block.qk_norm,
+        "attention_output_gate": block.attention_gate,
+        "softmax_type": "learnable" if block.sinks else "vanilla",
+        **(window if block.sliding_window else {}),
+    }
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

@@ -41,7 +41,8 @@ from torch.nn.functional import silu
 from rlhf_mc import platform
 from rlhf_mc.models import transformer_engine
 from rlhf_mc.models.cpu_operations import GatedSiluMLP, rotate
-from rlhf_mc.models.latent_attention import DuplicatedLinear
+from rlhf_mc.models.packed_latents import DuplicatedLinear
+from rlhf_mc.models.steps import Assembly
 from rlhf_mc.patching import Patch, apply, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu, get_rng_state, set_rng_state
 
@@ -233,12 +234,12 @@ def own_operations() -> AbstractContextManager[None]:
     return context
 
 
-def mark_tensor_parallel(model: torch.nn.Module) -> None:
+def mark_tensor_parallel(at: Assembly) -> None:
     """Mark the parameters that are sharded over tensor-parallel ranks.
 
-    Reason: Megatron-Core marks them only while it initialises weights (perform_initialization). It
-    counts an unmarked parameter once in the gradient norm, as if every rank had the same."""
-    for module in model.modules():
+    Reason: Megatron-Core marks them only while it initialises weights (perform_initialization).
+    It counts an unmarked parameter once in the gradient norm, as if every rank had the same."""
+    for module in at.model.modules():
         dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(
             type(module)
         )
@@ -252,21 +253,19 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
                 set_tensor_model_parallel_attributes(param, True, dim, 1)
 
 
-def multiply_as_matrices(model: torch.nn.Module) -> None:
+def multiply_as_matrices(at: Assembly) -> None:
     """Let each linear layer of the model multiply matrices: its input [T, 1, hidden] as [T,
     hidden]. Where nothing is to be communicated or added to main_grad, torch's own linear layer
-    does, which adds the bias in the product.
+    does, which adds the bias in the product. Transformer Engine's layers are of other classes,
+    flatten their input themselves, and are left alone.
 
-    Reason: Megatron-Core calls torch.matmul with a 3-D input and a matrix. torch.matmul computes
-    one product of matrices only where the matrix requires a gradient, or where the strides of the
-    input show that its leading dimensions are contiguous. Otherwise it computes T products, for
-    which a CPU copies the matrix T times in bfloat16. A frozen layer after a tensor-parallel
-    embedding is such a case: the embedding returns [T, 1, hidden] as a transposed [1, T, hidden],
-    whose dimension of size 1 has stride T * hidden.
-
-    Transformer Engine's layers are of other classes, flatten their input themselves, and are left
-    alone."""
-    for module in model.modules():
+    Reason: Megatron-Core calls torch.matmul with a 3-D input and a matrix. torch.matmul
+    computes one product of matrices only where the matrix requires a gradient, or where the
+    strides of the input show that its leading dimensions are contiguous. Otherwise it computes
+    T products, for which a CPU copies the matrix T times in bfloat16. A frozen layer after a
+    tensor-parallel embedding is such a case: the embedding returns [T, 1, hidden] as a
+    transposed [1, T, hidden], whose dimension of size 1 has stride T * hidden."""
+    for module in at.model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module._forward_impl = _on_matrices(module._forward_impl)
 
@@ -295,15 +294,19 @@ _BEYOND_THE_PRODUCT = (
 """Arguments of Megatron-Core's linear layers by which they do more than torch's."""
 
 
-def compute_on_cpu(model: Any) -> None:
-    """Let the feed-forward parts of the model compute their gate as GatedSiluMLP does, on a CPU.
+def gate_on_cpu(at: Assembly) -> None:
+    """Let the feed-forward parts of the model compute their gate as GatedSiluMLP does. It is left
+    as it is with another activation.
 
-    Reason: Megatron-Core's activation passes over memory four times more. It is left as it is with
-    another activation, for experts, whose MLP also weighs tokens, and where its fused function is
-    set."""
-    if platform.use_cuda() or model.config.bias_activation_fusion or model.config.num_moe_experts:
+    Reason: Megatron-Core's activation passes over memory four times more. It stays for experts,
+    whose MLP also weighs tokens, and where its fused function is set."""
+    if (
+        platform.use_cuda()
+        or at.model.config.bias_activation_fusion
+        or at.model.config.num_moe_experts
+    ):
         return
-    for module in model.modules():
+    for module in at.model.modules():
         if type(module) is MLP and module.activation_func is silu:
             module.__class__ = GatedSiluMLP
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from rlhf_mc.architectures.operations import CHUNK_LOGITS, DELTA_CHUNK, GPU_CHUNKS
+from rlhf_mc.architectures.layer import FeedForwardActivations, Layer, MixerActivations
+from rlhf_mc.architectures.operations import CHUNK_LOGITS, GPU_CHUNKS
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.planner.model_state import ITEMSIZES
@@ -30,25 +31,25 @@ class LayerBytes:
 
 
 def layer_bytes(
-    shape: ModelShape, megatron: MegatronConfig, transformer_engine: bool
+    layer: Layer, shape: ModelShape, megatron: MegatronConfig, transformer_engine: bool
 ) -> LayerBytes:
-    """Return the bytes per token of a layer of a model whose layers are of one kind. With experts:
-    for evenly routed tokens."""
+    """Return the bytes per token of a layer of a model. With experts: for evenly routed tokens."""
     sizes = _Sizes(shape, megatron)
-    all_of_it = sizes.transformer_engine() if transformer_engine else sizes.local()
+    mixer, feed_forward = sizes.of_blocks(layer)
+    all_of_it = (sizes.transformer_engine if transformer_engine else sizes.local)(layer)
     if megatron.recompute_granularity == "full":
         stored = sizes.states * sizes.itemsize
-        return LayerBytes(stored, all_of_it + sizes.rule)
-    if megatron.recompute_granularity is None or (shape.linear_layers and not transformer_engine):
-        return LayerBytes(all_of_it, sizes.rule)
+        return LayerBytes(stored, all_of_it + mixer.recomputed_bytes)
+    if megatron.recompute_granularity is None or not (transformer_engine or mixer.heads):
+        return LayerBytes(all_of_it, mixer.recomputed_bytes)
     if transformer_engine:
-        recomputed = sizes.selective_transformer_engine()
-        return LayerBytes(all_of_it - recomputed, recomputed + sizes.rule)
+        recomputed = (sizes.states + feed_forward.recomputed) * sizes.itemsize
+        return LayerBytes(all_of_it - recomputed, recomputed + mixer.recomputed_bytes)
     # On a CPU the attention: its log-sum-exp is not stored, its output by the projection alone.
-    log_sum_exp = _FLOAT32 * sizes.heads
-    padded = sizes.padded * sizes.itemsize
+    log_sum_exp = _FLOAT32 * mixer.heads
+    padded = mixer.padded * sizes.itemsize
     return LayerBytes(
-        all_of_it - log_sum_exp - padded, log_sum_exp + padded + sizes.queries * sizes.itemsize
+        all_of_it - log_sum_exp - padded, log_sum_exp + padded + mixer.queries * sizes.itemsize
     )
 
 
@@ -56,107 +57,47 @@ class _Sizes:
     """Elements per token on one rank."""
 
     def __init__(self, shape: ModelShape, megatron: MegatronConfig) -> None:
-        tp = megatron.tensor_model_parallel_size
-        experts = shape.experts_per_token
+        self._tp = megatron.tensor_model_parallel_size
+        self._shards = self._tp if megatron.sequence_parallel else 1
         self.itemsize = ITEMSIZES[megatron.dtype]
-        self.states = shape.hidden_size / (tp if megatron.sequence_parallel else 1)
+        self.states = shape.hidden_size / self._shards
         """The hidden states between layers: with sequence parallelism a shard."""
-        self.queries = shape.num_heads * shape.head_dim / tp
-        self.keys = max(shape.num_kv_heads / tp, 1) * shape.head_dim
-        """Keys, and as many for values."""
-        self.heads = shape.num_heads / tp
-        self.values = self.heads * shape.value_dim
-        self.padded = 2 * self.queries - self.values if shape.value_dim < shape.head_dim else 0.0
-        """Of values and output that torch's attention pads to the size of the keys
-        (models/layers.py)."""
-        self.latents = (
-            2 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.rope_head_dim
-            if shape.kv_lora_rank
-            else 0.0
-        )
-        """Latent vectors, normalised too, and the part of the keys that all heads share."""
-        self.latents /= tp if megatron.sequence_parallel else 1
-        self.attention = 3 * self.queries + 3 * self.keys
-        """Attention's inputs and output."""
-        # padded copies; with windows, in every other layer, each key is in two blocks
-        if shape.sinks:
-            wider = (shape.head_dim + 8) / shape.head_dim
-            self.attention = (2 * wider + 1) * self.queries + 3 * wider * self.keys
-        if self.latents:  # no projections beside its inputs
-            self.attention = 2 * self.queries + 2 * self.values + self.latents
-        if shape.attention_gate:  # the gate's copy, its sigmoid, and the output before it
-            self.attention += 3 * self.queries
-        self.rule = 0.0
-        """Bytes that a gated delta net computes again in its backward pass
-        (models/gated_delta_net.py)."""
-        if shape.linear_layers:
-            # The projections, and of the gated norm its input, output, the gate's copy, its
-            # activation and the product.
-            sizes = shape.dims()
-            self.attention = (
-                sizes["linear_qkvz"] + sizes["linear_ba"] + 5 * sizes["linear_values"]
-            ) / tp
-            of_head = 10 * shape.linear_key_dim + 6 * shape.linear_value_dim + 6 * DELTA_CHUNK
-            self.rule = (
-                _FLOAT32
-                / tp
-                * (shape.linear_value_heads * of_head + 2 * shape.state_size / DELTA_CHUNK)
-            )
-        self.ffn = shape.active_ffn_size / tp
-        """The product of gate and up, of the experts that a token has together."""
-        self.shared_ffn = shape.shared_ffn_hidden_size / tp
-        """The shared expert's part of it."""
-        # The dispatcher gathers the tokens of all tensor-parallel ranks, each of which has a part
-        # of every expert.
-        self.expert_inputs = float(experts * shape.hidden_size)
-        """Inputs of a token's experts; 0 for dense layers."""
-        self.num_experts = shape.num_experts
-        self.routing = 24 * experts + 5 * shape.num_experts
-        """Bytes of a router's indices, probabilities and masks."""
-        self.qk_norm = shape.qk_norm and not shape.linear_layers
-        self.silu = shape.activation == "silu"
-        """The activation is SiLU."""
-        self.clamped = shape.activation == "clamped_swiglu"
-        self.torch_norms = shape.zero_centered_norms or megatron.dtype != "float32"
+        self._torch_norms = shape.zero_centered_norms or megatron.dtype != "float32"
         """On a CPU, torch computes the norms and their gradient operation by operation
         (models/layers.py)."""
 
-    def transformer_engine(self) -> float:
+    def of_blocks(self, layer: Layer) -> tuple[MixerActivations, FeedForwardActivations]:
+        """Return what the blocks of a layer store."""
+        mixer = layer.mixer.activations(self._tp, self._shards)
+        return mixer, layer.feed_forward.activations(self._tp)
+
+    def transformer_engine(self, layer: Layer) -> float:
         """Return the bytes of a layer of Transformer Engine without recomputation: inputs and
         outputs of both norms; queries, keys and values, and the first two after the rotation; the
         attention's output with its log-sum-exp; gate and up, and their product."""
-        attention = self.attention + (self.queries + self.keys if self.qk_norm else 0)
+        mixer, feed_forward = self.of_blocks(layer)
+        attention = mixer.stored + mixer.normalised
         # torch attends, with k and v repeated for each query head (models/layers.py)
         if self.itemsize == _FLOAT32:
-            attention += 2 * (self.queries - self.keys) + self.padded
-        elements = 4 * self.states + attention + 3 * self.ffn + self.expert_inputs
-        return elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
+            attention += 2 * (mixer.queries - mixer.keys) + mixer.padded
+        elements = 4 * self.states + attention + 3 * feed_forward.product + feed_forward.inputs
+        routing = feed_forward.routing_bytes
+        return elements * self.itemsize + _FLOAT32 * (mixer.heads + 2) + routing
 
-    def selective_transformer_engine(self) -> float:
-        """Return the bytes of what selective recomputation recomputes: the second norm's output
-        with gate, up and product; of experts, the norm's output and the product, but for the shared
-        expert's."""
-        return (
-            self.states + (self.ffn - self.shared_ffn if self.num_experts else 3 * self.ffn)
-        ) * self.itemsize
-
-    def local(self) -> float:
+    def local(self, layer: Layer) -> float:
         """Return the bytes of a local layer on a CPU: input and output of each norm; keys and
-        queries before the rotation, with the values; gate and up with the activated gate, and where
-        Megatron-Core computes the activation a copy of up."""
+        queries before the rotation, with the values; the feed-forward."""
+        mixer, feed_forward = self.of_blocks(layer)
         norms = 2 * self.norm() * self.states
-        if self.qk_norm:
-            norms += (2 if self.torch_norms else 1) * _FLOAT32 * (self.queries + self.keys)
-        attention = self.attention + self.padded
-        experts = (8 if self.clamped else 6) * self.ffn + self.expert_inputs
-        dense = (4 if self.silu else 5) * self.ffn
-        elements = attention + (experts if self.num_experts else dense)
-        return norms + elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
+        norms += (2 if self._torch_norms else 1) * _FLOAT32 * mixer.normalised
+        elements = mixer.stored + mixer.padded + feed_forward.local
+        routing = feed_forward.routing_bytes
+        return norms + elements * self.itemsize + _FLOAT32 * (mixer.heads + 2) + routing
 
     def norm(self) -> int:
         """Return the bytes of an element of the states that a norm on a CPU keeps: of its input and
         its output, and where torch computes it, of the normalised states."""
-        return (2 if self.torch_norms else 1) * _FLOAT32 + self.itemsize
+        return (2 if self._torch_norms else 1) * _FLOAT32 + self.itemsize
 
 
 @dataclass(frozen=True)
@@ -188,17 +129,17 @@ def update_peak(
     # their gradient.
     gathered = 2 * shape.hidden_size if megatron.sequence_parallel else 0
     backward = 0.0
-    for part in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
-        of_kind = _Sizes(part, megatron)
+    for layer in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
+        feed_forward = layer.feed_forward.activations(megatron.tensor_model_parallel_size)
         # A layer's backward pass begins with the gradients of its output, of the residual, and of
         # the MLP's product; of experts also with the gradients of their outputs, twice: in the
         # order of the tokens and of the experts.
-        first = 2 * sizes.states + of_kind.ffn + 2 * of_kind.expert_inputs
-        recomputed = layer_bytes(part, megatron, cuda).recomputed
-        layer = work.tokens * (recomputed + sizes.itemsize * (first + gathered))
+        first = 2 * sizes.states + feed_forward.product + 2 * feed_forward.inputs
+        recomputed = layer_bytes(layer, shape, megatron, cuda).recomputed
+        of_layer = work.tokens * (recomputed + sizes.itemsize * (first + gathered))
         if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
-            layer += sizes.itemsize * shape.hidden_size * of_kind.ffn
-        backward = max(backward, layer)
+            of_layer += sizes.itemsize * shape.hidden_size * feed_forward.product
+        backward = max(backward, of_layer)
     if stage == mesh.pp - 1:
         norm = (2 * sizes.itemsize if cuda else sizes.norm()) * sizes.states
         head = _head_bytes(shape, megatron, work.logits, cuda, entropy)
@@ -216,8 +157,8 @@ def _stored_bytes(
     flight."""
     chunks = [shape.by_kind(layers) for layers in mesh.chunk_layers(shape.num_layers, stage)]
     of_chunks = [
-        sum(part.num_layers * layer_bytes(part, megatron, cuda).stored for part in parts)
-        for parts in chunks
+        sum(n * layer_bytes(layer, shape, megatron, cuda).stored for layer, n in counts.items())
+        for counts in chunks
     ]
     return max(of_chunks) * chunks_in_flight(mesh, stage, work.num_micro_batches)
 
@@ -229,13 +170,14 @@ def forward_peak(
     stage."""
     sizes = _Sizes(shape, megatron)
     num_bytes = 0.0
-    for part in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
-        of_kind = _Sizes(part, megatron)
+    for layer in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
+        feed_forward = layer.feed_forward.activations(megatron.tensor_model_parallel_size)
         # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up
         # and their product. Of experts also where the tokens went, and their inputs three times: in
         # the order of the tokens, as received, and in the order of the experts; and their outputs.
-        layer = sizes.states + shape.hidden_size + 3 * of_kind.ffn + 4 * of_kind.expert_inputs
-        num_bytes = max(num_bytes, work.tokens * (layer * sizes.itemsize + of_kind.routing))
+        elements = 3 * feed_forward.product + 4 * feed_forward.inputs
+        of_token = (sizes.states + shape.hidden_size + elements) * sizes.itemsize
+        num_bytes = max(num_bytes, work.tokens * (of_token + feed_forward.routing_bytes))
     if stage < mesh.pp - 1:
         return num_bytes
     states = work.tokens * (sizes.states + shape.hidden_size) * sizes.itemsize

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlhf_mc.architectures.layer import FeedForward, Layer, Mixer
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.planner.model_state import ITEMSIZES, model_buffers
@@ -101,7 +102,8 @@ class Passes:
         self._cp = mesh.group_along(rank, "cp")
         self._ep = mesh.group_along(rank, "ep")
         self._pp = mesh.group_along(rank, "pp")
-        self._parts = shape.by_kind(
+        self._exchange = cp_comm_type(shape, megatron)
+        self._layers = shape.by_kind(
             itertools.chain(*mesh.chunk_layers(shape.num_layers, self._stage))
         )
         self._is_first = self._stage == 0
@@ -171,91 +173,86 @@ class Passes:
         if granularity == "full":
             yield from self._repeat(self._layer, work)
         elif granularity == "selective" and not self._cuda:
-            yield from self._repeat(lambda part, work: self._attention(work), work)
+            yield from self._repeat(lambda layer, work: self._attention(layer.mixer, work), work)
         elif granularity == "selective":
             yield from self._repeat(
-                lambda part, work: self._sharded_layers(work, 0 if part.has_experts else 1), work
+                lambda layer, work: self._sharded_layers(work, layer.feed_forward.is_recomputed),
+                work,
             )
 
-    def _layer(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
-        """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
-        if not part.linear_layers and part.num_kv_heads < self._mesh.tp:
-            yield self._tensor_parallel("all_gather", self._qkv(work), work)
-        yield from self._attention(work)
-        yield from self._sharded_layers(work, _sharded_pairs(part))
-        yield from self._latents(work, "all_gather", "reduce_scatter")
-        if part.has_experts:
-            yield from self._experts(work, "all_gather", "reduce_scatter")
+    def _layer(self, layer: Layer, work: PassTokens) -> Iterator[Collective]:
+        """Yield the collectives of a layer's forward pass: mixer, then feed-forward."""
+        mixer, feed_forward = layer
+        if gathered := mixer.gathered(self._mesh.tp):
+            yield self._tensor_parallel("all_gather", gathered * self._bytes(work), work)
+        yield from self._attention(mixer, work)
+        yield from self._sharded_layers(work, mixer.sharded_pairs + feed_forward.sharded_pairs)
+        yield from self._latents(mixer, work, "all_gather", "reduce_scatter")
+        yield from self._experts(feed_forward, work, "all_gather", "reduce_scatter")
 
-    def _layer_backward(self, part: ModelShape, work: PassTokens) -> Iterator[Collective]:
-        if not part.linear_layers and part.num_kv_heads < self._mesh.tp:
-            yield self._tensor_parallel("reduce_scatter", self._qkv(work), work)
-        yield from self._attention_backward(work)
-        pairs = _sharded_pairs(part)
+    def _layer_backward(self, layer: Layer, work: PassTokens) -> Iterator[Collective]:
+        mixer, feed_forward = layer
+        if gathered := mixer.gathered(self._mesh.tp):
+            yield self._tensor_parallel("reduce_scatter", gathered * self._bytes(work), work)
+        yield from self._attention_backward(mixer, work)
+        pairs = mixer.sharded_pairs + feed_forward.sharded_pairs
         yield from self._sharded_layers(work, pairs)
-        yield from self._latents(work, "reduce_scatter", "all_gather")
+        yield from self._latents(mixer, work, "reduce_scatter", "all_gather")
         if self._is_sequence_parallel:
             # The inputs of column-parallel layers are gathered again, for the gradients of their
             # weights.
             yield self._tensor_parallel("all_gather", pairs * self._states(work), work, pairs)
-            if part.kv_lora_rank:
-                yield self._tensor_parallel("all_gather", sum(self._latent_bytes(work)), work, 2)
-        elif part.linear_layers and self._mesh.tp > 1:
-            norm = work.num_micro_batches * part.linear_value_dim * self._itemsize
-            yield self._tensor_parallel("all_reduce", norm, work)
-        if part.has_experts:
-            yield from self._experts(work, "reduce_scatter", "all_gather")
+            *inputs, _shared = mixer.latents() or (0,)
+            size = sum(inputs) * self._bytes(work)
+            yield self._tensor_parallel("all_gather", size, work, len(inputs))
+        elif self._mesh.tp > 1 and mixer.summed_gradients:
+            size = work.num_micro_batches * mixer.summed_gradients * self._itemsize
+            yield self._tensor_parallel("all_reduce", size, work)
+        yield from self._experts(feed_forward, work, "reduce_scatter", "all_gather")
 
-    def _attention(self, work: PassTokens) -> Iterator[Collective]:
+    def _attention(self, mixer: Mixer, work: PassTokens) -> Iterator[Collective]:
         """Yield the collectives of a layer's attention over context-parallel ranks. On a GPU
         Transformer Engine's (context_parallel.py): keys and values travel around the ring, or
         queries, keys, values and the output are exchanged by all-to-alls. On a CPU all keys and
         values are gathered."""
-        queries, keys_values = self._heads(work)
+        queries, keys_values = self._heads(mixer, work)
         cp = self._mesh.cp
         if not self._cuda:
             yield self._context("all_gather", cp * keys_values, work, 2)
-        elif cp_comm_type(self._shape, self._megatron) == "a2a":
+        elif self._exchange == "a2a":
             yield self._context("all_to_all", 2 * queries + keys_values, work, 4)
         else:
             yield self._ring(keys_values, cp - 1, work)
 
-    def _attention_backward(self, work: PassTokens) -> Iterator[Collective]:
+    def _attention_backward(self, mixer: Mixer, work: PassTokens) -> Iterator[Collective]:
         """Yield those of its backward pass. Keys and values travel again, and their gradients with
         them, back to their owner."""
-        _, keys_values = self._heads(work)
+        _, keys_values = self._heads(mixer, work)
         cp = self._mesh.cp
         if not self._cuda:
             yield self._context("reduce_scatter", cp * keys_values, work, 2)
-        if not self._cuda or cp_comm_type(self._shape, self._megatron) == "a2a":
-            yield from self._attention(work)
+        if not self._cuda or self._exchange == "a2a":
+            yield from self._attention(mixer, work)
         else:
             yield self._ring(keys_values, 2 * cp - 1, work)
 
-    def _heads(self, work: PassTokens) -> tuple[float, float]:
+    def _heads(self, mixer: Mixer, work: PassTokens) -> tuple[float, float]:
         """Return the bytes of a rank's queries, and of its keys and values together."""
-        shape = self._shape
-        tokens = work.tokens / self._mesh.cp * self._itemsize
-        kv_heads = max(1.0, shape.num_kv_heads / self._mesh.tp)
-        queries = tokens * shape.num_heads / self._mesh.tp * shape.head_dim
-        return queries, tokens * kv_heads * (shape.head_dim + shape.value_dim)
+        queries, keys_values = mixer.exchanged(self._mesh.tp)
+        return queries * self._bytes(work), keys_values * self._bytes(work)
 
-    def _latents(self, work: PassTokens, gather: Kind, scatter: Kind) -> Iterator[Collective]:
+    def _latents(
+        self, mixer: Mixer, work: PassTokens, gather: Kind, scatter: Kind
+    ) -> Iterator[Collective]:
         """Yield the collectives of a layer's latent attention with sequence parallelism: the inputs
         of the projections to queries and to keys and values, and the part of the keys that all
         heads share, are gathered, and the output is scattered. gather, scatter: the collectives,
         which the backward pass exchanges."""
-        if not self._shape.kv_lora_rank or not self._is_sequence_parallel:
-            return
-        shared = work.tokens / self._mesh.cp * self._shape.rope_head_dim * self._itemsize
-        yield self._tensor_parallel(gather, sum(self._latent_bytes(work)) + shared, work, 3)
-        yield self._tensor_parallel(scatter, self._states(work), work)
-
-    def _latent_bytes(self, work: PassTokens) -> tuple[float, float]:
-        """Return the bytes of the inputs of the projections to queries, and to keys and values."""
-        queries = self._shape.q_lora_rank or self._shape.hidden_size
-        tokens = work.tokens / self._mesh.cp * self._itemsize
-        return tokens * queries, tokens * self._shape.kv_lora_rank
+        latents = mixer.latents()
+        if latents and self._is_sequence_parallel:
+            size = sum(latents) * self._bytes(work)
+            yield self._tensor_parallel(gather, size, work, len(latents))
+            yield self._tensor_parallel(scatter, self._states(work), work)
 
     def _context(self, kind: Kind, num_bytes: float, work: PassTokens, calls: int) -> Collective:
         return Collective(
@@ -289,13 +286,17 @@ class Passes:
         else:
             yield self._tensor_parallel("all_reduce", states, work, pairs)
 
-    def _experts(self, work: PassTokens, dispatch: Kind, combine: Kind) -> Iterator[Collective]:
+    def _experts(
+        self, feed_forward: FeedForward, work: PassTokens, dispatch: Kind, combine: Kind
+    ) -> Iterator[Collective]:
         """Yield the collectives of the "alltoall" dispatcher, for evenly routed tokens: states and
         float32 probabilities go to the experts' ranks and to all tensor-parallel ranks, and the
         outputs back. The outputs' sum over tensor-parallel ranks has the type of the probabilities.
         dispatch, combine: the collectives over tensor-parallel ranks, which the backward pass
         exchanges."""
-        rows = work.tokens / self._mesh.cp * self._shape.experts_per_token / self._mesh.tp
+        if not feed_forward.experts_per_token:
+            return
+        rows = work.tokens / self._mesh.cp * feed_forward.experts_per_token / self._mesh.tp
         hidden = self._shape.hidden_size
         calls = work.num_micro_batches
         for row_bytes, times in ((hidden * self._itemsize, 2), (_FLOAT32, 1)):
@@ -370,15 +371,11 @@ class Passes:
     def _states(self, work: PassTokens) -> float:
         """Return the bytes of the hidden states of a rank's tokens, before sequence parallelism
         shards them."""
-        return work.tokens / self._mesh.cp * self._shape.hidden_size * self._itemsize
+        return self._shape.hidden_size * self._bytes(work)
 
-    def _qkv(self, work: PassTokens) -> float:
-        """Return the bytes of queries, keys and values, which all ranks need where they are more
-        than KV heads."""
-        heads = (
-            1 + self._shape.attention_gate
-        ) * self._shape.num_heads + 2 * self._shape.num_kv_heads
-        return work.tokens / self._mesh.cp * heads * self._shape.head_dim * self._itemsize
+    def _bytes(self, work: PassTokens) -> float:
+        """Return the bytes of one element of each of a rank's tokens."""
+        return work.tokens / self._mesh.cp * self._itemsize
 
     @property
     def _is_sequence_parallel(self) -> bool:
@@ -392,21 +389,14 @@ class Passes:
         )
 
     def _repeat(
-        self, layer: Callable[[ModelShape, PassTokens], Iterator[Collective]], work: PassTokens
+        self, of_layer: Callable[[Layer, PassTokens], Iterator[Collective]], work: PassTokens
     ) -> Iterator[Collective]:
-        """Yield the collectives of all layers of the stage. layer: of one, for a shape of its
-        kind."""
+        """Yield the collectives of all layers of the stage. of_layer: of one."""
         return (
-            collective.times(part.num_layers)
-            for part in self._parts
-            for collective in layer(part, work)
+            collective.times(count)
+            for layer, count in self._layers.items()
+            for collective in of_layer(layer, work)
         )
-
-
-def _sharded_pairs(part: ModelShape) -> int:
-    """Return the pairs of a column-parallel and a row-parallel layer in a layer: attention but
-    latent attention, and a dense MLP or the shared expert."""
-    return (not part.kv_lora_rank) + (not part.has_experts or part.shared_ffn_hidden_size > 0)
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:

@@ -51,21 +51,13 @@ def generation(
     steps = max(lengths.response - 1, 0.0) * sequences / decoded
     context = lengths.prompt + lengths.response / 2
     flops = forward_flops(shape, [context], 1)
-    # Latent attention decodes on the latent vectors, which are longer than keys and values.
-    scores = (shape.cached_per_token(1) + shape.kv_lora_rank) / (shape.head_dim + shape.value_dim)
-    states = sum(part.num_layers * 6.0 * part.state_size for part in shape.by_kind())
-    attention = (
-        2
-        * (flops.attention - context * states)
-        / (context + 1)
-        * (scores if shape.kv_lora_rank else 1.0)
-    )
-    attention += states
+    layers = shape.by_kind().items()
+    attention = sum(count * layer.mixer.decode_flops(context) for layer, count in layers)
     one = ForwardFlops(
         flops.projections / context, flops.feed_forward / context, attention, flops.output
     )
     itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
-    kv_bytes = context * shape.num_attending * shape.cached_per_token(tp) * itemsize
+    kv_bytes = context * shape.cached_per_token(tp) * itemsize
     kv_bytes += 2 * shape.cached_per_sequence(tp, itemsize)  # read and written
     read = (
         decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, decoded)
@@ -88,17 +80,11 @@ def decode_weight_bytes(
     shape: ModelShape, tp: int, itemsize: int, linear_itemsize: int, tokens: int
 ) -> float:
     """Return the bytes of weights that an engine step of `tokens` tokens reads on a rank: all
-    layers and the output layer. Of E experts, of which a token has k, it reads those that any token
-    has: E (1 - (1 - k / E)^tokens) of evenly routed tokens."""
-    weights = 0.0
-    for part in shape.by_kind():
-        used = 1.0
-        if part.has_experts:
-            missed = 1 - part.experts_per_token / part.num_experts
-            used = part.num_experts / part.experts_per_token * (1 - missed**tokens)
-        shared = part.shared_ffn_hidden_size
-        ffn = (used * (part.active_ffn_size - shared) + shared) / tp
-        weights += part.num_layers * (part.attention_weights(tp) + shape.hidden_size * 3 * ffn)
+    layers and the output layer."""
+    weights = sum(
+        count * (layer.mixer.weights(tp) + layer.feed_forward.read_weights(tp, tokens))
+        for layer, count in shape.by_kind().items()
+    )
     head = shape.vocab_size * shape.hidden_size / tp
     return weights * linear_itemsize + head * itemsize
 

@@ -13,11 +13,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf_mc.architectures.run_shapes import router_replay
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
-    router_replay,
     token_budgets,
     tokens_on_rank,
 )
@@ -230,10 +230,7 @@ class _Model:
     def replayed_experts(self, cfg: Config, sequences: int) -> float:
         """Return the bytes of the experts that are replayed in a pass over as many sequences, all
         of maximum length."""
-        if (
-            self.role != "actor"
-            or router_replay(cfg, self._shape.has_experts, bool(self._shape.linear_layers)) == "off"
-        ):
+        if self.role != "actor" or router_replay(cfg, self._shape) == "off":
             return 0.0
         tokens = sequences * (cfg.data.max_prompt_length + cfg.data.max_response_length)
         return float(tokens * choice_bytes_of_stage(self._shape, self.mesh, self.stage))
@@ -354,7 +351,7 @@ def _rollout(
     tokens = max(settings.max_num_batched_tokens, longest)
     # Of one engine step: states and their residual, gate, up and product; logits and their float32
     # copy of each sequence. The states of delta nets are of all sequences.
-    widest = max(part.active_ffn_size for part in shape.by_kind())
+    widest = max(layer.feed_forward.active_size() for layer in shape.kinds)
     states = tokens * (3 * shape.hidden_size + 3 * widest / tp) * itemsize
     logits = settings.max_num_seqs * shape.vocab_size * (itemsize + 4)
     activations = states + logits + settings.max_num_seqs * shape.cached_per_sequence(tp, itemsize)
@@ -366,5 +363,5 @@ def _rollout(
         weights=weights,
         staged=staged,
         activations=activations,
-        kv_bytes_per_token=shape.num_attending * shape.cached_per_token(tp) * itemsize,
+        kv_bytes_per_token=shape.cached_per_token(tp) * itemsize,
     )

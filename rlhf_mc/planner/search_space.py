@@ -74,7 +74,7 @@ class SearchSpace:
                 )
                 experts = (
                     [n for n in _divisors(replicas) if shape.num_experts % n == 0]
-                    if shape.has_experts
+                    if shape.num_experts
                     else [1]
                 )
                 contexts = [

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rlhf_mc.architectures.layer import Layer
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.device_placement import parts_on_device
@@ -227,13 +228,11 @@ class _Model:
         mesh = self._mesh
         whole = replace(self._megatron, recompute_granularity=None)
         moved = 0.0
-        for part in self._shape.by_kind(
-            itertools.chain(*mesh.chunk_layers(self._shape.num_layers, stage))
-        ):
-            stored = layer_bytes(part, whole, True).stored
-            recomputed = layer_bytes(part, self._megatron, True).recomputed
+        for layer, count in self._layers(stage).items():
+            stored = layer_bytes(layer, self._shape, whole, True).stored
+            recomputed = layer_bytes(layer, self._shape, self._megatron, True).recomputed
             training = stored * extra.training_traffic + recomputed * extra.forward_traffic
-            moved += part.num_layers * (training if backward else stored * extra.forward_traffic)
+            moved += count * (training if backward else stored * extra.forward_traffic)
         seconds = {
             "activations": sequences
             / mesh.cp
@@ -255,10 +254,7 @@ class _Model:
 
     def _attention(self, stage: int, sequences: float) -> float:
         """Return the seconds of attention of a micro-batch's forward pass on a stage."""
-        parts = self._shape.by_kind(
-            itertools.chain(*self._mesh.chunk_layers(self._shape.num_layers, stage))
-        )
-        flops = sum(forward_flops(part, [self._lengths.total], 0.0).attention for part in parts)
+        flops = self._flops(0.0, self._layers(stage)).attention
         ranks = self._mesh.tp * self._mesh.cp
         return sequences / ranks * self._rate.seconds(ForwardFlops(0.0, 0.0, flops, 0.0))
 
@@ -269,18 +265,17 @@ class _Model:
         mesh = self._mesh
         shape = self._shape
         sequences /= mesh.cp
-        parts = shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage)))
-        flops = [forward_flops(part, [self._lengths.total], results) for part in parts]
-        output = sequences * flops[0].output if stage == mesh.pp - 1 else 0.0
+        layers = self._layers(stage)
+        flops = self._flops(results, layers)
+        output = sequences * flops.output if stage == mesh.pp - 1 else 0.0
         inner = ForwardFlops(
-            sequences * sum(part.projections for part in flops),
-            sequences * sum(part.feed_forward for part in flops),
-            sequences * sum(part.attention for part in flops),
+            sequences * flops.projections,
+            sequences * flops.feed_forward,
+            sequences * flops.attention,
             0.0,
         )
-        dense = sequences * sum(
-            f.feed_forward for part, f in zip(parts, flops, strict=True) if not part.has_experts
-        )
+        repeated = {layer: n for layer, n in layers.items() if layer.feed_forward.is_recomputed}
+        dense = sequences * self._flops(0.0, repeated).feed_forward
         seconds = self._rate.seconds(inner)
         end = self._rate.seconds(ForwardFlops(0.0, 0.0, 0.0, output))
         if backward:
@@ -288,9 +283,8 @@ class _Model:
             end *= 1 + BACKWARD + (not shape.value_head)
             seconds = seconds * (1 + BACKWARD) + self._recomputed_seconds(inner, dense)
         head = 0 if stage < mesh.pp - 1 else output_flops(shape) / 2
-        weights = (
-            sum(part.num_layers * self._layer_weights(part) for part in parts) + head
-        ) / mesh.tp
+        of_layers = sum(count * self._layer_weights(layer) for layer, count in layers.items())
+        weights = (of_layers + head) / mesh.tp
         itemsize = ITEMSIZES[self._megatron.dtype]
         read = weights * (2 * itemsize + 2 * _FLOAT32 if backward else itemsize)
         return max((seconds + end) / mesh.tp, read / self._machine.rates.memory)
@@ -319,15 +313,19 @@ class _Model:
             return self._rate.seconds(layers)
         return self._rate.seconds(ForwardFlops(0.0, dense_mlps, 0.0, 0.0))
 
-    def _layer_weights(self, shape: ModelShape) -> float:
-        """Return the weights of a layer of this kind on all tensor-parallel ranks, with the experts
-        of one expert-parallel rank."""
-        experts = (
-            shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep
-            + shape.shared_ffn_hidden_size
-        )
-        ffn = experts if shape.has_experts else shape.ffn_hidden_size
-        return shape.attention_weights() + shape.hidden_size * 3 * ffn
+    def _layers(self, stage: int) -> dict[Layer, int]:
+        """Return the distinct layers of a stage, with the number of each."""
+        chunks = self._mesh.chunk_layers(self._shape.num_layers, stage)
+        return self._shape.by_kind(itertools.chain(*chunks))
+
+    def _flops(self, results: float, layers: Mapping[Layer, int]) -> ForwardFlops:
+        """Return the FLOPs of a forward pass of one sequence through these layers."""
+        return forward_flops(self._shape, [self._lengths.total], results, layers)
+
+    def _layer_weights(self, layer: Layer) -> float:
+        """Return the weights of a layer on all tensor-parallel ranks, with the experts of one
+        expert-parallel rank."""
+        return layer.mixer.weights() + layer.feed_forward.weights(self._mesh.ep)
 
     def _optimizer_bytes(self, state: ModelState) -> float:
         """Return the bytes that Adam reads and writes on a rank for its shard: gradient, main

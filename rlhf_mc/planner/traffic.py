@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rlhf_mc.architectures.run_shapes import router_replay
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
     has_old_log_prob_pass,
     overlaps_reduction,
     prompts_per_batch,
-    router_replay,
     token_budgets,
     tokens_on_rank,
 )
@@ -151,9 +151,7 @@ def phase_work(
         )
 
     sampled = cfg.data.train_batch_size * cfg.rollout.n
-    shape = shapes["actor"]
-    replay = router_replay(cfg, shape.has_experts, bool(shape.linear_layers))
-    if has_old_log_prob_pass(cfg, replay):
+    if has_old_log_prob_pass(cfg, router_replay(cfg, shapes["actor"])):
         yield work("old_log_prob", "actor", sampled)
     if "ref" in shapes:
         yield work("ref", "ref", sampled)
@@ -175,11 +173,7 @@ def _pass_collectives(
     """Yield by rank the collectives of a phase of passes over one model."""
     megatron = layouts(cfg)[work.role]
     mesh = work.mesh
-    replay = (
-        router_replay(cfg, shape.has_experts, bool(shape.linear_layers))
-        if work.role == "actor"
-        else "off"
-    )
+    replay = router_replay(cfg, shape) if work.role == "actor" else "off"
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda=True)
     for rank, layout in enumerate(rank_layouts):
         passes = Passes(shape, megatron, mesh, rank, cuda=True)

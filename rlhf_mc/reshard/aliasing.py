@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_mc.reshard.layout import STACK, Layout, Shard
+from rlhf_mc.reshard.layout import Layout, Shard, Stack
 
 ALIGNMENT = 16
 """Bytes. A tensor whose view would not be aligned is copied: GPU kernels load 16 bytes at a
@@ -34,7 +34,7 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
     The target's padding must lie within the source tensor. The values there are never used."""
     sources: dict[str, list[Shard]] = {}
     for shard in source.stacked:
-        if STACK in shard.local and shard.local not in source.contiguous:
+        if isinstance(shard.local, Stack) and shard.local not in source.contiguous:
             continue  # each expert has memory of its own in the source
         sources.setdefault(shard.tensor, []).append(shard)
     aliases = {}
@@ -55,7 +55,10 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
 
 
 def _start(
-    shard: Shard, sources: list[Shard], shapes: Mapping[str, tuple[int, ...]], size: tuple[int, ...]
+    shard: Shard,
+    sources: list[Shard],
+    shapes: Mapping[str, tuple[int, ...]],
+    size: tuple[int, ...],
 ) -> tuple[str, int] | None:
     """Return (source tensor, its row at which a view of this size begins) such that the view has
     the target's shard in its position; None if there is no such view."""

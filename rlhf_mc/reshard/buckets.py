@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from rlhf_mc.reshard.layout import Box, Shard, volume
+from rlhf_mc.reshard.layout import Box, Shard, Stack, volume
 from rlhf_mc.reshard.ranges import even_range
 from rlhf_mc.reshard.transfers import Transfer
 
@@ -122,7 +122,7 @@ class Pattern:
         """Return the split of each move such that one range of every move stays within the
         limit."""
         outer = self._num_ranges(0, limit)
-        stacks = len(self.moves[0].block) == 3
+        stacks = isinstance(self.dst[0][0].tensor, Stack)
         is_by_expert = stacks and all(size[0][1] <= outer for size in self._counts)
         return outer, self._num_ranges(1, limit) if is_by_expert else 1
 

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, model_params
-from rlhf_mc.architectures.spec import LayerKind, ModelShape
+from rlhf_mc.architectures.parameters import model_params
+from rlhf_mc.architectures.rows import SPLIT_DIMS, Param
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import (
     Box,
+    Half,
     Layout,
     Shard,
     box_text,
@@ -61,7 +63,7 @@ def rollout_coverage(shape: ModelShape, tp_size: int, layouts: Sequence[Layout])
         if param.stage == "last_if_not_first":
             return 0
         if "kv" in dims:
-            return engines * max(1, tp_size // shape.num_kv_heads)
+            return engines * max(1, tp_size // param.kv_heads)
         # split, or a bias of outputs that the ranks sum: on the first rank alone
         if param.stage == "expert":
             return engines
@@ -79,7 +81,7 @@ def _coverage(
     """copies: (parameter, dimensions of one of its tensors) -> number of ranks that hold an element
     of the tensor."""
     wanted: Counter[str] = Counter()
-    counted: dict[str, LayerKind | None] = {}
+    counted: dict[str, int | None] = {}
     for param in model_params(shape):
         for name, dims in param.hf.items():
             # layers of several kinds may have it
@@ -161,7 +163,9 @@ def _misplaced(layout: Layout, padded: Collection[str]) -> str | None:
     shards: dict[str, list[Shard]] = {}
     for shard in layout.shards:
         shards.setdefault(shard.local, []).append(shard)
-    for name, size in layout.shapes.items():
+    halves = {name: size for name, size in layout.stacked_shapes.items() if isinstance(name, Half)}
+    whole = {half.tensor for half in halves}
+    for name, size in ({n: s for n, s in layout.shapes.items() if n not in whole} | halves).items():
         boxes = [_place(shard, len(size)) for shard in shards.get(name, [])]
         if any(end > limit for box in boxes for (_, end), limit in zip(box, size, strict=True)):
             return f"a block of {name} is outside of {list(size)}"

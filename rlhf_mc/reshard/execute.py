@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.reshard.layout import STACK, member
+from rlhf_mc.reshard.layout import Half, Stack
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
 from rlhf_mc.reshard.transport import Messages, Transport
 from rlhf_mc.runtime.work import counted
@@ -31,22 +31,25 @@ class LocalTensors:
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = tensors
-        self._stacks: dict[str, torch.Tensor | None] = {}
+        self._stacks: dict[Stack, torch.Tensor | None] = {}
 
     def whole(self, local: str) -> Any:
-        """Return a tensor; of a stack's name the view [experts, ...] of all its tensors, or None
-        where they do not lie one after another."""
-        if STACK not in local:
+        """Return a tensor; of a stack the view [experts, ...] of all its tensors, or None where
+        they do not lie one after another; of a half its view."""
+        if isinstance(local, Half):
+            return self._tensors[local.tensor][:, local.first :: 2]
+        if not isinstance(local, Stack):
             return self._tensors[local]
         if local not in self._stacks:
-            names = (member(local, expert) for expert in itertools.count())
+            names = map(local.member, itertools.count())
             present = itertools.takewhile(self._tensors.__contains__, names)
             self._stacks[local] = as_stack([self._tensors[name] for name in present])
         return self._stacks[local]
 
     def dtype(self, local: str, offset: Sequence[int]) -> torch.dtype:
         """Return the type of a tensor, or of a stack's member."""
-        dtype: torch.dtype = self._tensors[member(local, offset[0])].dtype
+        name = local.member(offset[0]) if isinstance(local, Stack) else local
+        dtype: torch.dtype = self.whole(name).dtype
         return dtype
 
     def blocks(
@@ -62,10 +65,9 @@ class LocalTensors:
             experts = (
                 first + n * step + expert for n in range(count) for expert in range(extent[0])
             )
-            return [
-                self._tensors[member(local, expert)][_slices(within, extent[1:])]
-                for expert in experts
-            ]
+            part = _slices(within, extent[1:])
+            assert isinstance(local, Stack), local
+            return [self._tensors[local.member(expert)][part] for expert in experts]
         if isinstance(tensor, torch.Tensor):
             return [_strided(tensor, offset, extent, count, step)]
         # Slices of a file are read block by block. Files stack no experts, so offset and extent are

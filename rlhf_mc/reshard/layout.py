@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_mc.architectures.families import FAMILIES
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
-from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
+from rlhf_mc.architectures.parameters import model_params
+from rlhf_mc.architectures.rows import SPLIT_DIMS, Param, StagePlacement
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.ranges import Range, even_ranges, interleaved_ranges, is_qkv
+from rlhf_mc.reshard.ranges import Range, even_ranges, interleaved_ranges
 
 Box = tuple[tuple[int, int], ...]
 """[start, end) in each dimension."""
@@ -44,14 +44,50 @@ def box_text(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{end}" for start, end in box) + "]"
 
 
-STACK = "*"
-"""Placeholder of the expert's number in a name. Such a name stands for the stack of several
-experts' tensors."""
+class Stack(str):
+    """Name of the tensors of a layer's experts, one each, as one tensor [experts, ...]."""
+
+    before: str
+    """Part of the tensors' names before the number of the expert."""
+    after: str
+
+    def __new__(cls, before: str, after: str) -> Stack:
+        name = super().__new__(cls, f"{before}*{after}")
+        name.before = before
+        name.after = after
+        return name
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return self.before, self.after
+
+    def member(self, expert: int) -> str:
+        """Return the name of one of the tensors."""
+        return f"{self.before}{expert}{self.after}"
 
 
-def member(name: str, index: int) -> str:
-    """Return the name of one tensor of a stack."""
-    return name.replace(STACK, str(index))
+class Half(str):
+    """Name of every second row of each expert of a tensor [experts, rows, ...]."""
+
+    tensor: str
+    first: int
+    """The first of the rows: 0 or 1."""
+
+    def __new__(cls, tensor: str, first: int) -> Half:
+        name = super().__new__(cls, f"{tensor}[:, {first}::2]")
+        name.tensor = tensor
+        name.first = first
+        return name
+
+    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
+        return self.tensor, self.first
+
+
+def name_in_layer(pattern: str, layer: int) -> str:
+    """Return a name in which `{i}` is the layer; with `{e}`, the expert, the stack of all of
+    them."""
+    if "{e}" not in pattern:
+        return pattern.format(i=layer)
+    return Stack(*(part.format(i=layer) for part in pattern.split("{e}")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +96,11 @@ class Shard:
     strided nor transposed."""
 
     tensor: str
-    """Logical name, as in the Hugging Face checkpoint."""
+    """Logical tensor, as in the Hugging Face checkpoint."""
     box: Box
     """The block, in the logical tensor."""
     local: str
-    """Name of the tensor in this process."""
+    """The tensor in this process."""
     offset: tuple[int, ...]
     """Offset of the block in the local tensor. If the local tensor stacks experts and the block is
     of one of them, the offset begins with that index and is longer than the box."""
@@ -76,14 +112,14 @@ class Shard:
 
     def unstack(self) -> Iterator[Shard]:
         """Yield the shard as shards of single tensors, one per expert."""
-        if STACK not in self.tensor:
+        if not isinstance(self.tensor, Stack):
             yield self
             return
         _, *box = self.box
         for expert, index in zip(range(*self.box[0]), self.indices(), strict=True):
-            tensor = member(self.tensor, expert)
-            if STACK in self.local:
-                yield Shard(tensor, tuple(box), member(self.local, index), self.offset[1:])
+            tensor = self.tensor.member(expert)
+            if isinstance(self.local, Stack):
+                yield Shard(tensor, tuple(box), self.local.member(index), self.offset[1:])
             else:
                 yield Shard(tensor, tuple(box), self.local, (index, *self.offset[1:]))
 
@@ -105,11 +141,11 @@ class Layout:
     """The shards and local tensors of one process. Local elements that no shard covers are padding.
 
     The experts of a layer are planned as one tensor: `stacked` and `stacked_shapes` have their
-    stack, with "*" for the expert's number in the name and the experts as first dimension. `shards`
-    and `shapes` have every tensor by its own name."""
+    Stack, with the experts as first dimension. `shards` and `shapes` have every tensor by its own
+    name."""
 
     stacked_shapes: dict[str, tuple[int, ...]]
-    """Local name -> local shape."""
+    """Local tensor -> its shape."""
     stacked: tuple[Shard, ...]
     float32: frozenset[str] = frozenset()
     """Local tensors that are float32 whatever the type of the model."""
@@ -126,22 +162,24 @@ class Layout:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Local name -> local shape, of single tensors."""
-        indices: dict[str, set[int]] = {}
+        """Local name -> shape, of whole single tensors."""
+        indices: dict[Stack, set[int]] = {}
         for shard in self.stacked:
-            if STACK in shard.local:
+            if isinstance(shard.local, Stack):
                 indices.setdefault(shard.local, set()).update(shard.indices())
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, size in self.stacked_shapes.items():
-            if STACK in name:
-                shapes.update((member(name, index), size[1:]) for index in sorted(indices[name]))
+        for local, size in self.stacked_shapes.items():
+            if isinstance(local, Stack):
+                shapes.update((local.member(i), size[1:]) for i in sorted(indices[local]))
+            elif isinstance(local, Half):
+                shapes[local.tensor] = (size[0], 2 * size[1], *size[2:])
             else:
-                shapes[name] = size
+                shapes[local] = size
         return shapes
 
     @functools.cached_property
     def by_local(self) -> dict[str, list[Shard]]:
-        """Local tensor, or stack -> its shards."""
+        """Local tensor -> its shards."""
         shards: dict[str, list[Shard]] = {}
         for shard in self.stacked:
             shards.setdefault(shard.local, []).append(shard)
@@ -205,21 +243,15 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
     for index, layer in _occurrences(shape, params, range(shape.num_layers)):
         param = params[index]
         for pattern, dims in param.hf.items():
-            name = pattern.format(i=layer, e=STACK)
+            name = name_in_layer(pattern, layer)
             size = tuple(sizes[d] for d in dims)
             if name in shapes:
                 continue  # the replica of a tied embedding
-            if param.stage == "expert":
+            if isinstance(name, Stack):
                 size = (shape.num_experts, *size)
-                runs = list(
-                    _runs(
-                        [
-                            e
-                            for e in range(shape.num_experts)
-                            if wanted is None or member(name, e) in wanted
-                        ]
-                    )
-                )
+                experts = range(shape.num_experts)
+                chosen = [e for e in experts if wanted is None or name.member(e) in wanted]
+                runs = list(_runs(chosen))
             else:
                 runs = [(0, size[0])] if wanted is None or name in wanted else []
             if runs:
@@ -276,7 +308,9 @@ def mcore_layout(
         start = ep_rank * len(experts)
         return replace(
             one,
-            stacked=tuple(p.for_experts(start) if STACK in p.tensor else p for p in one.stacked),
+            stacked=tuple(
+                p.for_experts(start) if isinstance(p.tensor, Stack) else p for p in one.stacked
+            ),
         )
     stages = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
     stages |= {"last_if_not_first"} if last and not first else set()
@@ -284,7 +318,7 @@ def mcore_layout(
     params = []
     for param in (p for p in model_params(shape) if p.stage in stages):
         if param.rows:
-            groups = shape.num_kv_heads if is_qkv(param) else tp_size
+            groups = param.kv_heads or tp_size
             ranges = interleaved_ranges(param.rows, groups, tp_rank, tp_size)
         else:
             ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
@@ -317,7 +351,7 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
         return uneven or kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
 
     check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, obstacle)
-    if not shape.has_experts:
+    if not shape.num_experts:
         if ep_size > 1:
             raise UserError(
                 f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no "
@@ -340,7 +374,7 @@ def check_split(
     """Raise UserError, which lists the sizes that work, if there is an obstacle to this size."""
     if problem := obstacle(size):
         what, tensor = problem
-        most = max(shape.num_heads, shape.num_experts)
+        most = max(shape.num_experts, min(size for _, size, _ in split_sizes(shape)))
         works = ", ".join(str(n) for n in range(1, most + 1) if obstacle(n) is None)
         tensor = f"{tensor} {list(logical_shapes(shape)[tensor])}"
         raise UserError(f"{key} {size} ({engine}): {what} ({tensor}); sizes that work: {works}")
@@ -349,42 +383,26 @@ def check_split(
 def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
     """Return the obstacle where neither the number of KV heads nor the number of ranks is a
     multiple of the other."""
-    kv = shape.num_kv_heads
-    if not shape.kv_lora_rank and kv % tp_size and tp_size % kv:
-        return f"num_key_value_heads is {kv}, and neither is a multiple of the other", tensor_with(
-            "kv", shape
-        )
+    for param in model_params(shape):
+        kv = param.kv_heads
+        if kv and kv % tp_size and tp_size % kv:
+            what = f"num_key_value_heads is {kv}, and neither is a multiple of the other"
+            return what, tensor_with("kv", shape)
     return None
 
 
 def _uneven_rows(shape: ModelShape, tp_size: int) -> Obstacle | None:
-    rows = ((1 + shape.attention_gate) * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     what = "the number of rows of q, k and v together"
-    return indivisible([(what, rows, tensor_with("q", shape))], tp_size)
+    joint = (param for param in model_params(shape) if param.kv_heads)
+    rows = {sum(part.size * part.heads for part in param.rows) for param in joint}
+    return indivisible([(what, size, tensor_with("q", shape)) for size in rows], tp_size)
 
 
 def split_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
     """Return the sizes that the number of ranks must divide in any engine, as `indivisible` takes
     them."""
-    sizes = []
-    if shape.num_attending:
-        sizes.append(("num_attention_heads", shape.num_heads, tensor_with("q", shape)))
-    if shape.linear_layers:
-        rows = "linear_qkv" if shape.split_delta_nets else "linear_qkvz"
-        sizes.append(("linear_num_key_heads", shape.linear_key_heads, tensor_with(rows, shape)))
-    if len(shape.expert_layers) < shape.num_layers:
-        sizes.append(("intermediate_size", shape.ffn_hidden_size, tensor_with("ffn", shape)))
-    if shape.has_experts:
-        key = FAMILIES[shape.family].expert_ffn_key
-        sizes.append((key, shape.expert_ffn_hidden_size, tensor_with("expert_ffn", shape)))
-    if shape.shared_ffn_hidden_size:
-        what = (
-            "shared_expert_intermediate_size"
-            if shape.shared_expert_gate
-            else f"n_shared_experts x {key}"
-        )
-        sizes.append((what, shape.shared_ffn_hidden_size, tensor_with("shared_ffn", shape)))
-    return sizes
+    sizes = dict.fromkeys(size for block in shape.blocks for size in block.split_sizes())
+    return [(key, size, tensor_with(dim, shape)) for key, size, dim in sizes]
 
 
 def indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> Obstacle | None:
@@ -405,11 +423,11 @@ def _occurrences(
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of a parameter, global number of its layer) in the model's order; parameters
     outside the layers have the number of the first layer."""
-    by_place: dict[tuple[StagePlacement, LayerKind | None], list[int]] = {}
+    by_place: dict[tuple[StagePlacement, int | None], list[int]] = {}
     for index, param in enumerate(params):
         by_place.setdefault((param.stage, param.kind), []).append(index)
     kinds = shape.layer_kinds
-    places: list[tuple[StagePlacement, LayerKind | None, int]] = [("first", None, layers.start)]
+    places: list[tuple[StagePlacement, int | None, int]] = [("first", None, layers.start)]
     for layer in layers:
         places += [("layer", kinds[layer], layer), ("expert", kinds[layer], layer)]
     places += [("last", None, layers.start), ("last_if_not_first", None, layers.start)]
@@ -419,13 +437,19 @@ def _occurrences(
 
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter in one process. `{i}` in its names is the layer."""
+    """One parameter in one process."""
 
     param: Param
     local: str
+    """Its name, as in Param."""
     size: tuple[int, ...]
     """Its local shape."""
     shards: tuple[Shard, ...]
+    """With names as in Param."""
+    is_float32: bool
+    """It is float32 whatever the type of the model."""
+    half: int | None = None
+    """The first row of a Half."""
 
 
 def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: range) -> Layout:
@@ -436,10 +460,14 @@ def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: ra
     float32: set[str] = set()
     for index, layer in _occurrences(shape, [param.param for param in params], layers):
         param = params[index]
-        local = param.local.format(i=layer - layers.start)
+        local = name_in_layer(param.local, layer - layers.start)
+        if param.half is not None:
+            local = Half(local, param.half)
         shapes[local] = param.size
-        shards += [Shard(p.tensor.format(i=layer), p.box, local, p.offset) for p in param.shards]
-        float32 |= {local} if param.param.is_correction_bias else set()
+        shards += [
+            Shard(name_in_layer(p.tensor, layer), p.box, local, p.offset) for p in param.shards
+        ]
+        float32 |= {local} if param.is_float32 else set()
     return Layout(shapes, tuple(shards), frozenset(float32))
 
 
@@ -465,8 +493,8 @@ def local_param(
             box.insert(0, (experts.start, experts.stop))
             offset.insert(0, 0)
         if all(a < b for a, b in box):
-            shards.append(Shard(name.replace("{e}", STACK), tuple(box), local, tuple(offset)))
+            shards.append(Shard(name, tuple(box), local, tuple(offset)))
     local_shape = [sizes[d] for d in dims]
     local_shape[axis] = filled
     size = (len(experts), *local_shape) if stacks else tuple(local_shape)
-    return LocalParam(param, local.replace("{e}", STACK), size, tuple(shards))
+    return LocalParam(param, local, size, tuple(shards), param.is_correction_bias)

@@ -47,59 +47,36 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
     check_mcore(
         shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size
     )
-    if shape.has_experts:
-        _check_experts(shape, megatron, f"{role}.megatron")
+    _check_experts(shape, megatron, f"{role}.megatron")
     _check_stages(shape.num_layers, megatron, f"{role}.megatron")
-    if shape.sinks and megatron.context_parallel_size > 1:
+    cp = megatron.context_parallel_size
+    obstacle = next(filter(None, (mixer.context_obstacle for mixer in shape.mixers)), None)
+    if obstacle is not None and cp > 1:
         raise UserError(
-            f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a "
-            f"{shape.family} model has attention sinks and sliding windows, which only whole "
-            "sequences support: set it to 1"
+            f"{role}.megatron.context_parallel_size: {cp}; a {shape.family} model has {obstacle}: "
+            "set it to 1"
         )
-    if shape.linear_layers and megatron.context_parallel_size > 1:
-        raise UserError(
-            f"{role}.megatron.context_parallel_size: {megatron.context_parallel_size}; a "
-            f"{shape.family} model has gated"
-            " delta nets, whose states need whole sequences: set it to 1"
-        )
-    if megatron.cp_comm_type == "a2a" and shape.kv_lora_rank:
-        raise UserError(
-            f"{role}.megatron.cp_comm_type is 'a2a'; multi-head latent attention has p2p alone"
-        )
-    if megatron.cp_comm_type == "a2a" and not _divides_heads(shape, megatron):
-        raise UserError(
-            f"{role}.megatron.cp_comm_type: 'a2a' needs KV heads that "
-            f"{role}.megatron.context_parallel_size {megatron.context_parallel_size} divides; a "
-            f"tensor-parallel rank has {_kv_heads_on_rank(shape, megatron)} of the model's "
-            f"{shape.num_kv_heads}: set it to p2p"
-        )
+    for mixer in shape.mixers if megatron.cp_comm_type == "a2a" else ():
+        problem = mixer.all_to_all_obstacle(megatron.tensor_model_parallel_size, cp)
+        if problem is not None:
+            raise UserError(f"{role}.megatron.cp_comm_type is 'a2a'; {problem}: set it to p2p")
     if megatron.fp8 is not None:
         _check_fp8(shape, megatron.fp8, megatron.tensor_model_parallel_size, f"{role}.megatron")
-    if shape.o_bias != shape.mlp_bias:
-        raise UserError(
-            f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
-            "Megatron-Core has both or none"
-        )
+    for mixer, feed_forward in shape.kinds:
+        if mixer.o_bias != feed_forward.mlp_bias:
+            raise UserError(
+                f"config.json: attention_bias is {mixer.o_bias} and mlp_bias is "
+                f"{feed_forward.mlp_bias}; Megatron-Core has both or none"
+            )
 
 
 def cp_comm_type(shape: ModelShape, megatron: MegatronConfig) -> str:
     """Return how context-parallel ranks exchange keys and values, by the setting or by the fewer
-    bytes: of cp ranks, h query heads and g KV heads p2p moves 2 g (cp - 1) heads of a rank's
-    tokens, a2a (2 h + 2 g) (cp - 1) / cp. Values of another size than keys have p2p alone."""
-    if megatron.cp_comm_type is not None or shape.kv_lora_rank:
-        return megatron.cp_comm_type or "p2p"
-    heads = shape.num_heads / megatron.tensor_model_parallel_size
-    kv_heads = _kv_heads_on_rank(shape, megatron)
-    is_a2a_less = heads + kv_heads < kv_heads * megatron.context_parallel_size
-    return "a2a" if is_a2a_less and _divides_heads(shape, megatron) else "p2p"
-
-
-def _kv_heads_on_rank(shape: ModelShape, megatron: MegatronConfig) -> int:
-    return max(1, shape.num_kv_heads // megatron.tensor_model_parallel_size)
-
-
-def _divides_heads(shape: ModelShape, megatron: MegatronConfig) -> bool:
-    return _kv_heads_on_rank(shape, megatron) % megatron.context_parallel_size == 0
+    bytes."""
+    tp = megatron.tensor_model_parallel_size
+    cp = megatron.context_parallel_size
+    is_a2a_less = all(mixer.exchanges_less_by_all_to_all(tp, cp) for mixer in shape.mixers)
+    return megatron.cp_comm_type or ("a2a" if is_a2a_less else "p2p")
 
 
 def _check_fp8(shape: ModelShape, recipe: str, tp: int, section: str) -> None:
@@ -153,13 +130,11 @@ def _check_stages(num_layers: int, megatron: MegatronConfig, section: str) -> No
 
 def _check_experts(shape: ModelShape, megatron: MegatronConfig, section: str) -> None:
     tp = megatron.tensor_model_parallel_size
-    if tp > 1 and not megatron.sequence_parallel:
+    if shape.num_experts and tp > 1 and not megatron.sequence_parallel:
         raise UserError(
             f"{section}.tensor_model_parallel_size: {tp} with a mixture of experts needs "
             f"{section}.sequence_parallel: true"
         )
-    if shape.experts_per_token == 1 and shape.norm_topk_prob:
-        raise UserError(
-            "config.json: num_experts_per_tok is 1 and norm_topk_prob is true: every weight is 1 "
-            "and the router cannot learn; Megatron-Core refuses it"
-        )
+    for layer in shape.kinds:
+        if (problem := layer.feed_forward.training_obstacle()) is not None:
+            raise UserError(f"config.json: {problem}")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.reshard.layout import STACK, Layout, RankLayout, mcore_layout
+from rlhf_mc.reshard.layout import Layout, RankLayout, Stack, mcore_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
@@ -57,9 +57,15 @@ def _concatenated(chunks: Sequence[Layout]) -> Layout:
     float32: set[str] = set()
     for number, layout in enumerate(chunks):
         prefix = chunk_prefix(number, len(chunks))
-        shapes.update({prefix + name: size for name, size in layout.stacked_shapes.items()})
-        shards += [replace(shard, local=prefix + shard.local) for shard in layout.stacked]
-        float32 |= {prefix + name for name in layout.float32}
+        names = {
+            local: Stack(prefix + local.before, local.after)
+            if isinstance(local, Stack)
+            else f"{prefix}{local}"
+            for local in layout.stacked_shapes
+        }
+        shapes.update({names[local]: size for local, size in layout.stacked_shapes.items()})
+        shards += [replace(shard, local=names[shard.local]) for shard in layout.stacked]
+        float32 |= {names[local] for local in layout.float32}
     return Layout(shapes, tuple(shards), frozenset(float32))
 
 
@@ -74,7 +80,7 @@ def with_contiguous_experts(layouts: Sequence[Layout], mesh: Mesh) -> list[Layou
     multiple = math.lcm(128, mesh.replicas // mesh.ep)
     known = {}
     for layout in {id(layout): layout for layout in layouts}.values():
-        stacks = frozenset(name for name in layout.stacked_shapes if STACK in name)
+        stacks = frozenset(name for name in layout.stacked_shapes if isinstance(name, Stack))
         members = stacks if mesh.ep > 1 else layout.stacked_shapes.keys() - layout.float32
         sizes = (math.prod(layout.stacked_shapes[name][name in stacks :]) for name in members)
         fits = all(size % multiple == 0 for size in sizes)

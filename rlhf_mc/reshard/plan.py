@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.aliasing import Alias, find_aliases
 from rlhf_mc.reshard.buckets import BucketPart, Move, Pattern, fill_buckets
-from rlhf_mc.reshard.layout import Box, Layout, Shard, box_text, intersection, volume
+from rlhf_mc.reshard.layout import Box, Layout, Shard, Stack, box_text, intersection, volume
 from rlhf_mc.reshard.placement import split_layouts
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
 from rlhf_mc.runtime.garbage_collector import without_garbage_collector
@@ -261,15 +261,17 @@ class _SenderBalancer:
                 groups[everywhere].append(new_groups[node])
         return groups
 
-    def split(self, block: Box, num_senders: int, num_receivers: int, group_size: int) -> list[Box]:
-        """Return slices of the block. If it is large enough, all senders send equally many slices,
-        and all receivers of a group receive equally many."""
+    def split(
+        self, shard: Shard, block: Box, num_senders: int, num_receivers: int, group_size: int
+    ) -> list[Box]:
+        """Return slices of a block of the shard. If it is large enough, all senders send equally
+        many slices, and all receivers of a group receive equally many."""
         size = volume(block) * self.itemsize
         parts = group_size * (num_senders // math.gcd(num_senders, num_receivers))
         parts = max(1, min(parts, size // MIN_SLICE_BYTES))
         # Stacked experts are split between experts if that is even, else along the rows of all
         # experts.
-        axis = 1 if len(block) == 3 and (block[0][1] - block[0][0]) % parts else 0
+        axis = 1 if isinstance(shard.tensor, Stack) and (block[0][1] - block[0][0]) % parts else 0
         start, end = block[axis]
         parts = min(parts, end - start)
         bounds = [start + (end - start) * n // parts for n in range(parts + 1)]
@@ -306,7 +308,7 @@ def _make_patterns(
             for group in groups:
                 if len(group) not in slices:
                     slices[len(group)] = balancer.split(
-                        block, len(senders), num_receivers, len(group)
+                        targets[0][1], block, len(senders), num_receivers, len(group)
                     )
                 for number, part in enumerate(slices[len(group)]):
                     first = group[number % len(group)]

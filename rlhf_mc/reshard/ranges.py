@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, HeadRows, Param
+from rlhf_mc.architectures.rows import SPLIT_DIMS, HeadRows, Param
 from rlhf_mc.architectures.spec import ModelShape
 
 Range = tuple[str, tuple[int, int]]
@@ -55,8 +55,3 @@ def interleaved_ranges(
 def even_range(index: int, count: int, size: int) -> tuple[int, int]:
     """Return the index-th of `count` equal ranges of [0, size)."""
     return size * index // count, size * (index + 1) // count
-
-
-def is_qkv(param: Param) -> bool:
-    """Return whether the parameter concatenates queries, keys and values."""
-    return any("kv" in dims for dims in param.hf.values())

@@ -17,9 +17,8 @@ class Transfer:
     tensor of dst_rank. Consecutive blocks lie src_step and dst_step rows apart (along the first
     dimension of extent).
 
-    For stacked experts, the first dimension is the expert, and a local name with "*" stands for one
-    tensor per expert. An offset longer than extent begins with the index of the expert in a tensor
-    that stacks experts."""
+    For stacked experts, the first dimension is the expert. An offset longer than extent begins with
+    the index of the expert in a tensor that stacks experts."""
 
     src_rank: int
     dst_rank: int

@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rlhf_mc.architectures.run_shapes import router_replay
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import router_replay
 from rlhf_mc.config.schema import Config, RolloutConfig
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
@@ -57,8 +57,7 @@ class VLLM:
             dtype=cfg.actor.megatron.dtype,
             seed=cfg.trainer.seed,
             storage=storage,
-            return_experts=router_replay(cfg, shape.has_experts, bool(shape.linear_layers))
-            == "rollout",
+            return_experts=router_replay(cfg, shape) == "rollout",
         )
         return engine
 

@@ -36,8 +36,6 @@ from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.rollout.vllm_layout import (
     check_parameters,
-    local_tensors,
-    parameter_shapes,
     vllm_layout,
 )
 from rlhf_mc.rollout.vllm_limits import check_dtype, kv_cache_share
@@ -132,10 +130,8 @@ class VLLMEngine:
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
-            if shape.kv_lora_rank:
-                # Where the processor has AMX, vLLM's choice takes bfloat16 only, and repacks
-                # weights.
-                options.update(attention_backend="CPU_MLA")
+            for block in shape.blocks:
+                options.update(block.vllm_cpu_options)
             # prefix caching computes a prompt once, and only one request's routers are recorded
             if return_experts:
                 options.update(enable_prefix_caching=False)
@@ -161,17 +157,14 @@ class VLLMEngine:
         if return_experts and not platform.use_cuda():
             self._experts = RoutedExperts(shape)
             bind_routed_experts_capturer(self._model, self._experts)
-        cached = shape.num_attending * shape.cached_per_token(len(self._group))
-        kv_bytes = cached * getattr(torch, dtype).itemsize
+        kv_bytes = shape.cached_per_token(len(self._group)) * getattr(torch, dtype).itemsize
         # The ranks of an engine end a period with the same step, so their costs are equal.
         read_bytes = max(gather_objects(self.weight_bytes)) + _OVERHEAD_BYTES[platform.use_cuda()]
         self.cached_token_cost = kv_bytes / read_bytes
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
         shapes = self._quantized.shapes(self._model)
         try:
-            on_every_rank(
-                lambda: check_parameters(model_path, parameter_shapes(self._layout), shapes)
-            )
+            on_every_rank(lambda: check_parameters(model_path, self._layout.shapes, shapes))
         except UserError:
             self.close()
             raise
@@ -221,14 +214,11 @@ class VLLMEngine:
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """vLLM's parameters, or views, by the names of reshard's vLLM layout; a reshard writes them
-        in place. With rollout.quantization the parameters of linear layers are temporary and
-        unquantized, until `weights_updated`."""
+        """vLLM's parameters by name; a reshard writes them in place. With rollout.quantization
+        those of linear layers are temporary and unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         self._quantized.stage()
-        return local_tensors(
-            self._layout, {name: param.data for name, param in loaded_parameters(self._model)}
-        )
+        return {name: param.data for name, param in loaded_parameters(self._model)}
 
     def weights_updated(self) -> None:
         """Quantize new weights (rollout.quantization), derive others from them, and discard the

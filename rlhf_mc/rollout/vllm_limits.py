@@ -13,60 +13,38 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import NodeError, UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.rollout.vllm_layout import parameter_shapes
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply in fp8. Below it, vLLM's kernels would not quantize
 inputs."""
-LATENT_DIMS = 576
-"""The only number of dimensions that vLLM's kernel of latent attention takes on a CPU
-(v1/attention/backends/mla)."""
-
-DELTA_DIMS = (64, 128)
-"""The dimensions of heads that vLLM's kernels of gated delta nets take on a CPU, in bfloat16."""
 
 
 def check_kernels(shape: ModelShape, cfg: RolloutConfig) -> None:
     """Raise UserError where vLLM has no kernel for the model's head dimension, or in fp8."""
     if cfg.quantization is not None:
         _check_fp8(shape)
-    dims = (shape.linear_key_dim, shape.linear_value_dim)
-    if (
-        shape.linear_layers
-        and not platform.use_cuda()
-        and (dims[0] != dims[1] or dims[0] not in DELTA_DIMS)
-    ):
-        raise UserError(
-            f"model.path: linear_key_head_dim {dims[0]} and linear_value_head_dim {dims[1]}; "
-            "vLLM's CPU gated delta net takes 64 or 128 for both"
-        )
-    if shape.kv_lora_rank:
-        if not platform.use_cuda() and shape.cached_per_token(1) != LATENT_DIMS:
-            raise UserError(
-                f"model.path: kv_lora_rank {shape.kv_lora_rank} + qk_rope_head_dim "
-                f"{shape.rope_head_dim}; vLLM's CPU"
-                f" latent attention takes {LATENT_DIMS} dimensions together"
-            )
-    elif not platform.use_cuda() and shape.head_dim % 32:
-        raise UserError(
-            f"model.path: head dimension {shape.head_dim}; vLLM's CPU attention takes multiples of "
-            "32"
-        )
+    if platform.use_cuda():
+        return
+    for mixer in shape.mixers:
+        if problem := mixer.cpu_obstacle():
+            raise UserError(f"model.path: {problem}")
 
 
 def check_dtype(shape: ModelShape, dtype: str) -> None:
     """Raise UserError where vLLM has no kernel for the model in this type."""
-    if shape.linear_layers and not platform.use_cuda() and dtype != "bfloat16":
-        raise UserError(
-            f"actor.megatron.dtype is {dtype!r}; vLLM's CPU gated delta net takes bfloat16"
-        )
+    for mixer in () if platform.use_cuda() else shape.mixers:
+        if mixer.cpu_dtypes and dtype not in mixer.cpu_dtypes:
+            raise UserError(
+                f"actor.megatron.dtype is {dtype!r}; vLLM's CPU kernel of the model takes "
+                f"{' or '.join(mixer.cpu_dtypes)}"
+            )
 
 
 def _check_fp8(shape: ModelShape) -> None:
     """Raise UserError where this process cannot generate with fp8 weights. On a CPU, torch's
     kernels can."""
     key = "rollout.quantization is 'fp8'"
-    if shape.has_experts:
+    if not all(layer.feed_forward.quantizes for layer in shape.kinds):
         raise UserError(
             f"model.path: a mixture-of-experts model, and {key}; experts are not quantized: set it "
             "to null"
@@ -94,9 +72,8 @@ def kv_cache_share(
     ranks = platform.ranks_per_gpu()
     if ranks == 1:
         return None
-    shapes = parameter_shapes(layout)
     weights = (
-        sum(math.prod(shape) for name, shape in shapes.items() if name not in storage)
+        sum(math.prod(shape) for name, shape in layout.shapes.items() if name not in storage)
         * dtype.itemsize
     )
     share = cfg.gpu_memory_utilization * platform.device_memory() / ranks

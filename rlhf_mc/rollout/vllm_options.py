@@ -28,14 +28,8 @@ def engine_settings(
     family = FAMILIES[shape.family]
     # They replace keys of config.json.
     overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
-    if shape.kv_lora_rank:
-        # vLLM needs these, which transformers does not write, and computes the router in the
-        # model's type otherwise.
-        overrides |= {
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "moe_router_dtype": "float32",
-        }
+    for block in shape.blocks:
+        overrides |= block.vllm_overrides
     if platform.float32_products():
         # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no
         # differently.
@@ -54,10 +48,7 @@ def engine_settings(
         "max_num_batched_tokens": max(cfg.max_num_batched_tokens, max_model_len),
         "scheduler_cls": DecodeScheduler,
         "disable_log_stats": True,
-        # Of delta nets: states in float32, as the trainer's, which a cached prefix would have only
-        # where a block ends.
-        "mamba_ssm_cache_dtype": "float32" if shape.linear_layers else "auto",
-        "enable_prefix_caching": False if shape.linear_layers else None,
+        **{key: value for block in shape.blocks for key, value in block.vllm_options.items()},
     }
 
 

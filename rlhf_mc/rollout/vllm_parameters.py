@@ -22,7 +22,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.vllm_engine import check_build
-from rlhf_mc.rollout.vllm_layout import check_parameters, parameter_shapes, vllm_layout
+from rlhf_mc.rollout.vllm_layout import check_parameters, vllm_layout
 from rlhf_mc.rollout.vllm_options import engine_settings
 from rlhf_mc.topology.groups import simulated_rank
 
@@ -43,9 +43,7 @@ def check_rollout_layouts(cfg: Config, shape: ModelShape) -> int:
         shapes = {
             name: tuple(param.shape) for name, param in _model(cfg, shape, rank).named_parameters()
         }
-        check_parameters(
-            f"{cfg.model.path}, rank {rank} of an engine", parameter_shapes(layout), shapes
-        )
+        check_parameters(f"{cfg.model.path}, rank {rank} of an engine", layout.shapes, shapes)
         num_compared += len(shapes)
     return num_compared
 

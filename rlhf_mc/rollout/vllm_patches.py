@@ -57,8 +57,8 @@ from vllm.model_executor.models import ModelRegistry
 
 from rlhf_mc.architectures.hf_config import QWEN3_5
 from rlhf_mc.patching import Patch, apply, replaced
+from rlhf_mc.rollout.cpu_experts import fused_moe
 from rlhf_mc.rollout.draws import Draws, request_number
-from rlhf_mc.rollout.experts import fused_moe
 from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.topology.consensus import all_ranks
 

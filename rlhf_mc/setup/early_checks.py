@@ -9,12 +9,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from rlhf_mc.architectures.run_shapes import model_shapes
+from rlhf_mc.architectures.run_shapes import balances_experts, model_shapes, router_replay
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.printing import check_not_hidden
-from rlhf_mc.config.roles import balances_experts, router_replay
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers
@@ -75,8 +74,8 @@ def _check_models(cfg: Config) -> None:
             check_layout(shape, megatron, role)
     _, actor = roles["actor"]
     check_length(actor, cfg.data)
-    router_replay(cfg, actor.has_experts, bool(actor.linear_layers))
-    balances_experts(cfg, actor.has_experts, actor.sigmoid_router)
+    router_replay(cfg, actor)
+    balances_experts(cfg, actor)
     if cfg.rollout.name == "custom":
         return  # its file may import torch
     with _in_section("rollout", "model.path"):

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc.architectures.run_shapes import balances_experts, router_replay
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, error_prefix
-from rlhf_mc.config.roles import balances_experts, router_replay, uses_critic, uses_reference
+from rlhf_mc.config.roles import uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -165,7 +166,7 @@ def _load(
 def _set_routers(cfg: Config, actor: ModelEngine) -> None:
     """Set router replay and the losses of the actor's routers, where the run has them."""
     shape = actor.shape
-    if (mode := router_replay(cfg, shape.has_experts, bool(shape.linear_layers))) != "off":
+    if (mode := router_replay(cfg, shape)) != "off":
         actor.replay = ExpertReplay(mode, shape, actor.groups, actor.chunks)
-    if balances_experts(cfg, shape.has_experts, shape.sigmoid_router):
+    if balances_experts(cfg, shape):
         actor.balance = RouterBalance(cfg.actor, shape, actor.groups, actor.chunks)

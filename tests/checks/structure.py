@@ -1,6 +1,7 @@
 """Fail if a file, a function or a folder has more in it than a reader can take in, if two modules
-of the package, or two of its public classes, have one name, or if all exceptions are caught without
-a reason. Part of `make checks`, run from the repository's root."""
+of the package, or two of its public classes, have one name, if all exceptions are caught without a
+reason, or if a model is tested for a family or a trait outside of architectures/ and models/. Part
+of `make checks`, run from the repository's root."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ from pathlib import Path
 
 PACKAGE = "rlhf_mc"
 ROOTS = (PACKAGE, "tools")
+ARCHITECTURES = Path(PACKAGE, "architectures")
+NAMES_FAMILIES = Path(PACKAGE, "rollout/vllm_patches.py")
+"""Patches one of vLLM's models."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 """Lines of code: without blank lines, comments and docstrings."""
@@ -104,6 +108,54 @@ def shared_names(trees: Mapping[Path, ast.Module]) -> list[str]:
     ]
 
 
+def block_traits(trees: Mapping[Path, ast.Module]) -> set[str]:
+    """Return what tells one model from another: names of families; fields of the blocks' classes,
+    without the sizes that ModelShape has too, as ".field"; and the classes, as "Class()"."""
+    names: set[str] = set()
+    shared: set[str] = set()
+    for path, tree in trees.items():
+        for node in tree.body if path.parent == ARCHITECTURES else ():
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAMILIES":
+                names |= {ast.literal_eval(key) for key in getattr(node.value, "keys", ())}
+            if not isinstance(node, ast.ClassDef):
+                continue
+            if {ast.unparse(base) for base in node.bases} & {"Mixer", "FeedForward"}:
+                fields = (part for part in node.body if isinstance(part, ast.AnnAssign))
+                names |= {f".{ast.unparse(part.target)}" for part in fields}
+                names.add(f"{node.name}()")
+            elif node.name in ("ModelShape", "Mixer", "FeedForward", "LayerBlock"):
+                members = (getattr(part, "name", getattr(part, "target", "")) for part in node.body)
+                shared |= {
+                    f".{member if isinstance(member, str) else ast.unparse(member)}"
+                    for member in members
+                }
+    return names - shared
+
+
+def tested_traits(path: Path, tree: ast.Module, traits: set[str]) -> list[str]:
+    """Return one line for each condition on a family or on a trait of a block."""
+    if path.parts[1] in ("architectures", "models") or path == NAMES_FAMILIES:
+        return []
+    conditions: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            conditions.append(node.test)
+        elif isinstance(node, ast.comprehension):
+            conditions += node.ifs
+        elif isinstance(node, ast.BoolOp | ast.Compare | ast.Match):
+            conditions.append(node)
+    lines: set[tuple[int, str]] = set()
+    for part in (part for condition in conditions for part in ast.walk(condition)):
+        name = {ast.Attribute: ".{0.attr}", ast.Name: "{0.id}()", ast.Constant: "{0.value}"}
+        text = name.get(type(part), "").format(part)
+        if text in traits:
+            lines.add((getattr(part, "lineno", 0), text))
+    return [
+        f"{path}:{line}: a condition on {name!r}; ask the block (docs/internals/recipes.md)"
+        for line, name in sorted(lines)
+    ]
+
+
 def main() -> int:
     """Print what is wrong, one line each. Return the exit code."""
     files = sorted(path for root in ROOTS for path in Path(root).rglob("*.py"))
@@ -117,6 +169,10 @@ def main() -> int:
     for path in files:
         problems += oversized(path, trees[path], code[path])
         problems += broad_excepts(path, trees[path], sources[path].splitlines())
+    traits = block_traits(trees)
+    for path in files:
+        if path.parts[0] == PACKAGE:
+            problems += tested_traits(path, trees[path], traits)
     problems += shared_names({path: trees[path] for path in files if path.parts[0] == PACKAGE})
     total = sum(len(code[path]) for path in files if path.parts[0] == PACKAGE)
     print(

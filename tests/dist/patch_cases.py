@@ -35,8 +35,11 @@ from rlhf_mc.models.megatron_patches import (
     ON_CPU,
     WITH_LOCAL_LAYERS,
     WITH_TRANSFORMER_ENGINE,
+    mark_tensor_parallel,
     megatron_calls,
+    multiply_as_matrices,
 )
+from rlhf_mc.models.steps import AssemblyStep
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu
 
@@ -167,12 +170,16 @@ def queued_random_states() -> int:
     return count
 
 
+def steps_without(left_out: AssemblyStep) -> list[AssemblyStep]:
+    return [step for step in gpt_model.STEPS if step is not left_out]
+
+
 def unmarked_parameters(checkpoint: str) -> list[str]:
     """Return the parameters that differ between tensor-parallel ranks and that Megatron-Core alone
     does not mark."""
     with (
         mesh_groups(2, 1) as groups,
-        replaced(gpt_model, "mark_tensor_parallel", lambda model: None),
+        replaced(gpt_model, "STEPS", steps_without(mark_tensor_parallel)),
     ):
         params = make_engine(checkpoint, "actor", groups).named_parameters()
     unmarked = []
@@ -226,7 +233,7 @@ def batched_products(checkpoint: str) -> int:
     multiply_as_matrices."""
     with (
         mesh_groups(2, 1) as groups,
-        replaced(gpt_model, "multiply_as_matrices", lambda model: None),
+        replaced(gpt_model, "STEPS", steps_without(multiply_as_matrices)),
     ):
         model = make_engine(checkpoint, "actor", groups, dtype="bfloat16")
         with Products() as products:

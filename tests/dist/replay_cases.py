@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cases import built_run
+from families import traits
 from gpu_parts.engines import (
     TEMPERATURE,
     logical_tensors,
@@ -99,7 +100,9 @@ def replay(
             ):
                 if (5 * i + 1) % groups.mesh.world == groups.rank:
                     engine.replay.held[number] = of_sequence
-            rate = BALANCE.moe_router_bias_update_rate if engine.shape.sigmoid_router else 0.0
+            rate = (
+                BALANCE.moe_router_bias_update_rate if traits(engine.shape).sigmoid_router else 0.0
+            )
             settings = replace(BALANCE, moe_router_bias_update_rate=rate)
             engine.balance = RouterBalance(settings, engine.shape, groups, engine.chunks)
             log_probs = _log_probs(engine, batch)

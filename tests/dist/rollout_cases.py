@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import vllm
 from cases import built_run
+from families import changed
 from gpu_parts.engines import TEMPERATURE
 from safetensors.torch import load_file
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -157,7 +157,7 @@ def update_during_a_request(checkpoint: str, max_model_len: int, prompt: Sequenc
 def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:
     """Build engines for a shape with `changes`, so that the trainer expects another model than vLLM
     loads."""
-    shape = replace(HFReader(checkpoint).shape(), **changes)
+    shape = changed(HFReader(checkpoint).shape(), **changes)
     with built_engine(checkpoint, rollout_tp, 64, shape=shape):
         pass
 

@@ -78,7 +78,10 @@ WRONG_MEGATRON = """
 rows = layout.model_params
 layout.model_params = lambda shape: [replace(row, mcore=row.mcore.replace("fc2", "fc3")) for row in rows(shape)]
 """  # noqa: E501
-WRONG_VLLM = "vllm_layout._RENAMED['.o_proj.'] = '.out_proj.'"
+WRONG_VLLM = """
+rows = vllm_layout.engine_params
+vllm_layout.engine_params = lambda shape: [replace(row, engine=row.engine.replace("o_proj", "out_proj")) for row in rows(shape)]
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

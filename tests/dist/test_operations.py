@@ -8,11 +8,13 @@ from typing import Any
 
 import operation_cases
 import pytest
+from families import traits
 from operation_cases import PROMPTS, RESPONSES
 from tiny import make_checkpoint
 from workers import Workers
 
-from rlhf_mc.architectures.operations import BACKWARD, forward_flops, num_pairs
+from rlhf_mc.architectures.attention import num_pairs
+from rlhf_mc.architectures.operations import BACKWARD, forward_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
 
@@ -68,7 +70,7 @@ def test_flops_are_those_of_torch(
     assert products(found["update"]) == weights * (passes + BACKWARD) + output
 
     # torch counts masked pairs too: n * n instead of n * (n + 1) / 2.
-    states = sum(lens) * 6 * sum(part.num_layers * part.state_size for part in shape.by_kind())
+    states = sum(lens) * 6 * sum(n * layer.mixer.state_size for layer, n in shape.by_kind().items())
     all_pairs = (expected.attention - states) / num_pairs(lens) * sum(n * n for n in lens)
     if family == "gpt_oss":
         all_pairs = computed_by_blocks(shape, lens)
@@ -84,12 +86,13 @@ def computed_by_blocks(shape: ModelShape, lens: list[int]) -> float:
     """Return the FLOPs of attention with sinks and windows as models/layers.py computes it: a key
     and a query more for the sink, 8 dimensions more, and with a window blocks of queries that see
     two blocks of keys and the sink."""
+    block = traits(shape)
     whole = sum((n + 1) ** 2 for n in lens)
-    window = shape.sliding_window
+    window = block.sliding_window
     in_blocks = sum(-(-n // window) * window * (2 * window + 1) for n in lens)
-    return (shape.num_layers - shape.num_windowed) * whole * 4.0 * shape.num_heads * (
-        shape.head_dim + 8
-    ) + (shape.num_windowed * in_blocks * 4.0 * shape.num_heads * (shape.head_dim + 8))
+    return (shape.num_layers - block.num_windowed) * whole * 4.0 * traits(shape).num_heads * (
+        block.head_dim + 8
+    ) + (block.num_windowed * in_blocks * 4.0 * block.num_heads * (block.head_dim + 8))
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import replay_cases
 import torch
+from families import traits
 from gpu_parts.engines import Job, token_batch
 from gpu_parts.reference import Reference, by_checkpoint_names
 from tiny import make_workspace, write_config
@@ -205,7 +206,7 @@ class BalancedReference(Reference):
 
     def aux_loss(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return the auxiliary loss of one layer's tokens."""
-        scores = logits.sigmoid() if self.shape.sigmoid_router else logits.softmax(1)
+        scores = logits.sigmoid() if traits(self.shape).sigmoid_router else logits.softmax(1)
         of_tokens = torch.nn.functional.one_hot(chosen, self.shape.num_experts).sum(1)
         share = of_tokens.double().mean(0) / self.shape.experts_per_token
         return (

@@ -35,7 +35,7 @@ from rlhf_mc.config.fields import field_types, number_range
 from rlhf_mc.config.schema import RolloutConfig, ValKwargsConfig
 from rlhf_mc.machine.check import TESTED_VERSIONS
 from rlhf_mc.rollout import vllm_derived, vllm_engine, vllm_options, vllm_patches
-from rlhf_mc.rollout.experts import fused_moe
+from rlhf_mc.rollout.cpu_experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
 LINEAR = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"

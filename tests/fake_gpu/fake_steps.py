@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from fake_cases import CASES, Case, Report
 from fake_device import FakeCuda
+from families import traits
 from gpu_parts.engines import TEMPERATURE, Role, make_engine, objective, token_batch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -153,7 +154,7 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     if case.role != "reward_model":
         _train(case, gpu, engine, with_targets(batch, scores), micro_batches)
         _checkpoint(gpu, engine, directory)
-    if case.transformer_engine and case.cp > 1 and not engine.shape.kv_lora_rank:
+    if case.transformer_engine and case.cp > 1 and not traits(engine.shape).kv_lora_rank:
         assert te_kernels.rotated == set(mesh.context_sizes), te_kernels.rotated
     gpu.phase = "offload"
     engine.offload.offload_all_but(())

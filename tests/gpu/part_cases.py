@@ -145,10 +145,14 @@ def _of_other_layers(original: Any) -> Any:
 
 
 def _other_theta(original: Any) -> Any:
-    """Return a _set_rope with other frequencies."""
-    return lambda model, shape: original(
-        model, dataclasses.replace(shape, rope_theta=3 * shape.rope_theta)
-    )
+    """Return the steps with other frequencies."""
+    from rlhf_mc.models.gpt_model import set_rope
+
+    def change(at: Any) -> None:
+        other = dataclasses.replace(at.shape, rope_theta=3 * at.shape.rope_theta)
+        set_rope(dataclasses.replace(at, shape=other))
+
+    return [change if step is set_rope else step for step in original]
 
 
 def _never_the_same(original: Any) -> Any:
@@ -276,7 +280,7 @@ FAULTS = {
     "other rotary frequencies": Fault(
         "models_bfloat16",
         "rlhf_mc.models.gpt_model",
-        "_set_rope",
+        "STEPS",
         _other_theta,
         "qwen2_actor: gradient error",
     ),

@@ -29,6 +29,7 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import PackedGPT, uses_transformer_engine
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
+from rlhf_mc.reshard.layout import split_sizes
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.verify import checksum, verify
@@ -197,7 +198,7 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     shape = ModelShape.from_hf_config(config)
     rank = dist.get_rank()
     world = dist.get_world_size()
-    tp = math.gcd(world, shape.num_heads)
+    tp = math.gcd(world, min(size for _, size, _ in split_sizes(shape)))
     mesh = Mesh(world, tp, 1)
     groups = rollout_groups(mesh, max(1, tp // 2))
     begin = time.perf_counter()

@@ -132,9 +132,11 @@ class Reference:
 def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Return transformers' gradients by the names of the checkpoint. transformers keeps the experts
     of a layer in two tensors: gate and up fused, and down."""
-    if FAMILIES[model_type].expert_names.in_one_tensor == "columns":
-        return _of_experts(grads, model_type)
     family = FAMILIES[model_type].expert_names
+    if family is None:
+        return grads
+    if family.in_one_tensor == "columns":
+        return _of_experts(grads, model_type)
     out = {}
     for name, grad in grads.items():
         prefix, is_expert, part = name.replace(".mlp.", f".{family.block}.").partition(".experts.")

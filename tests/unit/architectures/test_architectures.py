@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import json
 import typing
+from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families import config_of, shape_of
+from families import BLOCKS, changed, config_of, shape_of, traits
 
-from rlhf_mc.architectures.families import FAMILIES, Activation, Traits
-from rlhf_mc.architectures.operations import forward_flops, num_pairs, training_flops
-from rlhf_mc.architectures.parameters import LAYERS
-from rlhf_mc.architectures.spec import LayerKind, ModelShape
+from rlhf_mc.architectures.attention import num_pairs
+from rlhf_mc.architectures.families import FAMILIES, Activation
+from rlhf_mc.architectures.layer import Layer
+from rlhf_mc.architectures.operations import forward_flops, training_flops
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.training_state import check_shape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.gpt_model import ACTIVATIONS
 
 
 def test_every_name_in_the_tables_exists() -> None:
-    traits = {field.name for field in fields(Traits)}
-    assert all(traits >= set(family.config_traits) for family in FAMILIES.values())
-    assert set(LAYERS) == set(typing.get_args(LayerKind))
+    known = {field.name for block in (ModelShape, *BLOCKS) for field in fields(block)}
+    for family in FAMILIES.values():
+        assert known >= {*family.traits, *family.config_traits}
 
 
 def test_every_activation_has_a_function() -> None:
@@ -31,71 +33,55 @@ def test_every_activation_has_a_function() -> None:
     assert all(set(family.activations.values()) <= set(ACTIVATIONS) for family in FAMILIES.values())
 
 
-def test_shapes_of_earlier_checkpoints_are_read() -> None:
-    """Check the stored field names, traits included."""
-    stored = {
-        "family": "llama",
-        "num_layers": 2,
-        "hidden_size": 8,
-        "ffn_hidden_size": 16,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 4,
-        "v_head_dim": 0,
-        "rope_head_dim": 0,
-        "kv_lora_rank": 0,
-        "q_lora_rank": 0,
-        "vocab_size": 10,
-        "tie_embeddings": False,
-        "qkv_bias": True,
-        "norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "max_position_embeddings": 32,
-        "rope_scaling": None,
-        "o_bias": True,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "zero_centered_norms": False,
-        "scaled_embeddings": False,
-        "activation": "silu",
-        "num_experts": 0,
-        "experts_per_token": 0,
-        "expert_ffn_hidden_size": 0,
-        "dense_layers": (),
-        "rotary_fraction": 1.0,
-        "routed_scaling": 1.0,
-        "shared_ffn_hidden_size": 0,
-        "router_groups": 1,
-        "groups_per_token": 1,
-        "split_delta_nets": False,
-        "sigmoid_router": False,
-        "norm_topk_prob": False,
-        "sinks": False,
-        "sliding_window": 0,
-        "attention_gate": False,
-        "shared_expert_gate": False,
-        "linear_layers": (),
-        "linear_key_heads": 0,
-        "linear_value_heads": 0,
-        "linear_key_dim": 0,
-        "linear_value_dim": 0,
-        "linear_kernel": 0,
-        "value_head": False,
-    }
-    shape = ModelShape(**stored)
-    assert asdict(shape) == stored
+STORED = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "shapes_before_blocks.jsonl").read_text().splitlines()
+]
+"""Shapes of `shape_of` as checkpoints had them before layers had blocks, one of each family."""
+
+
+def check_stored(stored: dict[str, Any], shape: ModelShape) -> None:
     check_shape(Path("ckpt"), "actor", {"actor": {"shape": stored}}, shape)
-    other = stored | {"family": "qwen2", "o_bias": False}
-    with pytest.raises(UserError, match="the actor's family is qwen2 there and llama here"):
-        check_shape(Path("ckpt"), "actor", {"actor": {"shape": other}}, shape)
-    check_shape(Path("ckpt"), "actor", {"actor": {"shape": json.loads(json.dumps(stored))}}, shape)
-    # from before the trait was known
-    older = {key: value for key, value in stored.items() if key != "qk_norm"}
-    check_shape(Path("ckpt"), "actor", {"actor": {"shape": older}}, shape)
-    with pytest.raises(UserError, match="the actor's qk_norm is False there and True here"):
-        check_shape(
-            Path("ckpt"), "actor", {"actor": {"shape": older}}, replace(shape, qk_norm=True)
-        )
+
+
+@pytest.mark.parametrize("stored", STORED, ids=[stored["family"] for stored in STORED])
+def test_shapes_of_earlier_checkpoints_are_read(stored: dict[str, Any]) -> None:
+    """Check each field of a block, and the layers that have the block."""
+    shape = shape_of(stored["family"])
+    check_stored(stored, shape)
+    for name in {field.name for block in shape.blocks for field in fields(block)} - {
+        "expert_names"
+    }:
+        with pytest.raises(UserError, match=f"the actor's {name} is other there and "):
+            check_stored(stored | {name: "other"}, shape)
+    with pytest.raises(UserError, match="the actor's num_layers is 3 there and 2 here"):
+        check_stored(stored | {"num_layers": 3}, shape)
+    for name in ("dense_layers", "linear_layers"):
+        with pytest.raises(UserError, match=rf"the actor's {name} is \[7\] there and \["):
+            check_stored(stored | {name: [7]}, shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stored_shapes_are_read(family: str) -> None:
+    shape = shape_of(family)
+    stored = json.loads(json.dumps(asdict(shape)))
+    check_stored(stored, shape)
+    with pytest.raises(UserError, match=r"the actor's hidden_size is \d+ there and 7 here"):
+        check_stored(stored, replace(shape, hidden_size=7))
+    with pytest.raises(UserError, match="the actor's num_layers is 2 there and 1 here"):
+        check_stored(stored, replace(shape, layers=shape.layers[:1]))
+
+
+def test_a_trait_that_a_checkpoint_does_not_know_has_its_default() -> None:
+    shape = shape_of("llama")
+    flat = {key: value for key, value in STORED[0].items() if key != "qk_norm"}
+    by_layer = json.loads(json.dumps(asdict(shape)))
+    for mixer, _ in by_layer["layers"]:
+        del mixer["qk_norm"]
+    for stored, name in ((flat, "qk_norm"), (by_layer, "layers.0.qk_norm")):
+        check_stored(stored, shape)
+        with pytest.raises(UserError, match=f"the actor's {name} is False there and True here"):
+            check_stored(stored, changed(shape, qk_norm=True))
 
 
 CONFIG = {
@@ -112,20 +98,25 @@ CONFIG = {
 
 def test_shape_from_config() -> None:
     shape = ModelShape.from_hf_config(CONFIG | {"rope_theta": 5e5})
-    assert (shape.num_kv_heads, shape.head_dim, shape.rope_theta, shape.rope_scaling) == (
+    assert (
+        traits(shape).num_kv_heads,
+        traits(shape).head_dim,
+        shape.rope_theta,
+        shape.rope_scaling,
+    ) == (
         2,
         32,
         5e5,
         None,
     )
-    assert shape.qkv_bias and not shape.o_bias and not shape.tie_embeddings
+    assert traits(shape).qkv_bias and not traits(shape).o_bias and not shape.tie_embeddings
     newer = {
         "rope_parameters": {"rope_theta": 7e5, "rope_type": "linear", "factor": 8.0},
         "attention_bias": True,
     }
     shape = ModelShape.from_hf_config(CONFIG | newer | {"model_type": "llama"})
     assert shape.rope_theta == 7e5 and shape.rope_scaling == {"rope_type": "linear", "factor": 8.0}
-    assert shape.qkv_bias and shape.o_bias and not shape.mlp_bias
+    assert traits(shape).qkv_bias and traits(shape).o_bias and not traits(shape).mlp_bias
     assert (
         ModelShape.from_hf_config(CONFIG | {"rope_parameters": {"rope_type": "default"}}).rope_theta
         == 1e4
@@ -160,36 +151,46 @@ def test_traits_of_families() -> None:
     assert (
         gemma.zero_centered_norms
         and gemma.scaled_embeddings
-        and gemma.activation == "gelu_pytorch_tanh"
+        and traits(gemma).activation == "gelu_pytorch_tanh"
     )
-    assert gemma.tie_embeddings and not gemma.qkv_bias
-    assert shape_of("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
+    assert gemma.tie_embeddings and not traits(gemma).qkv_bias
+    assert traits(shape_of("gemma", hidden_act="gelu")).activation == "gelu_pytorch_tanh"
     assert shape_of("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh") == gemma
     # Published configurations of gemma have no tie_word_embeddings and no head_dim.
     sparse = {key: value for key, value in config_of("gemma").items() if key != "head_dim"}
-    assert ModelShape.from_hf_config(sparse).head_dim == 256
+    assert traits(ModelShape.from_hf_config(sparse)).head_dim == 256
     qwen3 = shape_of("qwen3")
     assert (
-        qwen3.qk_norm and qwen3.head_dim == 3 and not qwen3.qkv_bias and qwen3.activation == "silu"
+        traits(qwen3).qk_norm
+        and traits(qwen3).head_dim == 3
+        and not traits(qwen3).qkv_bias
+        and traits(qwen3).activation == "silu"
     )
     moe = shape_of("qwen3_moe")
     assert (
         moe.num_experts,
         moe.experts_per_token,
-        moe.expert_ffn_hidden_size,
-        moe.norm_topk_prob,
+        traits(moe).expert_ffn_hidden_size,
+        traits(moe).norm_topk_prob,
     ) == (4, 2, 4, True)
     newer = config_of("qwen3_moe", num_local_experts=4)
     del newer["num_experts"]
     assert ModelShape.from_hf_config(newer) == moe
     mixtral = shape_of("mixtral")
-    assert (mixtral.num_experts, mixtral.expert_ffn_hidden_size, mixtral.norm_topk_prob) == (
+    assert (
+        mixtral.num_experts,
+        traits(mixtral).expert_ffn_hidden_size,
+        traits(mixtral).norm_topk_prob,
+    ) == (
         4,
         8,
         True,
     )
     assert mixtral.rope_theta == 1e6 and mixtral == shape_of("mixtral", norm_topk_prob=False)
-    assert shape_of("mistral").layer_kinds[0] == "dense" and not shape_of("mistral").qkv_bias
+    assert (
+        kinds_of(shape_of("mistral"))[0] == "Attention Dense"
+        and not traits(shape_of("mistral")).qkv_bias
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,64 +233,65 @@ def test_unsupported_configs_of_families_are_rejected(
 
 def test_traits_of_gpt_oss() -> None:
     shape = shape_of("gpt_oss")
+    block = traits(shape)
     assert (
-        shape.sinks
-        and shape.qkv_bias
-        and shape.o_bias
-        and shape.mlp_bias
-        and shape.activation == "clamped_swiglu"
+        block.sinks
+        and block.qkv_bias
+        and block.o_bias
+        and block.mlp_bias
+        and block.activation == "clamped_swiglu"
     )
-    assert (shape.num_experts, shape.expert_ffn_hidden_size, shape.norm_topk_prob) == (4, 4, True)
-    assert (shape.sliding_window, shape.rope_theta) == (128, 150000.0)
+    assert (
+        shape.num_experts,
+        block.expert_ffn_hidden_size,
+        block.norm_topk_prob,
+    ) == (4, 4, True)
+    assert (block.sliding_window, shape.rope_theta) == (128, 150000.0)
     assert shape_of("gpt_oss", layer_types=["sliding_attention", "full_attention"]) == shape
     config = config_of("gpt_oss", max_position_embeddings=131072)
     del config["rope_scaling"]
     assert ModelShape.from_hf_config(config).rope_scaling["factor"] == 32.0
 
 
+def kinds_of(layers: ModelShape | Iterable[Layer]) -> list[str]:
+    """Return the names of each layer's blocks."""
+    layers = layers.layers if isinstance(layers, ModelShape) else layers
+    return [" ".join(type(block).__name__ for block in layer) for layer in layers]
+
+
 def test_kinds_of_layers() -> None:
-    """Check the list of kinds, and the counts by kind of a pipeline stage."""
+    """Check the list of layers, and the counts by kind of a pipeline stage."""
     mixed = shape_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[0], decoder_sparse_step=2)
-    assert mixed.layer_kinds == ("dense", "moe", "dense", "moe", "dense", "moe")
-    assert mixed == replace(shape_of("qwen3_moe", num_hidden_layers=6), dense_layers=(0, 2, 4))
-    assert [(part.num_layers, part.layer_kinds[0]) for part in mixed.by_kind(range(3))] == [
-        (2, "dense"),
-        (1, "moe"),
-    ]
-    assert [part.active_ffn_size for part in mixed.by_kind()] == [8, 8]
+    assert kinds_of(mixed) == ["Attention Dense", "Attention Experts"] * 3
+    counts = mixed.by_kind(range(3))
+    assert kinds_of(counts) == ["Attention Dense", "Attention Experts"]
+    assert list(counts.values()) == [2, 1] and mixed.expert_layers == [1, 3, 5]
+    assert [layer.feed_forward.active_size() for layer in mixed.kinds] == [8, 8]
     last = shape_of("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[5]).one_of_each_kind()
-    assert last.layer_kinds == ("moe", "dense")
+    assert kinds_of(last) == ["Attention Experts", "Attention Dense"]
 
 
 def test_kinds_and_costs_of_gated_delta_nets() -> None:
     shape = shape_of(
         "qwen3_next", num_hidden_layers=6, full_attention_interval=3, mlp_only_layers=[0, 2]
     )
-    assert shape.layer_kinds == (
-        "linear_dense",
-        "linear_moe",
-        "dense",
-        "linear_moe",
-        "linear_moe",
-        "moe",
-    )
-    assert shape.one_of_each_kind().layer_kinds == ("linear_dense", "linear_moe", "dense", "moe")
+    linear = ["DeltaNet Dense", "DeltaNet Experts"]
+    attending = ["Attention Dense", "Attention Experts"]
+    assert kinds_of(shape) == [*linear, attending[0], *2 * [linear[1]], attending[1]]
+    assert kinds_of(shape.one_of_each_kind()) == [*linear, *attending]
     types = ["linear_attention", "linear_attention", "full_attention"] * 2
     assert shape == shape_of(
         "qwen3_next", num_hidden_layers=6, layer_types=types, mlp_only_layers=[0, 2]
     )
-    parts = shape.by_kind(range(1, 6))
-    assert [(part.num_layers, part.layer_kinds[0]) for part in parts] == [
-        (3, "linear_moe"),
-        (1, "dense"),
-        (1, "moe"),
-    ]
-    assert [part.state_size for part in parts] == [4 * 3 * 5, 0, 0]
+    counts = shape.by_kind(range(1, 6))
+    assert kinds_of(counts) == [linear[1], *attending] and list(counts.values()) == [3, 1, 1]
+    mixers = [layer.mixer for layer in counts]
+    assert [mixer.state_size for mixer in mixers] == [4 * 3 * 5, 0, 0]
     projections = [6 * (2 * (2 * 3 + 4 * 5) + 2 * 4 + 4 * 5), *2 * [6 * (3 * 4 * 3 + 2 * 2 * 3)]]
-    assert [part.attention_weights() for part in parts] == projections
+    assert [mixer.weights() for mixer in mixers] == projections
     # Three products of each token with a state, as many whatever the length.
-    one, two = (forward_flops(parts[0], [n], 0).attention for n in (10.0, 20.0))
-    assert one == 3 * 10 * 6 * 60 and two == 2 * one
+    one, two = (mixers[0].flops([n]) for n in (10.0, 20.0))
+    assert one == 10 * 6 * 60 and two == 2 * one
     assert shape.cached_per_sequence(2, 2) == 4 * (4 * 60 + 2 * 3 * (2 * 6 + 20)) / 2
 
 
@@ -337,8 +339,8 @@ def test_pairs_and_cost_with_a_sliding_window() -> None:
             pairs = sum(1 for i in range(n) for j in range(n) if i - window < j <= i)
             assert num_pairs([n, 1], window) == pairs + 1
     shape = shape_of("gpt_oss", sliding_window=8, num_hidden_layers=3)
-    no_window = replace(shape, sliding_window=0)
-    assert (shape.num_windowed, no_window.num_windowed) == (2, 0)
+    no_window = changed(shape, sliding_window=0)
+    assert (traits(shape).num_windowed, traits(no_window).num_windowed) == (2, 0)
     assert shape.sequence_cost(8) == no_window.sequence_cost(8)
     squares = (no_window.sequence_cost(20) - 20) / 20**2 * (20**2 + 2 * 8 * (2 * 20 - 8)) / 3
     assert shape.sequence_cost(20) == pytest.approx(20 + squares)
@@ -358,7 +360,7 @@ def test_flops_of_70b() -> None:
         "num_heads": 64,
         "num_kv_heads": 8,
     }
-    shape = replace(shape_of("llama"), **sizes, head_dim=128, vocab_size=128256)
+    shape = changed(shape_of("llama"), **sizes, head_dim=128, vocab_size=128256)
     one = forward_flops(shape, [1.0], 0)
     assert one.projections + one.feed_forward == 80 * 2 * 855_638_016
     assert one.attention == 80 * 4 * 8192

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_keys import IGNORED, SUPPORTED
 from families import EXTRA as SMALL
 from families import YARN as GPT_OSS_ROPE
-from families import nested
+from families import nested, traits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -20,10 +21,8 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.hf_config import (
     HYBRID,
-    IGNORED,
     QWEN3_5,
     RESTRICTED,
-    SUPPORTED,
     check_architecture,
 )
 from rlhf_mc.architectures.rope_config import rope
@@ -294,38 +293,39 @@ def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
     if family == "mistral":
         sparse["sliding_window"] = None
     shape = ModelShape.from_hf_config(sparse)
-    assert shape.num_kv_heads == theirs.num_key_value_heads
-    assert shape.head_dim == getattr(theirs, "qk_head_dim", theirs.head_dim)
+    block = traits(shape)
+    assert (block.num_kv_heads or block.num_heads) == theirs.num_key_value_heads
+    assert block.head_dim == getattr(theirs, "qk_head_dim", theirs.head_dim)
     for ours, key in (("router_groups", "n_group"), ("groups_per_token", "topk_group")):
-        assert getattr(shape, ours) == (getattr(theirs, key, None) or 1)
+        assert (getattr(block, ours) or 1) == (getattr(theirs, key, None) or 1)
     for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim"):
-        assert getattr(shape, key) == getattr(theirs, key, 0)
-    assert shape.routed_scaling == getattr(theirs, "routed_scaling_factor", 1.0)
+        assert getattr(block, key) == getattr(theirs, key, 0)
+    assert (block.routed_scaling or 1.0) == getattr(theirs, "routed_scaling_factor", 1.0)
     assert shape.tie_embeddings == theirs.tie_word_embeddings
     assert shape.norm_eps == theirs.rms_norm_eps
-    assert shape.activation == ("clamped_swiglu" if family == "gpt_oss" else theirs.hidden_act)
-    assert shape.sliding_window == (theirs.sliding_window if family == "gpt_oss" else 0)
+    assert block.activation == ("clamped_swiglu" if family == "gpt_oss" else theirs.hidden_act)
+    assert block.sliding_window == (theirs.sliding_window if family == "gpt_oss" else 0)
     if family == "gpt_oss":
         assert (shape.rope_scaling or {}).items() <= theirs.rope_parameters.items()
     assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
     assert shape.rotary_fraction == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
-    shared = getattr(theirs, "n_shared_experts", 0) * shape.expert_ffn_hidden_size
-    assert shape.shared_ffn_hidden_size == getattr(
+    shared = getattr(theirs, "n_shared_experts", 0) * block.expert_ffn_hidden_size
+    assert block.shared_ffn_hidden_size == getattr(
         theirs, "shared_expert_intermediate_size", shared
     )
     if family in HYBRID:
         linear = [kind == "linear_attention" for kind in theirs.layer_types]
-        assert [i in shape.linear_layers for i in range(shape.num_layers)] == linear
+        assert [i in block.linear_layers for i in range(shape.num_layers)] == linear
         heads = (
-            shape.linear_key_heads,
-            shape.linear_value_heads,
-            shape.linear_key_dim,
-            shape.linear_value_dim,
+            block.linear_key_heads,
+            block.linear_value_heads,
+            block.linear_key_dim,
+            block.linear_value_dim,
         )
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
         assert heads == tuple(getattr(theirs, f"linear_{name}") for name in names)
-        assert shape.linear_kernel == theirs.linear_conv_kernel_dim
-    assert shape.norm_topk_prob == getattr(
+        assert block.linear_kernel == theirs.linear_conv_kernel_dim
+    assert block.norm_topk_prob == getattr(
         theirs, "norm_topk_prob", family in ("mixtral", "gpt_oss", "qwen3_5_moe_text")
     )
 
@@ -761,7 +761,7 @@ def test_published_configurations_of_qwen3_6_and_3_8_are_read() -> None:
         return ModelShape.from_hf_config({"model_type": family, "text_config": text, **outer})
 
     found = shape(dense)
-    assert found.linear_layers == tuple(i for i in range(64) if i % 4 != 3)
+    assert traits(found).linear_layers == [i for i in range(64) if i % 4 != 3]
     assert (found.rope_theta, found.rotary_fraction, found.rope_scaling) == (1e7, 0.25, None)
     assert shape(dense, tie_word_embeddings=True).tie_embeddings
     assert not shape(
@@ -770,7 +770,7 @@ def test_published_configurations_of_qwen3_6_and_3_8_are_read() -> None:
     sizes = {"num_hidden_layers": 40, "hidden_size": 2048, "num_attention_heads": 16}
     experts = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
     moe = published(**sizes, **experts, mlp_only_layers=[], model_type="qwen3_5_moe_text")
-    assert len(shape(moe).expert_layers) == 40 and shape(moe).norm_topk_prob
+    assert len(shape(moe).expert_layers) == 40 and traits(shape(moe)).norm_topk_prob
     for text, message in (
         ({**dense, "output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
         ({**moe, "norm_topk_prob": False}, "norm_topk_prob is false; transformers always"),

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import shape_of
 
+from rlhf_mc.architectures.run_shapes import router_replay
 from rlhf_mc.config import paths
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import router_replay
 from rlhf_mc.data.source import write_prompts
 from rlhf_mc.runtime import error_report
 from rlhf_mc.setup.early_checks import check_early
@@ -259,9 +260,8 @@ def test_settings_that_do_not_fit_the_world_size_or_files(
         (["critic.megatron.pipeline_model_parallel_size=3"],
          "critic.megatron.pipeline_model_parallel_size: 3 does not divide the model's 4 layers"),
         (["actor.megatron.context_parallel_size=3", "actor.megatron.cp_comm_type=a2a"],
-         "actor.megatron.cp_comm_type: 'a2a' needs KV heads that "
-         "actor.megatron.context_parallel_size 3 divides; a "
-         "tensor-parallel rank has 2 of the model's 2: set it to p2p (model.path)"),
+         "actor.megatron.cp_comm_type is 'a2a'; it needs KV heads that context_parallel_size 3 "
+         "divides, and a tensor-parallel rank has 2 of the model's 2: set it to p2p (model.path)"),
         (["data.max_response_length=200"], ("216 tokens, more than the model's "
                                            "max_position_embeddings 128")),
     ],
@@ -306,12 +306,13 @@ def test_settings_that_balance_experts_need_them(directory: Path) -> None:
 def test_experts_are_replayed_by_default(directory: Path) -> None:
     _edit(directory, **EXPERTS)
     cfg = load_config(str(directory / "config.yaml"))
-    assert router_replay(cfg, has_experts=True, has_linear_attention=False) == "rollout"
-    assert router_replay(cfg, has_experts=False, has_linear_attention=False) == "off"
-    assert router_replay(cfg, has_experts=True, has_linear_attention=True) == "recompute"
+    hybrid = shape_of("qwen3_next")
+    assert router_replay(cfg, shape_of("qwen3_moe")) == "rollout"
+    assert router_replay(cfg, shape_of("qwen3")) == "off"
+    assert router_replay(cfg, hybrid) == "recompute"
     with pytest.raises(UserError, match="vLLM returns no experts of a model with linear attention"):
         router_replay(
-            replace(cfg, algorithm=replace(cfg.algorithm, router_replay="rollout")), True, True
+            replace(cfg, algorithm=replace(cfg.algorithm, router_replay="rollout")), hybrid
         )
     bypass = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.router_replay=recompute"]
     assert (

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from families import traits
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from published import CONFIGS, LLAMA_3_70B, model_path
 
@@ -187,12 +188,13 @@ def test_70b_layout() -> None:
 
 def state_bytes(shape: ModelShape, megatron: MegatronConfig, replicas: int, stage: int) -> float:
     """Return the bytes of weights, gradients and optimizer state of one rank of a stage."""
+    block = traits(shape)
     itemsize = 2 if megatron.dtype == "bfloat16" else 4
     stages = megatron.pipeline_model_parallel_size
     per_layer = shape.hidden_size * (
-        2 * shape.num_heads * shape.head_dim
-        + 2 * shape.num_kv_heads * shape.head_dim
-        + 3 * shape.ffn_hidden_size
+        2 * block.num_heads * block.head_dim
+        + 2 * block.num_kv_heads * block.head_dim
+        + 3 * block.ffn_hidden_size
     )
     at_ends = shape.vocab_size * shape.hidden_size * (stage in (0, stages - 1))
     params = (
@@ -206,9 +208,10 @@ def layer_bytes(shape: ModelShape, megatron: MegatronConfig) -> float:
     """Return the bytes per token that a layer stores on a rank for its backward pass with
     Transformer Engine and sequence parallelism, without recomputation: the sum in
     configs/ppo_70b.yaml."""
+    block = traits(shape)
     assert megatron.sequence_parallel and megatron.recompute_granularity is None
-    keys = shape.num_kv_heads * shape.head_dim
-    per_token = 7 * shape.hidden_size + 3 * keys + 3 * shape.ffn_hidden_size
+    keys = block.num_kv_heads * block.head_dim
+    per_token = 7 * shape.hidden_size + 3 * keys + 3 * block.ffn_hidden_size
     return 2 * per_token / megatron.tensor_model_parallel_size
 
 
@@ -355,7 +358,7 @@ def test_planner_agrees_on_70b(chunks: str) -> None:
     megatron = load_config(str(REPO / "configs/ppo_70b.yaml"), [f"{key}={chunks}"]).actor.megatron
     shape = ModelShape.from_hf_config(LLAMA_3_70B)
     mesh = Mesh(64, 8, 4, vpp=megatron.virtual_pipeline_model_parallel_size or 1)
-    found = activations.layer_bytes(shape, megatron, transformer_engine=True)
+    found = activations.layer_bytes(shape.layers[0], shape, megatron, transformer_engine=True)
     # the log-sum-exp is not in the sum
     assert found.stored == pytest.approx(layer_bytes(shape, megatron), rel=0.002)
     layouts_of_ranks = training_layouts(shape, mesh, transformer_engine=True)

@@ -9,9 +9,14 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM
 
-from rlhf_mc.models.gpt_model import scale_embeddings
+from rlhf_mc.models.gpt_model import STEPS, scale_embeddings
 from rlhf_mc.models.layers import ZeroCenteredRMSNorm
-from rlhf_mc.rollout.experts import fused_moe
+from rlhf_mc.rollout.cpu_experts import fused_moe
+
+
+def test_each_step_of_an_assembly_has_its_reason() -> None:
+    assert len({step.__name__ for step in STEPS}) == len(STEPS)
+    assert all("\n\n    Reason: " in str(step.__doc__) for step in STEPS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,7 +37,9 @@ def test_gemma_norm_and_embeddings_round_like_transformers(dtype: torch.dtype) -
     torch.nn.init.normal_(theirs.norm.weight)
     tokens = torch.arange(50)
     embedding = torch.nn.Embedding.from_pretrained(theirs.embed_tokens.weight.detach())
-    scale_embeddings(SimpleNamespace(embedding=embedding), 96)
+    shape = SimpleNamespace(hidden_size=96, scaled_embeddings=True)
+    model = SimpleNamespace(embedding=embedding)
+    scale_embeddings(SimpleNamespace(model=model, shape=shape, is_first=True))
     states = embedding(tokens)
     assert states.dtype == dtype and torch.equal(states, theirs.embed_tokens(tokens))
     norm = ZeroCenteredRMSNorm(

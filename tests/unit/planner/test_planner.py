@@ -408,8 +408,9 @@ def test_reserved_memory_has_a_part_for_each_communicator(
 def test_float32_attention_on_a_gpu_stores_repeated_keys_and_values() -> None:
     """Compare with bfloat16, which is half as large but for numbers in float32 in both."""
     shape = ModelShape.from_hf_config(CONFIGS["llama-3-70b"])
+    layer = shape.layers[0]
     narrow, wide = (
-        activations.layer_bytes(shape, MegatronConfig(dtype=dtype), transformer_engine=True).stored
+        activations.layer_bytes(layer, shape, MegatronConfig(dtype=dtype), True).stored
         for dtype in ("bfloat16", "float32")
     )
     in_float32 = 4 * (64 + 2)

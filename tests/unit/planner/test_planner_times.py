@@ -4,12 +4,11 @@ change."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from documents import ROOT
-from families import shape_of
+from families import changed, shape_of, traits
 from published import PLAN_70B
 
 from rlhf_mc.planner.__main__ import main
@@ -155,12 +154,13 @@ def test_directions(times: Any) -> None:
 
 
 def test_engine_steps_read_the_experts_that_are_used() -> None:
-    shape = replace(
+    shape = changed(
         shape_of("qwen3_moe"), num_layers=1, num_experts=8, experts_per_token=2, vocab_size=0
     )
-    expert = 3 * shape.hidden_size * shape.expert_ffn_hidden_size
+    block = traits(shape)
+    expert = 3 * shape.hidden_size * block.expert_ffn_hidden_size
     rest = decode_weight_bytes(shape, 1, 1, 1, 1) - 2 * expert
-    assert rest == shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    assert rest == shape.hidden_size * block.head_dim * 2 * (block.num_heads + block.num_kv_heads)
     # 8 (1 - (6 / 8)^2)
     assert decode_weight_bytes(shape, 1, 1, 1, 2) == pytest.approx(rest + 3.5 * expert)
     assert decode_weight_bytes(shape, 1, 1, 1, 1000) == pytest.approx(rest + 8 * expert)

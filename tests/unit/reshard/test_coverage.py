@@ -40,7 +40,7 @@ def test_layouts_cover_the_checkpoint(family: str, mesh: Mesh, value_head: bool)
     found = training_coverage(shape, mesh, training_layouts(shape, mesh))
     sizes = logical_shapes(shape).values()
     assert (found.num_tensors, found.num_elements) == (len(sizes), sum(map(math.prod, sizes)))
-    assert found.num_held >= found.num_elements * (1 if shape.has_experts else mesh.replicas)
+    assert found.num_held >= found.num_elements * (1 if shape.num_experts else mesh.replicas)
     assert mesh.world > 1 or found.num_held == found.num_elements
 
 

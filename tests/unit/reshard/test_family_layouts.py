@@ -6,13 +6,15 @@ stack, independently of layout.py.
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from families import EXTRA, shape_of
+from families import EXTRA, shape_of, traits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_ranks import (
@@ -30,9 +32,12 @@ from rlhf_mc.architectures.hf_config import HYBRID
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.reshard.execute import LocalTensors
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,
+    Shard,
+    Stack,
     check_mcore,
     hf_layout,
     logical_shapes,
@@ -40,8 +45,8 @@ from rlhf_mc.reshard.layout import (
 )
 from rlhf_mc.reshard.model_checks import check_layout, cp_comm_type
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
-from rlhf_mc.reshard.plan import Plan, make_plan
-from rlhf_mc.rollout.vllm_layout import check_vllm, local_tensors, parameter_shapes, vllm_layout
+from rlhf_mc.reshard.plan import Plan, _SenderBalancer, make_plan
+from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 MIXTRAL = {
@@ -73,17 +78,18 @@ def renamed(name: str, parts: dict[str, str]) -> str:
 def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
     """Return Megatron's name in the layer -> the layer's norms, which are replicated on every
     rank."""
+    block = traits(shape)
     hf = f"model.layers.{i}."
     out = {
         "input_layernorm.weight": full[hf + "input_layernorm.weight"],
         "pre_mlp_layernorm.weight": full[hf + "post_attention_layernorm.weight"],
     }
-    if shape.kv_lora_rank:
-        for x in ("q", "kv") if shape.q_lora_rank else ("kv",):
+    if block.kv_lora_rank:
+        for x in ("q", "kv") if block.q_lora_rank else ("kv",):
             out[f"self_attention.{x}_layernorm.weight"] = full[
                 f"{hf}self_attn.{x}_a_layernorm.weight"
             ]
-    if shape.qk_norm and i not in shape.linear_layers:
+    if block.qk_norm and i not in block.linear_layers:
         out["self_attention.q_layernorm.weight"] = full[hf + "self_attn.q_norm.weight"]
         out["self_attention.k_layernorm.weight"] = full[hf + "self_attn.k_norm.weight"]
     return out
@@ -98,7 +104,7 @@ def latent_mcore(full: dict, shape: ModelShape, i: int, t: int, tp: int) -> dict
         "linear_kv_up_proj": full[hf + "kv_b_proj.weight"].chunk(tp)[t],
         "linear_proj": full[hf + "o_proj.weight"].chunk(tp, 1)[t],
     }
-    if shape.q_lora_rank:
+    if traits(shape).q_lora_rank:
         out["linear_q_down_proj"] = full[hf + "q_a_proj.weight"]
         out["linear_q_up_proj"] = full[hf + "q_b_proj.weight"].chunk(tp)[t]
     else:
@@ -112,7 +118,7 @@ def latent_vllm(full: dict, shape: ModelShape, i: int, t: int, tp: int) -> dict[
     hf = f"model.layers.{i}.self_attn."
     latents = full[hf + "kv_a_proj_with_mqa.weight"]
     out = {hf + "kv_b_proj.weight": full[hf + "kv_b_proj.weight"].chunk(tp)[t]}
-    if not shape.q_lora_rank:
+    if not traits(shape).q_lora_rank:
         query = hf + "q_proj.weight"
         return out | {hf + "kv_a_proj_with_mqa.weight": latents, query: full[query].chunk(tp)[t]}
     out[hf + "fused_qkv_a_proj.weight"] = torch.cat([full[hf + "q_a_proj.weight"], latents])
@@ -124,20 +130,21 @@ def delta_net(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of a layer's delta net on a Megatron-Core rank and on a vLLM rank, by
     their names there."""
+    block = traits(shape)
     hf = f"model.layers.{i}.linear_attn."
-    keys = shape.linear_key_heads
-    values = shape.linear_value_heads
+    keys = block.linear_key_heads
+    values = block.linear_value_heads
     sizes = (
-        shape.linear_key_dim,
-        shape.linear_key_dim,
-        *2 * (values // keys * shape.linear_value_dim,),
+        block.linear_key_dim,
+        block.linear_key_dim,
+        *2 * (values // keys * block.linear_value_dim,),
     )
-    if shape.split_delta_nets:
-        return split_delta_net(full, shape, hf, t, tp)
+    if block.split_delta_nets:
+        return split_delta_net(full, block, hf, t, tp)
     of_heads = full[hf + "in_proj_qkvz.weight"].unflatten(0, (keys, -1)).split(sizes, dim=1)
     of_heads += full[hf + "in_proj_ba.weight"].unflatten(0, (keys, -1)).chunk(2, dim=1)
     conv = full[hf + "conv1d.weight"].split(
-        (keys * sizes[0], keys * sizes[0], values * shape.linear_value_dim)
+        (keys * sizes[0], keys * sizes[0], values * block.linear_value_dim)
     )
     same = {name: full[hf + name].chunk(tp)[t] for name in ("A_log", "dt_bias")}
     same |= {
@@ -156,11 +163,11 @@ def delta_net(
 
 
 def split_delta_net(
-    full: dict, shape: ModelShape, hf: str, t: int, tp: int
+    full: dict, block: SimpleNamespace, hf: str, t: int, tp: int
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return what delta_net does, of projections in four tensors."""
-    keys = shape.linear_key_heads * shape.linear_key_dim
-    sizes = (keys, keys, shape.linear_value_heads * shape.linear_value_dim)
+    keys = block.linear_key_heads * block.linear_key_dim
+    sizes = (keys, keys, block.linear_value_heads * block.linear_value_dim)
 
     def of_rank(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor.chunk(tp)[t] for tensor in tensors])
@@ -183,6 +190,7 @@ def expected_mcore(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a Megatron-Core rank without pipeline parallelism. e of ep: its
     expert-parallel rank."""
+    block = traits(shape)
     full = checkpoint(shape)
     out = {}
     rows = padded_vocab_size(shape.vocab_size, tp)
@@ -193,44 +201,44 @@ def expected_mcore(
         hf = f"model.layers.{i}."
         mc = f"decoder.layers.{i}."
         out |= {mc + name: norm for name, norm in norms(full, shape, i).items()}
-        if shape.kv_lora_rank:
+        if block.kv_lora_rank:
             out |= {
                 mc + name: tensor for name, tensor in latent_mcore(full, shape, i, t, tp).items()
             }
-        if i in shape.linear_layers:
+        if i in block.linear_layers:
             part = "self_attention."
             out |= {
                 mc + part + name: tensor
                 for name, tensor in delta_net(full, shape, i, t, tp)[part].items()
             }
-        attends = not shape.kv_lora_rank and i not in shape.linear_layers
-        for kind in (["weight"] + ["bias"] * shape.qkv_bias) * attends:
+        attends = not block.kv_lora_rank and i not in block.linear_layers
+        for kind in (["weight"] + ["bias"] * block.qkv_bias) * attends:
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"] for x in "qkv"]
-            if shape.attention_gate:
-                qkv = [*qkv[0].unflatten(0, (shape.num_heads, 2, -1)).unbind(1), *qkv[1:]]
+            if block.attention_gate:
+                qkv = [*qkv[0].unflatten(0, (block.num_heads, 2, -1)).unbind(1), *qkv[1:]]
                 qkv[:2] = (x.flatten(0, 1) for x in qkv[:2])
-            grouped = torch.cat([x.unflatten(0, (shape.num_kv_heads, -1)) for x in qkv], dim=1)
+            grouped = torch.cat([x.unflatten(0, (block.num_kv_heads, -1)) for x in qkv], dim=1)
             out[f"{mc}self_attention.linear_qkv.{kind}"] = grouped.flatten(0, 1).chunk(tp)[t]
         if attends:
             out[mc + "self_attention.linear_proj.weight"] = full[
                 hf + "self_attn.o_proj.weight"
             ].chunk(tp, 1)[t]
-        if shape.o_bias:
+        if block.o_bias:
             out[mc + "self_attention.linear_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
-        if shape.sinks:
+        if block.sinks:
             out[mc + "self_attention.core_attention.softmax_offset"] = full[
                 hf + "self_attn.sinks"
             ].chunk(tp)[t]
         num_experts = shape.num_experts if i in shape.expert_layers else 0
         if num_experts:
             out[mc + "mlp.router.weight"] = full[hf + "mlp.gate.weight"]
-        if num_experts and shape.mlp_bias:
+        if num_experts and block.mlp_bias:
             out[mc + "mlp.router.bias"] = full[hf + "mlp.gate.bias"]
-        if num_experts and shape.sigmoid_router:
+        if num_experts and block.sigmoid_router:
             out[mc + "mlp.router.expert_bias"] = full[hf + "mlp.gate.e_score_correction_bias"]
-        if num_experts and shape.shared_expert_gate:
+        if num_experts and block.shared_expert_gate:
             out[mc + "mlp.shared_experts.gate_weight"] = full[hf + "mlp.shared_expert_gate.weight"]
-        if num_experts and shape.shared_ffn_hidden_size:
+        if num_experts and block.shared_ffn_hidden_size:
             gate, up, down = (
                 full[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down")
             )
@@ -247,7 +255,7 @@ def expected_mcore(
             gate, up, down = (full[f"{hf}{source}{x}_proj.weight"] for x in ("gate", "up", "down"))
             out[mc + local + "linear_fc1.weight"] = torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
             out[mc + local + "linear_fc2.weight"] = down.chunk(tp, 1)[t]
-            if shape.mlp_bias:
+            if block.mlp_bias:
                 gate, up = (full[f"{hf}{source}{x}_proj.bias"].chunk(tp)[t] for x in ("gate", "up"))
                 out[mc + local + "linear_fc1.bias"] = torch.cat([gate, up])
                 out[mc + local + "linear_fc2.bias"] = full[f"{hf}{source}down_proj.bias"]
@@ -277,6 +285,7 @@ def as_transformer_engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a vLLM rank. All experts of a layer are stacked, and each is split."""
+    block = traits(shape)
     full = checkpoint(shape)
     out = {}
     rows = padded_vocab_size(shape.vocab_size, 1)
@@ -288,25 +297,25 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
         out |= {
             n: x for n, x in full.items() if n.startswith(hf) and any(part in n for part in same)
         }
-        if i in shape.linear_layers:
+        if i in block.linear_layers:
             part = "linear_attn."
             out |= {
                 hf + part + name: tensor
                 for name, tensor in delta_net(full, shape, i, t, tp)[part].items()
             }
-        attends = not shape.kv_lora_rank and i not in shape.linear_layers
-        if shape.kv_lora_rank:
+        attends = not block.kv_lora_rank and i not in block.linear_layers
+        if block.kv_lora_rank:
             out |= latent_vllm(full, shape, i, t, tp)
-        for kind in (["weight"] + ["bias"] * shape.qkv_bias) * attends:
+        for kind in (["weight"] + ["bias"] * block.qkv_bias) * attends:
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"].chunk(tp)[t] for x in "qkv"]
             out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(qkv)
-        if i not in shape.linear_layers:
+        if i not in block.linear_layers:
             out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[
                 t
             ]
-        if shape.o_bias:
+        if block.o_bias:
             out[hf + "self_attn.o_proj.bias"] = full[hf + "self_attn.o_proj.bias"]
-        if shape.sinks:
+        if block.sinks:
             out[hf + "self_attn.sinks"] = full[hf + "self_attn.sinks"].chunk(tp)[t]
         num_experts = shape.num_experts if i in shape.expert_layers else 0
         sources = [f"{hf}mlp.experts.{n}." for n in range(num_experts)] or [hf + "mlp."]
@@ -315,7 +324,7 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
             for s in sources
         ]
         down = [full[s + "down_proj.weight"].chunk(tp, 1)[t] for s in sources]
-        if num_experts and shape.shared_ffn_hidden_size:
+        if num_experts and block.shared_ffn_hidden_size:
             shared = hf + "mlp.shared_experts."
             halves = [full[f"{shared}{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]
             out[shared + "gate_up_proj.weight"] = torch.cat(halves)
@@ -342,10 +351,7 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
             ".self_attn.": ".attn.",
             "model.embed_tokens": "model.embedding",
         }
-        return local_tensors(
-            vllm_layout(shape, t, tp),
-            {renamed(name, parts): tensor for name, tensor in out.items()},
-        )
+        return {renamed(name, parts): tensor for name, tensor in out.items()}
     return out
 
 
@@ -375,7 +381,7 @@ def fill(layout: Layout, shape: ModelShape) -> dict[str, torch.Tensor]:
     for shard in layout.shards:
         block = full[shard.tensor][tuple(slice(*sides) for sides in shard.box)]
         lead = len(shard.offset) - len(shard.box)
-        target = out[shard.local][shard.offset[:lead]]
+        target = LocalTensors(out).whole(shard.local)[shard.offset[:lead]]
         target[
             tuple(slice(at, at + n) for at, n in zip(shard.offset[lead:], block.shape, strict=True))
         ] = block
@@ -529,7 +535,7 @@ def test_plan_of_64_ranks_is_at_its_bound(family: str) -> None:
 
 def test_parameters_of_vllm_with_rows_of_gate_and_up_in_turn() -> None:
     layout = vllm_layout(shape_of("gpt_oss"), 1, 2)
-    shapes = parameter_shapes(layout)
+    shapes = layout.shapes
     experts = "model.layers.0.mlp.experts.routed_experts."
     assert shapes[experts + "w13_weight"] == (4, 4, 6) and shapes[experts + "w13_bias"] == (4, 4)
     assert shapes["model.layers.0.attn.sinks"] == (2,) and shapes["model.embedding.weight"] == (
@@ -554,6 +560,17 @@ def test_plan_size_is_independent_of_the_number_of_experts() -> None:
     many = plan_of_experts(64, 1 << 20)
     assert size(few) == size(many)
     assert sum(many.received_bytes) > 6 * sum(few.received_bytes) > 0
+
+
+def test_only_stacks_of_experts_are_split_between_experts() -> None:
+    """Use the bias of stacked experts, of two dimensions, and a convolution's weight, of three."""
+    balancer = _SenderBalancer(8, 1 << 16)
+    stack = Shard(Stack("e", ".bias"), ((0, 3), (0, 4)), "all", (0, 0))
+    assert balancer.split(stack, stack.box, 2, 1, 1) == [((0, 3), (0, 2)), ((0, 3), (2, 4))]
+    weight = Shard("conv1d.weight", ((0, 3), (0, 1), (0, 4)), "weight", (0, 0, 0))
+    parts = [((0, 1), (0, 1), (0, 4)), ((1, 3), (0, 1), (0, 4))]
+    assert balancer.split(weight, weight.box, 2, 1, 1) == parts
+    assert pickle.loads(pickle.dumps(stack)).tensor.member(2) == "e2.bias"
 
 
 def test_stacked_experts_fit_into_buckets() -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
+from families import changed
 from simulated_ranks import SimulatedMesh, check_movement, expected_vllm, make_shape
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -185,7 +185,7 @@ def test_an_engine_that_fits_in_a_node_does_not_leave_it() -> None:
     """Training TP 16 over two nodes of 8, rollout TP 8: at a stride of 2 each engine would be on
     both nodes."""
     shape = SHAPES["heads"]
-    shape = replace(shape, num_heads=64, num_kv_heads=64, ffn_hidden_size=128, vocab_size=1024)
+    shape = changed(shape, num_heads=64, num_kv_heads=64, ffn_hidden_size=128, vocab_size=1024)
     mesh = Mesh(32, 16, 1)
     groups = choose_rollout_groups(shape, mesh, 8, vllm_layout, ranks_per_node=8)
     assert sorted(itertools.chain(*groups)) == list(range(32))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import shape_of
+from families import shape_of, traits
 from megatron.core.transformer.moe.router import TopKRouter
 from simulated_ranks import make_shape
 
@@ -35,13 +35,14 @@ def test_neighbouring_ranks_of_vllm_have_the_same_kv_head(
     num_kv_heads: int, tp: int, wanted: list[int]
 ) -> None:
     shape = make_shape(num_kv_heads=num_kv_heads)
+    block = traits(shape)
     for name in ("k_proj", "v_proj"):
         tensor = f"model.layers.0.self_attn.{name}.weight"
         boxes = [
             next(s.box for s in vllm_layout(shape, t, tp).shards if s.tensor == tensor)
             for t in range(tp)
         ]
-        heads = [(head * shape.head_dim, (head + 1) * shape.head_dim) for head in wanted]
+        heads = [(head * block.head_dim, (head + 1) * block.head_dim) for head in wanted]
         assert [rows for rows, _ in boxes] == heads
 
 

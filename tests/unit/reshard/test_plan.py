@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from families import traits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_ranks import (
@@ -50,7 +51,9 @@ def meshes(draw, value_heads: tuple[bool, ...] = (False,)) -> SimulatedMesh:
 def rollout_ranks(mesh: SimulatedMesh, draw) -> list[tuple[int, int]]:
     """Return (tp_rank, tp_size) of each rank, for groups of arbitrary ranks: at a stride or across
     stages too."""
-    sizes = [n for n in (1, 2, 4, 8) if mesh.world % n == 0 and mesh.shape.num_heads % n == 0]
+    sizes = [
+        n for n in (1, 2, 4, 8) if mesh.world % n == 0 and traits(mesh.shape).num_heads % n == 0
+    ]
     tp = draw(st.sampled_from(sizes))
     return [(t, tp) for t in draw(st.permutations([r % tp for r in range(mesh.world)]))]
 

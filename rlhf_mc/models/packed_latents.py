@@ -15,6 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn.functional import linear
 
+from rlhf_mc.architectures.latent_attention import LatentAttention
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.models.layers import PackedSequences, mark_sequence_parallel
 
@@ -33,7 +34,7 @@ class DuplicatedLinear(torch.nn.Module):
         return linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]), None
 
 
-class LatentAttention(MLASelfAttention):
+class PackedLatents(MLASelfAttention):
     """Megatron-Core's latent attention, but for its rotation: the original has one operation for
     each sequence, and refuses a PackedSeqParams with local_cp_size, which Transformer Engine's
     attention reads."""
@@ -94,16 +95,19 @@ class LatentAttention(MLASelfAttention):
         return rotated
 
 
-def latent_settings(shape: ModelShape) -> dict[str, Any]:
+def latent_settings(block: LatentAttention, shape: ModelShape) -> dict[str, Any]:
     """Return the settings of MLATransformerConfig. Of its rotary settings Megatron-Core computes
     the scale of the scores; the angles are transformers'."""
     scaling = shape.rope_scaling or {}
     return {
-        "q_lora_rank": shape.q_lora_rank or None,
-        "kv_lora_rank": shape.kv_lora_rank,
-        "qk_head_dim": shape.head_dim - shape.rope_head_dim,
-        "qk_pos_emb_head_dim": shape.rope_head_dim,
-        "v_head_dim": shape.value_dim,
+        "num_attention_heads": block.num_heads,
+        "num_query_groups": block.num_heads,
+        "kv_channels": block.head_dim,
+        "q_lora_rank": block.q_lora_rank or None,
+        "kv_lora_rank": block.kv_lora_rank,
+        "qk_head_dim": block.head_dim - block.rope_head_dim,
+        "qk_pos_emb_head_dim": block.rope_head_dim,
+        "v_head_dim": block.v_head_dim,
         "rope_type": "rope",
         "rotary_scaling_factor": scaling.get("factor", 1.0),
         "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
@@ -114,7 +118,7 @@ def use_latents(spec: Any, norm: Any, is_local: bool) -> None:
     """Complete Megatron-Core's specification of a layer with latent attention. norm: of latent
     vectors in local layers; Transformer Engine's projections contain it."""
     attention_spec = spec.submodules.self_attention
-    attention_spec.module = LatentAttention
+    attention_spec.module = PackedLatents
     if is_local:
         parts = attention_spec.submodules
         parts.linear_q_down_proj = parts.linear_kv_down_proj = DuplicatedLinear
