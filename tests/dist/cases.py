@@ -187,7 +187,7 @@ def params_unlike_export(
 
 def exported_weights(directory: str) -> dict[str, torch.Tensor]:
     weights = {}
-    for path in Path(directory).glob("*.safetensors"):
+    for path in Path(directory).glob("model*.safetensors"):
         with safe_open(path, framework="pt") as file:
             weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return weights
