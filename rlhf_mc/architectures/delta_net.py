@@ -76,17 +76,14 @@ class DeltaNet(Mixer):
 
     def params(self) -> list[Param]:
         """Return its rows."""
-        convolution = {"linear_attn.conv1d": ("linear_qkv", "one", "kernel")}
+        conv1d = "linear_attn.conv1d"
+        convolution = {conv1d: ("linear_qkv", "one", "kernel")}
+        rows = self._query_key_value(conv1d)
         output = {"linear_attn.out_proj": ("hidden", "linear_values")}
         return [
             norm("input_layernorm", "input_layernorm", fused_with="self_attention.in_proj"),
             *(self._split_projections() if self.split_delta_nets else self._projections()),
-            *linear(
-                "self_attention.conv1d",
-                convolution,
-                False,
-                rows=self._query_key_value("linear_attn.conv1d"),
-            ),
+            *linear("self_attention.conv1d", convolution, False, rows=rows),
             *(
                 Param(
                     "layer",
@@ -135,13 +132,8 @@ class DeltaNet(Mixer):
             b: ("linear_heads", "hidden"),
             a: ("linear_heads", "hidden"),
         }
-        return linear(
-            "self_attention.in_proj",
-            tensors,
-            False,
-            {qkv: _QKVZ, z: _QKVZ, b: _BA, a: _BA},
-            rows,
-        )
+        engine = {qkv: _QKVZ, z: _QKVZ, b: _BA, a: _BA}
+        return linear("self_attention.in_proj", tensors, False, engine, rows)
 
     def _query_key_value(self, module: str) -> list[HeadRows]:
         """Return the rows of a tensor with all queries, all keys and all values in turn."""

@@ -99,6 +99,45 @@ _DENSE_FIRST = {
 }
 _GELU: Activation = "gelu_pytorch_tanh"
 
+_QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    {
+        "qk_norm": True,
+        "attention_gate": True,
+        "zero_centered_norms": True,
+        "split_delta_nets": True,
+    },
+    mixers=hybrid_layers,
+    defaults={"head_dim": 256, "num_key_value_heads": 4, **DELTA_NET_DEFAULTS, **_NO_WINDOW},
+    rotary_fraction=0.25,
+    check=check_gated_attention,
+)
+_QWEN_EXPERTS = ExpertNames(shared="shared_expert")
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    traits={**_QWEN3_5.traits, "shared_expert_gate": True},
+    expert_names=_QWEN_EXPERTS,
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "norm_topk_prob": True,
+        "intermediate_size": 512,  # no layer has it
+        "shared_expert_intermediate_size": 512,
+    },
+    fixed={**_SPARSE_STEP, **_DENSE_FIRST},
+    check=check_qwen3_5_moe,
+)
+_QWEN3_NEXT = replace(
+    _QWEN3_5_MOE,
+    architecture="Qwen3NextForCausalLM",
+    traits={**_QWEN3_5_MOE.traits, "split_delta_nets": False},
+    defaults={k: v for k, v in _QWEN3_5_MOE.defaults.items() if k != "intermediate_size"},
+    fixed=_DENSE_FIRST,
+    check=check_gated_attention,
+)
+_NESTED = "model.language_model."
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", config_traits={**_ATTENTION_BIAS, "mlp_bias": "mlp_bias"}),
     "qwen2": Family(
@@ -187,28 +226,7 @@ FAMILIES = {
         fixed=_SPARSE_STEP,
         mixers=latent_layers,
     ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
-        {
-            "qk_norm": True,
-            "attention_gate": True,
-            "zero_centered_norms": True,
-            "shared_expert_gate": True,
-        },
-        mixers=hybrid_layers,
-        expert_names=ExpertNames(shared="shared_expert"),
-        defaults={
-            "head_dim": 256,
-            "num_key_value_heads": 2,
-            "norm_topk_prob": True,
-            "shared_expert_intermediate_size": 512,
-            **DELTA_NET_DEFAULTS,
-            **_NO_WINDOW,
-        },
-        fixed=_DENSE_FIRST,
-        rotary_fraction=0.25,
-        check=check_gated_attention,
-    ),
+    "qwen3_next": _QWEN3_NEXT,
     "mistral": Family(
         "MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}
     ),
@@ -226,48 +244,16 @@ FAMILIES = {
             "num_key_value_heads": 16,
         },
     ),
-}
-
-_QWEN3_5 = Family(
-    "Qwen3_5ForCausalLM",
-    {
-        "qk_norm": True,
-        "attention_gate": True,
-        "zero_centered_norms": True,
-        "split_delta_nets": True,
-    },
-    mixers=hybrid_layers,
-    defaults={"head_dim": 256, "num_key_value_heads": 4, **DELTA_NET_DEFAULTS, **_NO_WINDOW},
-    rotary_fraction=0.25,
-    check=check_gated_attention,
-)
-_QWEN3_5_EXPERTS = ExpertNames(shared="shared_expert")
-_QWEN3_5_MOE = replace(
-    _QWEN3_5,
-    architecture="Qwen3_5MoeForCausalLM",
-    traits={**_QWEN3_5.traits, "shared_expert_gate": True},
-    expert_names=_QWEN3_5_EXPERTS,
-    defaults={
-        **_QWEN3_5.defaults,
-        "num_key_value_heads": 2,
-        "norm_topk_prob": True,
-        "intermediate_size": 512,  # no layer has it
-        "shared_expert_intermediate_size": 512,
-    },
-    fixed={**_SPARSE_STEP, **_DENSE_FIRST},
-    check=check_qwen3_5_moe,
-)
-_NESTED = "model.language_model."
-FAMILIES |= {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,
     "qwen3_5": replace(_QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", prefix=_NESTED),
     "qwen3_5_moe": replace(
         _QWEN3_5_MOE,
         architecture="Qwen3_5MoeForConditionalGeneration",
-        expert_names=replace(_QWEN3_5_EXPERTS, in_one_tensor="halves"),
+        expert_names=replace(_QWEN_EXPERTS, in_one_tensor="halves"),
         prefix=_NESTED,
     ),
 }
+
 SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Other values of model_type -> the family that computes the same, as vLLM reads them."""
