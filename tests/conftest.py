@@ -72,10 +72,12 @@ def quickstart_overrides(quickstart_made: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], Workers]]:
     """Return pool(world): the workers of that world size, started at its first use and kept for the
-    session."""
+    session, or until a rank of them has ended."""
     started: dict[int, Workers] = {}
 
     def get(world: int) -> Workers:
+        if world in started and not started[world].is_usable:
+            started.pop(world).close()
         if world not in started:
             started[world] = Workers(world)
         return started[world]
