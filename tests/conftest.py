@@ -10,10 +10,9 @@ from pathlib import Path
 import forked
 import pytest
 from config_files import MINIMAL
+from documents import ROOT
 from lanes import pytest_addoption, pytest_runtestloop  # noqa: F401
 from workers import Workers
-
-ROOT = Path(__file__).parents[1]
 
 # A shell starts a background job with SIGINT ignored, and the programs that tests interrupt would
 # inherit that.
