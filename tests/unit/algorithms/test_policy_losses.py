@@ -35,7 +35,7 @@ def test_every_loss_can_be_set() -> None:
 
 
 def test_losses_that_select_tokens_are_listed() -> None:
-    """The settings name those whose selection reads old log-probs before the update."""
+    """Compare with the settings: a selection reads old log-probs before the update."""
     assert set(SELECTING_LOSSES) == {n for n, loss in POLICY_LOSSES.items() if loss.selection}
 
 
