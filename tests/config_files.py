@@ -12,7 +12,6 @@ from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
 from rlhf_mc.verl.table import key_hint
 
-REPO = Path(__file__).resolve().parents[1]
 MINIMAL = """
 data:
   train_files: train.parquet

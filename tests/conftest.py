@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,9 @@ from pathlib import Path
 import forked
 import pytest
 from config_files import MINIMAL
+from documents import ROOT
 from lanes import pytest_addoption, pytest_runtestloop  # noqa: F401
 from workers import Workers
-
-ROOT = Path(__file__).parents[1]
 
 # A shell starts a background job with SIGINT ignored, and the programs that tests interrupt would
 # inherit that.
@@ -73,7 +73,7 @@ def quickstart_overrides(quickstart_made: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], Workers]]:
     """Return pool(world): the workers of that world size, started at its first use and kept for the
-    session, or until a rank of them has ended."""
+    session, or until a run of theirs has failed or a rank has ended."""
     started: dict[int, Workers] = {}
 
     def get(world: int) -> Workers:
@@ -93,3 +93,17 @@ def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(MINIMAL)
     return path
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Return name -> bytes of each file when it was last synced to disk."""
+    sizes: dict[str, int] = {}
+    fsync = os.fsync
+
+    def recorded_fsync(descriptor: int) -> None:
+        sizes[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    return sizes

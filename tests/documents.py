@@ -1,4 +1,4 @@
-"""The repository's root and the texts of its pages, for tests of these."""
+"""The repository's root and the texts of its pages."""
 
 from __future__ import annotations
 

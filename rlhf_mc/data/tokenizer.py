@@ -177,8 +177,8 @@ class ChatTokenizer:
 
     Control tokens are the special tokens of the tokenizer, and others that it has as a whole and
     that the chat template names (DeepSeek's <｜User｜>), except tags such as <tool_call>. A
-    response may have THINK_TAGS, since templates look for them there. Chats without a
-    written control token have the tokens of the rendered text."""
+    response may have THINK_TAGS, since templates look for them there. Chats without a written
+    control token have the tokens of the rendered text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

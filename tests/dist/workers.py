@@ -133,11 +133,15 @@ class Workers:
         return "\n".join(Path(path).read_text() for path in self._stacks)
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """Return each rank's result. Fail the test with the stack of the first rank that raised."""
+        """Return each rank's result. Fail the test if a rank raised or has ended: with a line for
+        each such rank, then their stacks. The ranks are then not used again."""
         outcomes = self.outcomes(function, **kwargs)
-        for rank, (ok, value) in enumerate(outcomes):
-            if not ok:
-                pytest.fail(f"rank {rank}: {value[2]}")
+        failures = [(rank, value) for rank, (ok, value) in enumerate(outcomes) if not ok]
+        if failures:
+            self.is_usable = False  # a rank may have left collectives that others have begun
+            lines = [f"rank {rank}: {name}: {message}" for rank, (name, message, _) in failures]
+            stacks = [f"rank {rank}: {stack}" for rank, (_, _, stack) in failures]
+            pytest.fail("\n".join([*lines, *stacks]))
         return [value for _, value in outcomes]
 
     def close(self) -> None:

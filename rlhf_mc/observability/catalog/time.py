@@ -100,8 +100,8 @@ is higher. What is recomputed does not count, and frozen tensors count as traine
 
 The peak of a GPU is the data sheet's rate of dense bfloat16 products (`rlhf_mc/planner/gpus.py`),
 whatever the dtype. Of a CPU, and of a GPU that is not in that table, each rank measures it at its
-first step: the fastest of five products
-of large matrices in the actor's dtype, which differs by some percent from start to start."""
+first step: the fastest of five products of large matrices in the actor's dtype, which differs by
+some percent from start to start."""
 
 SPEED = Section(
     "Speed",

@@ -14,7 +14,7 @@ import torch
 
 from rlhf_mc.algorithms.losses import aggregation_weights
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, covariances
-from rlhf_mc.config.algorithm_schema import LossMode, PolicyLossConfig
+from rlhf_mc.config.algorithm_schema import SELECTING_LOSSES, LossMode, PolicyLossConfig
 from rlhf_mc.config.schema import ActorConfig
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.trainer import update
@@ -32,6 +32,11 @@ TAU_NEG = 2.0
 
 def test_every_loss_can_be_set() -> None:
     assert {*POLICY_LOSSES, "custom"} == set(get_args(LossMode))
+
+
+def test_losses_that_select_tokens_are_listed() -> None:
+    """Compare with the settings: a selection reads old log-probs before the update."""
+    assert set(SELECTING_LOSSES) == {n for n, loss in POLICY_LOSSES.items() if loss.selection}
 
 
 def mini_batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:

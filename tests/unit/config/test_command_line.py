@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 import rlhf_mc
 from rlhf_mc import command_line
@@ -22,9 +23,8 @@ from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.config.yaml_reader import parse_yaml
 from rlhf_mc.runtime import exit_codes
 
-REPO = Path(__file__).resolve().parents[3]
-CONFIGS = sorted((REPO / "configs").glob("**/*.yaml"))
-QUICKSTART = REPO / "configs" / "quickstart.yaml"
+CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
 def run_program(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +56,7 @@ def test_printed_strings_stay_strings(value: str, tmp_path: Path) -> None:
 
 
 def test_printed_config_repeats_no_inherited_setting(tmp_path: Path) -> None:
-    config = load_config(str(REPO / "configs" / "ppo_70b.yaml"))
+    config = load_config(str(ROOT / "configs" / "ppo_70b.yaml"))
     printed = commented_yaml(config)
     assert printed.count("tensor_model_parallel_size: 8\n") == 2, "the actor's and the engine's"
     sections = parse_yaml(printed, "printed")
@@ -66,7 +66,7 @@ def test_printed_config_repeats_no_inherited_setting(tmp_path: Path) -> None:
         for setting in ("tensor_model_parallel_size=4", "dtype=float32")
     ]
     own += ["ref.megatron.pipeline_model_parallel_size=1", "reward_models.judge.model_path=m"]
-    config = load_config(str(REPO / "configs" / "ppo_70b.yaml"), own)
+    config = load_config(str(ROOT / "configs" / "ppo_70b.yaml"), own)
     sections = parse_yaml(commented_yaml(config), "printed")
     assert sections["critic"]["megatron"] == {"tensor_model_parallel_size": 4, "dtype": "float32"}
     assert sections["ref"]["megatron"] == {"pipeline_model_parallel_size": 1}

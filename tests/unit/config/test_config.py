@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from config_files import MINIMAL, load
+from documents import ROOT
 
 from rlhf_mc.config import algorithm_schema, model_schema, reward_schema, schema, trainer_schema
 from rlhf_mc.config.checks import check_config
@@ -21,8 +22,6 @@ from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.load import dotted_keys, load_config, to_dict
 from rlhf_mc.config.model_schema import TRAINING_ONLY, MegatronConfig
 from rlhf_mc.config.schema import Config, TrainerConfig, layouts
-
-REPO = Path(__file__).resolve().parents[3]
 
 
 def test_minimal_config_has_the_defaults(config_file: Path) -> None:
@@ -285,7 +284,7 @@ def test_every_setting_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((REPO / "configs").glob("**/*.yaml")), ids=lambda path: path.name
+    "path", sorted((ROOT / "configs").glob("**/*.yaml")), ids=lambda path: path.name
 )
 def test_every_shipped_config_loads(path: Path) -> None:
     """Validate it with the smallest world of its layout."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT
 from families import shape_of
 
 from rlhf_mc.architectures.run_shapes import router_replay
@@ -25,7 +26,6 @@ from rlhf_mc.data.source import write_prompts
 from rlhf_mc.runtime import error_report
 from rlhf_mc.setup.early_checks import check_early
 
-REPO = Path(__file__).resolve().parents[3]
 MODEL = {
     "model_type": "qwen2",
     "hidden_size": 128,
@@ -374,7 +374,7 @@ def run_program(directory: Path, *arguments: str, **env: str) -> subprocess.Comp
         "os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))\n"
     )
     (directory / "no_torch" / "torch.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": f"{directory / 'no_torch'}:{REPO}", **env}
+    environment = {**os.environ, "PYTHONPATH": f"{directory / 'no_torch'}:{ROOT}", **env}
     command = [sys.executable, "-m", "rlhf_mc", *arguments]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=500, cwd=directory

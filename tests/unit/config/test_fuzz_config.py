@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from documents import ROOT
 from fuzzing import corruptions, examples, success_or_user_error
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +19,7 @@ from rlhf_mc.config.load import dotted_keys, load_config, to_dict
 
 pytestmark = pytest.mark.slow
 
-REPO = Path(__file__).resolve().parents[3]
-SHIPPED = [path.read_bytes() for path in sorted((REPO / "configs").glob("**/*.yaml"))]
+SHIPPED = [path.read_bytes() for path in sorted((ROOT / "configs").glob("**/*.yaml"))]
 MINIMAL = {
     "data.train_files": "train.parquet",
     "data.train_batch_size": 8,

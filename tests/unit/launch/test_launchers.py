@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 from rlhf_mc.checkpoint import directory
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 STAND_INS = {
     "scontrol": """
 if [[ "$1" == show ]]; then echo node1; exit; fi

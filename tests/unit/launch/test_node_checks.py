@@ -11,6 +11,7 @@ from pathlib import Path
 
 import inputs_70b
 import pytest
+from documents import ROOT
 
 from launch import node_checks, plan_checks, preflight
 from launch.node_checks import Job
@@ -20,7 +21,6 @@ from rlhf_mc.machine import facts
 from rlhf_mc.machine.facts import Driver, InfinibandPort, InstalledGpu
 from rlhf_mc.reshard.layout import logical_shapes
 
-ROOT = Path(__file__).parents[3]
 H100 = InstalledGpu("H100", 81559, 4, (9, 0))
 DRIVER = facts.driver
 """Not the stand-in."""

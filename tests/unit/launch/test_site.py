@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "launch" / "site.example.ini"
 
 

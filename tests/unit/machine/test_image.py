@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 from rlhf_mc.machine import facts
 from rlhf_mc.machine.facts import Library
 
-ROOT = Path(__file__).parents[3]
 PIP = """#!/bin/sh
 echo "$@" >>"$(dirname "$0")/calls"
 case "$1" in

@@ -7,12 +7,12 @@ import resource
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 from rlhf_mc.machine import check, facts
 from rlhf_mc.machine.check import TESTED_VERSIONS, CheckResult
 from rlhf_mc.machine.facts import Driver, InfinibandPort, InstalledGpu, Interface, Library, Torch
 
-ROOT = Path(__file__).resolve().parents[3]
 H100 = InstalledGpu("NVIDIA H100 80GB HBM3", 81559, 0, (9, 0))
 NODE = Driver("580.95.05", (13, 0), [H100] * 8)
 FILES = [f"/dev/nvidia{i}" for i in range(8)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documents import ROOT
 from published import CONFIGS, LLAMA_3_70B, QWEN_3_30B_A3B
 
 from rlhf_mc.architectures.parameters import Param, model_params
@@ -24,7 +24,6 @@ from rlhf_mc.reshard.layout import mcore_layout
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import training_mesh
 
-REPO = Path(__file__).resolve().parents[3]
 MOE = ModelShape.from_hf_config(
     {**QWEN_3_30B_A3B, "num_hidden_layers": 4, "num_experts": 16, "mlp_only_layers": [1]}
 )
@@ -42,7 +41,7 @@ MOE_LAYOUT = MegatronConfig(
 def test_70b_on_one_replica() -> None:
     """Build every shard of the actor and the critic, with one layer in each virtual pipeline chunk
     instead of 5: 32 ranks, of which the config has two replicas."""
-    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"))
+    cfg = load_config(str(ROOT / "configs/ppo_70b.yaml"))
     config = {**LLAMA_3_70B, "num_hidden_layers": 16}
     roles = {
         role: ModelShape.from_hf_config(config, value_head=role == "critic")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -45,17 +44,9 @@ def test_rows_of_later_steps_are_dropped(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_logged_row_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_row_is_synced_to_disk(tmp_path: Path, synced: dict[str, int]) -> None:
     """Sync the row before the checkpoint of its step counts: a crash of the machine must not lose
     it."""
-    synced: dict[str, int] = {}
-    fsync = os.fsync
-
-    def recorded_fsync(descriptor: int) -> None:
-        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
     config = TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl", "tensorboard"])
     sinks = Sinks(config, total_steps=9, run_id="first")
     assert tmp_path.name in synced  # the directory, for the file's name

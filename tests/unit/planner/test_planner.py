@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_files import REPO
-from documents import joined
+from documents import ROOT, joined
 from published import CONFIGS, PLAN_70B
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -32,7 +31,7 @@ GB = 10**9
 
 
 PLAN_SMALL = [
-    str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"),
+    str(ROOT / "configs/ppo_qwen2.5_0.5b.yaml"),
     "--model",
     "qwen2.5-0.5b",
     "--gpus-per-node",
@@ -66,7 +65,7 @@ def test_replayed_experts_take_a_byte_for_each_choice(capsys: pytest.CaptureFixt
     """Check 128 of 512 prompts in an update, on 8 replicas of a stage of 24 layers with 8 experts a
     token."""
     config = [
-        str(REPO / "configs/ppo_qwen3_30b_a3b.yaml"),
+        str(ROOT / "configs/ppo_qwen3_30b_a3b.yaml"),
         "--model",
         "qwen3-30b-a3b",
         "--nodes",
@@ -250,8 +249,8 @@ def test_documented_commands_plan_without_files(
 ) -> None:
     """Run the commands of README, docs and the comments of the configs that name a published
     model."""
-    monkeypatch.chdir(REPO)
-    pages = [REPO / "README.md", *REPO.glob("docs/*.md"), *REPO.glob("configs/*.yaml")]
+    monkeypatch.chdir(ROOT)
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml")]
     texts = [re.sub(r"\n# ", " ", page.read_text()) for page in pages]
     commands = {
         found
@@ -264,7 +263,7 @@ def test_documented_commands_plan_without_files(
 
 
 def test_figures_of_the_gsm8k_page_are_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
-    page = joined((REPO / "docs/gsm8k.md").read_text())
+    page = joined((ROOT / "docs/gsm8k.md").read_text())
     (command,) = re.findall(r"rlhf_mc\.planner (configs/.*)", page)
     assert main([*shlex.split(command), "--model", "qwen2.5-0.5b", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -345,7 +344,7 @@ def test_published_models_have_their_published_size(name: str, billions: float) 
 
 
 def test_every_published_model_is_in_the_wheel() -> None:
-    assert '"rlhf_mc.planner": ["models/*/config.json"]' in (REPO / "setup.py").read_text()
+    assert '"rlhf_mc.planner": ["models/*/config.json"]' in (ROOT / "setup.py").read_text()
     assert {path.name for path in MODELS.iterdir()} == set(PUBLISHED)
 
 
@@ -354,7 +353,7 @@ def test_torch_is_not_imported() -> None:
         "import sys, rlhf_mc.planner.__main__; assert not {'torch', 'numpy', 'vllm'} & "
         "set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def reserved(plan: dict[str, Any]) -> tuple[float, float]:
@@ -387,7 +386,7 @@ def test_reserved_memory_has_a_part_for_each_communicator(
     assert (
         main(
             [
-                str(REPO / f"configs/{config}.yaml"),
+                str(ROOT / f"configs/{config}.yaml"),
                 "--model",
                 model,
                 "--nodes",

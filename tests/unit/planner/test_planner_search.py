@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from config_files import REPO
+from documents import ROOT
 from published import model_path
 
 from rlhf_mc.config.load import read_settings
@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     """Return a function that runs the command with the published model: (code, output, errors)."""
 
     def call(config: str, *arguments: str) -> tuple[int, str, str]:
-        code = main([str(REPO / config), "--model", MODELS[config], *arguments])
+        code = main([str(ROOT / config), "--model", MODELS[config], *arguments])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -69,7 +69,7 @@ def test_written_config_is_the_users_and_fits(
 
     # All that the user has set is kept, unless it was searched for.
     assert path.read_text().startswith("# Written by: python -m rlhf_mc.planner ")
-    users = read_settings(REPO / config, changes)
+    users = read_settings(ROOT / config, changes)
     assert read_settings(path) == {**users, **best["settings"]}
 
     # The command plans the written config as the search did.
@@ -135,7 +135,7 @@ def test_existing_file_is_not_replaced(run: Any, tmp_path: Path) -> None:
 def test_less_memory_takes_more_of_what_saves_it() -> None:
     """Search for two nodes of one GPU each: over both nodes tensor parallelism is used only if
     nothing else fits."""
-    settings = read_settings(REPO / SMALL, [model_path("qwen2.5-0.5b")])
+    settings = read_settings(ROOT / SMALL, [model_path("qwen2.5-0.5b")])
     rates = GPUS["h100"].rates
     assert rates is not None
     found = []

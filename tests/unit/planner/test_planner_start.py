@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from config_files import REPO
+from documents import ROOT
 from published import model_path
 
 from rlhf_mc.config.errors import UserError
@@ -30,7 +30,7 @@ SHORT = tuple(
 
 def config(*overrides: str) -> Config:
     return load_config(
-        str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"),
+        str(ROOT / "configs/ppo_qwen2.5_0.5b.yaml"),
         [model_path("qwen2.5-0.5b"), *SHORT, "trainer.planner=refuse", *overrides],
     )
 
@@ -56,7 +56,7 @@ def test_one_line_where_it_fits(capacity: Capacity, where: str) -> None:
 
 def test_the_line_names_what_is_taken_for_something_else() -> None:
     custom = config(
-        "rollout.name=custom", f"rollout.custom_engine.path={REPO}/examples/transformers_engine.py"
+        "rollout.name=custom", f"rollout.custom_engine.path={ROOT}/examples/transformers_engine.py"
     )
     layers = (
         "; activations are taken as those of Transformer Engine's layers, which are not installed "

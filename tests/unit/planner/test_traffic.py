@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from config_files import REPO
+from documents import ROOT
 from published import model_path
 
 from rlhf_mc.architectures.run_shapes import model_shapes
@@ -34,7 +34,7 @@ def test_received_bytes(kind: str, group: tuple[int, ...], expected: tuple[int, 
 
 
 def traffic_70b(*overrides: str, world: int = WORLD) -> dict[tuple[str, str, str], Traffic]:
-    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [model_path("llama-3-70b"), *overrides])
+    cfg = load_config(str(ROOT / "configs/ppo_70b.yaml"), [model_path("llama-3-70b"), *overrides])
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
     return {
         (t.phase, t.name, t.kind): t

@@ -4,11 +4,11 @@ them."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
+from documents import ROOT
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "gpu"))
+sys.path.append(str(ROOT / "benchmarks" / "gpu"))
 
 import head
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS
 from rlhf_mc.config.load import load_config
 
-ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location(
     "learning_curves", ROOT / "benchmarks" / "learning_curves.py"
 )

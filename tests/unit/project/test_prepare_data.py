@@ -15,12 +15,12 @@ import prepare_data
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from documents import ROOT
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES
 
-REPO = Path(__file__).resolve().parents[3]
-DATA = Path(os.environ.get("RLHF_MC_DATA", REPO.parent / "shared/data"))
+DATA = Path(os.environ.get("RLHF_MC_DATA", ROOT.parent / "shared/data"))
 
 
 def write_lines(path: Path, examples: list[Any]) -> Path:
@@ -343,10 +343,10 @@ def test_the_program_reports_an_error_in_one_line(tmp_path: Path) -> None:
         "--input",
         str(source),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "--output", str(tmp_path)],
-        cwd=REPO,
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,

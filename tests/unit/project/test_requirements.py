@@ -6,14 +6,13 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
-from pathlib import Path
 
 import pytest
+from documents import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-ROOT = Path(__file__).resolve().parents[3]
 GPU_MARKERS = {
     "python_version": "3.12",
     "python_full_version": "3.12.3",

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import report_runs
+from documents import ROOT
 
 from rlhf_mc import run_files
 from rlhf_mc.config.errors import UserError
@@ -26,7 +27,7 @@ from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, read_run
 from rlhf_mc.run_directory import lock as run_lock
 from rlhf_mc.run_files import STALE_SECONDS, read_rows
 
-TOOL = Path(__file__).parents[3] / "tools" / "report.py"
+TOOL = ROOT / "tools" / "report.py"
 
 
 def data_in(page: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
@@ -13,7 +14,7 @@ from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import CustomEngineConfig, RolloutConfig
 from rlhf_mc.rollout.engines import ENGINES, engine_factory
 
-QUICKSTART = Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml"
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 COMPLETE = """
 class Engine:
     title = "own"

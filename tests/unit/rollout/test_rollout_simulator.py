@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 import rollout_simulator as simulator
 from rollout_workload import KINDS, VARIANTS, Workload

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 pytestmark = pytest.mark.slow
 
-REPO = Path(__file__).parents[3]
 OF_VLLM = {
     f"rlhf_mc.rollout.vllm_{name}"
     for name in (
@@ -73,7 +73,7 @@ except UserError as error:
 
 def lines_of(program: str, *arguments: str) -> list[str]:
     """Return the lines that a Python program prints."""
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
     return subprocess.run(
         command, env=environment, check=True, capture_output=True, text=True

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 from config_files import MINIMAL
+from documents import ROOT
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
@@ -48,7 +49,7 @@ def test_first_start(tmp_path: Path) -> None:
     )
     assert start["hosts"] == {socket.gethostname(): 1}
     assert start["config"]["rollout"]["n"] == 3 and "changed" not in start
-    if (Path(__file__).parents[3] / ".git").exists():
+    if (ROOT / ".git").exists():
         assert len(start["git"]["commit"]) == 40 and isinstance(start["git"]["has_changes"], bool)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from config_files import REPO
+from documents import ROOT
 
 HOOK = """
 import os, signal, sys
@@ -36,11 +36,11 @@ def python(
     tmp_path: Path, *arguments: str, stdout: int = subprocess.PIPE, **env: str
 ) -> subprocess.CompletedProcess[str]:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
-    paths = os.pathsep.join([str(tmp_path), str(REPO)])
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     env = {**os.environ, "INTERRUPT_AT": "", "PYTHONUNBUFFERED": "", **env, "PYTHONPATH": paths}
     command = [sys.executable, *arguments]
     return subprocess.run(
-        command, env=env, cwd=REPO, stdout=stdout, stderr=subprocess.PIPE, text=True
+        command, env=env, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True
     )
 
 
