@@ -45,6 +45,7 @@ from rlhf_mc.models.megatron_patches import (
     megatron_calls,
     multiply_as_matrices,
 )
+from rlhf_mc.models.shared_prompts import attend_over_rows
 from rlhf_mc.models.transformer_engine import (
     fp8_settings,
     has_packed_attention,
@@ -174,7 +175,9 @@ class PackedGPT(GPTModel):
     def forward(
         self, *args: Any, packed_seq_params: layers.PackedSequences, **kwargs: Any
     ) -> torch.Tensor:
-        packed = packed_seq_params.for_format(self.qkv_format)
+        packed = packed_seq_params.for_format(
+            "packed" if packed_seq_params.shared else self.qkv_format
+        )
         out: torch.Tensor = super().forward(*args, packed_seq_params=packed, **kwargs)
         return out
 
@@ -402,6 +405,8 @@ def assemble_model(
             prepare_output_biases(model, groups.mesh.tp)
         if groups.mesh.cp > 1:
             rotate_in_context(model, groups)
+        if megatron.share_prompts:
+            attend_over_rows(model, qkv_format)
         _set_rope(model, shape)
         model.to(DTYPES[megatron.dtype])
         if shape.sigmoid_router:
