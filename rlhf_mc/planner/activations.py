@@ -168,6 +168,8 @@ class Pass:
     logits: int
     """Positions at which the output layer is computed: response tokens."""
     num_micro_batches: int
+    rows: float = 0.0
+    """Tokens of whole sequences, for which attention copies shared prompts; 0: none is shared."""
 
 
 def update_peak(
@@ -196,6 +198,7 @@ def update_peak(
         first = 2 * sizes.states + of_kind.ffn + 2 * of_kind.expert_inputs
         recomputed = layer_bytes(part, megatron, cuda).recomputed
         layer = work.tokens * (recomputed + sizes.itemsize * (first + gathered))
+        layer += work.rows * 2 * of_kind.attention * sizes.itemsize  # and their gradients
         if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
             layer += sizes.itemsize * shape.hidden_size * of_kind.ffn
         backward = max(backward, layer)
@@ -236,6 +239,7 @@ def forward_peak(
         # the order of the tokens, as received, and in the order of the experts; and their outputs.
         layer = sizes.states + shape.hidden_size + 3 * of_kind.ffn + 4 * of_kind.expert_inputs
         num_bytes = max(num_bytes, work.tokens * (layer * sizes.itemsize + of_kind.routing))
+        num_bytes = max(num_bytes, work.rows * of_kind.attention * sizes.itemsize)
     if stage < mesh.pp - 1:
         return num_bytes
     states = work.tokens * (sizes.states + shape.hidden_size) * sizes.itemsize

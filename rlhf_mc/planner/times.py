@@ -113,7 +113,8 @@ def passes(
     the rank that holds most. The other arguments are plan_times's."""
     times = []
     for work in phase_work(cfg, shapes, machine.world, lengths):
-        model = _Model(shapes[work.role], layouts(cfg)[work.role], work.mesh, machine, lengths)
+        megatron = layouts(cfg)[work.role]
+        model = _Model(shapes[work.role], megatron, work.mesh, machine, lengths, work.computed)
         parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
         times.append(
             Phase(work.phase, {part: work.passes * seconds for part, seconds in parts.items()})
@@ -131,6 +132,7 @@ class _Model:
         mesh: Mesh,
         machine: Machine,
         lengths: Lengths,
+        computed: float,
     ) -> None:
         self._shape = shape
         self._megatron = megatron
@@ -138,6 +140,7 @@ class _Model:
         self._machine = machine
         self._rate = ProductRate(machine, megatron.dtype, megatron.fp8 is not None)
         self._lengths = lengths
+        self._computed = computed
 
     def forward(self, work: PhasePasses) -> dict[str, float]:
         """Return the parts of a pass without gradients."""
@@ -195,7 +198,7 @@ class _Model:
             "context_parallel_size",
             "cp_comm_type",
         )
-        tokens = PassTokens(self._lengths.total, results, 0.0, 1)
+        tokens = PassTokens(self._computed, results, 0.0, 1)
         of_sequence = _communication(
             self._shape, settings, self._mesh, stage, tokens, self._machine, backward
         )
@@ -235,11 +238,7 @@ class _Model:
             training = stored * extra.training_traffic + recomputed * extra.forward_traffic
             moved += part.num_layers * (training if backward else stored * extra.forward_traffic)
         seconds = {
-            "activations": sequences
-            / mesh.cp
-            * self._lengths.total
-            * moved
-            / self._machine.rates.memory
+            "activations": sequences / mesh.cp * self._computed * moved / self._machine.rates.memory
         }
         if stage == mesh.pp - 1 and not self._shape.value_head:
             passes = extra.training_logits if backward else extra.forward_logits
@@ -272,14 +271,19 @@ class _Model:
         parts = shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage)))
         flops = [forward_flops(part, [self._lengths.total], results) for part in parts]
         output = sequences * flops[0].output if stage == mesh.pp - 1 else 0.0
+        share = self._computed / self._lengths.total
         inner = ForwardFlops(
-            sequences * sum(part.projections for part in flops),
-            sequences * sum(part.feed_forward for part in flops),
+            sequences * share * sum(part.projections for part in flops),
+            sequences * share * sum(part.feed_forward for part in flops),
             sequences * sum(part.attention for part in flops),
             0.0,
         )
-        dense = sequences * sum(
-            f.feed_forward for part, f in zip(parts, flops, strict=True) if not part.has_experts
+        dense = (
+            sequences
+            * share
+            * sum(
+                f.feed_forward for part, f in zip(parts, flops, strict=True) if not part.has_experts
+            )
         )
         seconds = self._rate.seconds(inner)
         end = self._rate.seconds(ForwardFlops(0.0, 0.0, 0.0, output))
