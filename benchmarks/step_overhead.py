@@ -140,7 +140,7 @@ class EnginesAlone:
         from rlhf_mc.models.heads import output_weight
 
         model = engine._ddp[0] if torch.is_grad_enabled() else engine.chunks[0]
-        states = states_at(engine.chunks[0], run_stage(model, micro), micro.logit_positions)[:, 0]
+        states = states_at(engine.chunks[0], run_stage(model, micro), micro)[:, 0]
         out = torch.nn.functional.linear(states, output_weight(engine.chunks[0]))
         if not is_policy:
             return out[:, 0]

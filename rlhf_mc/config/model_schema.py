@@ -74,6 +74,10 @@ class FrozenMegatronConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations. With bfloat16, main parameters and gradient reduction are
     float32."""
+    share_prompts: bool = False
+    """Compute a prompt once for all its responses in a micro-batch (docs/algorithms.md): exact, and
+    for less computation and activation memory where prompts are long beside responses. verl's
+    use_prefix_grouper."""
     fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
     """Multiply matrices in fp8 by a recipe of Transformer Engine, with one scale per tensor
     (compute capability 8.9), per block of 128 (9.0), or per 32 values (10.0). Weights stay in

@@ -103,6 +103,15 @@ DEPENDENCES = (
         f"{LAYOUT}.context_parallel_size of at least 2",
         lambda cfg: cfg.actor.megatron.context_parallel_size > 1,
     ),
+    Dependence(
+        LAYOUT,
+        "share_prompts",
+        f"{LAYOUT}.context_parallel_size 1 or dynamic_context_parallel",
+        lambda cfg: (
+            cfg.actor.megatron.context_parallel_size == 1
+            or cfg.actor.megatron.dynamic_context_parallel
+        ),
+    ),
     _switch(
         "rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"
     ),

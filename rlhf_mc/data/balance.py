@@ -10,7 +10,9 @@ list of lengths.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
 Cost = Callable[[int], float]
@@ -87,7 +89,14 @@ def plan_micro_batches(
     A micro-batch is empty only if there are fewer sequences than micro-batches in total; the caller
     then runs a dummy micro-batch. Otherwise sequences move between replicas to fill it.
     """
-    replicas = assign_to_replicas(seq_lens, num_replicas, cost)
+    return _plan(seq_lens, sequence_costs(seq_lens, cost), num_replicas, budget)
+
+
+def _plan(
+    seq_lens: Sequence[int], costs: Sequence[float], num_replicas: int, budget: int
+) -> list[list[list[int]]]:
+    """Return the plan of plan_micro_batches, of items of these lengths and costs."""
+    replicas = [sorted(group) for group in _largest_differencing(costs, num_replicas)]
     lens = [[seq_lens[i] for i in replica] for replica in replicas]
     count = max(num_micro_batches_needed(replica_lens, budget) for replica_lens in lens)
     groups = [micro_batches(replica_lens, budget, count) for replica_lens in lens]
@@ -95,8 +104,99 @@ def plan_micro_batches(
         [[replica[i] for i in group] for group in replica_groups]
         for replica, replica_groups in zip(replicas, groups, strict=True)
     ]
-    _fill_empty(plan, sequence_costs(seq_lens, cost))
+    _fill_empty(plan, costs)
     return plan
+
+
+MIN_RATIO = 1.3
+"""Tokens of the sequences of a micro-batch over its tokens with each prompt once, from which
+prompts are shared: below it gathering rows for attention costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class PromptGroups:
+    """Sequences with equal prompts, whose tokens a micro-batch has once."""
+
+    seq_lens: Sequence[int]
+    prompt_lens: Sequence[int]
+    firsts: Sequence[int]
+    """For each sequence the first one with an equal prompt."""
+
+    def saved(self, sequences: Iterable[int]) -> int:
+        """Return the tokens that these sequences need not have in one micro-batch."""
+        seen: set[int] = set()
+        total = 0
+        for i in sequences:
+            if self.firsts[i] in seen:
+                total += self.prompt_lens[i]
+            seen.add(self.firsts[i])
+        return total
+
+    def saved_if_worth(self, sequences: Sequence[int]) -> int:
+        """Return `saved` where it is enough to share prompts (MIN_RATIO), else 0."""
+        total = sum(self.seq_lens[i] for i in sequences)
+        saved = self.saved(sequences)
+        return saved if saved and total >= MIN_RATIO * (total - saved) else 0
+
+    def parts(self, count: int, budget: int) -> list[list[int]]:
+        """Return each group in at least `count` parts, even in their tokens, or single sequences,
+        of at most `budget` tokens each."""
+        members: dict[int, list[int]] = {}
+        for i in sorted(range(len(self.firsts)), key=lambda i: (-self.seq_lens[i], i)):
+            members.setdefault(self.firsts[i], []).append(i)
+        parts: list[list[int]] = []
+        for group in members.values():
+            for number in range(min(count, len(group)), len(group) + 1):
+                split = [group[part::number] for part in range(number)]
+                if max(map(self.tokens, split)) <= budget:
+                    break
+            parts += split
+        return parts
+
+    def tokens(self, sequences: Sequence[int]) -> int:
+        """Return the tokens of these sequences with each prompt once."""
+        return sum(self.seq_lens[i] for i in sequences) - self.saved(sequences)
+
+
+def plan_prompt_groups(
+    groups: PromptGroups, num_replicas: int, budget: int, cost: Cost = float
+) -> list[list[list[int]]]:
+    """Return a plan as plan_micro_batches does, whose micro-batches have at most `budget` tokens
+    with each prompt once.
+
+    Responses to a prompt stay together, in groups split evenly into 1, 2, 4, ... parts, or each
+    alone as in plan_micro_batches. The plan whose most expensive replica costs least is chosen:
+    attention has whole sequences, and all else of a layer costs cost(1) a token."""
+    costs = sequence_costs(groups.seq_lens, cost)
+
+    def replica_cost(replica: Sequence[Sequence[int]]) -> float:
+        return sum(
+            sum(costs[i] for i in sequences) - cost(1) * groups.saved_if_worth(sequences)
+            for sequences in replica
+        )
+
+    best = plan_micro_batches(groups.seq_lens, num_replicas, budget, cost)
+    least = max(map(replica_cost, best))
+    count = 1
+    while count < max(Counter(groups.firsts).values(), default=0):
+        items = groups.parts(count, budget)
+        item_costs = [sum(costs[i] for i in x) - cost(1) * groups.saved(x) for x in items]
+        plan = [
+            [[i for item in of_items for i in items[item]] for of_items in replica]
+            for replica in _plan(list(map(groups.tokens, items)), item_costs, num_replicas, budget)
+        ]
+        _fill_empty(plan, costs)
+        most = max(map(replica_cost, plan))
+        fits = all(
+            sum(groups.seq_lens[i] for i in sequences) - groups.saved_if_worth(sequences) <= budget
+            for replica in plan
+            for sequences in replica
+        )
+        if fits and most < least:
+            best = plan
+            least = most
+        count *= 2
+    return best
 
 
 DUMMY_TOKENS = 2

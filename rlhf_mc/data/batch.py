@@ -216,6 +216,22 @@ class RaggedBatch:
         """[S] int64: prompt + response, observations included."""
         return self.prompt_lens + self.conversation_lens
 
+    @functools.cached_property
+    def prompt_groups(self) -> np.ndarray:
+        """[S] int64: for each sequence the first one with an equal prompt."""
+        tokens = self.tokens.numpy()
+        starts = (self.seq_lens.cumsum(0) - self.seq_lens).tolist()
+        first: dict[bytes, int] = {}
+        return np.array(
+            [
+                first.setdefault(tokens[start : start + length].tobytes(), i)
+                for i, (start, length) in enumerate(
+                    zip(starts, self.prompt_lens.tolist(), strict=True)
+                )
+            ],
+            dtype=np.int64,
+        )
+
     @property
     def conversation_lens(self) -> torch.Tensor:
         """[S] int64: tokens of the response, observations included, at most

@@ -51,14 +51,31 @@ class ConversationTokenizer:
         return np.array(tokens, np.int32)
 
 
-def conversation_batch(conversations: Sequence[np.ndarray]) -> RaggedBatch:
+def conversation_batch(
+    conversations: Sequence[np.ndarray], groups: Sequence[int] = ()
+) -> RaggedBatch:
     """Return the conversations, each [tokens] int32, as a batch for scores of sequences: the
-    response is the last token of each."""
-    lens = torch.tensor([len(tokens) for tokens in conversations], dtype=torch.int64)
+    response is the last token of each, and of its group (by number, if given) the prompt is what
+    all begin with."""
+    lens = np.array([len(tokens) for tokens in conversations], dtype=np.int64)
+    prompt_lens = lens - 1
+    firsts: dict[int, int] = {}
+    shared: dict[int, int] = {}
+    for i, group in enumerate(groups):
+        first = conversations[firsts.setdefault(group, i)]
+        size = min(len(first), len(conversations[i]))
+        differs = np.append(first[:size] != conversations[i][:size], True)
+        shared[group] = min(shared.get(group, size - 1), size - 1, int(differs.argmax()))
+    for i, group in enumerate(groups):
+        prompt_lens[i] = shared[group] or prompt_lens[i]
+    is_last = np.zeros(lens.sum(), np.bool_)
+    is_last[lens.cumsum() - 1] = True
     return RaggedBatch(
         tokens=torch.from_numpy(np.concatenate(conversations)),
-        prompt_lens=lens - 1,
-        response_lens=torch.ones_like(lens),
+        prompt_lens=torch.from_numpy(prompt_lens),
+        response_lens=torch.ones(len(lens), dtype=torch.int64),
         rollout_log_probs=torch.zeros(len(lens)),
         finished=torch.ones(len(lens), dtype=torch.bool),
+        observation_lens=torch.from_numpy(lens - prompt_lens - 1),
+        response_mask=torch.from_numpy(is_last),
     )

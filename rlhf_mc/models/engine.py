@@ -129,6 +129,11 @@ class ModelEngine:
         """The groups of this model's tensors that can be offloaded."""
 
     @property
+    def shares_prompts(self) -> bool:
+        """True where a micro-batch has a prompt once for all its responses."""
+        return self._megatron.share_prompts
+
+    @property
     def model(self) -> PackedGPT:
         """This rank's part of the model. Raises UserError where it has several virtual pipeline
         chunks."""
@@ -397,6 +402,7 @@ class ModelEngine:
         # The schedule divides the loss by the number of micro-batches and multiplies it by the
         # context-parallel size, DDP divides the gradient by the number of replicas.
         scale = float(self.groups.mesh.dp * len(micro_batches))
+        num_tokens = int(batch.seq_lens.sum())
         if self.balance is not None:
             self.balance.begin(batch, scale)
 
@@ -404,6 +410,9 @@ class ModelEngine:
             if micro.is_dummy:
                 return loss_of_dummy(model, hidden)
             value, stats = loss(model, hidden, micro)
+            if self.shares_prompts:
+                computed = micro.tokens.shape[1] * micro.packed.context.size / num_tokens
+                stats = {**stats, "computed_tokens": value.new_full((), computed)}
             own = stats.pop(LOG_PROBS, None)
             if micro.packed.context.rank == 0:
                 sums.add(stats)
@@ -453,7 +462,7 @@ class ModelEngine:
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
                 last = self.chunks[-1]
                 with own_operations():
-                    states = states_at(last, hidden, micro.logit_positions)
+                    states = states_at(last, hidden, micro)
                     value = on_last_stage(last, states, micro)
                 return value if non_loss_data else (value, {})
 
@@ -468,7 +477,8 @@ class ModelEngine:
             self._contexts[num_sharing_ranks(indices, self.groups.mesh.cp)]
             for indices in micro_batches
         ]
-        lengths = packed_lengths(batch, micro_batches, multiple_of, contexts)
+        shares = self.shares_prompts
+        lengths = packed_lengths(batch, micro_batches, multiple_of, contexts, shares)
         count(tokens=sum(lengths))
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}
         if pp > 1:
@@ -485,7 +495,7 @@ class ModelEngine:
             for indices, context in zip(micro_batches, contexts, strict=True):
                 with platform.named_range("pack"), own_operations():
                     micro = pack_micro_batch(
-                        batch, indices, multiple_of, context, at_last_token, with_sources
+                        batch, indices, multiple_of, context, at_last_token, with_sources, shares
                     )
                 yield micro
 

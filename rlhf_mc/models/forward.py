@@ -19,6 +19,11 @@ from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.context_parallel import ONE_RANK, Context, joined
 from rlhf_mc.models.layers import PackedSequences, pack
 from rlhf_mc.models.megatron_patches import megatron_operations
+from rlhf_mc.models.shared_prompts import (
+    SharedRows,
+    read,
+    repeated_prompts,
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ def packed_lengths(
     micro_batches: Sequence[Sequence[int]],
     multiple_of: int,
     contexts: Sequence[Context],
+    share_prompts: bool = False,
 ) -> list[int]:
     """Return this rank's number of tokens of each micro-batch, as `pack_micro_batch` packs and pads
     it."""
@@ -87,6 +93,8 @@ def packed_lengths(
         lens = [all_lens[i] for i in indices] or [DUMMY_TOKENS]
         unit = context.multiple(multiple_of)
         total = sum(tokens_on_rank(length, context.size) * context.size for length in lens)
+        if share_prompts and context.size == 1 and indices:
+            total -= repeated_prompts(batch, np.array(indices))[1]
         return -(-total // unit) * unit // context.size
 
     return list(map(tokens, micro_batches, contexts))
@@ -99,6 +107,7 @@ def pack_micro_batch(
     context: Context = ONE_RANK,
     at_last_token: bool = False,
     with_sources: bool = False,
+    share_prompts: bool = False,
 ) -> MicroBatch:
     """Return these sequences of the batch, packed in order of length: neighbours of equal length
     share one attention call. Without indices it is a dummy, of which no result is used. With
@@ -107,7 +116,8 @@ def pack_micro_batch(
     This rank's number of tokens is padded to a multiple of `multiple_of` by one more sequence, of
     token 0, that has no logit position. With context parallelism the end of each sequence is padded
     too, which no other token attends
-    to."""
+    to. share_prompts: sequences with equal prompts have the prompt's tokens once, where that saves
+    enough; not with context parallelism."""
     is_dummy = not indices
     if is_dummy:
         batch = _DUMMY
@@ -119,7 +129,11 @@ def pack_micro_batch(
     lens = all_lens[which]
     seq_lens = context.padded(lens)
     ends = seq_lens.cumsum() - seq_lens + lens  # without the padding
-    if missing := -seq_lens.sum() % context.multiple(multiple_of):
+    owner = None
+    saved = 0
+    if share_prompts and context.size == 1:
+        owner, saved = repeated_prompts(batch, which)
+    if missing := (saved - seq_lens.sum()) % context.multiple(multiple_of):
         seq_lens = np.append(seq_lens, missing)
     tokens = np.zeros(seq_lens.sum(), dtype=np.int64)  # they index embeddings
     places = _ranges(ends - lens, lens)
@@ -133,12 +147,8 @@ def pack_micro_batch(
         position = ends - 1
         targets = tokens[position]
     else:
-        response_lens = batch.response_lens.numpy()
-        index = ragged_indices(response_lens, which)
-        if batch.response_mask is None:
-            position = _ranges(ends - response_lens[which], response_lens[which]) - 1
-        else:
-            position = places[batch.response_mask.numpy()[source]] - 1
+        index = ragged_indices(batch.response_lens.numpy(), which)
+        position = _before_drawn(batch, which, ends, places, source)
         targets = tokens[position + 1]
     packed = pack(seq_lens.tolist())
     packed.context = context
@@ -153,6 +163,14 @@ def pack_micro_batch(
         own = np.flatnonzero(place[position] >= 0)
         position = place[position[own]]
         targets = targets[own]
+    if owner is not None and saved:
+        prompt_lens = batch.prompt_lens.numpy()[which]
+        owners, position, packed.shared = SharedRows.of(
+            owner, prompt_lens, seq_lens, position, sources
+        )
+        tokens = tokens[owners]
+        sources = sources[owners] if with_sources else sources
+        packed.positions = packed.positions[owners]
     on_host = {
         "tokens": tokens[None],
         "logit_positions": position,
@@ -176,6 +194,22 @@ def pack_micro_batch(
     return MicroBatch(packed=packed, **dict(zip(on_host, fields, strict=True)))
 
 
+def _before_drawn(
+    batch: RaggedBatch,
+    which: np.ndarray,
+    ends: np.ndarray,
+    places: np.ndarray,
+    source: np.ndarray,
+) -> np.ndarray:
+    """Return the places before the drawn tokens of the sequences `which` [S], packed with these
+    ends [S]. places, source: of all their tokens, in the micro-batch and in the batch."""
+    if batch.response_mask is not None:
+        drawn: np.ndarray = places[batch.response_mask.numpy()[source]]
+        return drawn - 1
+    response_lens = batch.response_lens.numpy()[which]
+    return _ranges(ends - response_lens, response_lens) - 1
+
+
 def _ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
     """Return the numbers start to start + length of each range, end to end."""
     return np.arange(lens.sum()) + np.repeat(starts - lens.cumsum() + lens, lens)
@@ -194,12 +228,14 @@ def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     return out
 
 
-def states_at(model: Any, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the states [N, 1, hidden] at positions [N] of the last stage's output [T, 1, hidden]
-    (this rank's part of T with sequence parallelism). Every tensor-parallel rank must call it, and
-    pass back the same gradient."""
+def states_at(model: Any, hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return the states [r, 1, hidden] at the logit positions of the last stage's output [T, 1,
+    hidden] (this rank's part of T with sequence parallelism). Every tensor-parallel rank must call
+    it, and pass back the same gradient."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=model.pg_collection.tp
         )
-    return hidden.index_select(0, positions)
+    if micro_batch.packed.shared is not None:
+        return read(hidden, micro_batch.packed.shared.logits)
+    return hidden.index_select(0, micro_batch.logit_positions)

@@ -55,20 +55,29 @@ class PackedDeltaNet(GatedDeltaNet):
         sizes = (self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads)
         qkv, gate, beta, alpha = projected[:, 0].split(sizes, dim=-1)
         decay = -self.A_log.float().exp() * softplus(alpha.float() + self.dt_bias)
-        inputs = (qkv, decay, beta.sigmoid(), packed_seq_params.runs)
-        out = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+        attend = functools.partial(self._attend, packed_seq_params)
+        inputs = (qkv, decay, beta.sigmoid())
+        out = checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False)
         out = self._apply_gated_norm(out, gate.unflatten(-1, (heads, -1)))
         return self.out_proj(out.view(*projected.shape[:2], -1))
 
     def _attend(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        runs: list[tuple[int, int]],
+        self, packed: PackedSequences, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
     ) -> torch.Tensor:
         """Return what the heads read from their states [T, heads, value_head_dim]. qkv: [T,
         channels] before the convolution; decay, beta: [T, heads]."""
+        attend = functools.partial(self._attend_in_runs, packed.runs)
+        if packed.shared is None:
+            return attend(qkv, decay, beta)
+        return packed.shared.over_rows(attend, qkv, decay, beta, recomputes=True)
+
+    def _attend_in_runs(
+        self,
+        runs: list[tuple[int, int]],
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
         parts = [count * length for count, length in runs]
         outputs = []
         for (count, length), *tensors in zip(

@@ -50,6 +50,7 @@ from rlhf_mc.models.megatron_patches import (
     multiply_as_matrices,
 )
 from rlhf_mc.models.packed_latents import PackedLatents, latent_settings, use_latents
+from rlhf_mc.models.shared_prompts import attend_over_rows
 from rlhf_mc.models.steps import Assembly, AssemblyStep
 from rlhf_mc.models.transformer_engine import (
     fp8_settings,
@@ -186,7 +187,9 @@ class PackedGPT(GPTModel):
     def forward(
         self, *args: Any, packed_seq_params: layers.PackedSequences, **kwargs: Any
     ) -> torch.Tensor:
-        packed = packed_seq_params.for_format(self.qkv_format)
+        packed = packed_seq_params.for_format(
+            "packed" if packed_seq_params.shared else self.qkv_format
+        )
         out: torch.Tensor = super().forward(*args, packed_seq_params=packed, **kwargs)
         return out
 
@@ -390,6 +393,7 @@ STEPS: tuple[AssemblyStep, ...] = (
     gate_on_cpu,
     divide_output_biases,
     rotate_in_context,
+    attend_over_rows,
     set_rope,
     set_dtype,
     add_correction_biases,  # after the conversion

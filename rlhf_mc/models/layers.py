@@ -28,6 +28,7 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.attention import Attention
 from rlhf_mc.models.context_parallel import ONE_RANK, Context
 from rlhf_mc.models.cpu_operations import rms_norm, rotary_table
+from rlhf_mc.models.shared_prompts import SharedRows
 
 
 @dataclass
@@ -50,6 +51,9 @@ class PackedSequences(PackedSeqParams):
     context: Context = ONE_RANK
     """The ranks that share the sequences. `positions` are of this rank's tokens, all else is of
     whole sequences."""
+    shared: SharedRows | None = None
+    """Prompts that several sequences share. `positions` are of unique tokens, all else is of rows;
+    None: no prompt is shared."""
 
     def for_format(self, qkv_format: str) -> PackedSequences:
         """Return the same description, with the same tensors, for this format."""

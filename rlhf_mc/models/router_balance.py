@@ -64,8 +64,8 @@ class RouterBalance:
         self._sums = torch.zeros_like(self._totals)
         self._pending: dict[TopKRouter, deque[Any]] = {router: deque() for router in self._all}
         """The micro-batches that a router has still to route with a gradient, in their order:
-        PackedSequences, and for each token of this rank its sequence in the micro-batch and its
-        place in the batch, -1 of padding."""
+        PackedSequences, and for each token of this rank its sequence in the micro-batch, or its
+        node where prompts are shared, and its place in the batch, -1 of padding."""
         shape = (len(self._all), self._shape.num_experts)
         self._loads = torch.zeros(shape, dtype=torch.int64, device=platform.device())
         """[routers, experts]: this rank's tokens of each expert."""
@@ -74,8 +74,11 @@ class RouterBalance:
         """Announce a micro-batch to the routers of a chunk, before its forward pass. Where layers
         are recomputed, they route it with a gradient in the backward pass."""
         assert micro.sources is not None
-        lens = micro.packed.cu_seqlens_q.diff() // micro.packed.context.size
-        sequences = torch.repeat_interleave(lens, output_size=len(micro.sources))
+        if micro.packed.shared is not None:
+            sequences = micro.packed.shared.nodes
+        else:
+            lens = micro.packed.cu_seqlens_q.diff() // micro.packed.context.size
+            sequences = torch.repeat_interleave(lens, output_size=len(micro.sources))
         shard = self._groups.coordinate.tp % self._shards
         own = [each.chunk(self._shards)[shard] for each in (sequences, micro.sources)]
         for router in self._routers[getattr(model, "module", model)]:
@@ -87,22 +90,30 @@ class RouterBalance:
         if not torch.is_grad_enabled():
             return probs, chosen
         packed, sequences, sources = self._pending[router].popleft()
+        members = None if packed.shared is None else packed.shared.members
         num_experts = self._shape.num_experts
         k = self._shape.experts_per_token
         logits = logits.view(-1, num_experts)
         is_token = (sources >= 0)[:, None]
         scores = compute_routing_scores_for_aux_loss(logits, k, router.score_function)[1]
-        loads = scores.new_zeros(len(packed.cu_seqlens_q) - 1, num_experts)  # of each sequence
+        num_nodes = len(packed.cu_seqlens_q) - 1 if members is None else members.shape[1]
+        loads = scores.new_zeros(num_nodes, num_experts)
         loads.index_add_(0, sequences, (chosen & is_token).to(loads.dtype))
+        if members is not None:  # of each sequence
+            loads = (members @ loads.double()).to(loads.dtype)
         self._loads[place] += loads.sum(0).long()
         if self._shards > 1:
             dist.all_reduce(loads, group=self._groups.collection.tp)
         if packed.context.size > 1:
             dist.all_reduce(loads, group=packed.context.group)
         lens = loads.sum(1, keepdim=True).clamp(min=1) / k
-        weights = (loads * num_experts / (k * lens**2))[sequences] * is_token
-        aux_loss = (scores * weights).sum() / self._num_sequences
-        z_loss = (logits.logsumexp(1, keepdim=True) ** 2 * is_token).sum() / self._num_tokens
+        weights = loads * num_experts / (k * lens**2)
+        counts = is_token
+        if members is not None:  # a token counts in each of its sequences
+            weights = (members.T @ weights.double()).to(weights.dtype)
+            counts = members.sum(0)[sequences, None].to(weights.dtype) * is_token
+        aux_loss = (scores * (weights[sequences] * is_token)).sum() / self._num_sequences
+        z_loss = (logits.logsumexp(1, keepdim=True) ** 2 * counts).sum() / self._num_tokens
         self._sums += torch.stack([aux_loss, z_loss]).detach()
         loss = (
             self._settings.moe_aux_loss_coeff * aux_loss + self._settings.moe_z_loss_coeff * z_loss

@@ -283,6 +283,9 @@ class ExpertReplay:
         if context.size > 1:
             parts = context.gather(parts).flatten(0, 1)
             sources = context.gather(sources).flatten()
+        if (shared := micro.packed.shared) is not None:
+            parts = parts[shared.rows.index]
+            sources = shared.sources
         first = routers[0][0]
         self._choices[self._row_of[sources], first : first + len(routers)] = parts.view(
             self._choices.dtype

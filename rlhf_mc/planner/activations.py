@@ -71,6 +71,11 @@ class _Sizes:
         mixer = layer.mixer.activations(self._tp, self._shards)
         return mixer, layer.feed_forward.activations(self._tp)
 
+    def row_bytes(self, layer: Layer, work: Pass) -> float:
+        """Return the bytes of the mixer's rows, where a micro-batch shares prompts."""
+        mixer, _ = self.of_blocks(layer)
+        return work.rows * mixer.stored * self.itemsize
+
     def transformer_engine(self, layer: Layer) -> float:
         """Return the bytes of a layer of Transformer Engine without recomputation: inputs and
         outputs of both norms; queries, keys and values, and the first two after the rotation; the
@@ -109,6 +114,8 @@ class Pass:
     logits: int
     """Positions at which the output layer is computed: response tokens."""
     num_micro_batches: int
+    rows: float = 0.0
+    """Tokens of whole sequences, for which attention copies shared prompts; 0: none is shared."""
 
 
 def update_peak(
@@ -137,6 +144,7 @@ def update_peak(
         first = 2 * sizes.states + feed_forward.product + 2 * feed_forward.inputs
         recomputed = layer_bytes(layer, shape, megatron, cuda).recomputed
         of_layer = work.tokens * (recomputed + sizes.itemsize * (first + gathered))
+        of_layer += 2 * sizes.row_bytes(layer, work)  # and their gradients
         if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
             of_layer += sizes.itemsize * shape.hidden_size * feed_forward.product
         backward = max(backward, of_layer)
@@ -178,6 +186,7 @@ def forward_peak(
         elements = 3 * feed_forward.product + 4 * feed_forward.inputs
         of_token = (sizes.states + shape.hidden_size + elements) * sizes.itemsize
         num_bytes = max(num_bytes, work.tokens * (of_token + feed_forward.routing_bytes))
+        num_bytes = max(num_bytes, sizes.row_bytes(layer, work))
     if stage < mesh.pp - 1:
         return num_bytes
     states = work.tokens * (sizes.states + shape.hidden_size) * sizes.itemsize

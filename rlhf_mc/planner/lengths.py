@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import estimator_needs
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, MegatronConfig
+from rlhf_mc.data.balance import MIN_RATIO
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,16 @@ def expected_lengths(cfg: Config, prompt: float | None, response: float | None) 
 def responses_per_prompt(cfg: Config) -> int:
     """Return the responses to a prompt, the greedy one of remax included."""
     return cfg.rollout.n + estimator_needs(cfg.algorithm).greedy_baseline
+
+
+def computed_tokens(
+    lengths: Lengths, megatron: MegatronConfig, responses: int, budget: float
+) -> float:
+    """Return the tokens of a sequence that a pass computes outside attention: fewer than all where
+    prompts are shared by the responses that a micro-batch of `budget` tokens holds. responses: to a
+    prompt."""
+    if not megatron.share_prompts or megatron.context_parallel_size > 1:
+        return lengths.total
+    fitting = max(1, min(responses, int((budget - lengths.prompt) // lengths.response)))
+    computed = lengths.response + lengths.prompt / fitting
+    return computed if lengths.total >= MIN_RATIO * computed else lengths.total

@@ -23,6 +23,7 @@ from rlhf_mc.config.roles import (
 )
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
+from rlhf_mc.planner.lengths import Lengths, computed_tokens
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import (
     choice_bytes_of_stage,
@@ -300,10 +301,10 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
             prompts = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
             size = model.update(
-                _pass(cfg, budget, model.mesh, prompts), role == "actor" and entropy
+                _pass(cfg, role, budget, model.mesh, prompts), role == "actor" and entropy
             )
         else:
-            size = model.forward(_pass(cfg, budget, model.mesh, prompts))
+            size = model.forward(_pass(cfg, role, budget, model.mesh, prompts))
         sequences = math.ceil(prompts * cfg.rollout.n / model.mesh.replicas)
         peaks[phase] = {
             "activations": size,
@@ -312,14 +313,19 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
     return peaks
 
 
-def _pass(cfg: Config, budget: int, mesh: Mesh, prompts: int) -> Pass:
+def _pass(cfg: Config, role: str, budget: int, mesh: Mesh, prompts: int) -> Pass:
     """Return a rank's part of the largest micro-batch of a pass over the responses to these
-    prompts, all of whose tokens may be responses, and the largest number of micro-batches."""
+    prompts, all of whose tokens may be responses, and the largest number of micro-batches. With
+    shared prompts attention has the rows of the longest sequences."""
     # Of few sequences dynamic context parallelism may give one to a single rank.
     cp = 1 if mesh.dynamic_cp else mesh.cp
     longest = tokens_on_rank(cfg.data.max_prompt_length + cfg.data.max_response_length, cp)
     all_tokens = math.ceil(prompts * cfg.rollout.n / mesh.replicas * cp) * longest
-    return Pass(min(budget, all_tokens), min(budget, all_tokens), math.ceil(all_tokens / budget))
+    tokens = min(budget, all_tokens)
+    lengths = Lengths(cfg.data.max_prompt_length, cfg.data.max_response_length)
+    computed = computed_tokens(lengths, layouts(cfg)[role], cfg.rollout.n, budget)
+    rows = tokens * lengths.total / computed if computed < lengths.total else 0.0
+    return Pass(tokens, tokens, math.ceil(all_tokens / budget), rows)
 
 
 def _rollout(

@@ -114,7 +114,8 @@ def passes(
     the rank that holds most. The other arguments are plan_times's."""
     times = []
     for work in phase_work(cfg, shapes, machine.world, lengths):
-        model = _Model(shapes[work.role], layouts(cfg)[work.role], work.mesh, machine, lengths)
+        megatron = layouts(cfg)[work.role]
+        model = _Model(shapes[work.role], megatron, work.mesh, machine, lengths, work.computed)
         parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
         times.append(
             Phase(work.phase, {part: work.passes * seconds for part, seconds in parts.items()})
@@ -132,6 +133,7 @@ class _Model:
         mesh: Mesh,
         machine: Machine,
         lengths: Lengths,
+        computed: float,
     ) -> None:
         self._shape = shape
         self._megatron = megatron
@@ -139,6 +141,7 @@ class _Model:
         self._machine = machine
         self._rate = ProductRate(machine, megatron.dtype, megatron.fp8 is not None)
         self._lengths = lengths
+        self._computed = computed
 
     def forward(self, work: PhasePasses) -> dict[str, float]:
         """Return the parts of a pass without gradients."""
@@ -196,7 +199,7 @@ class _Model:
             "context_parallel_size",
             "cp_comm_type",
         )
-        tokens = PassTokens(self._lengths.total, results, 0.0, 1)
+        tokens = PassTokens(self._computed, results, 0.0, 1)
         of_sequence = _communication(
             self._shape, settings, self._mesh, stage, tokens, self._machine, backward
         )
@@ -234,11 +237,7 @@ class _Model:
             training = stored * extra.training_traffic + recomputed * extra.forward_traffic
             moved += count * (training if backward else stored * extra.forward_traffic)
         seconds = {
-            "activations": sequences
-            / mesh.cp
-            * self._lengths.total
-            * moved
-            / self._machine.rates.memory
+            "activations": sequences / mesh.cp * self._computed * moved / self._machine.rates.memory
         }
         if stage == mesh.pp - 1 and not self._shape.value_head:
             passes = extra.training_logits if backward else extra.forward_logits
@@ -268,14 +267,15 @@ class _Model:
         layers = self._layers(stage)
         flops = self._flops(results, layers)
         output = sequences * flops.output if stage == mesh.pp - 1 else 0.0
+        unique = sequences * self._computed / self._lengths.total
         inner = ForwardFlops(
-            sequences * flops.projections,
-            sequences * flops.feed_forward,
+            unique * flops.projections,
+            unique * flops.feed_forward,
             sequences * flops.attention,
             0.0,
         )
         repeated = {layer: n for layer, n in layers.items() if layer.feed_forward.is_recomputed}
-        dense = sequences * self._flops(0.0, repeated).feed_forward
+        dense = unique * self._flops(0.0, repeated).feed_forward
         seconds = self._rate.seconds(inner)
         end = self._rate.seconds(ForwardFlops(0.0, 0.0, 0.0, output))
         if backward:

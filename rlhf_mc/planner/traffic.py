@@ -25,7 +25,7 @@ from rlhf_mc.config.roles import (
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.balance import DUMMY_TOKENS
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
-from rlhf_mc.planner.lengths import Lengths, responses_per_prompt
+from rlhf_mc.planner.lengths import Lengths, computed_tokens, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.planner.rank_layouts import choice_bytes_of_stage, planned_layouts
 from rlhf_mc.reshard.grouping import choose_rollout_groups
@@ -110,6 +110,9 @@ class PhasePasses:
     tokens: PassTokens
     """Of one pass: one mini-batch in an update, else all sequences."""
     passes: int
+    computed: float
+    """Tokens of a sequence that are computed outside attention: all, or fewer with shared
+    prompts."""
 
 
 def phase_work(
@@ -129,14 +132,14 @@ def phase_work(
             )
             mesh = replace(mesh, cp=next(fits, mesh.cp), dynamic_cp=False)
         sequences = math.ceil(count / mesh.dp)
-        micro_batches = math.ceil(
-            sequences / max(1, int(budgets[phase] * mesh.cp // lengths.total))
-        )
+        budget = budgets[phase] * mesh.cp
+        computed = computed_tokens(lengths, layouts(cfg)[role], cfg.rollout.n, budget)
+        micro_batches = math.ceil(sequences / max(1, int(budget // computed)))
         # Virtual pipeline chunks need a multiple of the stages.
         dummies = -micro_batches % mesh.pp if mesh.vpp > 1 else 0
         # A reward model has one result for each sequence.
         results = 1.0 if role in reward_models(cfg) else lengths.response
-        own = sequences * lengths.total + dummies * DUMMY_TOKENS
+        own = sequences * computed + dummies * DUMMY_TOKENS
         tokens = PassTokens(own, sequences * results, count * results, micro_batches + dummies)
         return PhasePasses(
             phase,
@@ -148,6 +151,7 @@ def phase_work(
             results,
             tokens,
             updates or 1,
+            computed,
         )
 
     sampled = cfg.data.train_batch_size * cfg.rollout.n

@@ -120,7 +120,8 @@ def _conversations(
     for r, part in enumerate(gather_results(share)):
         read[r::world] = part
     num_truncated = sum(len(tokens) > max_tokens for tokens in read)
-    return conversation_batch([tokens[-max_tokens:] for tokens in read]), num_truncated
+    groups = [prompt.index for prompt, _ in pairs]
+    return conversation_batch([tokens[-max_tokens:] for tokens in read], groups), num_truncated
 
 
 def score_sequences(engine: ModelEngine, batch: RaggedBatch, budget: int) -> torch.Tensor:

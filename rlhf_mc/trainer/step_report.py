@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.architectures.operations import forward_flops, training_flops
+from rlhf_mc.architectures.operations import BACKWARD, forward_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.balance import Cost, assign_to_replicas, sequence_costs
@@ -71,7 +71,11 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             **memory_metrics(),
             **per_token_metrics(batch, state.num_generated, times),
             **utilization_metrics(
-                run.actor, run.critic, run.config, batch, {**times, **slowest_rank_times(state)}
+                run.actor,
+                run.critic,
+                run.config,
+                batch,
+                {**state.metrics, **times, **slowest_rank_times(state)},
             ),
             **run.weight_sync.metrics,
             **run.offload_schedule.metrics(),
@@ -199,18 +203,24 @@ def utilization_metrics(
 ) -> dict[str, float]:
     """Return the MFU of the step's updates and of the old log-probs: FLOPs of the pass, per rank
     and second of its phase, over the rank's peak; none if the peak is not known. seconds: as above,
-    of the slowest rank; a phase that the step does not have has no MFU."""
+    of the slowest rank, and the shares of tokens that the updates have computed, 1 without shared
+    prompts; a phase that the step does not have has no MFU."""
     peak = peak_flops(cfg.actor.megatron.dtype)
     if peak is None:
         return {}
     peak *= actor.groups.mesh.world
+    computed = seconds.get("actor/computed_tokens", 1.0)
     flops = {
-        "actor": ("update_actor", update_flops(actor.shape, batch, cfg.actor.ppo_epochs)),
-        "actor_infer": ("old_log_prob", log_prob_flops(actor.shape, batch)),
+        "actor": (
+            "update_actor",
+            update_flops(actor.shape, batch, cfg.actor.ppo_epochs, computed),
+        ),
+        "actor_infer": ("old_log_prob", log_prob_flops(actor.shape, batch, computed)),
     }
     if critic is not None:
         epochs = cfg.critic.ppo_epochs or cfg.actor.ppo_epochs
-        flops["critic"] = ("update_critic", update_flops(critic.shape, batch, epochs))
+        computed = seconds.get("critic/computed_tokens", 1.0)
+        flops["critic"] = ("update_critic", update_flops(critic.shape, batch, epochs, computed))
     return {
         f"perf/mfu/{name}": count / seconds[f"timing_s/{phase}"] / peak
         for name, (phase, count) in flops.items()
@@ -218,15 +228,20 @@ def utilization_metrics(
     }
 
 
-def update_flops(shape: ModelShape, batch: RaggedBatch, epochs: int) -> float:
+def update_flops(
+    shape: ModelShape, batch: RaggedBatch, epochs: int, computed: float = 1.0
+) -> float:
     """Return the FLOPs of an update, summed over all ranks: forward and backward passes over the
-    batch, once an epoch. Frozen tensors count as trained ones, as they do in verl."""
-    return epochs * training_flops(shape, batch.seq_lens.tolist(), int(batch.response_lens.sum()))
+    batch, once an epoch. Frozen tensors count as trained ones, as they do in verl. computed: as
+    log_prob_flops."""
+    return epochs * ((1 + BACKWARD) * log_prob_flops(shape, batch, computed))
 
 
-def log_prob_flops(shape: ModelShape, batch: RaggedBatch) -> float:
-    """Return the FLOPs of a pass that computes log-probs, summed over all ranks."""
-    return forward_flops(shape, batch.seq_lens.tolist(), int(batch.response_lens.sum())).total
+def log_prob_flops(shape: ModelShape, batch: RaggedBatch, computed: float = 1.0) -> float:
+    """Return the FLOPs of a pass that computes log-probs, summed over all ranks. computed: share of
+    the tokens that all but attention computes, below 1 where prompts are shared."""
+    flops = forward_flops(shape, batch.seq_lens.tolist(), int(batch.response_lens.sum()))
+    return flops.total - (1 - computed) * (flops.projections + flops.feed_forward)
 
 
 @lru_cache

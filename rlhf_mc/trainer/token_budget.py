@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import tokens_on_rank
-from rlhf_mc.data.balance import Cost, plan_micro_batches, plan_shared
+from rlhf_mc.data.balance import (
+    Cost,
+    PromptGroups,
+    plan_micro_batches,
+    plan_prompt_groups,
+    plan_shared,
+)
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.models.engine import Loss, ModelEngine
@@ -89,9 +95,12 @@ def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Se
     rank's tokens of one."""
     mesh = engine.groups.mesh
     at = engine.groups.coordinate
-    plan = micro_batches_by_replica(
-        batch.seq_lens.tolist(), mesh, budget, engine.shape.sequence_cost
-    )
+    lens = batch.seq_lens.tolist()
+    cost = engine.shape.sequence_cost
+    if engine.shares_prompts and mesh.cp == 1:
+        groups = PromptGroups(lens, batch.prompt_lens.tolist(), batch.prompt_groups.tolist())
+        return plan_prompt_groups(groups, mesh.dp, budget, cost)[at.dp]
+    plan = micro_batches_by_replica(lens, mesh, budget, cost)
     return plan[at.dp * mesh.cp + at.cp]
 
 

@@ -48,6 +48,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
             f"{CORRECTION}.rollout_is=token",
         ],
     ),
+    "shared prompts": (
+        2,
+        [f"{MEGATRON}.share_prompts=true", "rollout.n=4", f"{MEGATRON}.dtype=bfloat16"],
+    ),
     "context parallel": (
         2,
         [

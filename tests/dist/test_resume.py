@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP 2": (2, ["tensor_model_parallel_size=2"]),
     "DP 2": (2, []),
     "CP 2": (2, ["context_parallel_size=2"]),
+    "DP 2, shared prompts": (2, ["share_prompts=true", "dtype=bfloat16"]),
     "PP 2 of 2 chunks": (
         2,
         ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"],
@@ -134,7 +135,9 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
     return out
 
 
-@pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2", "DP 2", "CP 2"])
+@pytest.mark.parametrize(
+    "layout", ["one rank, bfloat16", "TP 2", "DP 2", "CP 2", "DP 2, shared prompts"]
+)
 def test_resume_on_same_layout_is_bit_exact(
     runs: UninterruptedRuns, tmp_path: Path, layout: str
 ) -> None:

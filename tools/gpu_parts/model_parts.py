@@ -44,6 +44,8 @@ FACTOR = 3.0
 """In bfloat16 the errors may be this multiple of the errors of transformers in bfloat16. Both are
 against transformers in float32 on the same weights. Over seeds of the small models the ratio is 0.5
 to 2.1, since a token may cross the clip range, or change its expert, in one of them."""
+_SHARING = ("qwen2", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""Families whose models are compared with shared prompts too."""
 BUDGET = 1024
 """Tokens of a micro-batch, beside the longest sequence."""
 
@@ -116,10 +118,16 @@ def _layouts(world: int) -> dict[str, dict[str, Any]]:
 
 
 def _further_layouts(family: str, role: Role) -> dict[str, dict[str, Any]]:
-    """Return the layouts of one family: its experts, or the sequences, over two ranks."""
-    if dist.get_world_size() % 2 or role == "critic":
+    """Return the layouts of one family: its experts, or the sequences, over two ranks; and prompts
+    that are computed once, for one family of each kind of attention."""
+    if role == "critic":
         return {}
-    return {"qwen2": {"cp2": {"cp": 2}}, "qwen3_moe": {"ep2": {"ep": 2}}}.get(family, {})
+    shared = {"shared": {"share_prompts": True}}
+    found: dict[str, Any] = shared if family in _SHARING else {}
+    if dist.get_world_size() % 2:
+        return found
+    layouts = {"qwen2": {"cp2": {"cp": 2}}, "qwen3_moe": {"ep2": {"ep": 2}}}
+    return found | layouts.get(family, {})
 
 
 def _compare(
@@ -137,7 +145,7 @@ def _compare(
     exact.model.float()
     exact.score.data = exact.score.data.float()
     vocab = json.loads((Path(checkpoint) / "config.json").read_text())["vocab_size"]
-    batch = _batch(exact, vocab, sizes)
+    batch = _batch(exact, vocab, sizes, bool(settings.get("share_prompts")))
     job = Job(
         checkpoint,
         role,
@@ -173,9 +181,15 @@ def _compare(
     return errors
 
 
-def _batch(exact: Reference, vocab: int, sizes: Sizes) -> RaggedBatch:
-    """Return random sequences, with inputs of the losses such that only some tokens are clipped."""
-    empty = token_batch(vocab, sizes.prompt_lens, sizes.response_lens)
+def _batch(exact: Reference, vocab: int, sizes: Sizes, has_one_prompt: bool) -> RaggedBatch:
+    """Return random sequences, with inputs of the losses such that only some tokens are clipped.
+    has_one_prompt: all have the longest prompt."""
+    longest = max(sizes.prompt_lens)
+    prompt_lens = [longest] * len(sizes.prompt_lens) if has_one_prompt else sizes.prompt_lens
+    empty = token_batch(vocab, prompt_lens, sizes.response_lens)
+    if has_one_prompt:
+        for start in (empty.seq_lens.cumsum(0) - empty.seq_lens).tolist():
+            empty.tokens[start : start + longest] = empty.tokens[:longest].clone()
     with torch.no_grad():
         log_probs = exact.log_probs(empty)[0]
     noise = torch.randn(5, len(log_probs), generator=torch.Generator().manual_seed(6))

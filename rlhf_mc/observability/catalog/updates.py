@@ -126,6 +126,14 @@ ACTOR = Section(
             "above 0: the samples are in `nonfinite_step_N.json`; the run aborts after 3 "
             "consecutive ones",
         ),
+        Metric(
+            "{actor,critic}/computed_tokens",
+            "tokens that the update computes outside attention over the tokens that it trains on, "
+            "prompts and responses (`megatron.share_prompts`)",
+            "share",
+            _UPDATES,
+            "near 1 with long prompts: micro-batches too small for several responses to a prompt",
+        ),
         Metric("actor/lr", "learning rate used", "–", _UPDATES),
         Metric(
             "actor/reward_kl_penalty",

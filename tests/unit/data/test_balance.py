@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from rlhf_mc.config.roles import tokens_on_rank
 from rlhf_mc.data.balance import (
+    PromptGroups,
     assign_to_replicas,
     micro_batches,
     num_micro_batches_needed,
     plan_micro_batches,
+    plan_prompt_groups,
     plan_shared,
 )
 from rlhf_mc.trainer.step_report import balance_metrics
@@ -263,4 +265,67 @@ def test_shared_micro_batches_are_at_the_same_place_of_their_ranks(
     for rank in plan:
         assert [micro.ranks for micro in rank] == sorted(
             (micro.ranks for micro in rank), reverse=True
+        )
+
+
+# Shared prompts
+
+
+def make_groups(sizes: list[tuple[int, list[int]]]) -> PromptGroups:
+    """Return groups of (tokens of the prompt, tokens of the responses)."""
+    lens: list[int] = []
+    prompts: list[int] = []
+    firsts: list[int] = []
+    for prompt, responses in sizes:
+        firsts += [len(lens)] * len(responses)
+        prompts += [prompt] * len(responses)
+        lens += [prompt + response for response in responses]
+    return PromptGroups(lens, prompts, firsts)
+
+
+@no_deadline
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.lists(st.integers(1, BUDGET - 60), max_size=9)),
+        max_size=8,
+    ),
+    replicas,
+)
+def test_groups_are_planned_within_the_budget(
+    sizes: list[tuple[int, list[int]]], num_replicas: int
+) -> None:
+    groups = make_groups(sizes)
+    plan = plan_prompt_groups(groups, num_replicas, BUDGET)
+    assert plan == plan_prompt_groups(groups, num_replicas, BUDGET)
+    every = [micro for replica in plan for micro in replica]
+    assert sorted(chain.from_iterable(every)) == list(range(len(groups.seq_lens)))
+    assert len({len(replica) for replica in plan}) == 1
+    assert sum(map(bool, every)) >= min(len(every), len(groups.seq_lens))
+    for micro in every:
+        tokens = sum(groups.seq_lens[i] for i in micro)
+        assert tokens - groups.saved_if_worth(micro) <= BUDGET
+
+
+def test_groups_stay_together_and_split_evenly() -> None:
+    # Two replicas, a group for each.
+    groups = make_groups([(50, [10, 10, 10]), (50, [9, 9, 9])])
+    assert sorted(plan_prompt_groups(groups, 2, BUDGET)) == [[[0, 1, 2]], [[3, 4, 5]]]
+    # One group for two replicas, and one above the budget: 17 are 9 and 8, not 16 and 1.
+    one = make_groups([(20, [10] * 17)])
+    assert sorted(map(len, chain(*plan_prompt_groups(one, 2, 400)))) == [8, 9]
+    assert sorted(map(len, chain(*plan_prompt_groups(one, 1, 120)))) == [8, 9]
+    # Half the budget: the parts are planned again.
+    assert max(map(len, chain(*plan_prompt_groups(one, 1, 60)))) == 4
+    # Whole groups have 140 and 30 tokens, halves 110 and 80.
+    uneven = make_groups([(20, [30, 30, 30, 30]), (20, [10])])
+    plan = plan_prompt_groups(uneven, 2, 400)
+    loads = [sum(map(uneven.tokens, replica)) for replica in plan]
+    assert sorted(loads) == [80, 110], plan
+
+
+def test_short_prompts_keep_the_plan_without_groups() -> None:
+    groups = make_groups([(2, [30, 20, 25]), (3, [20, 50, 12]), (1, [7, 8])])
+    for num_replicas in (1, 2, 3):
+        assert plan_prompt_groups(groups, num_replicas, BUDGET) == plan_micro_batches(
+            groups.seq_lens, num_replicas, BUDGET
         )

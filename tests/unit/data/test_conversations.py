@@ -62,6 +62,21 @@ def test_conversation_is_rendered_as_by_transformers(template: str, tmp_path: Pa
     assert batch.seq_lens.tolist() == [len(expected), 1] and batch.response_lens.tolist() == [1, 1]
 
 
+def test_the_prompt_of_conversations_is_what_all_of_a_group_begin_with() -> None:
+    conversations = [np.array(x, np.int32) for x in ([1, 2, 3, 4], [1, 2, 5], [1, 2], [7], [1, 2])]
+    batch = conversation_batch(conversations, [0, 0, 1, 2, 1])
+    assert batch.prompt_lens.tolist() == [2, 2, 1, 0, 1]
+    assert batch.seq_lens.tolist() == [4, 3, 2, 1, 2]
+    assert batch.prompt_groups.tolist() == [0, 0, 2, 3, 2]
+    assert batch.tokens[batch.response_mask].tolist() == [4, 5, 2, 7, 2]
+    # The shorter one is the beginning of the longer one: its last token is its own.
+    batch = conversation_batch(conversations[:3], [0, 0, 0])
+    assert batch.prompt_lens.tolist() == [1, 1, 1]
+    # Of a group that begins with nothing in common, as without groups.
+    batch = conversation_batch([conversations[0], conversations[3]], [0, 0])
+    assert batch.prompt_lens.tolist() == [3, 0]
+
+
 def test_template_that_refuses_a_prompt_names_row_and_setting(
     template: str, tmp_path: Path
 ) -> None:

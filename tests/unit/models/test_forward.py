@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -13,6 +14,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import megatron_patches
 from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.forward import pack_micro_batch, packed_lengths
+from rlhf_mc.models.shared_prompts import Reads, read
 
 
 def make_batch(prompt_lens: list[int], response_lens: list[int]) -> RaggedBatch:
@@ -114,3 +116,97 @@ def test_hooks_of_gradients_are_removed() -> None:
     del owner
     gc.collect()
     assert collected() is None and len(nodes) == 1
+
+
+def grouped_batch(groups: list[tuple[int, list[int]]]) -> RaggedBatch:
+    """Return sequences of groups with one prompt each: (its tokens, those of the responses)."""
+    sizes = [(prompt, response) for prompt, lens in groups for response in lens]
+    batch = make_batch([p for p, _ in sizes], [r for _, r in sizes])
+    starts = iter((batch.seq_lens.cumsum(0) - batch.seq_lens).tolist())
+    for prompt, lens in groups:
+        first = next(starts)
+        for start in [next(starts) for _ in lens[1:]]:
+            batch.tokens[start : start + prompt] = batch.tokens[first : first + prompt]
+    return batch
+
+
+@pytest.mark.parametrize("multiple_of", [1, 8])
+@pytest.mark.parametrize("at_last_token", [False, True])
+def test_shared_prompts_are_packed_once(multiple_of: int, at_last_token: bool) -> None:
+    batch = grouped_batch([(9, [3, 1, 4]), (8, [2, 2]), (5, [1])])
+    batch.tokens[53:55] = batch.tokens[43:45]  # identical responses
+    every = list(range(batch.num_sequences))
+    plain = pack_micro_batch(batch, every, 1, at_last_token=at_last_token, with_sources=True)
+    micro = pack_micro_batch(
+        batch,
+        every,
+        multiple_of,
+        at_last_token=at_last_token,
+        with_sources=True,
+        share_prompts=True,
+    )
+    shared = micro.packed.shared
+    assert shared is not None
+    (length,) = packed_lengths(batch, [every], multiple_of, [Context()], True)
+    assert micro.tokens.shape == (1, length) and length == -(-35 // multiple_of) * multiple_of
+    rows = shared.rows.index
+    tokens = len(plain.tokens[0])
+    assert micro.tokens[0, rows][:tokens].tolist() == plain.tokens[0].tolist()
+    assert micro.packed.positions[rows][:tokens].tolist() == plain.packed.positions.tolist()
+    assert micro.targets.tolist() == plain.targets.tolist()
+    assert micro.response_index.tolist() == plain.response_index.tolist()
+    before = micro.tokens[0, micro.logit_positions]
+    assert before.tolist() == plain.tokens[0, plain.logit_positions].tolist()
+    assert rows[shared.rows.first].tolist() == list(range(length))
+    assert micro.sources is not None and plain.sources is not None
+    assert shared.sources[:tokens].tolist() == plain.sources.tolist()
+    # Each unique token counts in as many sequences as have it.
+    assert shared.members.sum(0)[shared.nodes].tolist() == rows.bincount().tolist()
+
+
+def test_shared_prompts_before_observations() -> None:
+    """Let the second token of each conversation be an observation."""
+    batch = grouped_batch([(9, [3, 4]), (6, [3, 3])])
+    mask = torch.zeros(len(batch.tokens), dtype=torch.bool)
+    for end, length in zip(batch.seq_lens.cumsum(0), batch.response_lens, strict=True):
+        mask[end - length : end] = True
+        mask[end - length + 1] = False
+    batch = dataclasses.replace(
+        batch,
+        response_mask=mask,
+        response_lens=batch.response_lens - 1,
+        observation_lens=torch.ones(4, dtype=torch.int64),
+        rollout_log_probs=torch.zeros(9),
+    )
+    every = list(range(4))
+    plain = pack_micro_batch(batch, every)
+    micro = pack_micro_batch(batch, every, share_prompts=True)
+    assert micro.packed.shared is not None and micro.tokens.shape[1] == 9 + 7 + 6 + 6
+    assert micro.targets.tolist() == plain.targets.tolist()
+    before = micro.tokens[0, micro.logit_positions]
+    assert before.tolist() == plain.tokens[0, plain.logit_positions].tolist()
+
+
+def test_short_prompts_and_context_parallel_sequences_are_not_shared() -> None:
+    short = grouped_batch([(3, [9, 9]), (2, [8, 9])])
+    context = Context(size=2, rank=0)
+    long = grouped_batch([(9, [3, 3])])
+    for batch, own in ((short, Context()), (long, context)):
+        every = list(range(batch.num_sequences))
+        plain = pack_micro_batch(batch, every, context=own)
+        micro = pack_micro_batch(batch, every, context=own, share_prompts=True)
+        assert micro.packed.shared is None
+        assert torch.equal(micro.tokens, plain.tokens)
+        assert packed_lengths(batch, [every], 1, [own], True) == [plain.tokens.shape[1]]
+
+
+def test_gradients_of_shared_tokens_are_added_in_float32() -> None:
+    """Add 256 to 1 in bfloat16, which has 8 bits: one by one, each addition of 1 is lost."""
+    index = np.array([1, 1, 0, 1, 1])
+    x = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
+    out = read(x, Reads.of(index))
+    grad = torch.tensor([[256.0], [1.0], [5.0], [1.0], [1.0]]).expand(5, 2).bfloat16()
+    out.backward(grad)
+    assert x.grad is not None
+    assert x.grad[:, 0].tolist() == [5.0, float(torch.tensor(259.0).bfloat16()), 0.0]
+    assert x.grad[1, 0] != 256.0

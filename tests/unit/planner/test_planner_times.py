@@ -28,6 +28,28 @@ def times(capsys: pytest.CaptureFixture[str]) -> Any:
     return of
 
 
+def test_shared_prompts(times: Any) -> None:
+    """Plan with 8 responses of 256 tokens to prompts of 1,024: 5 whole sequences of 1,280 tokens
+    are in a micro-batch of 8,192, or the 8 with one prompt, 3,072 tokens."""
+    lengths = ("--mean-prompt-length", "1024", "--mean-response-length", "256")
+    settings = (
+        "rollout.n=8",
+        "actor.ppo_max_token_len_per_gpu=8192",
+        "critic.ppo_max_token_len_per_gpu=8192",
+    )
+    whole = times(*lengths, *settings)["phases"]
+    shared = times(*lengths, *settings, "actor.megatron.share_prompts=true")["phases"]
+    ratio = 8 * 1280 / 3072
+    # A critic has the settings of the actor. Its attention has whole sequences: 1 % of its FLOPs.
+    of_critic = whole["update_critic"]["products"] / shared["update_critic"]["products"]
+    assert 0.95 * ratio < of_critic < ratio
+    found = whole["update_actor"]["tensor parallel"] / shared["update_actor"]["tensor parallel"]
+    assert 0.9 * ratio < found < ratio
+    # With n responses of 2,048 to prompts of 100 nothing is shared: the ratio is 1.04.
+    short = ("--mean-prompt-length", "100", "--mean-response-length", "2048", *settings)
+    assert times(*short) == times(*short, "actor.megatron.share_prompts=true")
+
+
 @pytest.mark.slow
 def test_70b_by_hand(times: Any) -> None:
     """Compare with products of the sizes: 855,638,016 weights a layer, sequences of 1024 + 2048

@@ -1,0 +1,73 @@
+"""Functions that the ranks run in test_prompts_once.py: the same passes with each prompt computed
+once for its responses and without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from gpu_parts.engines import Job
+from model_cases import gradients, log_probs
+
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models import engine, gpt_model
+
+
+def compare(
+    checkpoint: str,
+    batch: RaggedBatch,
+    budget: int,
+    role: str = "actor",
+    in_float64: bool = False,
+    **layout: Any,
+) -> tuple[float, float, tuple[float, str], int]:
+    """Return the largest differences between the passes with shared prompts and without: of a
+    log-prob or an entropy (an actor's); of a statistic of the loss, relative where above 1; of a
+    gradient, relative to the largest of its tensor, whose name follows. And return how many
+    micro-batches have shared prompts.
+
+    in_float64: the results alone, and the buffers of gradients, are in float32."""
+    count = [0]
+    job = Job(checkpoint, role, "token-mean", budget, tuple(range(batch.num_sequences)))  # type: ignore[arg-type]
+
+    def passes(share: bool) -> Any:
+        scores = (
+            log_probs([checkpoint], batch=batch, budget=budget, share_prompts=share, **layout)[
+                checkpoint
+            ]
+            if role == "actor"
+            else ()
+        )
+        found = gradients([job], batch=batch, share_prompts=share, **layout)[job]
+        return scores, found
+
+    def watched(*args: Any) -> Any:
+        micro = original(*args)
+        count[0] += micro.packed.shared is not None
+        return micro
+
+    original: Callable[..., Any] = engine.pack_micro_batch
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(engine, "pack_micro_batch", watched))
+        if in_float64:
+            layout["dtype"] = "float64"
+            stack.enter_context(mock.patch.dict(gpt_model.DTYPES, float64=torch.float64))
+            stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        without = passes(False)
+        assert count[0] == 0
+        with_sharing = passes(True)
+    scores = [float((a - b).abs().max()) for a, b in zip(without[0], with_sharing[0], strict=True)]
+    stats, grads = without[1]
+    other_stats, other_grads = with_sharing[1]
+    assert other_stats.pop("computed_tokens") < 1.0
+    assert stats.keys() == other_stats.keys() and grads.keys() == other_grads.keys()
+    of_stats = max(abs(stats[key] - other_stats[key]) / max(1, abs(stats[key])) for key in stats)
+    of_grads = {
+        key: float((other_grads[key] - grad).abs().max() / grad.abs().max().clamp_min(1e-12))
+        for key, grad in grads.items()
+    }
+    worst = max(of_grads, key=of_grads.__getitem__)
+    return max(scores, default=0.0), of_stats, (of_grads[worst], worst), count[0]

@@ -1,0 +1,188 @@
+"""Prompts computed once for all their responses: the same log-probs, losses and gradients as
+without, in each family and layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import replay_cases
+import sharing_cases
+import torch
+from gpu_parts.engines import token_batch
+from test_family_models import DENSE, EXPERTS, HYBRID, workspaces
+from test_router_replay import LAYOUTS, MODELS, checkpoints
+
+from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.data.batch import RaggedBatch, concatenate
+
+__all__ = ["checkpoints", "workspaces"]
+
+pytestmark = pytest.mark.dist
+
+BUDGET = 200
+
+
+def grouped_batch(vocab: int, groups: Sequence[tuple[int, Sequence[int]]]) -> RaggedBatch:
+    """Return sequences with the fields that the losses read: for each group (tokens of its prompt,
+    those of its responses)."""
+    parts = []
+    for number, (prompt_len, lens) in enumerate(groups):
+        batch = token_batch(vocab, [prompt_len] * len(lens), lens, seed=number)
+        prompt = batch.tokens[:prompt_len].clone()
+        starts = batch.seq_lens.cumsum(0) - batch.seq_lens
+        for start in starts.tolist():
+            batch.tokens[start : start + prompt_len] = prompt
+        parts.append(batch)
+    batch = concatenate(parts)
+    noise = torch.randn(5, len(batch.rollout_log_probs), generator=torch.Generator().manual_seed(6))
+    return batch.with_fields(
+        old_log_probs=noise[0] - 5,
+        ref_log_probs=noise[1] - 5,
+        advantages=noise[2],
+        values=noise[3],
+        returns=noise[4],
+    )
+
+
+# Responses of one token, a prompt of one, a group of one, equally long sequences of two groups.
+GROUPS = [(12, (6, 1, 11, 6)), (12, (6, 3)), (1, (4, 1)), (7, (5,)), (21, (2, 2, 9))]
+
+
+@pytest.fixture(scope="session")
+def batch(workspaces: dict[str, Path]) -> RaggedBatch:
+    """Return a batch with the edge cases of groups."""
+    config = json.loads((workspaces["qwen3"] / "model" / "config.json").read_text())
+    return grouped_batch(config["vocab_size"], GROUPS)
+
+
+def check(
+    workers: Any, directory: Path, batch: RaggedBatch, budget: int = BUDGET, **settings: Any
+) -> None:
+    """Compare the passes with shared prompts and without on each rank."""
+    # Of A_log and dt_bias the gradient is a sum over all tokens in which most cancels.
+    most = 1e-6 if settings.get("in_float64") else 3e-4
+    for rank, (scores, stats, grads, shared) in enumerate(
+        workers.run(
+            sharing_cases.compare,
+            checkpoint=str(directory / "model"),
+            batch=batch,
+            budget=budget,
+            **settings,
+        )
+    ):
+        assert shared > 0
+        assert scores < most / 10, f"{directory.name}, rank {rank}: log-probs off by {scores:.1e}"
+        assert stats < most / 10, f"{directory.name}, rank {rank}: statistics off by {stats:.1e}"
+        assert grads[0] < most, f"{directory.name}, rank {rank}: gradient off by {grads}"
+
+
+@pytest.mark.parametrize("family", [*DENSE, *HYBRID, *EXPERTS])
+@pytest.mark.parametrize(("role", "in_float64"), [("actor", False), ("critic", True)])
+def test_each_family(
+    pool: Any,
+    workspaces: dict[str, Path],
+    batch: RaggedBatch,
+    family: str,
+    role: str,
+    in_float64: bool,
+) -> None:
+    check(pool(1), workspaces[family], batch, role=role, in_float64=in_float64, tp=1, pp=1)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, {"tp": 2, "pp": 1}),
+        (2, {"tp": 1, "pp": 2}),
+        (2, {"tp": 1, "pp": 1}),
+        (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute_granularity": "selective"}),
+        (4, {"tp": 2, "pp": 1, "sequence_parallel": True, "recompute_granularity": "full"}),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_5_text"])
+def test_layouts(
+    pool: Any,
+    workspaces: dict[str, Path],
+    batch: RaggedBatch,
+    family: str,
+    world: int,
+    layout: dict[str, Any],
+) -> None:
+    check(pool(world), workspaces[family], batch, budget=120, **layout)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (4, {"tp": 1, "pp": 2, "ep": 2}),
+        (4, {"tp": 2, "pp": 1, "ep": 2, "sequence_parallel": True}),
+        (2, {"tp": 1, "pp": 1, "ep": 2, "recompute_granularity": "full"}),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_layouts_of_experts(
+    pool: Any,
+    workspaces: dict[str, Path],
+    batch: RaggedBatch,
+    family: str,
+    world: int,
+    layout: dict[str, Any],
+) -> None:
+    check(pool(world), workspaces[family], batch, budget=120, **layout)
+
+
+@pytest.mark.parametrize(
+    "name", ["one rank", "virtual pipeline", "sequence parallel", "experts, pipeline"]
+)
+def test_routers_count_a_prompt_for_each_of_its_responses(
+    pool: Any, checkpoints: dict[str, str], name: str
+) -> None:
+    """Compare losses of the routers, correction biases, and passes that replay given experts, or
+    those that a pass has recorded."""
+    vocab = HFReader(checkpoints["qwen3_moe"]).shape().vocab_size
+    groups = [(8, (3, 2, 4)), (5, (4, 4)), (9, (1, 2, 1, 2))]
+    batch = grouped_batch(vocab, groups).with_fields(numbers=torch.arange(9) + 20)
+    draw = np.random.default_rng(3)
+    choices = {}
+    for model, checkpoint in checkpoints.items():
+        shape = HFReader(checkpoint).shape()
+
+        def experts(tokens: int, shape: Any = shape) -> np.ndarray:
+            size = (tokens, len(shape.expert_layers), shape.num_experts)
+            dtype = np.uint8 if shape.num_experts <= 256 else np.uint16
+            return draw.random(size).argsort(-1)[..., : shape.experts_per_token].astype(dtype)
+
+        prompts = [experts(length) for length, _ in groups]
+        choices[model] = [
+            np.concatenate([prompt, experts(length - 1)])
+            for prompt, (_, lens) in zip(prompts, groups, strict=True)
+            for length in lens
+        ]
+    world, layout, settings = LAYOUTS[name]
+    common = {"checkpoints": checkpoints, "batch": batch, "layout": layout, **settings}
+    found = [
+        (
+            pool(world).run(replay_cases.replay, choices=choices, share_prompts=shares, **common),
+            pool(world).run(replay_cases.record, share_prompts=shares, **common),
+        )
+        for shares in (False, True)
+    ]
+    for rank in range(world):
+        for model in MODELS:
+            (replayed, recorded), (shared_replay, shared_record) = (
+                (replay[rank][model], record[rank][model]) for replay, record in found
+            )
+            assert shared_replay[1] == pytest.approx(replayed[1], rel=1e-5)
+            assert all(np.array_equal(shared_replay[2][n], x) for n, x in replayed[2].items())
+            for a, b in zip(
+                (*recorded, replayed[0]), (*shared_record, shared_replay[0]), strict=True
+            ):
+                assert float((a[0] - b[0]).abs().max()) < 1e-5
+                for tensor, grad in a[1].items():
+                    most = 1e-4 * max(np.abs(grad).max(), 1e-12)
+                    assert np.abs(b[1][tensor] - grad).max() < most, (model, tensor)
