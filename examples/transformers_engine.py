@@ -5,8 +5,8 @@ make quickstart  (once: it makes model and questions)
 python examples/transformers_engine.py [section.key=value ...]  (or torchrun --nproc-per-node 2 ...)
 
 A run of the command line takes this file as well:
-python -m rlhf_mc configs/quickstart.yaml rollout.name=custom
-rollout.custom_engine.path=examples/transformers_engine.py
+python -m rlhf_mc configs/quickstart.yaml rollout.name=custom \\
+    rollout.custom_engine.path=examples/transformers_engine.py
 """
 
 from __future__ import annotations

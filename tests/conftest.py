@@ -9,6 +9,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from config_files import MINIMAL
 from lanes import pytest_addoption, pytest_runtestloop  # noqa: F401
 from workers import Workers
 
@@ -72,10 +73,12 @@ def quickstart_overrides(quickstart_made: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], Workers]]:
     """Return pool(world): the workers of that world size, started at its first use and kept for the
-    session."""
+    session, or until a rank of them has ended."""
     started: dict[int, Workers] = {}
 
     def get(world: int) -> Workers:
+        if world in started and not started[world].is_usable:
+            started.pop(world).close()
         if world not in started:
             started[world] = Workers(world)
         return started[world]
@@ -83,3 +86,10 @@ def pool() -> Iterator[Callable[[int], Workers]]:
     yield get
     for workers in started.values():
         workers.close()
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path

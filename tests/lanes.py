@@ -87,7 +87,11 @@ def _groups(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     groups: dict[Path, list[pytest.Item]] = {}
     for item in items:
         groups.setdefault(item.path, []).append(item)
-    return sorted(groups.values(), key=lambda group: ORDER.index(group[0].path.parent.name))
+
+    def place(group: list[pytest.Item]) -> int:
+        return next(ORDER.index(part) for part in reversed(group[0].path.parts) if part in ORDER)
+
+    return sorted(groups.values(), key=place)
 
 
 def _lane(session: pytest.Session, items: Iterator[pytest.Item], sender: Connection) -> None:

@@ -5,8 +5,8 @@ python tools/convert_hf_to_mcore.py --hf-path DIR --output DIR
 
 One process holds the whole model, on the CPU. Under torchrun each rank holds its shard:
 
-torchrun --nproc-per-node 8 tools/convert_hf_to_mcore.py --hf-path DIR --output DIR
---tensor-model-parallel-size 8
+torchrun --nproc-per-node 8 tools/convert_hf_to_mcore.py --hf-path DIR --output DIR \\
+    --tensor-model-parallel-size 8
 """
 
 from __future__ import annotations

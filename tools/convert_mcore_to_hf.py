@@ -12,8 +12,8 @@ the run's settings. A critic becomes a sequence classifier of one label.
 A Megatron-Core checkpoint is converted by one process, which holds the whole model on the CPU.
 Under torchrun each rank holds its shard, and one file of weights:
 
-torchrun --nproc-per-node 8 tools/convert_mcore_to_hf.py --checkpoint DIR --output DIR
---tensor-model-parallel-size 8
+torchrun --nproc-per-node 8 tools/convert_mcore_to_hf.py --checkpoint DIR --output DIR \\
+    --tensor-model-parallel-size 8
 """
 
 from __future__ import annotations

@@ -50,6 +50,29 @@ def importance_weights(
     return weights.float(), metrics
 
 
+def weights_of_micro_batch(
+    log_ratio: torch.Tensor,
+    sequence: torch.Tensor,
+    num_sequences: int,
+    cfg: RolloutCorrectionConfig,
+    is_geometric: bool,
+) -> torch.Tensor:
+    """Return the weights of `importance_weights` without rollout_is_batch_normalize, for tokens [r]
+    of whole sequences: [r] float32. sequence: [r] int64, number of each token's sequence of
+    num_sequences. is_geometric: their `geometric_means`. No device waits for the host."""
+
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(num_sequences).index_add(0, sequence, x)[sequence]
+
+    log_rho = log_ratio.double()
+    log_rho = sums(log_rho) if cfg.rollout_is == "sequence" else log_rho
+    weights = _exp(log_rho).clamp(max=cfg.rollout_is_threshold).float()
+    if is_geometric:
+        logs = weights.double().log()
+        weights = (sums(logs) / sums(torch.ones_like(logs))).exp().float()
+    return weights
+
+
 def _weight_metrics(
     rho: torch.Tensor,
     bounded: torch.Tensor,

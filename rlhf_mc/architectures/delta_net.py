@@ -1,4 +1,4 @@
-"""Gated delta nets (qwen3_next): their keys of config.json. No torch here.
+"""Gated delta nets (qwen3_next, qwen3_5): their keys of config.json. No torch here.
 
 A layer has key heads and, for each, equally many value heads, each with a state [key dimensions,
 value dimensions].
@@ -58,6 +58,14 @@ def check_gated_attention(config: Mapping[str, Any]) -> None:
             raise refused(
                 key, True, "transformers and vLLM add it to different projections: expected false"
             )
-    if flag(config, "tie_word_embeddings"):
+    if flag(config, "tie_word_embeddings") and config["model_type"] == "qwen3_next":
         raise refused("tie_word_embeddings", True, "vLLM's model has a head of its own")
-    size(config, "shared_expert_intermediate_size")
+    if "shared_expert_intermediate_size" in config:
+        size(config, "shared_expert_intermediate_size")
+
+
+def check_qwen3_5_moe(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a value that vLLM's model does not follow."""
+    check_gated_attention(config)
+    if not flag(config, "norm_topk_prob"):
+        raise refused("norm_topk_prob", False, "transformers always normalises: expected true")

@@ -8,10 +8,14 @@ then reads it from the ModelShape (spec.py). A new parameter is a row in paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from rlhf_mc.architectures.delta_net import DELTA_NET_DEFAULTS, check_gated_attention
+from rlhf_mc.architectures.delta_net import (
+    DELTA_NET_DEFAULTS,
+    check_gated_attention,
+    check_qwen3_5_moe,
+)
 from rlhf_mc.architectures.gpt_oss_config import DEFAULT_ROPE, check_gpt_oss
 from rlhf_mc.architectures.hf_config import flag
 
@@ -45,6 +49,9 @@ class Traits:
     """Embeddings are multiplied by the square root of the hidden size."""
     shared_expert_gate: bool = False
     """The shared expert's output is multiplied by the sigmoid of a gate, one for each token."""
+    split_delta_nets: bool = False
+    """A delta net's projections are four tensors: to queries, keys and values together, to gates,
+    and to the two numbers of each head."""
     sigmoid_router: bool = False
     """A token's experts have the largest sigmoids plus a correction bias without a gradient; their
     weights are the sigmoids."""
@@ -62,8 +69,9 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_experts"
     """The module in the block with the expert that every token has."""
-    in_one_tensor: bool = False
-    """Files have all experts of a layer in one tensor (architectures/packed_experts.py)."""
+    in_one_tensor: Literal["columns", "halves"] | None = None
+    """Files have all experts of a layer in one tensor (architectures/packed_experts.py), and gate
+    and up in turn, or one after the other."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,14 @@ class Family:
     """Attention is multi-head latent attention."""
     has_delta_nets: bool = False
     """Some layers have a gated delta net in place of attention."""
+    prefix: str = "model."
+    """Begins the names in files that begin with "model." here: a model of images and text has its
+    language model under another name, and its sizes in `text_config`."""
+
+    @property
+    def is_nested(self) -> bool:
+        """The language model is a part of a model of images and text."""
+        return self.prefix != "model."
 
     def traits_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return every trait of the model that a config.json describes, by name."""
@@ -167,7 +183,7 @@ FAMILIES = {
         "GptOssForCausalLM",
         Traits(qkv_bias=True, o_bias=True, mlp_bias=True, sinks=True),
         is_moe=True,
-        expert_names=ExpertNames(router="router", in_one_tensor=True),
+        expert_names=ExpertNames(router="router", in_one_tensor="columns"),
         expert_ffn_key="intermediate_size",
         activations={"silu": "clamped_swiglu"},
         defaults={
@@ -243,12 +259,41 @@ FAMILIES = {
     ),
 }
 
-
-_IMAGES = (
-    "vLLM has it as a part of a model of images and text, which needs torchvision, and it is not "
-    "supported"
+_QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    Traits(qk_norm=True, attention_gate=True, zero_centered_norms=True, split_delta_nets=True),
+    defaults={"head_dim": 256, "num_key_value_heads": 4, **DELTA_NET_DEFAULTS, **_NO_WINDOW},
+    rotary_fraction=0.25,
+    check=check_gated_attention,
+    has_delta_nets=True,
 )
-REFUSED = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _IMAGES)
-"""Other values of model_type -> the reason why no family here computes them."""
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    traits=replace(_QWEN3_5.traits, shared_expert_gate=True),
+    is_moe=True,
+    expert_names=ExpertNames(shared="shared_expert"),
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "norm_topk_prob": True,
+        "intermediate_size": 512,  # no layer has it
+        "shared_expert_intermediate_size": 512,
+    },
+    fixed={**_SPARSE_STEP, **_DENSE_FIRST},
+    check=check_qwen3_5_moe,
+)
+_NESTED = "model.language_model."
+FAMILIES |= {
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5": replace(_QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", prefix=_NESTED),
+    "qwen3_5_moe": replace(
+        _QWEN3_5_MOE,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        expert_names=replace(_QWEN3_5_MOE.expert_names, in_one_tensor="halves"),
+        prefix=_NESTED,
+    ),
+}
 SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Other values of model_type -> the family that computes the same, as vLLM reads them."""

@@ -77,11 +77,12 @@ LLAMA_LIKE = frozenset({"llama", "mistral"})
 GLM = frozenset({"glm4_moe"})
 WINDOWED = frozenset({"gpt_oss"})
 """Families in which every other layer has a sliding window."""
-HYBRID = frozenset({"qwen3_next"})
+QWEN3_5 = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"})
+HYBRID = frozenset({"qwen3_next"}) | QWEN3_5
 """Families in which some layers have a gated delta net; delta_net.py checks which."""
 LATENT = frozenset({"deepseek_v3"})
 """Families with multi-head latent attention, whose keys latent.py reads."""
-QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe", "qwen3_next"})
+QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe"}) | HYBRID
 """Families whose sliding_window takes effect only if use_sliding_window is true."""
 
 
@@ -208,6 +209,7 @@ IGNORED: Mapping[str, str] = {
     "id2label": _LABELS,
     "initializer_range": "weights are read from a checkpoint",
     "label2id": _LABELS,
+    "mamba_ssm_dtype": "the states of delta nets are float32 in trainer and engine",
     "max_seq_len": _LENGTH,
     "max_seq_length": _LENGTH,
     "max_sequence_length": _LENGTH,
@@ -221,6 +223,8 @@ IGNORED: Mapping[str, str] = {
     "name_or_path": _LIBRARY,
     "num_experts_per_token": _EXPERT_NAMES,
     "num_labels": _LABELS,
+    "mtp_num_hidden_layers": _MTP,
+    "mtp_use_dedicated_embeddings": _MTP,
     "num_mtp_layers": _MTP,
     "num_nextn_predict_layers": _MTP,
     "output_attentions": _OUTPUT,
@@ -243,8 +247,25 @@ IGNORED: Mapping[str, str] = {
     "transformers_version": _LIBRARY,
     "use_cache": _HOW,
 }
-"""Key -> the reason why it changes no computation here. tests/unit/test_hf_config.py fails for a
-key of transformers' configurations or vLLM's models that is in none of the tables."""
+"""Key -> the reason why it changes no computation here. tests/unit/architectures/test_hf_config.py
+fails for a key of transformers' configurations or vLLM's models that is in none of the tables."""
+
+
+def language_config(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return the configuration of the language model in a model of images and text. Both libraries
+    tie embeddings by the outer key."""
+    text = need(config, "text_config")
+    if (
+        not isinstance(text, Mapping)
+        or text.get("model_type", f"{family}_text") != f"{family}_text"
+    ):
+        raise refused("text_config", text, f"expected an object with model_type {family}_text")
+    outer = {key: config[key] for key in ("tie_word_embeddings", *_OUTER) if key in config}
+    return {**text, **outer, "model_type": family}
+
+
+_OUTER = ("quantization_config", "compression_config")
+"""Keys beside tie_word_embeddings that a model of images and text has outside text_config."""
 
 
 def check_keys(config: Mapping[str, Any], family: str) -> None:

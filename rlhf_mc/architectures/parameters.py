@@ -107,7 +107,7 @@ def _linear(
 def _delta_net(shape: ModelShape) -> list[Param]:
     """Return the rows of a gated delta net. The projections' tensors have, of each key head, its
     query, its key, and the values and their gates of its value heads; and the two numbers of each
-    of these."""
+    of these. With split_delta_nets they have all queries, all keys, ... in turn."""
     keys = shape.linear_key_heads
     d_k = shape.linear_key_dim
     d_v = shape.linear_value_dim
@@ -122,14 +122,28 @@ def _delta_net(shape: ModelShape) -> list[Param]:
         ),
         *(HeadRows("linear_attn.in_proj_ba", at, group, 2 * group, keys) for at in (0, group)),
     ]
-    conv1d = [
-        *(HeadRows("linear_attn.conv1d", at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
-        HeadRows("linear_attn.conv1d", 2 * keys * d_k, d_v, d_v, shape.linear_value_heads),
-    ]
+
+    def query_key_value(module: str) -> list[HeadRows]:
+        return [
+            *(HeadRows(module, at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
+            HeadRows(module, 2 * keys * d_k, d_v, d_v, shape.linear_value_heads),
+        ]
+
     projections = {
         qkvz: ("linear_qkvz", "hidden"),
         "linear_attn.in_proj_ba": ("linear_ba", "hidden"),
     }
+    if shape.split_delta_nets:
+        qkv, *others = (f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))
+        sizes = zip(others, (d_v, 1, 1), strict=True)
+        in_proj = [
+            *query_key_value(qkv),
+            *(HeadRows(name, 0, n, n, shape.linear_value_heads) for name, n in sizes),
+        ]
+        dims = ("linear_qkv", "linear_values", "linear_heads", "linear_heads")
+        projections = {
+            name: (dim, "hidden") for name, dim in zip((qkv, *others), dims, strict=True)
+        }
     return [
         _norm("input_layernorm", "input_layernorm", fused_with="self_attention.in_proj"),
         *_linear("self_attention.in_proj", projections, False, in_proj),
@@ -137,7 +151,7 @@ def _delta_net(shape: ModelShape) -> list[Param]:
             "self_attention.conv1d",
             {"linear_attn.conv1d": ("linear_qkv", "one", "kernel")},
             False,
-            conv1d,
+            query_key_value("linear_attn.conv1d"),
         ),
         *(
             Param(

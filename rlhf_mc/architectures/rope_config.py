@@ -97,6 +97,14 @@ def rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return key, dict(value)
 
 
+def without_sections(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration without the sections of rotary embeddings of images, whose three
+    positions are one and the same in a text."""
+    key, given = rope_dict(config)
+    plain = {name: x for name, x in given.items() if not name.startswith("mrope_")}
+    return {**config, key: plain} if plain else dict(config)
+
+
 def _scaling(
     config: Mapping[str, Any], key: str, kind: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 from rlhf_mc.architectures import delta_net, hf_config, latent, rope_config
 from rlhf_mc.architectures.families import (
     FAMILIES,
-    REFUSED,
     SAME_FAMILY,
     Activation,
     Family,
@@ -106,8 +105,12 @@ class ModelShape(Traits):
         family_name = SAME_FAMILY.get(str(family_name), family_name)
         if not isinstance(family_name, str) or family_name not in FAMILIES:
             known = f"known are {', '.join(FAMILIES)}"
-            raise hf_config.refused("model_type", family_name, REFUSED.get(str(family_name), known))
+            raise hf_config.refused("model_type", family_name, known)
         family = FAMILIES[family_name]
+        if family.is_nested:
+            config = hf_config.language_config(config, family_name)
+        if family_name in hf_config.QWEN3_5:
+            config = rope_config.without_sections(config)
         config = {**family.defaults, **config, **family.fixed}
         if family.rope and not (config.get("rope_scaling") or config.get("rope_parameters")):
             config["rope_parameters"] = family.rope

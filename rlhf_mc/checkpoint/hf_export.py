@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.packed_experts import stored_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, HFReader, copy_assets, read_config
@@ -33,6 +36,7 @@ from rlhf_mc.run_files import RUN_FILE
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 
+logger = logging.getLogger(__name__)
 STAGING = ".incomplete"
 """Directory inside the output directory for files that are not complete."""
 
@@ -109,9 +113,10 @@ def write_hf(
     it.
 
     File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the
-    tensors of one file at a time. Config, tokenizer and layers of multi-token prediction are copied
-    from `assets_dir`; `origin` (run and step) is written to run.json. Files get their final names
-    after all are written. Raise the same UserError on every rank if one cannot write.
+    tensors of one file at a time. Config, tokenizer, layers of multi-token prediction and weights
+    for images are copied from `assets_dir`; `origin` (run and step) is written to run.json. Files
+    get their final names after all are written. Raise the same UserError on every rank if one
+    cannot write.
     """
     shards = _shards(
         stored_shapes(shape, logical_shapes(shape)),
@@ -120,6 +125,8 @@ def write_hf(
     )
     subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
     drafts = on_every_rank(lambda: _draft_files(assets_dir, shape, max_shard_bytes), subject, group)
+    if FAMILIES[shape.family].is_nested and not drafts and rank == 0:
+        logger.warning("%s: the weights for images are not written: %s has none", out, assets_dir)
     count = len(shards) + len(drafts)
     on_rank_0(lambda: _begin(out, assets_dir), subject, group)
     rounds = range(0, len(shards), world)
@@ -206,11 +213,16 @@ def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str)
     tensors."""
     # transformers 5 writes `dtype` and reads both keys; earlier versions read only `torch_dtype`.
     config = {key: value for key, value in config.items() if key != "dtype"}
-    config |= {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
+    written = {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
+    config |= written
+    if FAMILIES[shape.family].is_nested:
+        text = {key: value for key, value in config["text_config"].items() if key != "dtype"}
+        config["text_config"] = text | written
     if shape.value_head:
         names = config.get("architectures") or []
         config["architectures"] = [
-            name.replace("ForCausalLM", "ForSequenceClassification") for name in names
+            re.sub("For(CausalLM|ConditionalGeneration)$", "ForSequenceClassification", name)
+            for name in names
         ]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlhf_mc import json_files
-from rlhf_mc.architectures.packed_experts import part_of_file, stored_shapes
+from rlhf_mc.architectures.packed_experts import ExpertPart, part_of_file, stored_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, check_not_zero, num_not_finite
 from rlhf_mc.checkpoint.packed_tensors import ExpertSlice
@@ -132,7 +132,7 @@ class HFReader:
     def _has_another_head(self) -> bool:
         """True if the checkpoint has a language-model head that is not the embedding."""
         names = ("lm_head.weight", "model.embed_tokens.weight")
-        if any(name not in self.names for name in names):
+        if any(self._part(name)[0] not in self.names for name in names):
             return False
         slices = self.slices(names)
         with self.reading():
@@ -156,23 +156,24 @@ class HFReader:
         return {name: self._slice(name) for name in names}
 
     def draft_tensors(self, num_layers: int) -> list[str]:
-        """Return the tensors of the layers of multi-token prediction, which follow the model's
-        num_layers layers or are named "mtp"."""
+        """Return the tensors that no pass here uses: of the layers of multi-token prediction, which
+        follow the model's num_layers layers or are named "mtp", and of a model of images."""
         count = self.config.get("num_nextn_predict_layers", self.config.get("num_mtp_layers"))
         drafts = range(num_layers, num_layers + (count if isinstance(count, int) else 0))
         layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in self.names}
         return sorted(
             name
             for name, layer in layers.items()
-            if name.startswith("mtp.") or (layer is not None and int(layer[1]) in drafts)
+            if name.startswith(("mtp.", "model.visual."))
+            or (layer is not None and int(layer[1]) in drafts)
         )
 
     def check(self, shape: ModelShape) -> None:
         """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a
-        supported dtype, beside layers of multi-token prediction.
+        supported dtype, beside draft_tensors.
 
         A critic's `score.weight` may be missing; other heads and buffers are ignored."""
-        expected = stored_shapes(shape, logical_shapes(shape))
+        expected = stored_shapes(shape, logical_shapes(shape), self.names)
         for name, wanted in expected.items():
             if name == "score.weight" and name not in self.names:
                 continue
@@ -242,16 +243,16 @@ class HFReader:
 
     def file_path(self, name: str) -> Path:
         """Return the file of a tensor."""
-        part = self._part(name)
-        return self.directory / self._files[part[0] if part else name]
+        return self.directory / self._files[self._part(name)[0]]
 
-    def _part(self, name: str) -> tuple[str, int, int | None] | None:
+    def _part(self, name: str) -> tuple[str, ExpertPart | None]:
         """Return as part_of_file does which part of a file's tensor a logical tensor is."""
-        return part_of_file(str(self.config.get("model_type")), name)
+        return part_of_file(str(self.config.get("model_type")), name, self.names)
 
     def _slice(self, name: str) -> Any:
-        if (part := self._part(name)) is not None:
-            return ExpertSlice(self._slice(part[0]), *part[1:])
+        name, part = self._part(name)
+        if part is not None:
+            return ExpertSlice(self._slice(name), part)
         if name not in self._files:
             raise UserError(f"{self.directory}: tensor {name} is missing")
         try:

@@ -4,52 +4,60 @@ written by expert."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rlhf_mc.architectures.packed_experts import part_of_file, stored_shapes
+from rlhf_mc.architectures.packed_experts import ExpertPart, part_of_file, stored_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.layout import logical_shapes
 
 
-def expert_view(stack: torch.Tensor, expert: int, first: int | None) -> torch.Tensor:
+def expert_view(stack: torch.Tensor, part: ExpertPart) -> torch.Tensor:
     """Return the view of one expert's tensor, [output, input] or [output], in a tensor of all
-    experts. first: of every second column; None: of all columns."""
-    view = stack[expert] if first is None else stack[expert][..., first::2]
+    experts."""
+    view = stack[part.expert]
+    if not part.in_columns:
+        return view if part.half is None else view.chunk(2)[part.half]
+    view = view if part.half is None else view[..., part.half :: 2]
     return view.mT if view.dim() == 2 else view
 
 
 class ExpertSlice:
     """The slice of one expert's tensor in a file: `slice[a:b, c:d]` reads a block."""
 
-    def __init__(self, stored: Any, expert: int, first: int | None) -> None:
+    def __init__(self, stored: Any, part: ExpertPart) -> None:
         """stored: the slice of the tensor of all experts."""
         self._stored = stored
-        self._expert = expert
-        self._first = first
+        self._part = part
         self.get_dtype = stored.get_dtype
 
     def get_shape(self) -> list[int]:
         """Return the shape of the expert's tensor."""
-        _, *inputs, outputs = self._stored.get_shape()
-        return [outputs // (1 if self._first is None else 2), *inputs]
+        _, *sizes = self._stored.get_shape()
+        outputs, *inputs = sizes[::-1] if self._part.in_columns else sizes
+        return [outputs // (1 if self._part.half is None else 2), *inputs]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows, *inputs = index if isinstance(index, tuple) else (index,)
+        part = self._part
         inputs = inputs or [slice(None)] * (len(self._stored.get_shape()) - 2)
-        step = 1 if self._first is None else 2
-        start, stop, _ = rows.indices(self.get_shape()[0])
-        block = self._stored[
-            (slice(self._expert, self._expert + 1), *inputs, slice(start * step, stop * step))
-        ]
-        return expert_view(block, 0, self._first)
+        outputs = self.get_shape()[0]
+        start, stop, _ = rows.indices(outputs)
+        expert = slice(part.expert, part.expert + 1)
+        if not part.in_columns:
+            before = outputs * (part.half or 0)
+            return self._stored[(expert, slice(before + start, before + stop), *inputs)][0]
+        step = 1 if part.half is None else 2
+        block = self._stored[(expert, *inputs, slice(start * step, stop * step))]
+        return expert_view(block, replace(part, expert=0))
 
 
 def logical_names(shape: ModelShape, stored: Iterable[str]) -> list[str]:
     """Return the names of the logical tensors that tensors of a file hold."""
     wanted = frozenset(stored)
-    return [name for name in logical_shapes(shape) if _stored_name(shape, name) in wanted]
+    return [n for n in logical_shapes(shape) if part_of_file(shape.family, n)[0] in wanted]
 
 
 def pack(shape: ModelShape, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -57,17 +65,11 @@ def pack(shape: ModelShape, tensors: Mapping[str, torch.Tensor]) -> dict[str, to
     sizes = stored_shapes(shape, logical_shapes(shape))
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        part = part_of_file(shape.family, name)
+        stored, part = part_of_file(shape.family, name)
         if part is None:
-            packed[name] = tensor
+            packed[stored] = tensor
             continue
-        stored, expert, first = part
         if stored not in packed:
             packed[stored] = tensor.new_empty(sizes[stored])
-        expert_view(packed[stored], expert, first).copy_(tensor)
+        expert_view(packed[stored], part).copy_(tensor)
     return packed
-
-
-def _stored_name(shape: ModelShape, name: str) -> str:
-    part = part_of_file(shape.family, name)
-    return name if part is None else part[0]

@@ -43,6 +43,8 @@ RejectionStatistic = Literal[
 ]
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 """Policy losses that weigh all sequences alike: gspo and geo_mean have one ratio per sequence."""
+SELECTING_LOSSES = ("clip_cov", "kl_cov")
+"""Policy losses that select tokens by the log-probs of the whole mini-batch."""
 GroupMetric = Literal["acc", "score", "seq_reward"]
 RouterReplayMode = Literal["rollout", "recompute", "off"]
 AdvEstimator = Literal[

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from rlhf_mc.config.algorithm_schema import (
     ESTIMATOR_NEEDS,
+    SELECTING_LOSSES,
     AlgorithmConfig,
     Needs,
     RouterReplayMode,
@@ -90,6 +91,27 @@ def router_replay(cfg: Config, has_experts: bool, has_linear_attention: bool) ->
             "attention: set it to recompute, off or null"
         )
     return mode
+
+
+def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:
+    """Return whether a pass before the update computes the actor's old log-probs. Without it they
+    are the engine's (bypass_mode), or those of the step's only optimizer step: the policy has not
+    changed before it, and nothing else reads them earlier. replay: of `router_replay`."""
+    algorithm = cfg.algorithm
+    correction = algorithm.rollout_correction
+    if correction.bypass_mode:
+        return False
+    return (
+        cfg.actor.ppo_epochs > 1
+        or cfg.actor.ppo_mini_batch_size < cfg.data.train_batch_size
+        or algorithm.use_kl_in_reward
+        or algorithm.kl_ctrl.type == "adaptive"
+        or bool(correction.rollout_rs)
+        or correction.rollout_token_veto_threshold is not None
+        or (correction.rollout_is is not None and correction.rollout_is_batch_normalize)
+        or cfg.actor.policy_loss.loss_mode in SELECTING_LOSSES
+        or replay == "recompute"
+    )
 
 
 def balances_experts(cfg: Config, has_experts: bool, has_bias: bool) -> bool:

@@ -70,7 +70,7 @@ from rlhf_mc.models.optimizer import (
 from rlhf_mc.models.pipeline import PlannedShapes, loss_of_dummy, schedule_ranges, set_reduction
 from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
-from rlhf_mc.models.statistics import Exchange, OptimizerStep, StatisticSums
+from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import training_layouts
@@ -80,7 +80,7 @@ from rlhf_mc.topology.groups import ProcessGroups
 
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(model, states [r, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares
-of statistics). All context-parallel ranks compute the same."""
+of statistics, and with LOG_PROBS its log-probs). All context-parallel ranks compute the same."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +348,16 @@ class ModelEngine:
             for step in steps
         ]
 
+    @staticmethod
+    def collect_log_probs(step: OptimizerStep, batch: RaggedBatch) -> torch.Tensor:
+        """Return the log-probs (LOG_PROBS) that the loss of an optimizer step on this batch has
+        returned: [R] float32, of the weights before the step, on every rank. Every rank must call
+        it."""
+        own = step.sums.log_probs
+        if own is None:
+            own = torch.zeros(len(batch.rollout_log_probs), device=platform.device())
+        return sum_over_ranks(own)
+
     def _step(self, grad_norm: float) -> None:
         """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after
         it has computed
@@ -394,8 +404,11 @@ class ModelEngine:
             if micro.is_dummy:
                 return loss_of_dummy(model, hidden)
             value, stats = loss(model, hidden, micro)
+            own = stats.pop(LOG_PROBS, None)
             if micro.packed.context.rank == 0:
                 sums.add(stats)
+                if own is not None and self._has_loss:
+                    sums.keep_log_probs(own, micro.response_index, len(batch.rollout_log_probs))
             return value * (scale + sums.zero_if_finite())
 
         passes = lambda: self._run(batch, micro_batches, share, False)  # noqa: E731

@@ -4,10 +4,12 @@ torch's: one chunked rule for each run of equally long sequences, on CPUs and on
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.linalg import solve_triangular
 from torch.nn.functional import conv1d, pad, silu, softplus
@@ -31,6 +33,12 @@ class PackedDeltaNet(GatedDeltaNet):
         for param in (self.conv1d.weight, self.dt_bias, self.A_log):
             param.partition_dim = 0  # beside tensor_model_parallel, which the original sets
             param.partition_stride = 1
+        if self.tp_size > 1 and not config.sequence_parallel:
+            # Each rank has the gradient of its heads, and Megatron-Core adds those of QK norms
+            # alone.
+            self.out_norm.weight.register_hook(
+                functools.partial(reduce_from_tensor_model_parallel_region, group=pg_collection.tp)
+            )
 
     def forward(
         self,

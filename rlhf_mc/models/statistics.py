@@ -13,6 +13,9 @@ import torch
 from rlhf_mc import platform
 from rlhf_mc.topology.consensus import gather_objects, gather_vectors
 
+LOG_PROBS = "log_probs"
+"""The statistic of a loss that is not summed: the log-probs [r] of the micro-batch's tokens."""
+
 
 class StatisticSums:
     """One rank's sums over the micro-batches of a mini-batch, in their order."""
@@ -22,6 +25,9 @@ class StatisticSums:
         """The names that the losses have returned; none on a rank without the output layer."""
         self.sums: torch.Tensor | None = None
         """[names] float64, on the device."""
+        self.log_probs: torch.Tensor | None = None
+        """[R] float32, on the device: the log-probs that the loss has returned, 0 for the tokens of
+        other ranks; None: none were returned."""
 
     def add(self, stats: Mapping[str, torch.Tensor]) -> None:
         """Add one micro-batch's scalars. The host does not wait for them."""
@@ -34,6 +40,12 @@ class StatisticSums:
         else:
             assert tuple(stats) == self.names, f"statistics {tuple(stats)} after {self.names}"
             self.sums += values
+
+    def keep_log_probs(self, log_probs: torch.Tensor, index: torch.Tensor, size: int) -> None:
+        """Keep one micro-batch's log-probs [r] at `index` [r] of `size` numbers."""
+        if self.log_probs is None:
+            self.log_probs = torch.zeros(size, device=log_probs.device)
+        self.log_probs[index] = log_probs.float()
 
     def zero_if_finite(self) -> torch.Tensor | float:
         """Return 0 where all sums are finite, else NaN: a scalar float32 on the device."""

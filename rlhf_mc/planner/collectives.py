@@ -200,6 +200,9 @@ class Passes:
             yield self._tensor_parallel("all_gather", pairs * self._states(work), work, pairs)
             if part.kv_lora_rank:
                 yield self._tensor_parallel("all_gather", sum(self._latent_bytes(work)), work, 2)
+        elif part.linear_layers and self._mesh.tp > 1:
+            norm = work.num_micro_batches * part.linear_value_dim * self._itemsize
+            yield self._tensor_parallel("all_reduce", norm, work)
         if part.has_experts:
             yield from self._experts(work, "reduce_scatter", "all_gather")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
+    has_old_log_prob_pass,
     overlaps_reduction,
     prompts_per_batch,
     router_replay,
@@ -149,7 +150,9 @@ def phase_work(
         )
 
     sampled = cfg.data.train_batch_size * cfg.rollout.n
-    if not cfg.algorithm.rollout_correction.bypass_mode:
+    shape = shapes["actor"]
+    replay = router_replay(cfg, shape.has_experts, bool(shape.linear_layers))
+    if has_old_log_prob_pass(cfg, replay):
         yield work("old_log_prob", "actor", sampled)
     if "ref" in shapes:
         yield work("ref", "ref", sampled)

@@ -370,9 +370,8 @@ def split_sizes(shape: ModelShape) -> list[tuple[str, int, str]]:
     if shape.num_attending:
         sizes.append(("num_attention_heads", shape.num_heads, tensor_with("q", shape)))
     if shape.linear_layers:
-        sizes.append(
-            ("linear_num_key_heads", shape.linear_key_heads, tensor_with("linear_qkvz", shape))
-        )
+        rows = "linear_qkv" if shape.split_delta_nets else "linear_qkvz"
+        sizes.append(("linear_num_key_heads", shape.linear_key_heads, tensor_with(rows, shape)))
     if len(shape.expert_layers) < shape.num_layers:
         sizes.append(("intermediate_size", shape.ffn_hidden_size, tensor_with("ffn", shape)))
     if shape.has_experts:

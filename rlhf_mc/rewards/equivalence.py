@@ -20,8 +20,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.runtime.guard import GROUP_SIGNALS
 
 LIMIT_SECONDS = 3.0
-"""Processor time for one row. Half of the answers in tests/unit/math_answers.py take 0.004 s, the
-slowest 0.13 s."""
+"""Processor time for one row. Half of the answers in tests/unit/rewards/math_answers.jsonl take
+0.004 s, the slowest 0.13 s."""
 LIMIT_BYTES = 4 << 30
 """Address space of the process: 9^{9^{9^9}} has more digits than fit into any memory."""
 

@@ -1,7 +1,7 @@
 r"""verl's own rules for mathematics: `math_string`, its comparison of MATH answers as strings, and
 `math_dapo`, DAPO's "Answer:" form. Their results are verl's (2026-08), which
-tests/unit/verl_answers.py holds. `numina` takes the answer where PRIME's rule takes it and compares
-as the rule `math` does.
+tests/unit/rewards/verl_answers.jsonl holds. `numina` takes the answer where PRIME's rule takes it
+and compares as the rule `math` does.
 """
 
 from __future__ import annotations

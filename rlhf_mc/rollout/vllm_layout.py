@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.hf_config import HYBRID
 from rlhf_mc.architectures.parameters import Param, model_params
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
@@ -32,6 +33,8 @@ _RENAMED = {
     ".mlp.gate_proj.": ".mlp.gate_up_proj.",
     ".shared_experts.gate_proj.": ".shared_experts.gate_up_proj.",
     ".shared_expert.gate_proj.": ".shared_expert.gate_up_proj.",
+    ".linear_attn.in_proj_qkv.": ".linear_attn.in_proj_qkvz.",
+    ".linear_attn.in_proj_b.": ".linear_attn.in_proj_ba.",
     **{f".experts.{{e}}.{gate}.": ".experts.routed_experts.w13_" for gate in ("gate_proj", "w1")},
     **{f".experts.{{e}}.{down}.": ".experts.routed_experts.w2_" for down in ("down_proj", "w2")},
 }
@@ -40,7 +43,7 @@ experts in one tensor [experts, ...]. All other names are Hugging Face's."""
 _RENAMED_OF_FAMILY = {
     "gpt_oss": {".self_attn.": ".attn.", "model.embed_tokens.": "model.embedding."}
 }
-_FLOAT32 = {"glm4_moe": ".gate.", "qwen3_next": ".A_log"}
+_FLOAT32 = {"glm4_moe": ".gate.", **dict.fromkeys(HYBRID, ".A_log")}
 """Family -> part of the names of the parameters that vLLM has in float32, since it computes with
 them so."""
 _HALF = "@"
@@ -61,7 +64,7 @@ def vllm_name(param: Param, family: str) -> str:
 def _regrouped(params: Sequence[Param]) -> Iterator[Param]:
     """Yield the parameters, with the two projections to latent vectors as one: vLLM joins them, and
     replicates them. The projections of a delta net are two, whose rows are those of the
-    checkpoint."""
+    checkpoint, or of two of its tensors each."""
     queries: Param | None = None
     for param in params:
         name = next(iter(param.hf))
@@ -72,6 +75,12 @@ def _regrouped(params: Sequence[Param]) -> Iterator[Param]:
             yield from (
                 replace(param, hf={tensor: dims}, rows=()) for tensor, dims in param.hf.items()
             )
+            continue
+        if ".in_proj_qkv." in name:
+            tensors = list(param.hf.items())
+            for pair in (tensors[:2], tensors[2:]):
+                rows = tuple(part for part in param.rows if part.tensor in dict(pair))
+                yield replace(param, hf=dict(pair), rows=rows)
             continue
         if ".kv_a_proj_with_mqa." in name and queries is not None:
             param = replace(param, hf={**queries.hf, **param.hf})
@@ -103,7 +112,7 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
         if (
             param.stage == "expert"
             and len(ranges) == 2
-            and FAMILIES[shape.family].expert_names.in_one_tensor
+            and FAMILIES[shape.family].expert_names.in_one_tensor == "columns"
         ):
             halves = (replace(param, hf={tensor: param.hf[tensor]}) for tensor, _ in ranges)
             for number, (half, one) in enumerate(zip(halves, ranges, strict=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import vllm
 from vllm.device_allocator.alloc_conf import expandable_segments_enabled_from_env
 
 from rlhf_mc import platform
+from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.rollout.base import Request, Sampling
@@ -23,6 +24,8 @@ def engine_settings(
     model_path: str, shape: ModelShape, cfg: RolloutConfig, max_model_len: int, dtype: str
 ) -> dict[str, Any]:
     """Return vLLM's arguments for the model and its layout."""
+    vllm_patches.register_text_models(shape.family)
+    family = FAMILIES[shape.family]
     # They replace keys of config.json.
     overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
     if shape.kv_lora_rank:
@@ -41,7 +44,7 @@ def engine_settings(
         "model": model_path,
         "config_format": "hf",  # not mistral's params.json, which the trainer does not read
         "skip_tokenizer_init": True,
-        "hf_overrides": overrides,
+        "hf_overrides": text_overrides(overrides) if family.is_nested else overrides,
         "tensor_parallel_size": cfg.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
         "load_format": vllm_patches.LOAD_FORMAT,
@@ -56,6 +59,20 @@ def engine_settings(
         "mamba_ssm_cache_dtype": "float32" if shape.linear_layers else "auto",
         "enable_prefix_caching": False if shape.linear_layers else None,
     }
+
+
+def text_overrides(overrides: dict[str, Any]) -> Callable[[Any], Any]:
+    """Return vLLM's override that replaces a model of images and text by its language model, with
+    other values of its keys."""
+
+    def override(config: Any) -> Any:
+        text = config.get_text_config()
+        family = FAMILIES.get(text.model_type)
+        names = {"architectures": [family.architecture]} if family else {}
+        text.update(overrides | names)
+        return text
+
+    return override
 
 
 def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:

@@ -39,9 +39,11 @@ if vllm.__version__.partition("+")[0] != TESTED_VERSIONS["vllm"]:
 
 import contextlib
 import functools
+import importlib.util
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,7 +53,9 @@ import vllm.distributed.parallel_state as vllm_state
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models import ModelRegistry
 
+from rlhf_mc.architectures.hf_config import QWEN3_5
 from rlhf_mc.patching import Patch, apply, replaced
 from rlhf_mc.rollout.draws import Draws, request_number
 from rlhf_mc.rollout.experts import fused_moe
@@ -321,6 +325,26 @@ def in_any_world(family: str) -> AbstractContextManager[None]:
     from vllm.model_executor.models import gpt_oss
 
     return replaced(gpt_oss, "dist", SimpleNamespace(is_initialized=lambda: False))
+
+
+def register_text_models(family: str) -> None:
+    """Register vLLM's language models of the family where torchvision is missing, as on a CPU.
+
+    Targets: sys.modules while the file is imported, and vLLM's ModelRegistry (public).
+    Reason: vLLM has them in the file of the models of images, whose imports need torchvision, and
+    imports a model that is not registered by its class in another process first."""
+    if family not in QWEN3_5 or importlib.util.find_spec("torchvision") is not None:
+        return
+    processors = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+    unused: Any = ModuleType(processors)
+    unused.smart_resize = _do_nothing
+    sys.modules[processors] = unused
+    try:
+        from vllm.model_executor.models import qwen3_5
+    finally:
+        del sys.modules[processors]
+    for model in (qwen3_5.Qwen3_5ForCausalLM, qwen3_5.Qwen3_5MoeForCausalLM):
+        ModelRegistry.register_model(model.__name__, model)
 
 
 @contextlib.contextmanager

@@ -33,11 +33,11 @@ def advantages_and_returns(
 
     Return the batch with both, metrics, and the KL that the controller sees, in nats (0 where it
     sees none)."""
-    assert batch.scores is not None and batch.old_log_probs is not None
+    assert batch.scores is not None
     kl: torch.Tensor | None = None
     sequence_kl = 0.0
     if algorithm.use_kl_in_reward or algorithm.kl_ctrl.type == "adaptive":
-        assert batch.ref_log_probs is not None
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
         sequence_kl = mean_sequence_kl(kl, batch.response_lens)
     # Equal scores of a group stay equal: they are not summed from parts.
@@ -106,10 +106,9 @@ def corrected(
 ) -> tuple[RaggedBatch, dict[str, float]]:
     """Return the batch with importance weights and kept tokens, as far as the settings ask for
     them, and metrics, which there are without any setting too. With bypass_mode there is nothing to
-    compare."""
-    if cfg.bypass_mode:
+    compare, nor before an update that computes the old log-probs."""
+    if cfg.bypass_mode or batch.old_log_probs is None:
         return batch, {}
-    assert batch.old_log_probs is not None
     lens = batch.response_lens
     metrics = mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, lens)
     log_ratio = batch.old_log_probs - batch.rollout_log_probs

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from rlhf_mc.config.roles import has_old_log_prob_pass
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import heads
 from rlhf_mc.models.engine import ModelEngine
@@ -17,11 +18,15 @@ from rlhf_mc.trainer.token_budget import my_micro_batches
 
 def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     """Compute old log-probs (actor), compared with the rollout engine's, and, if the run has these
-    models, reference log-probs and values (critic)."""
-    head = heads.log_prob_head(run.actor.shape.vocab_size, run.config.rollout.temperature)
-    bypass = run.config.algorithm.rollout_correction.bypass_mode
+    models, reference log-probs and values (critic). The batch has no old log-probs where the
+    actor's only update computes them itself."""
+    cfg = run.config
+    head = heads.log_prob_head(run.actor.shape.vocab_size, cfg.rollout.temperature)
+    bypass = cfg.algorithm.rollout_correction.bypass_mode
+    replay = "off" if run.actor.replay is None else run.actor.replay.mode
+    is_read = run.log_prob_check.is_first if bypass else state.step <= cfg.trainer.critic_warmup
     passes: dict[str, tuple[str, ModelEngine, Head]] = {}
-    if not bypass or run.log_prob_check.is_first:
+    if is_read or has_old_log_prob_pass(cfg, replay):
         passes["old_log_probs"] = ("old_log_prob", run.actor, head)
     if run.reference is not None:
         passes["ref_log_probs"] = ("ref", run.reference, head)
@@ -41,12 +46,19 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             summed = sum_over_ranks(torch.stack(list(parts.values())))
         batch = batch.with_fields(**dict(zip(parts, summed, strict=True)))
     if "old_log_probs" in parts:
-        if run.actor.replay is not None and run.actor.replay.mode == "rollout":
-            share, by_layer = run.actor.replay.differing_shares()
-            state.metrics["training/expert_choices_diff"] = share
-            state.metrics |= {
-                f"training/expert_choices_diff/layer_{n}": one for n, one in by_layer.items()
-            }
-        run.log_prob_check.check(batch, state.step)
+        compare_with_engine(run, state, batch)
     # With bypass_mode in the first step too, so that a resumed run computes the same.
     return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch
+
+
+def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """Check the old log-probs against the rollout engine's. With router replay of the engine's
+    experts, add the shares of choices that the routers themselves would not have made. Every rank
+    must call it."""
+    if run.actor.replay is not None and run.actor.replay.mode == "rollout":
+        share, by_layer = run.actor.replay.differing_shares()
+        state.metrics["training/expert_choices_diff"] = share
+        state.metrics |= {
+            f"training/expert_choices_diff/layer_{n}": one for n, one in by_layer.items()
+        }
+    run.log_prob_check.check(batch, state.step)

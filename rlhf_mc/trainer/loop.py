@@ -32,11 +32,11 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     with state.timer.phase("step"):
         update_weights(run, state.timer)  # the actor's, into the engine's parameters
         prompts, batch, pending = rollout(run, state, stop)  # reward workers score what has ended
-        batch = log_probs(run, state, batch)  # old and reference log-probs, values
+        batch = log_probs(run, state, batch)  # reference log-probs, values, old log-probs if read
         batch = rewards(run, state, prompts, batch, pending, stop)
         batch = compute_advantages(run, state, batch)
         update_critic(run, state, batch)
-        update_actor(run, state, batch)
+        batch = update_actor(run, state, batch)
     step_metrics(run, state, batch)
     return batch
 

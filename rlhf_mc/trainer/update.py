@@ -4,8 +4,8 @@ models/engine.py computes gradients on the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -15,16 +15,19 @@ from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
-from rlhf_mc.algorithms.rollout_correction import geometric_means
+from rlhf_mc.algorithms.rollout_correction import geometric_means, weights_of_micro_batch
+from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
 from rlhf_mc.config.roles import adapts_kl_loss
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, value_head
-from rlhf_mc.models.statistics import OptimizerStep
+from rlhf_mc.models.statistics import LOG_PROBS, OptimizerStep
 from rlhf_mc.observability.metrics import mean_by_key
 from rlhf_mc.runtime.work import counted
+from rlhf_mc.trainer.advantages import corrected
+from rlhf_mc.trainer.log_probs import compare_with_engine
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_state import StepState
@@ -67,6 +70,8 @@ class ActorTerms:
     """Divisor of loss_agg_mode seq-mean-token-sum-norm."""
     draws: torch.Generator
     """Random draws of the step's mini-batches, one after the other: the same on every rank."""
+    correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """For importance weights of a batch without old log-probs."""
 
 
 def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
@@ -95,28 +100,62 @@ def step_generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state >> 1))
 
 
+def _policy_inputs(
+    cfg: ActorConfig,
+    log_probs: torch.Tensor,
+    fields: Mapping[str, torch.Tensor],
+    num_tokens: int,
+    mini: RaggedBatch,
+) -> PolicyLossInputs:
+    """Return a micro-batch's inputs of the policy loss. fields: of its tokens, [r] each.
+    num_tokens: of the mini-batch."""
+    weights = fields["weights"]
+    return PolicyLossInputs(
+        log_probs=log_probs,
+        old_log_probs=fields["old_log_probs"],
+        advantages=fields["advantages"],
+        weights=weights * fields["is_weights"] if "is_weights" in fields else weights,
+        sequence=fields["sequence"],
+        num_tokens=num_tokens,
+        num_sequences=mini.num_sequences,
+        selected=fields.get("selected"),
+        clip_low=cfg.clip_ratio_low,
+        clip_high=cfg.clip_ratio_high,
+        clip_c=cfg.clip_ratio_c,
+        kl_coef=cfg.policy_loss.ppo_kl_coef,
+        tau_pos=cfg.policy_loss.tau_pos,
+        tau_neg=cfg.policy_loss.tau_neg,
+    )
+
+
 def actor_objective(
     mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float, terms: ActorTerms
 ) -> Loss:
     """Return the actor's loss of this mini-batch, as a function of a micro-batch that returns its
-    share."""
-    assert mini.old_log_probs is not None and mini.advantages is not None
+    share. Without old log-probs in the batch the micro-batch's own are the old ones, and are
+    returned as LOG_PROBS."""
+    assert mini.advantages is not None
     mode = cfg.loss_agg_mode
     selection = terms.policy_loss.selection
+    is_geometric = terms.policy_loss.has_geometric_weights
+    takes_own = mini.old_log_probs is None
     per_token = {
-        "old_log_probs": mini.old_log_probs,
         "advantages": mini.advantages,
         "weights": aggregation_weights(
             mini.response_lens, mode, terms.loss_scale_factor, mini.kept
         ),
         "sequence": torch.repeat_interleave(mini.response_lens),
     }
+    if mini.old_log_probs is not None:
+        per_token["old_log_probs"] = mini.old_log_probs
+    elif terms.correction.rollout_is is not None:
+        per_token["rollout_log_probs"] = mini.rollout_log_probs
     if selection is not None:
+        assert mini.old_log_probs is not None
         per_token["selected"] = selection(
             mini.old_log_probs, mini.advantages, cfg.policy_loss, terms.draws
         )
     if mini.is_weights is not None:
-        is_geometric = terms.policy_loss.has_geometric_weights
         per_token["is_weights"] = (
             geometric_means(mini.is_weights, mini.response_lens)
             if is_geometric
@@ -132,37 +171,30 @@ def actor_objective(
         own = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
         log_probs, entropy = map(micro.all_results, own)
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
-        policy = PolicyLossInputs(
-            log_probs=log_probs,
-            old_log_probs=fields["old_log_probs"],
-            advantages=fields["advantages"],
-            weights=fields["weights"] * fields["is_weights"]
-            if "is_weights" in fields
-            else fields["weights"],
-            sequence=fields["sequence"],
-            num_tokens=len(per_token["weights"]),
-            num_sequences=mini.num_sequences,
-            selected=fields.get("selected"),
-            clip_low=cfg.clip_ratio_low,
-            clip_high=cfg.clip_ratio_high,
-            clip_c=cfg.clip_ratio_c,
-            kl_coef=cfg.policy_loss.ppo_kl_coef,
-            tau_pos=cfg.policy_loss.tau_pos,
-            tau_neg=cfg.policy_loss.tau_neg,
-        )
+        if takes_own:
+            fields["old_log_probs"] = log_probs.detach()
+        if "rollout_log_probs" in fields:
+            fields["is_weights"] = weights_of_micro_batch(
+                log_probs.detach() - fields["rollout_log_probs"],
+                fields["sequence"],
+                mini.num_sequences,
+                terms.correction,
+                is_geometric,
+            )
         inputs = ActorLossInputs(
-            policy=policy,
+            policy=_policy_inputs(cfg, log_probs, fields, len(per_token["weights"]), mini),
             weights=fields["weights"],
             entropy=entropy if terms.entropy_coeff != 0.0 else entropy.detach(),
             ref_log_probs=fields.get("ref_log_probs"),
         )
-        return actor_loss(
+        value, stats = actor_loss(
             inputs,
             terms.policy_loss.function,
             entropy_coeff=terms.entropy_coeff,
             kl_loss_coef=terms.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
         )
+        return value, {**stats, LOG_PROBS: log_probs.detach()} if takes_own else stats
 
     return loss
 
@@ -196,10 +228,13 @@ def update(
     objective: Callable[[RaggedBatch], Loss],
     budget: TokenBudget,
     skipped: SkippedUpdates,
-) -> dict[str, float]:
-    """Take one optimizer step per mini-batch. Return the mean of each statistic over the steps that
-    were taken, and the share of steps that were skipped, under "{role}/{statistic}". Every rank
-    must call it."""
+    takes_own: bool = False,
+) -> tuple[RaggedBatch, dict[str, float]]:
+    """Take one optimizer step per mini-batch. Return the batch, and the mean of each statistic over
+    the steps that were taken, and the share of steps that were skipped, under
+    "{role}/{statistic}". Every rank must call it.
+
+    takes_own: the batch has no old log-probs; it gets those of its only mini-batch."""
     minis = list(mini_batch_indices)
     steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
@@ -207,10 +242,17 @@ def update(
             mini = batch.select(indices)
             step = train_step(engine, mini, objective(mini), budget, number)
         steps.append(step)
+        if takes_own:
+            own = engine.collect_log_probs(step, mini)
+            mini = mini.with_fields(old_log_probs=own)
+            places = ragged_indices(batch.response_lens.numpy(), np.array(indices))
+            batch = batch.with_fields(
+                old_log_probs=own.new_zeros(len(own)).index_put((torch.from_numpy(places),), own)
+            )
         skipped.count(engine, budget.step, mini, step.skipped)
     metrics = mean_by_key(engine.statistics(steps))
     engine.end_of_ppo_step()
-    return {f"{engine.name}/{key}": value for key, value in metrics.items()}
+    return batch, {f"{engine.name}/{key}": value for key, value in metrics.items()}
 
 
 def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
@@ -226,15 +268,18 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
         scale = critic.loss_scale_factor or cfg.data.max_response_length
         objective = partial(critic_objective, cfg=critic, loss_scale_factor=scale)
         budget = token_budget(run, "critic", state.step)
-        state.metrics |= update(run.critic, batch, minis, objective, budget, run.skipped)
+        _, metrics = update(run.critic, batch, minis, objective, budget, run.skipped)
+        state.metrics |= metrics
 
 
-def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
-    """Update the actor: PPO epochs over mini-batches. Do nothing during trainer.critic_warmup."""
+def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
+    """Update the actor: PPO epochs over mini-batches. Do nothing during trainer.critic_warmup.
+    Return the batch with old log-probs, which are compared with the engine's here if no pass has
+    computed them."""
     cfg = run.config
     actor = cfg.actor
     if state.step <= cfg.trainer.critic_warmup:
-        return
+        return batch
     with run.offload_schedule.phase(state.timer, "update_actor"):
         minis = step_mini_batches(cfg, state.step, actor.ppo_mini_batch_size, actor.ppo_epochs)
         terms = ActorTerms(
@@ -243,6 +288,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
             kl_loss_coef=kl_loss_coef(cfg, run.kl_controller, run.adjustments.kl_coef(state.step)),
             loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
             draws=step_generator(cfg.trainer.seed, state.step),
+            correction=cfg.algorithm.rollout_correction,
         )
         objective = partial(
             actor_objective,
@@ -252,13 +298,24 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
             terms=terms,
         )
         budget = token_budget(run, "actor", state.step)
-        state.metrics |= update(run.actor, batch, minis, objective, budget, run.skipped)
+        takes_own = batch.old_log_probs is None
+        batch, metrics = update(run.actor, batch, minis, objective, budget, run.skipped, takes_own)
+        state.metrics |= metrics
+        if takes_own:
+            compare_with_engine(run, state, batch)
+            batch, metrics = corrected(batch, cfg.algorithm.rollout_correction)
+            state.metrics |= metrics
         if run.actor.replay is not None:
-            state.metrics["actor/expert_choices_diff"] = run.actor.replay.differing_shares()[0]
+            state.metrics["actor/expert_choices_diff"] = (
+                state.metrics["training/expert_choices_diff"]
+                if takes_own
+                else run.actor.replay.differing_shares()[0]
+            )
         if run.actor.balance is not None:
             state.metrics |= {
                 f"actor/{name}": value for name, value in run.actor.balance.losses().items()
             }
+    return batch
 
 
 def step_mini_batches(cfg: Config, step: int, size: int, epochs: int) -> Iterator[list[int]]:

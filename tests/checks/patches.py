@@ -15,7 +15,7 @@ PACKAGE = "rlhf_mc"
 FILES = {
     "torch_patches.py": "tests/dist/test_megatron_patches.py",
     "models/megatron_patches.py": "tests/dist/test_megatron_patches.py",
-    "models/transformer_engine.py": "tests/unit/test_transformer_engine.py",
+    "models/transformer_engine.py": "tests/unit/models/test_transformer_engine.py",
     "rollout/vllm_patches.py": "tests/dist/test_vllm_patches.py",
 }
 """File of patches -> file with their tests. Each names the attribute that it replaces."""

@@ -161,8 +161,11 @@ def params_unlike_export(
     """Return the names of vLLM's parameters that differ in any bit from those that vLLM loads from
     the checkpoint."""
     updated = {name: param.clone() for name, param in run.rollout.params.items()}
-    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
-        tensors = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
+    tensors = [
+        (name, tensor)
+        for name, tensor in exported_weights(str(checkpoint)).items()
+        if not name.startswith("model.visual.")  # vLLM has the language model alone
+    ]
     for param in run.rollout.params.values():
         param.fill_(torch.nan)
     run.rollout._model.load_weights(iter(tensors))
@@ -183,8 +186,11 @@ def params_unlike_export(
 
 
 def exported_weights(directory: str) -> dict[str, torch.Tensor]:
-    with safe_open(Path(directory) / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    weights = {}
+    for path in Path(directory).glob("model*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return weights
 
 
 def try_to_build(directory: str, sections: dict[str, Any]) -> None:

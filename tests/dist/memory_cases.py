@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,19 @@ sharp."""
 
 
 def updates(
-    checkpoint: str, batch: RaggedBatch, budget: int, tokens_in_memory: int | None, directory: str
+    checkpoint: str,
+    batch: RaggedBatch,
+    budget: int,
+    tokens_in_memory: int | None,
+    directory: str,
+    takes_own: bool = False,
 ) -> dict[str, Any]:
     """Take two optimizer steps with micro-batches of at most `budget` tokens, of which rank 1 has
     memory for `tokens_in_memory` in the second. Return the metrics or the error, the weights after
-    them and the budgets used."""
+    them and the budgets used. takes_own: take one, without that memory, which returns the old
+    log-probs."""
+    if takes_own:
+        batch = replace(batch, old_log_probs=None)
     used: list[int] = []
     with mesh_groups(1, 1) as groups:
         engine = make_engine(checkpoint, "actor", groups)
@@ -43,7 +52,7 @@ def updates(
 
         def objective(mini: RaggedBatch) -> Loss:
             # from the second update on
-            if used and tokens_in_memory is not None and dist.get_rank() == 1:
+            if (used or takes_own) and tokens_in_memory is not None and dist.get_rank() == 1:
                 limits.enter_context(
                     measure.limited_memory(tokens_in_memory * BYTES_PER_TOKEN + (64 << 20))
                 )
@@ -66,9 +75,11 @@ def updates(
         try:
             with limits:
                 skipped = SkippedUpdates(1, Path(directory))
-                result["metrics"] = update(
-                    engine, batch, iter([whole, whole]), objective, token_budget, skipped
+                minis = iter([whole] if takes_own else [whole, whole])
+                trained, result["metrics"] = update(
+                    engine, batch, minis, objective, token_budget, skipped, takes_own
                 )
+                result["old_log_probs"] = trained.old_log_probs
         except UserError as error:
             result["error"] = str(error)
         result["weights"] = {name: tensor.clone() for name, tensor in engine.params.items()}

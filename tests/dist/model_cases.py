@@ -245,7 +245,7 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
         order = mini_batches(
             batch.num_sequences, 1, batch.num_sequences, epochs=1, shuffle=True, seed=(1, 2)
         )
-        return update(
+        _, metrics = update(
             engine,
             batch,
             order,
@@ -253,6 +253,7 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
             TokenBudget("actor", 1, 32, 32, Adjustments(Path())),
             SkippedUpdates(1, Path()),
         )
+        return metrics
 
 
 def updates_with_bad_losses(
@@ -289,7 +290,7 @@ def updates_with_bad_losses(
             order = iter([list(range(batch.num_sequences))])
             result: dict[str, Any] = {}
             try:
-                result["metrics"] = update(
+                _, result["metrics"] = update(
                     engine,
                     batch,
                     order,

@@ -181,8 +181,11 @@ def counted_choices(engine: ModelEngine) -> Iterator[Callable[[], float]]:
     def watched_passes(batch: RaggedBatch, micro_batches: Any, forward_only: bool) -> Any:
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, engine.replay.held)  # type: ignore[union-attr]
+        # A rank that has begun a continued response may hold the shorter choices of its beginning.
+        assert batch.numbers is not None
+        lens = dict(zip(batch.numbers.tolist(), batch.last_drawn.tolist(), strict=True))
         for part in parts:
-            held.update(part)
+            held.update({n: each for n, each in part.items() if len(each) == lens.get(n)})
         batches.append(batch)
         return passes(batch, micro_batches, forward_only)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,14 +23,17 @@ def waits(
     layout: tuple[int, int, int],
     batch: RaggedBatch,
     reading: bool,
+    takes_own: bool = False,
     **megatron: Any,
 ) -> dict[str, list[dict[str, int]]]:
     """Return for a scoring pass and a gradient what makes the host wait with all sequences in one
     micro-batch, and with one sequence in each. reading: the loss reads a number in each
-    micro-batch.
+    micro-batch. takes_own: it computes the old log-probs.
 
     layout: (tensor-parallel, pipeline-parallel, virtual pipeline chunks)."""
     tp, pp, vpp = layout
+    if takes_own:
+        batch = replace(batch, old_log_probs=None)
     counts_by_pass: dict[str, list[dict[str, int]]] = {"score": [], "gradient": []}
     with mesh_groups(tp, pp, vpp=vpp) as groups:
         engine = make_engine(checkpoint, role, groups, **megatron)

@@ -1,6 +1,6 @@
 """Inputs that are rejected before training starts or that end a phase: the same single line on
-every rank, which names the error. Settings by themselves: tests/unit/test_validate.py; exit codes:
-tests/system/test_cli.py."""
+every rank, which names the error. Settings by themselves: tests/unit/config/test_validate.py; exit
+codes: tests/system/test_cli.py."""
 
 from __future__ import annotations
 

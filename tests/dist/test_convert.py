@@ -26,6 +26,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "untied_bfloat16_gpt_oss": {"family": "gpt_oss", "tied": False},
     "untied_float32_latent": {"family": "deepseek_v3", "tied": False},
     # its routers' correction biases are float32
+    "tied_bfloat16_qwen3_5": {"family": "qwen3_5_text", "tied": True},
     "untied_bfloat16_glm": {"family": "glm4_moe", "tied": False},
 }
 

@@ -27,6 +27,11 @@ DENSE: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "tied": False},
     "gemma": {"family": "gemma", "tied": True},
 }
+HYBRID: dict[str, dict[str, Any]] = {
+    # The first layer has a gated delta net.
+    "qwen3_5_text": {"family": "qwen3_5_text", "tied": True},
+    "qwen3_5": {"family": "qwen3_5", "tied": False},
+}
 EXPERTS = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False},
     "mixtral": {"family": "mixtral", "tied": False},
@@ -46,13 +51,15 @@ EXPERTS = {
     },
     # The first layer has a gated delta net.
     "qwen3_next": {"family": "qwen3_next", "tied": False},
+    # In a model of images and text, all experts of a layer in one tensor.
+    "qwen3_5_moe": {"family": "qwen3_5_moe", "tied": False},
     # Layers of two kinds. With two stages, the first has no experts.
     "qwen3_moe_mixed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     # A token's experts have the weights of the softmax over all experts, not normalised over the
     # chosen ones.
     "qwen3_moe_plain": {"family": "qwen3_moe", "tied": True, "norm_topk_prob": False},
 }
-WHOLE_SEQUENCES = ("gpt_oss", "qwen3_next")
+WHOLE_SEQUENCES = ("gpt_oss", "qwen3_next", "qwen3_5_moe")
 """Families that context parallelism does not support."""
 # Two of the equally long sequences are in one micro-batch.
 PROMPT_LENS = (3, 8, 4, 4)
@@ -65,7 +72,7 @@ def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("more_families")
     found = {
         name: make_workspace(root / name, **extra, num_hidden_layers=2)
-        for name, extra in (DENSE | EXPERTS).items()
+        for name, extra in (DENSE | HYBRID | EXPERTS).items()
     }
     # Mistral also publishes files in its own format. These describe another model, so that reading
     # them would show.
@@ -101,8 +108,9 @@ def test_log_probs_and_gradients_match_transformers(
     pp: int,
     cp: int,
 ) -> None:
+    names = DENSE | (HYBRID if cp == 1 else {})
     check_against_transformers(
-        pool(world), {n: workspaces[n] for n in DENSE}, family_batch, tp=tp, pp=pp, cp=cp
+        pool(world), {n: workspaces[n] for n in names}, family_batch, tp=tp, pp=pp, cp=cp
     )
 
 
@@ -120,6 +128,7 @@ def test_more_tp_ranks_than_kv_heads(
     names = [
         "qwen3",
         "gemma",
+        "qwen3_5_text",
         *(["qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"] if sequence_parallel else []),
     ]
     directories = {name: workspaces[name] for name in names}
@@ -240,6 +249,7 @@ def transformers_results(
         (2, "gpt_oss", 2, 1),
         (2, "deepseek_v3", 1, 2),
         (2, "qwen3_next", 2, 1),
+        (2, "qwen3_5_moe", 1, 2),
     ],
 )
 def test_experts_load_with_another_expert_parallel_size(
@@ -320,6 +330,7 @@ LAYER_NAMES["qwen3_next"] = {
         for n in names
     ),
 }
+LAYER_NAMES["qwen3_5_moe"] = LAYER_NAMES["qwen3_next"]
 LAYER_NAMES["deepseek_v3"] = LAYER_NAMES["glm4_moe"] | {
     f"{i}.{name}" for i in range(2) for name in LATENT_NAMES
 }
@@ -343,7 +354,9 @@ def test_megatron_checkpoints_are_those_of_transformer_engine(
     assert different == []
     inside = {name.removeprefix("model.decoder.layers.") for name in names if ".layers." in name}
     assert LAYER_NAMES[family] == {
-        name for name in inside if "mlp" in name or family in ("deepseek_v3", "qwen3_next")
+        name
+        for name in inside
+        if "mlp" in name or family in ("deepseek_v3", "qwen3_next", "qwen3_5_moe")
     }
 
 
@@ -435,7 +448,9 @@ def test_decode_weights_of_latent_attention_follow_an_update(
     assert found == [False, True, True]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe"]
+)
 def test_float32_parts_of_a_bfloat16_model(
     pool: Any, workspaces: dict[str, Path], family: str
 ) -> None:
@@ -443,7 +458,9 @@ def test_float32_parts_of_a_bfloat16_model(
     bias, which moves, in float32; and qwen3_next's A_log to vLLM's in float32."""
     directory = workspaces[family]
     types = [f"{role}.megatron.dtype=bfloat16" for role in ("actor", "critic", "ref")]
-    types += ["actor.moe_router_bias_update_rate=0.01"] if family != "qwen3_next" else []
+    types += (
+        ["actor.moe_router_bias_update_rate=0.01"] if family in ("glm4_moe", "deepseek_v3") else []
+    )
     config = write_config(directory, data={"train_batch_size": 4}, actor={"ppo_epochs": 1})
     export_to = directory / "out_bfloat16"
     for result in cases.run_two_steps(
@@ -461,8 +478,10 @@ def test_float32_parts_of_a_bfloat16_model(
             )
             moves = (weight - start[name]) / 0.01
             assert moves.abs().max() > 0.5 and (moves - moves.round()).abs().max() < 1e-4
+        elif name.startswith("model.visual."):  # copied from the initial checkpoint
+            assert torch.equal(weight, start[name])
         else:
-            assert weight.dtype == torch.bfloat16
+            assert weight.dtype == torch.bfloat16 and not torch.equal(weight, start[name])
 
 
 def test_ppo_with_experts_on_two_ranks_matches_one_rank(

@@ -1,6 +1,6 @@
 """Heartbeats between two ranks: a silent or disconnected rank ends the others, a rank that signs
 off does not. All ranks agree on a stop request. Conclusions from heartbeats:
-tests/unit/test_failure_detector.py."""
+tests/unit/runtime/test_failure_detector.py."""
 
 from __future__ import annotations
 

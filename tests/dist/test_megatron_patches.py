@@ -59,7 +59,7 @@ TESTED_ALONE = {
     f"{DISPATCHER}.combine_postprocess",
     f"{MAPPINGS}._gather_along_first_dim",
     "megatron.core.tensor_parallel.layers._grad_accum_fusion_available",
-    # in tests/unit/test_cpu_operations.py
+    # in tests/unit/models/test_cpu_operations.py
     "megatron.core.transformer.attention.apply_rotary_pos_emb",
     "megatron.core.optimizer.clip_grads.l2_norm_impl",  # in the same file
 }

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.dist
         ("gpt_oss", "actor", {}),  # windows, sinks, biases of experts
         ("deepseek_v3", "actor", {}),
         ("qwen3_next", "actor", {}),
+        ("qwen3_5_text", "actor", {}),
         ("llama", "critic", {}),
         ("qwen2", "actor", {"recompute_granularity": "full"}),
     ],

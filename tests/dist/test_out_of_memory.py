@@ -35,7 +35,9 @@ def batch() -> RaggedBatch:
 
 @pytest.fixture
 def updates(pool: Any, checkpoint: str, batch: RaggedBatch, tmp_path: Path) -> Any:
-    def run(name: str, budget: int, tokens_in_memory: int | None) -> list[dict[str, Any]]:
+    def run(
+        name: str, budget: int, tokens_in_memory: int | None, takes_own: bool = False
+    ) -> list[dict[str, Any]]:
         directory = tmp_path / name
         directory.mkdir()
         found: list[dict[str, Any]] = pool(2).run(
@@ -45,6 +47,7 @@ def updates(pool: Any, checkpoint: str, batch: RaggedBatch, tmp_path: Path) -> A
             budget=budget,
             tokens_in_memory=tokens_in_memory,
             directory=str(directory),
+            takes_own=takes_own,
         )
         return found
 
@@ -67,6 +70,19 @@ def test_update_is_repeated_with_half_the_budget(updates: Any, batch: RaggedBatc
         for key, value in without["metrics"].items():
             assert with_halving["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
     assert equal(halved[0]["weights"], halved[1]["weights"])
+
+
+def test_old_log_probs_are_those_of_the_repeated_update(updates: Any, batch: RaggedBatch) -> None:
+    """Rank 0 has computed some that rank 1 computes in the repetition."""
+    budget = 2 * int(batch.seq_lens.max()) + 4
+    halved = updates("own, halved", budget, tokens_in_memory=budget // 2, takes_own=True)
+    plain = updates("own", budget, tokens_in_memory=None, takes_own=True)
+    assert halved[0]["budgets"] == [budget // 2] * 2
+    for with_halving, without in zip(halved, plain, strict=True):
+        torch.testing.assert_close(
+            with_halving["old_log_probs"], without["old_log_probs"], rtol=1e-5, atol=1e-6
+        )
+        assert with_halving["old_log_probs"].max() < 0.0
 
 
 def test_without_room_for_the_longest_sequence_the_run_ends_on_every_rank(

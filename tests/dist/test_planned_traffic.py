@@ -33,6 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "glm": make_checkpoint(root / "glm", family="glm4_moe", tied=False),
         "gpt_oss": make_checkpoint(root / "gpt_oss", family="gpt_oss", tied=False),
         "delta_net": make_checkpoint(root / "delta_net", family="qwen3_next", tied=False),
+        "delta_dense": make_checkpoint(root / "delta_dense", family="qwen3_5_text"),
         "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False, mlp_only_layers=[1]),
     }
 
@@ -88,6 +89,8 @@ def counted(collectives: Sequence[Collective]) -> Counts:
             {**DISTRIBUTED, "recompute_granularity": "selective"},
         ),
         (4, "qwen2", "critic", {"cp": 2, "tp": 2}, SEQUENCE_PARALLEL),
+        (2, "delta_dense", "actor", {"tp": 2}, {}),
+        (2, "delta_dense", "actor", {"tp": 2}, SEQUENCE_PARALLEL),
     ],
 )
 def test_collectives_are_exact(

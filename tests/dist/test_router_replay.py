@@ -411,7 +411,12 @@ def runs(
     ]
     overrides = {
         "default": [],
-        "rollout": [*layout, *turns, "algorithm.router_replay=rollout"],
+        "rollout": [
+            *layout,
+            *turns,
+            "algorithm.router_replay=rollout",
+            "actor.ppo_mini_batch_size=8",
+        ],
         "recompute": [*turns, "algorithm.router_replay=recompute"],
         "off": ["algorithm.router_replay=off"],
     }
@@ -445,6 +450,9 @@ def test_updates_use_the_replayed_experts(
         assert metrics["training/off_policy/trajectory_staleness_worst/max"] == 1, (
             "responses were continued"
         )
+        # One update: no pass of the old log-probs.
+        training, updates = (metrics.get(f"{x}/expert_choices_diff") for x in ("training", "actor"))
+        assert (training == updates) == (name == "rollout")
         assert metrics["num_turns/mean"] > 1 and metrics["response_length/clip_ratio"] > 0
 
 

@@ -1,6 +1,6 @@
 """Validation with several responses per prompt in the loop: metrics, samples on disk, the best
 checkpoint, and validation alone. The statistics themselves:
-tests/unit/test_validation_metrics.py."""
+tests/unit/trainer/test_validation_metrics.py."""
 
 from __future__ import annotations
 

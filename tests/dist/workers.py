@@ -3,6 +3,7 @@ running the same function of a test module with the same arguments."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -21,6 +22,7 @@ import forked
 import pytest
 
 TIMEOUT_SECONDS = 300
+READY = "ready for the next function"
 STACKS = signal.SIGRTMAX - 1
 """Signal at which a rank writes the stacks of its threads."""
 
@@ -49,6 +51,7 @@ def _worker(variables: dict[str, str], pipe: Any, stacks: str) -> None:
         except BaseException as error:  # the test decides what a failure means
             pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
         _destroy_groups()
+        pipe.send(READY)
 
 
 def _write_to_starter() -> None:
@@ -83,6 +86,7 @@ class Workers:
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self.is_usable = True
         context = forked.context()
         self._pipes = []
         self._processes = []
@@ -93,23 +97,33 @@ class Workers:
             # Not daemons: the checkpoint writer starts processes of its own.
             process = context.Process(target=_worker, args=(variables, theirs, stacks))
             process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
             self._pipes.append(mine)
             self._processes.append(process)
 
     def outcomes(self, function: Callable[..., Any], **kwargs: Any) -> list[tuple[bool, Any]]:
-        """Return for each rank (True, result) or (False, (exception's name, its message,
-        stack))."""
+        """Return for each rank (True, result) or (False, (exception's name, its message, stack)).
+        A rank that ends is one that raised. A failure may leave ranks that cannot go together any
+        more: is_usable is then false."""
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, kwargs))
-        out = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(2 * TIMEOUT_SECONDS):
-                call = f"{function.__name__}({kwargs})"
-                pytest.exit(
-                    f"rank {rank} of {self.world} has not answered: {call}\n{self._dump()}", 3
-                )
-            out.append(pipe.recv())
+        call = f"{function.__name__}({kwargs})"
+        out = [self._answer(rank, call) for rank in range(self.world)]
+        self.is_usable = all(self._answer(rank, call) == READY for rank in range(self.world))
         return out
+
+    def _answer(self, rank: int, call: str) -> Any:
+        """Return the next object that the rank sends; of a rank that has ended, a failure."""
+        pipe = self._pipes[rank]
+        process = self._processes[rank]
+        if not pipe.poll(2 * TIMEOUT_SECONDS):
+            pytest.exit(f"rank {rank} of {self.world} has not answered: {call}\n{self._dump()}", 3)
+        try:
+            return pipe.recv()
+        except EOFError:
+            process.join(10)
+            ended = f"the process ended with code {process.exitcode} in {call}"
+            return False, ("ProcessEnded", ended, ended)
 
     def _dump(self) -> str:
         """Return the stacks of all ranks, which do not end."""
@@ -119,16 +133,21 @@ class Workers:
         return "\n".join(Path(path).read_text() for path in self._stacks)
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """Return each rank's result. Fail the test with the stack of the first rank that raised."""
+        """Return each rank's result. Fail the test if a rank raised or has ended: with a line for
+        each such rank, then their stacks. The ranks are then not used again."""
         outcomes = self.outcomes(function, **kwargs)
-        for rank, (ok, value) in enumerate(outcomes):
-            if not ok:
-                pytest.fail(f"rank {rank}: {value[2]}")
+        failures = [(rank, value) for rank, (ok, value) in enumerate(outcomes) if not ok]
+        if failures:
+            self.is_usable = False  # a rank may have left collectives that others have begun
+            lines = [f"rank {rank}: {name}: {message}" for rank, (name, message, _) in failures]
+            stacks = [f"rank {rank}: {stack}" for rank, (_, _, stack) in failures]
+            pytest.fail("\n".join([*lines, *stacks]))
         return [value for _, value in outcomes]
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            with contextlib.suppress(BrokenPipeError):  # a rank that has ended
+                pipe.send(None)
         for process in self._processes:
             process.join(10)
             if process.is_alive():

@@ -54,6 +54,8 @@ CALLED = """
         restore_layer_on_meta
     vllm.model_executor.model_loader.reload.utils:get_layer_params_buffers
     vllm.model_executor.model_loader.utils:initialize_model
+    vllm.model_executor.models.qwen3_5:Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+    vllm.model_executor.models.registry:_ModelRegistry.register_model
     vllm.platforms:__getattr__
     vllm.sampling_params:SamplingParams.__post_init__ SamplingParams.update_from_generation_config
     vllm.tool_parsers.abstract_tool_parser:ToolParserManager.get_tool_parser
@@ -125,6 +127,9 @@ RELIED_ON = """
 """Functions that vLLM calls in a GPU run and whose behaviour the trainer needs."""
 REEXPORTED = {
     "vllm:LLM": "vllm.entrypoints.llm:LLM",
+    "vllm.model_executor.models:ModelRegistry": (
+        "vllm.model_executor.models.registry:_ModelRegistry"
+    ),
     "vllm:SamplingParams": "vllm.sampling_params:SamplingParams",
     "vllm:__version__": "",
     "vllm.config:ModelConfig": "vllm.config.model:ModelConfig",

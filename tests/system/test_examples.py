@@ -74,6 +74,7 @@ def step_lines(output: list[str]) -> list[str]:
 
 def test_every_example_has_a_test() -> None:
     tests = Path(__file__).read_text() + (Path(__file__).parent / "test_real_model.py").read_text()
+    tests = re.sub(r"([(\[])\s+", r"\1", tests)  # arguments on lines of their own
     names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
     uses = (
         'run_example("{}.py"',
@@ -81,7 +82,7 @@ def test_every_example_has_a_test() -> None:
         'tool_file("{}.py"',
         "tool_file('{}.py'",
         "class_name: examples.{}.",
-        '    "{}.py": [(',  # of CONVERSATIONS
+        '"{}.py": [(',  # of CONVERSATIONS
     )
     assert {
         name

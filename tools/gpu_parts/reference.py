@@ -132,7 +132,7 @@ class Reference:
 def by_checkpoint_names(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Return transformers' gradients by the names of the checkpoint. transformers keeps the experts
     of a layer in two tensors: gate and up fused, and down."""
-    if FAMILIES[model_type].expert_names.in_one_tensor:
+    if FAMILIES[model_type].expert_names.in_one_tensor == "columns":
         return _of_experts(grads, model_type)
     family = FAMILIES[model_type].expert_names
     out = {}
@@ -158,7 +158,7 @@ def _of_experts(grads: dict[str, torch.Tensor], model_type: str) -> dict[str, to
     ):
         for expert in range(len(grad)) if ".experts." in name else ():
             logical = f"{name.partition('.experts.')[0]}.experts.{expert}.{projection}.{kind}"
-            part = part_of_file(model_type, logical)
-            if part is not None and part[0] == name:
-                out[logical] = expert_view(grad, *part[1:])
+            tensor, part = part_of_file(model_type, logical)
+            if part is not None and tensor == name:
+                out[logical] = expert_view(grad, part)
     return out

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
 )
@@ -51,6 +52,15 @@ def make_tokenizer(
     return fast
 
 
+# vLLM's CPU kernel takes heads of 64 and 128 dimensions alone.
+_DELTA_NETS = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     # Heads that together are wider than the hidden size.
     "qwen3": {"head_dim": 64},
@@ -108,18 +118,20 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.7,
         },
     },
-    # vLLM's CPU kernel takes heads of 64 and 128 dimensions alone.
     "qwen3_next": {
-        "head_dim": 32,
+        **_DELTA_NETS,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 96,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
+    },
+    "qwen3_5_text": {**_DELTA_NETS},
+    "qwen3_5_moe_text": {
+        **_DELTA_NETS,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
@@ -131,6 +143,16 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of single families, beside the sizes in _make_model."""
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 128,
+    "patch_size": 4,
+}
+"""Sizes of the model of images around a nested language model."""
 
 
 def make_checkpoint(
@@ -174,7 +196,13 @@ def _make_model(
         "initializer_range": 0.08,
         "dtype": "float32",
     }
-    config = AutoConfig.for_model(family, **{**sizes, **FAMILY_SIZES.get(family, {}), **extra})
+    nested = family in ("qwen3_5", "qwen3_5_moe")
+    text = f"{family}_text" if nested else family
+    sizes |= {**FAMILY_SIZES.get(text, {}), **extra}
+    if nested:
+        kind = AutoModelForImageTextToText
+        sizes = {"text_config": sizes, "vision_config": VISION, "tie_word_embeddings": tied}
+    config = AutoConfig.for_model(family, **sizes)
     model = kind.from_config(config).float()
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -183,7 +211,8 @@ def _make_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
-    model.save_pretrained(directory)
+    # of nested models with the experts of a layer in one tensor, as they are published
+    model.save_pretrained(directory, save_original_format=not nested)
     return directory
 
 

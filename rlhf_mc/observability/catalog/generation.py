@@ -151,7 +151,8 @@ AGREEMENT = Section(
         Metric(
             "training/expert_choices_diff",
             "share of the engine's choices of experts that the trainer's routers would not have "
-            "made, in the pass of the old log-probs; router replay takes the engine's "
+            "made, in the pass of the old log-probs, or without one in the update; router replay "
+            "takes the engine's "
             "([algorithms.md](algorithms.md#router-replay))",
             "share",
             "mean over tokens, layers and choices",
@@ -304,7 +305,8 @@ AGREEMENT = Section(
         ),
     ],
     "vLLM sampled the tokens; Megatron-Core computes their log-probs again, with the same weights "
-    "and temperature.\n"
+    "and temperature: before the update, or in the forward passes of the only one "
+    "([algorithms.md](algorithms.md#old-log-probs)).\n"
     "With `algorithm.rollout_correction.bypass_mode` they are not compared, and the rows of both "
     "are missing.",
 )

@@ -42,7 +42,8 @@ TIME = Section(
         Metric(
             "timing_s/{old_log_prob,ref,values}",
             "forward passes of actor, reference and critic, without waiting for other "
-            "data-parallel replicas or for later pipeline stages",
+            "data-parallel replicas or for later pipeline stages; no `old_log_prob` where the "
+            "update computes them ([algorithms.md](algorithms.md#old-log-probs))",
             "s",
             _SUM,
         ),
@@ -131,8 +132,8 @@ SPEED = Section(
         ),
         Metric(
             "perf/mfu/actor_infer",
-            "the same of the forward pass that computes the old log-probs, by the time of the "
-            "slowest rank",
+            "the same of the forward pass that computes the old log-probs, if there is one, by the "
+            "time of the slowest rank",
             "share",
             "mean over ranks",
         ),
