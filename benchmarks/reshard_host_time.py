@@ -42,7 +42,7 @@ from rlhf_mc.reshard.execute import bind
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.verify import checksum, checksums
 from rlhf_mc.rollout.vllm_layout import vllm_layout
-from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.topology.mesh import rollout_groups, training_mesh
 
 MODELS = {
     "qwen3-30b-a3b": ("ppo_qwen3_30b_a3b", 2),

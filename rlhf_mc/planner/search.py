@@ -201,7 +201,7 @@ class _Search:
         for number, layout in enumerate(self._space.training_layouts(beyond_node)):
             if not self.budget.take(0.5, f"{number} layouts looked at"):
                 break
-            engines = {
+            engines = {  # the others are refused by check_config
                 rollout_tp: seconds
                 for rollout_tp, seconds in rollouts.items()
                 if layout[TP] % rollout_tp == 0 or rollout_tp % layout[TP] == 0

@@ -32,7 +32,7 @@ from rlhf_mc.reshard.layout import Layout, correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
 from rlhf_mc.reshard.plan import Plan, make_plans
 from rlhf_mc.rollout.engines import engine_factory
-from rlhf_mc.topology.mesh import Mesh, training_mesh
+from rlhf_mc.topology.mesh import Mesh, rollout_groups, training_mesh
 
 UPDATE_WEIGHTS = "update_weights"
 GEN = "gen"

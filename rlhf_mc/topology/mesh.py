@@ -264,7 +264,7 @@ def _groups_of_block(mesh: Mesh, rollout_tp: int, ranks: Sequence[int]) -> list[
     """Return the rollout groups of consecutive ranks. rollout_tp divides the training TP."""
     num_groups = len(ranks) // rollout_tp
     by_tp_rank: list[list[int]] = [[] for _ in range(rollout_tp)]
-    others = []
+    others: list[int] = []
     for rank in ranks:
         holders = by_tp_rank[mesh.coordinate(rank).tp * rollout_tp // mesh.tp]
         (holders if len(holders) < num_groups else others).append(rank)

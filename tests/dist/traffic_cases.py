@@ -35,6 +35,7 @@ from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.rollout.vllm_layout import vllm_layout
+from rlhf_mc.topology.mesh import rollout_groups
 
 PROMPT = 24
 """Tokens."""

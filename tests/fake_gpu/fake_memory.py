@@ -34,7 +34,7 @@ from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.groups import build_groups, simulated_rank
-from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.topology.mesh import rollout_groups, training_mesh
 from rlhf_mc.trainer.update import ActorTerms, actor_objective
 
 SEQUENCES = 4
