@@ -137,7 +137,7 @@ class Conversation:
         """The request of the present turn."""
         most = self.whole_request.max_tokens
         limit = self.turn_limit if most is None else min(self.turn_limit, most)
-        return replace(self.whole_request, begun=self.response, max_tokens=limit)
+        return replace(self.whole_request, partial=self.response, max_tokens=limit)
 
     @property
     def is_before_first(self) -> bool:

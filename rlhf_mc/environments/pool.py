@@ -104,8 +104,8 @@ class EnvironmentPool:
         self._num_workers = cfg.num_workers or _default_num_workers()
         self._of_new: list[_Worker | None] = [None] * self._num_workers
         """Those that new conversations get."""
-        self._homes: dict[Key, _Worker] = {}
-        """The worker of each conversation that has begun, or is to begin again there."""
+        self._affinity: dict[Key, _Worker] = {}
+        """Worker of each conversation, before its first call too where it is to begin again."""
         self._num_begun = 0
         try:
             self.tool_schemas = self._next().loaded.result()
@@ -116,11 +116,11 @@ class EnvironmentPool:
 
     def submit(self, turn: Turn) -> None:
         """Send a turn to the conversation's environment."""
-        home = self._homes.get(turn.key)
-        if home is None or home not in self._workers:
-            home = self._homes[turn.key] = self._next()
-        home.sent[turn.key] = time.monotonic()
-        home.turns.put(turn)
+        worker = self._affinity.get(turn.key)
+        if worker is None or worker not in self._workers:
+            worker = self._affinity[turn.key] = self._next()
+        worker.sent[turn.key] = time.monotonic()
+        worker.turns.put(turn)
 
     def take(self, seconds: float) -> dict[Key, StepOutcome | None]:
         """Return the answers that have come, by conversation. Without any, wait for one for at most
@@ -138,32 +138,34 @@ class EnvironmentPool:
                 self._count_timeouts(worker, message[1])
         # A worker keeps the limit by itself, unless a call blocks it.
         latest = time.monotonic() - 1.1 * self._cfg.timeout_seconds - 1.0
-        for one in [*self._workers]:
-            if latest < max(one.loaded_at, next(iter(one.sent.values()), math.inf)):
+        for worker in [*self._workers]:
+            if latest < max(worker.loaded_at, next(iter(worker.sent.values()), math.inf)):
                 continue
             # The environments block the process: none keeps its limit.
-            place = one.process.blocking_call()
-            self._end(one)
+            place = worker.process.blocking_call()
+            self._end(worker)
             problem = (
                 f"no answer after {self._cfg.timeout_seconds:g} s, and its process is "
                 f"blocked{place}"
             )
             failure = Failure("timeout", f"{problem} (an async method may wait by await alone)")
-            answers |= {key: failure if sent <= latest else None for key, sent in one.sent.items()}
+            answers |= {
+                key: failure if sent <= latest else None for key, sent in worker.sent.items()
+            }
         return answers
 
     def has(self, key: Key) -> bool:
         """Return whether the conversation's environment still exists."""
-        return self._homes.get(key) in self._workers
+        return self._affinity.get(key) in self._workers
 
     def end(self, key: Key) -> None:
         """Close the environment of a conversation, if it has begun."""
-        home = self._homes.pop(key, None)
-        if home is not None and home in self._workers:
-            home.sent.pop(key, None)
-            home.turns.put(Turn(key, None, None, []))
-            if home not in self._of_new and home not in self._homes.values():
-                self._end(home)
+        worker = self._affinity.pop(key, None)
+        if worker is not None and worker in self._workers:
+            worker.sent.pop(key, None)
+            worker.turns.put(Turn(key, None, None, []))
+            if worker not in self._of_new and worker not in self._affinity.values():
+                self._end(worker)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -216,5 +218,5 @@ class EnvironmentPool:
         ):
             return dict.fromkeys(calls, failure)
         for half in (calls[::2], calls[1::2]):
-            self._homes |= dict.fromkeys(half, self._start())
+            self._affinity |= dict.fromkeys(half, self._start())
         return dict.fromkeys(calls)

@@ -99,15 +99,15 @@ def load_environment(cfg: EnvironmentConfig) -> tuple[type, Collection[str]]:
     verl_tools.install()
     environment: type = load_attribute(SECTION, str(cfg.path), cfg.name, f" ({SECTION}.name)")
     try:
-        one = environment(**cfg.kwargs)
+        instance = environment(**cfg.kwargs)
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         raise UserError(
             f"{where(cfg)}: building an object raised {describe_error(error)}"
         ) from error
     for method in ("reset", "step"):
-        if not callable(getattr(one, method, None)):
+        if not callable(getattr(instance, method, None)):
             raise UserError(f"{where(cfg)}: has no method {method} (docs/environments.md)")
-    return environment, further_arguments(one)
+    return environment, further_arguments(instance)
 
 
 def further_arguments(environment: Any) -> Collection[str]:
@@ -178,15 +178,15 @@ def _messages(value: Sequence[Any], cfg: EnvironmentConfig) -> list[dict[str, st
     most = most_answer_bytes(cfg)
     size = 0
     messages = []
-    for one in value:
-        if not isinstance(one, Mapping):
+    for message in value:
+        if not isinstance(message, Mapping):
             raise Failure(
                 "invalid",
-                f"returned an observation with {type(one).__name__} in it: {_NO_OBSERVATION}",
+                f"returned an observation with {type(message).__name__} in it: {_NO_OBSERVATION}",
             )
         items = [
             (unicode(key), text)
-            for key, text in one.items()
+            for key, text in message.items()
             if isinstance(key, str) and isinstance(text, str)
         ]
         texts = {

@@ -110,7 +110,7 @@ class ProgressLine:
     """One line at the bottom of a terminal, rewritten in place."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._line = _Line(bar_format="{desc}", file=stream, leave=False, dynamic_ncols=True)
+        self._line = _TextLine(bar_format="{desc}", file=stream, leave=False, dynamic_ncols=True)
         self._stream = stream
         console.set_bottom_line(self)
 
@@ -137,13 +137,13 @@ class ProgressLine:
             self._stream.flush()
 
 
-class _Line(tqdm):
+class _TextLine(tqdm):
     """A bar without a bar, which starts no thread of its own."""
 
     monitor_interval = 0
 
 
-_Line.set_lock(console.lock)
+_TextLine.set_lock(console.lock)
 
 
 def _has_columns(stream: TextIO) -> bool:

@@ -104,12 +104,12 @@ def slowest_line(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
     return ": ".join([head, *([", ".join(compared)] if compared else [])])
 
 
-def _median_of_others(values: Sequence[float], one: int) -> float:
-    return statistics.median(value for i, value in enumerate(values) if i != one)
+def _median_of_others(values: Sequence[float], rank: int) -> float:
+    return statistics.median(value for i, value in enumerate(values) if i != rank)
 
 
-def _excess(values: Sequence[float], one: int) -> float:
-    return values[one] - _median_of_others(values, one)
+def _excess(values: Sequence[float], rank: int) -> float:
+    return values[rank] - _median_of_others(values, rank)
 
 
 def as_json(step: int, ranks: Sequence[RankTimes]) -> dict[str, Any]:

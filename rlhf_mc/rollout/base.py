@@ -51,11 +51,11 @@ class Request:
     """[tokens] int32."""
     seed: int
     """Of its random draws: 0 to 2^63 - 1."""
-    begun: Generation
+    partial: Generation
     """The part of the response that was generated before, which the engine continues; without
     tokens for a new one."""
     max_tokens: int | None = None
-    """Maximum length of this response, `begun` included; None: Sampling.max_tokens, which it does
+    """Maximum length of this response, `partial` included; None: Sampling.max_tokens, which it does
     not exceed."""
 
 
@@ -66,7 +66,7 @@ class Arrivals:
     all of its ranks."""
 
     requests: Sequence[Request] = ()
-    """Conversations that continue: `begun` ends with the observation."""
+    """Conversations that continue: `partial` ends with the observation."""
     num_cached: int = 0
     """Tokens already in this engine's KV cache."""
     ended: Mapping[int, Generation] = field(default_factory=dict)

@@ -31,13 +31,13 @@ class LogProbs:
         self._lens = np.zeros(0, dtype=np.int64)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests, with the log-probs of their begun responses."""
+        """Add requests, with the log-probs of their partial responses."""
         self._values = _with_row(self._values, requests)
         self._lens = _with_row(self._lens, requests)
         for request in requests:
-            begun = request.begun.log_probs
-            self._values[request.number, : len(begun)] = begun
-            self._lens[request.number] = len(begun)
+            partial = request.partial.log_probs
+            self._values[request.number, : len(partial)] = partial
+            self._lens[request.number] = len(partial)
 
     def append(self, requests: Sequence[int], log_probs: np.ndarray) -> None:
         """Append the log-probs [rows] float32 of the next tokens of these requests, each named

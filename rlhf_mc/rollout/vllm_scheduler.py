@@ -133,7 +133,7 @@ class DecodeScheduler(AsyncScheduler):
                 num_pending
                 and num_computed + 2 - num_pending >= request.num_prompt_tokens + request.max_tokens
             ):
-                continue  # its last token is being drawn
+                continue  # its last token is being sampled
             num_new_blocks += num_computed % block_size == 0
             requests.append(request)
         if num_new_blocks > self.kv_cache_manager.block_pool.get_num_free_blocks():
@@ -155,8 +155,8 @@ class DecodeScheduler(AsyncScheduler):
         numbers: list[int] = []
         ended: list[EngineCoreOutput] = []
         stopped: list[tuple[Request, bool]] = []
-        places = model_runner_output.req_id_to_index
-        drawn = model_runner_output.sampled_token_ids
+        rows_by_name = model_runner_output.req_id_to_index
+        sampled = model_runner_output.sampled_token_ids
         for name, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(name)
             if request is None:
@@ -165,8 +165,8 @@ class DecodeScheduler(AsyncScheduler):
             is_stale = request.num_stale_output_tokens > 0
             if is_stale:  # preempted while the step was in flight
                 request.num_stale_output_tokens -= num_scheduled
-            row = places[name]
-            tokens = drawn[row]
+            row = rows_by_name[name]
+            tokens = sampled[row]
             if not tokens or (is_stale and request.drop_stale_output):
                 continue  # no token: the step computed a part of the prompt
             rows.append(row)

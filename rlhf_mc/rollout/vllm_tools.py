@@ -82,10 +82,10 @@ class ToolCallParser:
                 parsed = self._parser.extract_tool_calls(text, self._request).tool_calls
             except Exception:  # of a parser on a text that it does not expect
                 parsed = []
-            for one in parsed:
+            for call in parsed:
                 # others are random
-                number = one.id if self._keeps_numbers else f"call{len(calls):05d}"
-                calls.append((one.function.name, one.function.arguments, number))
+                number = call.id if self._keeps_numbers else f"call{len(calls):05d}"
+                calls.append((call.function.name, call.function.arguments, number))
         if not calls and any(start in text for start in self._starts):
             return [("", "", "call00000")]
         return calls

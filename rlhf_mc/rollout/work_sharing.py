@@ -131,7 +131,8 @@ class ResponseLengths:
         by_prompt: dict[int, list[int]] = defaultdict(list)
         for prompt, length in zip(prompts, lens, strict=True):
             by_prompt[prompt].append(length)
-        self._lens |= {prompt: round(sum(each) / len(each)) for prompt, each in by_prompt.items()}
+        for prompt, of_prompt in by_prompt.items():
+            self._lens[prompt] = round(sum(of_prompt) / len(of_prompt))
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the state for the checkpoint."""
@@ -179,7 +180,7 @@ class SharedQueue:
             engine = self._affinity.get(number, len(rooms))
             (with_affinity[engine] if engine < len(rooms) else others).append(number)
         self._shares = [
-            own[: room + num_more] for own, room in zip(with_affinity, rooms, strict=True)
+            share[: room + num_more] for share, room in zip(with_affinity, rooms, strict=True)
         ]
         free = [room - len(share) for room, share in zip(rooms, self._shares, strict=True)]
         levels = np.concatenate([np.arange(room, -num_more, -1) for room in free])
@@ -197,5 +198,5 @@ class SharedQueue:
         )
 
     def _begin(self, shares: Iterable[Sequence[int]]) -> None:
-        begun = {number for share in shares for number in share}
-        self.left = [number for number in self.left if number not in begun]
+        started = {number for share in shares for number in share}
+        self.left = [number for number in self.left if number not in started]
