@@ -39,7 +39,7 @@ class Block:
     data: torch.Tensor
     """View of the parameter or optimizer state, of the box's shape."""
     is_writer: bool
-    """True on exactly one of the ranks that hold the block, which writes it."""
+    """True on the one rank that writes the block; False on its replicas."""
 
 
 def model_blocks(model: TrainedModel) -> list[Block]:

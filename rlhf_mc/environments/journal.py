@@ -125,14 +125,14 @@ class ObservationJournal:
         self.rank = rank
         self._environment = environment
         self._replies: dict[TurnId, dict[int, Reply]] = {}
-        """By turn and digest."""
+        """Answers by turn and digest."""
         self._ends: dict[tuple[int, int], int] = {}
         """Last iteration of each call on each engine."""
         self._num_calls = 0
         self._file: TextIO | None = None
         """The step's file, open once this rank has written to it."""
         self._is_writable = True
-        """No write of the step has failed: each further failure would be a warning."""
+        """False after a failed write: the rest of the step is not written, and warns once."""
         self._is_loaded = False
 
     def begin_step(self, step: int) -> None:

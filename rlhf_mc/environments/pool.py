@@ -25,13 +25,13 @@ from rlhf_mc.runtime.worker_process import WorkerEndedError, WorkerProcess
 _Answer = tuple[Key, StepResult | FailureReason]
 _MESSAGE_SECONDS = 60.0
 _MOST_BY_CORES = 4
-"""Worker processes without num_workers."""
+"""Limit of the default of num_workers."""
 _MOST_FURTHER = 16
-"""Worker processes beyond num_workers, in which the call that has ended one is sought."""
+"""Maximum number of additional worker processes in the search for a call that ends its process."""
 
 
 class _Worker:
-    """A worker process, which a thread reads and another one writes to: a pipe may be full."""
+    """A worker process with a reading and a writing thread, since a full pipe blocks."""
 
     def __init__(self, cfg: EnvironmentConfig, messages: SimpleQueue[tuple[_Worker, Any]]) -> None:
         """messages: gets what the process sends, and last a Failure, once it has ended."""
@@ -39,18 +39,18 @@ class _Worker:
             "rlhf_mc.environments.environment_worker", cfg.timeout_seconds, _Answer, cfg
         )
         self.sent: dict[Key, float] = {}
-        """When the turns that it has not answered were sent, by conversation, the earliest
-        first."""
+        """Send times of unanswered turns by conversation, the earliest first."""
         self.num_timeouts = 0
-        """Calls that have exceeded their limit. One of a plain function keeps a thread."""
+        """Number of calls that exceeded their time limit. A call that is not async keeps its
+        thread."""
         self.loaded_at = math.inf
-        """When it has begun to answer."""
+        """Time (time.monotonic) at which the user's file was loaded."""
         self.loaded: Future[list[dict[str, Any]]] = Future()
         """The schemas of tools. Raises UserError if the user's file cannot be used."""
         self._cfg = cfg
         self._messages = messages
         self.turns: SimpleQueue[Turn | None] = SimpleQueue()
-        """To send to the process; None: no more."""
+        """Turns to send; None ends the writing thread."""
         self._threads = [Thread(target=target, daemon=True) for target in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
@@ -103,13 +103,13 @@ class EnvironmentPool:
         self._workers: list[_Worker] = []
         self._num_workers = cfg.num_workers or _default_num_workers()
         self._of_new: list[_Worker | None] = [None] * self._num_workers
-        """Those that new conversations get."""
+        """Workers that get new conversations."""
         self._affinity: dict[Key, _Worker] = {}
         """Worker of each conversation, before its first call too where it is to begin again."""
         self._num_begun = 0
         try:
             self.tool_schemas = self._next().loaded.result()
-            """Of the tools that the model may call, as the chat template gets them."""
+            """Schemas of the tools that the model may call, as the chat template gets them."""
         except UserError:
             self.close()
             raise
@@ -199,16 +199,17 @@ class EnvironmentPool:
         worker.close()
 
     def _count_timeouts(self, worker: _Worker, answer: StepOutcome) -> None:
-        """Count the calls that may hang. New conversations get another process once half of the
-        threads may be kept."""
+        """Count calls that timed out. New conversations get another process once such calls may
+        occupy half of the threads."""
         failures = answer.failures if isinstance(answer, StepResult) else [answer]
         worker.num_timeouts += sum(failure.kind == "timeout" for failure in failures)
         if worker.num_timeouts >= MOST_THREADS // 2 and worker in self._of_new:
             self._of_new[self._of_new.index(worker)] = None
 
     def _unanswered(self, worker: _Worker, failure: Failure) -> dict[Key, Failure | None]:
-        """Return what becomes of the calls that a process had when it ended by itself. Any of them
-        may have ended it: each half begins again in a process of its own, until a call is alone."""
+        """Return the answer to each call of a process that ended by itself, or None to repeat the
+        call. Any call may have ended the process: each half of the calls is repeated in a process
+        of its own, until a failing call is alone."""
         calls = [*worker.sent]
         has_imported = worker.loaded.exception() is None
         if (

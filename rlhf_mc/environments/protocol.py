@@ -34,11 +34,11 @@ class ToolCall(NamedTuple):
     """A call of a tool in a turn of the model."""
 
     name: str
-    """Empty: the turn has a call that cannot be read."""
+    """Tool name; empty for a malformed call."""
     arguments: str
-    """JSON."""
+    """Arguments as JSON."""
     number: str
-    """Names the call in the chat template."""
+    """Call id in the chat template."""
 
 
 class Environment(Protocol):
@@ -46,9 +46,9 @@ class Environment(Protocol):
     thread."""
 
     def reset(self, row: dict[str, Any]) -> Observation | None:
-        """Begin. row: `prompt` (chat messages), `data_source`, `ground_truth`, `extra_info` and
-        `agent_name`. Return the first observation with rollout.environment.first_observation, else
-        None."""
+        """Begin a conversation. row: `prompt` (chat messages), `data_source`, `ground_truth`,
+        `extra_info` and `agent_name`. Return the first observation with
+        rollout.environment.first_observation, else None."""
 
     def step(self, response: str) -> tuple[Observation | None, float, bool, Mapping[str, float]]:
         """Answer a turn of the model. Return the observation, the turn's reward, whether the
@@ -56,7 +56,7 @@ class Environment(Protocol):
         gets the turn's tokens."""
 
     def close(self) -> None:
-        """End. It may be left out."""
+        """End the conversation. This method is optional."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StepResult:
     done: bool
     info: Mapping[str, float]
     failures: tuple[FailureReason, ...] = ()
-    """Of tools: the observation says so."""
+    """Failures of tool calls, which the observation reports to the model."""
 
 
 StepOutcome = StepResult | Failure

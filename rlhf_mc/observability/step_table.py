@@ -76,7 +76,7 @@ class StepTable:
         self._last = clock()
         self._step_seconds: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._titles: set[str] = set()
-        """Of the metrics that any step so far had."""
+        """Columns of the metrics that any step so far had."""
         self._header = ""
         self._num_rows = 0
 

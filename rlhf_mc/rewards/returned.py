@@ -21,7 +21,7 @@ MOST_NAMES = 100
 _MOST_CHARACTERS = 120
 """Length of a name, and of a value in a message."""
 _SCORE_KEYS = ("score", "acc")
-"""Numbers that have a meaning here."""
+"""Numbers that are the score and the accuracy."""
 
 
 class Names:

@@ -19,12 +19,12 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 @functools.lru_cache(1 << 14)
 def request_number(name: str) -> int:
-    """Return the number of a request by vLLM's name of it: vLLM appends random characters."""
+    """Return a request's number from vLLM's request id, to which vLLM appends random characters."""
     return int(name.partition("-")[0])
 
 
 class LogProbs:
-    """The log-probs of all responses of one call, by the requests' numbers."""
+    """Log-probs of all responses of one call, by the request's number."""
 
     def __init__(self, max_tokens: int) -> None:
         self._values = np.zeros((0, max_tokens), dtype=np.float32)
@@ -53,7 +53,7 @@ class LogProbs:
 
 
 class Draws:
-    """The random draws of one call, by the requests' numbers."""
+    """Random draws of one call, by the request's number."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -81,8 +81,9 @@ class Draws:
 
 
 def _with_row(rows: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
-    """Return the array with a row for each request's number, zeros where it had none. It grows to
-    at least twice its rows: requests are added a few at a time, in the order of their numbers."""
+    """Return the array with a row for each request's number; new rows are zeros. The number of rows
+    at least doubles when it grows, since requests are added a few at a time, in the order of their
+    numbers."""
     needed = 1 + max(request.number for request in requests)
     if needed <= len(rows):
         return rows

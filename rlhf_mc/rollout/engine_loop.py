@@ -119,7 +119,7 @@ def generate_responses(
 
 
 def _room(engine: RolloutEngine) -> int:
-    """Return how many requests the engine begins now."""
+    """Return how many further requests the engine can begin now."""
     # Requests that wait do so for memory, and the engine then runs no more than it does now.
     is_full = engine.num_unfinished > engine.num_running > 0
     return 0 if is_full else max(0, engine.max_running - engine.num_unfinished)
@@ -134,9 +134,9 @@ def _begin(
     promised: int,
     turns: Turns | None,
 ) -> int:
-    """Add the returning requests to the engine, and move those for which it has room then from its
-    share to it, and at least the first `promised`. Return the tokens of their prompts and partial
-    responses."""
+    """Add the returning requests to the engine. Then move requests from `share` to the engine: as
+    many as it has room for, and at least `promised`. Return the tokens of the added prompts and
+    partial responses."""
     room = max(promised, _room(engine) - len(returning)) if share else 0
     new = [requests[number] for number in share[:room]]
     del share[:room]
@@ -178,9 +178,10 @@ def _exchange(
     num_requests: int,
     num_left: int,
 ) -> tuple[list[int], list[int], list[float], set[int]]:
-    """Return of each engine how many requests of its share it has not begun (num_left), how many it
-    begins now, and the seconds of its steps, and which requests have ended on any engine.
-    num_requests: of the call; 0: without those that have ended. Every rank must call it."""
+    """Return by engine: the requests of its share that it has not begun (num_left), the requests
+    that it can begin now, and its seconds per step. Return also the requests that have ended on any
+    engine. num_requests: number of requests in the call; 0: leave out the ended requests. Every
+    rank must call it."""
     has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
     if num_requests:
         has_ended[list(responses)] = True

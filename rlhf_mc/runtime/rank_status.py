@@ -74,7 +74,7 @@ class Heartbeat:
     collective: str
     """Name of the collective that the rank's loop is in; empty if it is in none."""
     code_line: str
-    """Line of code that the rank's loop is at."""
+    """Code line of the rank's loop: file:line (function)."""
 
     def position(self) -> str:
         """Return phase, step, time and code line as one phrase."""
