@@ -245,7 +245,7 @@ class VLLMsSteps:
             params.logprobs = 0
             params.output_kind = RequestOutputKind.FINAL_ONLY
             prompt = vllm.TokensPrompt(
-                prompt_token_ids=[*request.prompt.tolist(), *request.begun.token_ids]
+                prompt_token_ids=[*request.prompt.tolist(), *request.partial.token_ids]
             )
             self._engine.add_request(str(request.number), prompt, params)
             self._requests[request.number] = request
@@ -271,7 +271,7 @@ class VLLMsSteps:
         return responses
 
     def _response(self, number: int, output: Any) -> Generation:
-        begun = self._requests.pop(number).begun
+        begun = self._requests.pop(number).partial
         entries = zip(output.token_ids, output.logprobs, strict=True)
         return Generation(
             [*begun.token_ids, *output.token_ids],

@@ -39,11 +39,10 @@ from rlhf_mc.planner.rank_layouts import planned_layouts
 from rlhf_mc.planner.start import planned_shapes
 from rlhf_mc.planner.traffic import weight_update_plans
 from rlhf_mc.reshard.execute import bind
-from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.verify import checksum, checksums
 from rlhf_mc.rollout.vllm_layout import vllm_layout
-from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.topology.mesh import rollout_groups, training_mesh
 
 MODELS = {
     "qwen3-30b-a3b": ("ppo_qwen3_30b_a3b", 2),
@@ -107,9 +106,7 @@ def measure(model: str, repeats: int) -> list[str]:
     mesh = training_mesh(cfg.actor.megatron, world)
     training = planned_layouts(shape, mesh, cuda=True)
     plan = weight_update_plans(cfg, shape, training, NODE)[0]
-    groups = choose_rollout_groups(
-        shape, mesh, cfg.rollout.tensor_model_parallel_size, vllm_layout, NODE
-    )
+    groups = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size, NODE)
     rollout = rollout_layouts(shape, groups, vllm_layout)
     machine = Machine(world, NODE, GPUS["h100"].rates, NETWORK_BANDWIDTH)
     wire = sum(machine.seconds(*bucket) for bucket in plan.bucket_maxima())

@@ -135,7 +135,7 @@ class SimulatedEngine:
                 number = self._waiting.popleft()
                 request = self._requests[number]
                 self._prefilling.append(
-                    [number, len(request.prompt) + len(request.begun.token_ids)]
+                    [number, len(request.prompt) + len(request.partial.token_ids)]
                 )
             entry = self._prefilling[0]
             chunk = min(entry[1], budget)
@@ -157,7 +157,7 @@ class SimulatedEngine:
         while self._ends and self._ends[0][0] <= self._step:
             _, number = heapq.heappop(self._ends)
             request = self._requests.pop(number)
-            total = len(request.begun.token_ids) + self._left(request)
+            total = len(request.partial.token_ids) + self._left(request)
             self._cached -= len(request.prompt) + total - 1
             ended[number] = _response(total, finished=True)
         return ended
@@ -168,7 +168,7 @@ class SimulatedEngine:
         responses = {}
         for number, request in self._requests.items():
             total = (
-                len(request.begun.token_ids)
+                len(request.partial.token_ids)
                 + self._left(request)
                 - left.get(number, self._left(request))
             )
@@ -185,7 +185,7 @@ class SimulatedEngine:
 
     def _left(self, request: Request) -> int:
         return self._workload.length(prompt_index(request), request.seed) - len(
-            request.begun.token_ids
+            request.partial.token_ids
         )
 
 

@@ -148,13 +148,13 @@ class TransformersEngine:
 
     def abort(self) -> dict[int, Generation]:
         """End all requests: none has begun."""
-        begun = {request.number: request.begun for request, _ in self._waiting}
+        begun = {request.number: request.partial for request, _ in self._waiting}
         self._waiting.clear()
         return begun
 
     def _response(self, request: Request, sampling: Sampling) -> Generation:
         """Return a response, with its log-probs at the sampling temperature."""
-        assert not request.begun.token_ids, "each response is generated whole"
+        assert not request.partial.token_ids, "each response is generated whole"
         limit = request.max_tokens or sampling.max_tokens
         warpers = LogitsProcessorList()
         if sampling.top_k > 0:

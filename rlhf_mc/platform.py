@@ -29,8 +29,7 @@ _M_MMAP_THRESHOLD = -3
 
 def use_cuda() -> bool:
     """Return True where this process trains and generates on a GPU. RLHF_MC_DEVICE=cpu forces the
-    CPU on a machine
-    with GPUs."""
+    CPU on a machine with GPUs."""
     return torch.cuda.is_available() and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
 
 
@@ -101,8 +100,16 @@ def device_memory() -> int:
     return torch.cuda.get_device_properties(device()).total_memory
 
 
-def pci_address() -> str:
-    """Return the PCI address of this process's GPU as /sys names it: 0000:1b:00.0."""
+def gpu_name() -> str | None:
+    """Return the name of this process's GPU; None on a CPU."""
+    return torch.cuda.get_device_name() if use_cuda() else None
+
+
+def pci_address() -> str | None:
+    """Return the PCI address of this process's GPU as /sys names it: 0000:1b:00.0; None on a
+    CPU."""
+    if not use_cuda():
+        return None
     gpu: Any = torch.cuda.get_device_properties(device())  # torch's stub lacks these three
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
@@ -144,13 +151,14 @@ def keep_freed_memory() -> None:
     mallopt(_M_MMAP_THRESHOLD, 64 << 20)
 
 
-def free_device_memory() -> tuple[int, int]:
+def free_device_memory() -> tuple[int, int] | None:
     """Return the bytes of memory of this process's GPU, and how many of them are free now but for
-    the peak of torch's tensors so far, which is within a step.
+    the peak of torch's tensors so far, which is within a step. Return None on a CPU.
 
     Pools of vLLM's allocator are left out: torch counts their segments as reserved after vLLM has
-    released them, in
-    its sleep and where it trims a pool (cumem.py)."""
+    released them, in its sleep and where it trims a pool (cumem.py)."""
+    if not use_cuda():
+        return None
     free, total = torch.cuda.mem_get_info()
     segments = torch.cuda.memory_snapshot(include_traces=False)
     of_pools = [segment for segment in segments if segment["segment_pool_id"] != _DEFAULT_POOL]
@@ -252,8 +260,7 @@ def _views(
 
 class SideStream:
     """A stream of copies between host and device that overlaps with the computation; on a CPU
-    copies are
-    synchronous."""
+    copies are synchronous."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if use_cuda() else None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlhf_mc.runtime.tool import Parser, end_on_interrupt, number
+from rlhf_mc.runtime.tool import Parser, end_on_interrupt, finite_number
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -50,7 +50,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--max-shard-gb",
-        type=number(1e-6, "10^9 bytes of at least 1e-6"),
+        type=finite_number(1e-6, "10^9 bytes of at least 1e-6"),
         default=5.0,
         help="largest file of weights, in 10^9 bytes",
     )

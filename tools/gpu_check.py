@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.runtime.tool import Parser, end_on_interrupt, number
+from rlhf_mc.runtime.tool import Parser, end_on_interrupt, finite_number
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -117,7 +117,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--time-limit",
-        type=number(0.1, "seconds of at least 0.1"),
+        type=finite_number(0.1, "seconds of at least 0.1"),
         metavar="SECONDS",
         help="of each part, in place of its own",
     )

@@ -237,8 +237,8 @@ def training_checkpoint_to_hf(
 def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:
     """Return the Hugging Face checkpoint with which a role of a run began, from the run's
     settings."""
-    own = config.get("critic", {}).get("model_path") if role == "critic" else None
-    return Path(own or config.get("model", {}).get("path", ""))
+    path = config.get("critic", {}).get("model_path") if role == "critic" else None
+    return Path(path or config.get("model", {}).get("path", ""))
 
 
 def _report(rank: int, source: str, output: str, shape: ModelShape) -> None:

@@ -256,8 +256,8 @@ def read_manifest(path: Path) -> Manifest:
         if checksum != _checksum(content):
             raise ValueError("its checksum is wrong")
         files = {
-            name: FileDigest(int(at["bytes"]), str(at["sha256"]))
-            for name, at in content["files"].items()
+            name: FileDigest(int(digest["bytes"]), str(digest["sha256"]))
+            for name, digest in content["files"].items()
         }
         if any(name != os.path.basename(name) for name in files):
             raise ValueError("a file outside the directory is named")

@@ -39,7 +39,7 @@ class Block:
     data: torch.Tensor
     """View of the parameter or optimizer state, of the box's shape."""
     is_writer: bool
-    """True on exactly one of the ranks that hold the block, which writes it."""
+    """True on the one rank that writes the block; False on its replicas."""
 
 
 def model_blocks(model: TrainedModel) -> list[Block]:
@@ -86,10 +86,10 @@ class _Writers:
         self._state: dict[tuple[str, Box], set[tuple[int, ...]]] = {}
         for rank, layout in enumerate(layouts):
             for shard in layout.shards:
-                at = (shard.tensor, shard.box)
-                self._holders.setdefault(at, []).append(rank)
+                block = (shard.tensor, shard.box)
+                self._holders.setdefault(block, []).append(rank)
                 if shard.local in optimizer_ranks[rank]:
-                    self._state.setdefault(at, set()).add(optimizer_ranks[rank][shard.local])
+                    self._state.setdefault(block, set()).add(optimizer_ranks[rank][shard.local])
 
     def weight_writer(self, shard: Shard) -> int:
         """Return the rank that writes a block of a weight. Replicas share the work."""
@@ -105,8 +105,8 @@ class _Writers:
 
 def _slices(shard: Shard) -> tuple[slice, ...]:
     return tuple(
-        slice(at, at + end - start)
-        for at, (start, end) in zip(shard.offset, shard.box, strict=True)
+        slice(offset, offset + end - start)
+        for offset, (start, end) in zip(shard.offset, shard.box, strict=True)
     )
 
 

@@ -44,8 +44,8 @@ collectives, which a slow disk may exceed."""
 
 
 class HostBuffers:
-    """Host memory to which blocks are copied, so that training may change them while the copies are
-    written. It is kept between saves, since an allocation costs more than the copy."""
+    """Host copies of blocks, so that training may change the blocks while the copies are written.
+    The memory is reused by later saves, since an allocation costs more than the copy."""
 
     def __init__(self) -> None:
         self._arena = HostArena("trainer.async_save")

@@ -108,6 +108,12 @@ def _processes(cfg: Config, world_size: int) -> Iterator[str]:
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     if world_size % rollout_tp:
         yield f"rollout.tensor_model_parallel_size {rollout_tp} does not divide {works}"
+    tp = cfg.actor.megatron.tensor_model_parallel_size
+    if tp % rollout_tp and rollout_tp % tp:
+        yield (
+            f"rollout.tensor_model_parallel_size {rollout_tp} and "
+            f"actor.megatron.tensor_model_parallel_size {tp}: one must divide the other"
+        )
     for role, mini in _mini_batch_sizes(cfg).items():
         if mini * cfg.rollout.n < replicas[role]:
             yield (

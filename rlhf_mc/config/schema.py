@@ -251,7 +251,8 @@ class RolloutConfig:
     custom_engine: CustomEngineConfig = field(default_factory=CustomEngineConfig)
     """The engine of rollout.name custom."""
     tensor_model_parallel_size: Ranks = 1
-    """Ranks that share one engine."""
+    """Ranks that share one engine. The actor's tensor-parallel size must divide it, or be divided
+    by it."""
     n: Annotated[int, Range(1, 10_000)] = 1
     """Responses per training prompt."""
     temperature: Annotated[float, Range(0.01, 2)] = 1.0

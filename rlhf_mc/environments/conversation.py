@@ -28,15 +28,15 @@ class Status(Enum):
     """State of a conversation in a call of the engines, the same on all ranks of its engine."""
 
     ELSEWHERE = 0
-    """Not begun in this call, or on another engine."""
+    """Not started in this call, or on another engine."""
     SAMPLING = 1
     """The engine samples a turn."""
     SUSPENDED = 2
-    """Within a turn, for a later call: the replayed call ended here."""
+    """Unfinished turn, left to a later call: the replayed call ended here."""
     WAITING = 3
-    """The turn has ended, and its answer is awaited."""
+    """Turn sent, answer awaited."""
     UNANSWERED = 4
-    """The turn has ended, and a later call gets its answer: the replayed call ended here."""
+    """Turn sent, answer left to a later call: the replayed call ended here."""
     ENDED = 5
 
 
@@ -46,12 +46,12 @@ class ConversationState:
     a later call continues it, on any rank."""
 
     engine: int
-    """Engine of the call."""
+    """Engine that ran the conversation."""
     waits: bool
-    """The last turn has ended, and is not answered."""
+    """Last turn sent, not answered yet."""
     ended: bool
     episode: Episode
-    """Up to the last answer."""
+    """Rewards and numbers up to the last answer."""
 
     @staticmethod
     def from_dict(row: Mapping[str, Any], length: int) -> ConversationState:
@@ -86,21 +86,22 @@ class Conversation:
     whole_request: Request
     """Request with the limit of the whole response."""
     episode: Episode
-    """Up to the last answer; before the call if another engine has the conversation."""
+    """Rewards and numbers up to the last answer; of earlier calls only, if another engine has the
+    conversation."""
     response: Generation
-    """Up to the last turn or observation that is complete."""
+    """Response up to the last complete turn or observation."""
     status: Status = Status.ELSEWHERE
     num_cached: int = 0
     """Tokens in the engine's KV cache."""
 
     def start(self, waits: bool) -> None:
-        """Begin, or continue what an earlier call has left. waits: for the answer to its last
-        turn."""
+        """Begin, or continue an earlier call's conversation. waits: its last turn is not
+        answered."""
         has_turn = waits or self.is_before_first
         self.status = Status.WAITING if has_turn else Status.SAMPLING
 
     def stop(self, response: Generation) -> None:
-        """Take the response where the engine has stopped: at the turn's end, or at the call's
+        """Store the response at which the engine stopped: at the turn's end, or at the call's
         limit."""
         assert self.status is Status.SAMPLING, self.status
         self.response = response
@@ -114,8 +115,8 @@ class Conversation:
         self.status = Status.UNANSWERED
 
     def answer(self, reply: Reply) -> None:
-        """Append the answer. The conversation ends, or continues with a turn if the call has room
-        for it."""
+        """Append the answer. The conversation continues with a turn if the response has room for
+        it, else it ends."""
         assert self.status is Status.WAITING, self.status
         turn = self.response
         self._append(reply)
@@ -137,7 +138,7 @@ class Conversation:
         """The request of the present turn."""
         most = self.whole_request.max_tokens
         limit = self.turn_limit if most is None else min(self.turn_limit, most)
-        return replace(self.whole_request, begun=self.response, max_tokens=limit)
+        return replace(self.whole_request, partial=self.response, max_tokens=limit)
 
     @property
     def is_before_first(self) -> bool:
@@ -152,7 +153,7 @@ class Conversation:
 
     @property
     def turn_limit(self) -> int:
-        """The largest length of the response in the present turn."""
+        """Maximum length of the response in the present turn."""
         if self.cfg.max_tokens_per_turn is None:
             return self.max_response_length
         turn = self.turn_positions[-1]

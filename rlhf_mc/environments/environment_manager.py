@@ -22,7 +22,7 @@ from rlhf_mc.environments.translation import Translator
 from rlhf_mc.topology.consensus import gather_objects
 
 _RETAINED = -1
-"""In place of the call in the key of a conversation that several calls may continue."""
+"""Stands for the call in the key of a retained conversation."""
 
 
 @dataclass
@@ -30,13 +30,13 @@ class _Environment:
     """One conversation's environment on this rank."""
 
     num_sent: int = 0
-    """Turns sent; 0 again once the environment is lost."""
+    """Number of turns sent; 0 again once the environment is lost."""
     is_busy: bool = False
-    """The last turn is sent, and no conversation has received its answer."""
+    """Sent, not yet consumed."""
     answer: StepOutcome | None = None
-    """Answer to the last turn, not received yet."""
+    """Answer to the last turn, not yet consumed."""
     fatal_turns: set[int] = field(default_factory=set)
-    """Turns that have ended a worker process: they are not sent again."""
+    """Turns that ended a worker process; never sent again."""
 
 
 class EnvironmentManager:

@@ -32,11 +32,11 @@ from rlhf_mc.runtime.user_function import describe_error
 from rlhf_mc.runtime.worker_process import MessageError, guarded_connection
 
 MOST_THREADS = 256
-"""Calls of environments without async methods at a time."""
+"""Maximum number of concurrent calls of methods that are not async."""
 
 
 Key = tuple[int, int]
-"""Names a conversation: the call of the engines, and the request's number in it."""
+"""Conversation key: the call of the engines, and the request's number in the call."""
 
 
 class Turn(NamedTuple):
@@ -44,12 +44,12 @@ class Turn(NamedTuple):
 
     key: Key
     row: dict[str, Any] | None
-    """Of the dataset, in the first turn, or before it for a first observation."""
+    """Dataset row, sent with the first turn, or before it for a first observation."""
     response: str | None
-    """The text of the turn; None: the conversation has ended."""
+    """Text of the turn; None: the conversation has ended."""
     token_ids: list[int]
     tool_calls: Sequence[ToolCall] = ()
-    """In the text."""
+    """Tool calls in the text."""
 
 
 class EnvironmentsOfWorker:
@@ -58,7 +58,7 @@ class EnvironmentsOfWorker:
     def __init__(self, cfg: EnvironmentConfig) -> None:
         self.cfg = cfg
         self.tool_schemas: list[dict[str, Any]] = []
-        """Of the tools that the model may call."""
+        """Schemas of the tools that the model may call."""
         self._class: type
         self._kwargs = cfg.kwargs
         if cfg.has_tools:
@@ -88,7 +88,7 @@ class EnvironmentsOfWorker:
             return failure
 
     async def end(self, key: Key) -> None:
-        """Close the environment of a conversation. An error is of no importance any more."""
+        """Close the environment of a conversation, and ignore errors."""
         if key in self._environments:
             with contextlib.suppress(Failure):
                 await awaited(

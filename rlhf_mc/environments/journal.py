@@ -84,7 +84,7 @@ class CallEnd(_Row, frozen=True, tag="call_end"):
     iteration: _Iteration
 
 
-class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _JournalLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the file."""
 
     step: _Natural
@@ -125,14 +125,14 @@ class ObservationJournal:
         self.rank = rank
         self._environment = environment
         self._replies: dict[TurnId, dict[int, Reply]] = {}
-        """By turn and digest."""
+        """Answers by turn and digest."""
         self._ends: dict[tuple[int, int], int] = {}
         """Last iteration of each call on each engine."""
         self._num_calls = 0
         self._file: TextIO | None = None
         """The step's file, open once this rank has written to it."""
         self._is_writable = True
-        """No write of the step has failed: each further failure would be a warning."""
+        """False after a failed write: the rest of the step is not written, and warns once."""
         self._is_loaded = False
 
     def begin_step(self, step: int) -> None:
@@ -162,7 +162,7 @@ class ObservationJournal:
             )
         paths = [path for step, path in files if step == self.step]
 
-        def read() -> list[_Line]:
+        def read() -> list[_JournalLine]:
             return [line for i in my_share(len(paths)) for line in self._read(paths[i])]
 
         parts = gather_results(read, OBSERVATIONS)
@@ -200,7 +200,9 @@ class ObservationJournal:
         if self._root is None or not rows or not self._is_writable:
             return
         path = self._root / OBSERVATIONS / f"step_{self.step:06d}_{self.rank}.jsonl"
-        lines = [msgspec.to_builtins(_Line(self.step, self._environment, row)) for row in rows]
+        lines = [
+            msgspec.to_builtins(_JournalLine(self.step, self._environment, row)) for row in rows
+        ]
 
         def append() -> None:
             if self._file is None:
@@ -212,7 +214,7 @@ class ObservationJournal:
 
         self._is_writable = best_effort(OBSERVATIONS, append)
 
-    def _read(self, path: Path) -> list[_Line]:
+    def _read(self, path: Path) -> list[_JournalLine]:
         """Return the lines of a file. A line that no run has written so is left out with a warning:
         its answer comes from the environment. In a replay raise UserError, unless a killed process
         may have left it."""
@@ -236,10 +238,10 @@ class ObservationJournal:
         return lines
 
 
-def _line(row: Row, step: int, num_tokens: int, max_tokens: int) -> _Line:
+def _line(row: Row, step: int, num_tokens: int, max_tokens: int) -> _JournalLine:
     """Return the line of a JSON object. Raise ValueError, TypeError or KeyError if it is not as
     `record` writes it in this step."""
-    line = msgspec.convert(_upgraded(row) if "place" in row else row, _Line)
+    line = msgspec.convert(_upgraded(row) if "place" in row else row, _JournalLine)
     if line.step != step:
         raise ValueError(f"step is {line.step}")
     tokens = line.row.reply.token_ids if isinstance(line.row, TurnAnswer) else ()

@@ -25,13 +25,13 @@ from rlhf_mc.runtime.worker_process import WorkerEndedError, WorkerProcess
 _Answer = tuple[Key, StepResult | FailureReason]
 _MESSAGE_SECONDS = 60.0
 _MOST_BY_CORES = 4
-"""Worker processes without num_workers."""
+"""Limit of the default of num_workers."""
 _MOST_FURTHER = 16
-"""Worker processes beyond num_workers, in which the call that has ended one is sought."""
+"""Maximum number of additional worker processes in the search for a call that ends its process."""
 
 
 class _Worker:
-    """A worker process, which a thread reads and another one writes to: a pipe may be full."""
+    """A worker process with a reading and a writing thread, since a full pipe blocks."""
 
     def __init__(self, cfg: EnvironmentConfig, messages: SimpleQueue[tuple[_Worker, Any]]) -> None:
         """messages: gets what the process sends, and last a Failure, once it has ended."""
@@ -39,18 +39,18 @@ class _Worker:
             "rlhf_mc.environments.environment_worker", cfg.timeout_seconds, _Answer, cfg
         )
         self.sent: dict[Key, float] = {}
-        """When the turns that it has not answered were sent, by conversation, the earliest
-        first."""
+        """Send times of unanswered turns by conversation, the earliest first."""
         self.num_timeouts = 0
-        """Calls that have exceeded their limit. One of a plain function keeps a thread."""
+        """Number of calls that exceeded their time limit. A call that is not async keeps its
+        thread."""
         self.loaded_at = math.inf
-        """When it has begun to answer."""
+        """Time (time.monotonic) at which the user's file was loaded."""
         self.loaded: Future[list[dict[str, Any]]] = Future()
         """The schemas of tools. Raises UserError if the user's file cannot be used."""
         self._cfg = cfg
         self._messages = messages
         self.turns: SimpleQueue[Turn | None] = SimpleQueue()
-        """To send to the process; None: no more."""
+        """Turns to send; None ends the writing thread."""
         self._threads = [Thread(target=target, daemon=True) for target in (self._read, self._write)]
         for thread in self._threads:
             thread.start()
@@ -103,24 +103,24 @@ class EnvironmentPool:
         self._workers: list[_Worker] = []
         self._num_workers = cfg.num_workers or _default_num_workers()
         self._of_new: list[_Worker | None] = [None] * self._num_workers
-        """Those that new conversations get."""
-        self._homes: dict[Key, _Worker] = {}
-        """The worker of each conversation that has begun, or is to begin again there."""
+        """Workers that get new conversations."""
+        self._affinity: dict[Key, _Worker] = {}
+        """Worker of each conversation, before its first call too where it is to begin again."""
         self._num_begun = 0
         try:
             self.tool_schemas = self._next().loaded.result()
-            """Of the tools that the model may call, as the chat template gets them."""
+            """Schemas of the tools that the model may call, as the chat template gets them."""
         except UserError:
             self.close()
             raise
 
     def submit(self, turn: Turn) -> None:
         """Send a turn to the conversation's environment."""
-        home = self._homes.get(turn.key)
-        if home is None or home not in self._workers:
-            home = self._homes[turn.key] = self._next()
-        home.sent[turn.key] = time.monotonic()
-        home.turns.put(turn)
+        worker = self._affinity.get(turn.key)
+        if worker is None or worker not in self._workers:
+            worker = self._affinity[turn.key] = self._next()
+        worker.sent[turn.key] = time.monotonic()
+        worker.turns.put(turn)
 
     def take(self, seconds: float) -> dict[Key, StepOutcome | None]:
         """Return the answers that have come, by conversation. Without any, wait for one for at most
@@ -138,32 +138,34 @@ class EnvironmentPool:
                 self._count_timeouts(worker, message[1])
         # A worker keeps the limit by itself, unless a call blocks it.
         latest = time.monotonic() - 1.1 * self._cfg.timeout_seconds - 1.0
-        for one in [*self._workers]:
-            if latest < max(one.loaded_at, next(iter(one.sent.values()), math.inf)):
+        for worker in [*self._workers]:
+            if latest < max(worker.loaded_at, next(iter(worker.sent.values()), math.inf)):
                 continue
             # The environments block the process: none keeps its limit.
-            place = one.process.blocking_call()
-            self._end(one)
+            place = worker.process.blocking_call()
+            self._end(worker)
             problem = (
                 f"no answer after {self._cfg.timeout_seconds:g} s, and its process is "
                 f"blocked{place}"
             )
             failure = Failure("timeout", f"{problem} (an async method may wait by await alone)")
-            answers |= {key: failure if sent <= latest else None for key, sent in one.sent.items()}
+            answers |= {
+                key: failure if sent <= latest else None for key, sent in worker.sent.items()
+            }
         return answers
 
     def has(self, key: Key) -> bool:
         """Return whether the conversation's environment still exists."""
-        return self._homes.get(key) in self._workers
+        return self._affinity.get(key) in self._workers
 
     def end(self, key: Key) -> None:
         """Close the environment of a conversation, if it has begun."""
-        home = self._homes.pop(key, None)
-        if home is not None and home in self._workers:
-            home.sent.pop(key, None)
-            home.turns.put(Turn(key, None, None, []))
-            if home not in self._of_new and home not in self._homes.values():
-                self._end(home)
+        worker = self._affinity.pop(key, None)
+        if worker is not None and worker in self._workers:
+            worker.sent.pop(key, None)
+            worker.turns.put(Turn(key, None, None, []))
+            if worker not in self._of_new and worker not in self._affinity.values():
+                self._end(worker)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -197,16 +199,17 @@ class EnvironmentPool:
         worker.close()
 
     def _count_timeouts(self, worker: _Worker, answer: StepOutcome) -> None:
-        """Count the calls that may hang. New conversations get another process once half of the
-        threads may be kept."""
+        """Count calls that timed out. New conversations get another process once such calls may
+        occupy half of the threads."""
         failures = answer.failures if isinstance(answer, StepResult) else [answer]
         worker.num_timeouts += sum(failure.kind == "timeout" for failure in failures)
         if worker.num_timeouts >= MOST_THREADS // 2 and worker in self._of_new:
             self._of_new[self._of_new.index(worker)] = None
 
     def _unanswered(self, worker: _Worker, failure: Failure) -> dict[Key, Failure | None]:
-        """Return what becomes of the calls that a process had when it ended by itself. Any of them
-        may have ended it: each half begins again in a process of its own, until a call is alone."""
+        """Return the answer to each call of a process that ended by itself, or None to repeat the
+        call. Any call may have ended the process: each half of the calls is repeated in a process
+        of its own, until a failing call is alone."""
         calls = [*worker.sent]
         has_imported = worker.loaded.exception() is None
         if (
@@ -216,5 +219,5 @@ class EnvironmentPool:
         ):
             return dict.fromkeys(calls, failure)
         for half in (calls[::2], calls[1::2]):
-            self._homes |= dict.fromkeys(half, self._start())
+            self._affinity |= dict.fromkeys(half, self._start())
         return dict.fromkeys(calls)

@@ -34,11 +34,11 @@ class ToolCall(NamedTuple):
     """A call of a tool in a turn of the model."""
 
     name: str
-    """Empty: the turn has a call that cannot be read."""
+    """Tool name; empty for a malformed call."""
     arguments: str
-    """JSON."""
+    """Arguments as JSON."""
     number: str
-    """Names the call in the chat template."""
+    """Call id in the chat template."""
 
 
 class Environment(Protocol):
@@ -46,9 +46,9 @@ class Environment(Protocol):
     thread."""
 
     def reset(self, row: dict[str, Any]) -> Observation | None:
-        """Begin. row: `prompt` (chat messages), `data_source`, `ground_truth`, `extra_info` and
-        `agent_name`. Return the first observation with rollout.environment.first_observation, else
-        None."""
+        """Begin a conversation. row: `prompt` (chat messages), `data_source`, `ground_truth`,
+        `extra_info` and `agent_name`. Return the first observation with
+        rollout.environment.first_observation, else None."""
 
     def step(self, response: str) -> tuple[Observation | None, float, bool, Mapping[str, float]]:
         """Answer a turn of the model. Return the observation, the turn's reward, whether the
@@ -56,7 +56,7 @@ class Environment(Protocol):
         gets the turn's tokens."""
 
     def close(self) -> None:
-        """End. It may be left out."""
+        """End the conversation. This method is optional."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StepResult:
     done: bool
     info: Mapping[str, float]
     failures: tuple[FailureReason, ...] = ()
-    """Of tools: the observation says so."""
+    """Failures of tool calls, which the observation reports to the model."""
 
 
 StepOutcome = StepResult | Failure
@@ -99,15 +99,15 @@ def load_environment(cfg: EnvironmentConfig) -> tuple[type, Collection[str]]:
     verl_tools.install()
     environment: type = load_attribute(SECTION, str(cfg.path), cfg.name, f" ({SECTION}.name)")
     try:
-        one = environment(**cfg.kwargs)
+        instance = environment(**cfg.kwargs)
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         raise UserError(
             f"{where(cfg)}: building an object raised {describe_error(error)}"
         ) from error
     for method in ("reset", "step"):
-        if not callable(getattr(one, method, None)):
+        if not callable(getattr(instance, method, None)):
             raise UserError(f"{where(cfg)}: has no method {method} (docs/environments.md)")
-    return environment, further_arguments(one)
+    return environment, further_arguments(instance)
 
 
 def further_arguments(environment: Any) -> Collection[str]:
@@ -178,15 +178,15 @@ def _messages(value: Sequence[Any], cfg: EnvironmentConfig) -> list[dict[str, st
     most = most_answer_bytes(cfg)
     size = 0
     messages = []
-    for one in value:
-        if not isinstance(one, Mapping):
+    for message in value:
+        if not isinstance(message, Mapping):
             raise Failure(
                 "invalid",
-                f"returned an observation with {type(one).__name__} in it: {_NO_OBSERVATION}",
+                f"returned an observation with {type(message).__name__} in it: {_NO_OBSERVATION}",
             )
         items = [
             (unicode(key), text)
-            for key, text in one.items()
+            for key, text in message.items()
             if isinstance(key, str) and isinstance(text, str)
         ]
         texts = {

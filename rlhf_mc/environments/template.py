@@ -58,7 +58,7 @@ class ObservationTokenizer:
             return self._chats.tokens(
                 self._chats.plain(observation) if splits else ChatText(observation)
             )
-        messages = [one for one in observation if isinstance(one, dict)]
+        messages = [message for message in observation if isinstance(message, dict)]
         if len(messages) < len(observation) or not messages:
             tokens = [token for token in observation if isinstance(token, int)]
             largest = max(tokens, default=0)
@@ -75,11 +75,10 @@ class ObservationTokenizer:
         # template may render a part alone. What it adds after the end token (a line break) belongs
         # to the observation. With another content the tokens up to the observation's are the same:
         # an end token that comes later ends no response.
-        begun = self._rendered([_QUESTION], True)
-        other = self._after(
-            [_QUESTION], ".", [{**one, "content": f".{one['content']}"} for one in messages]
-        )
-        start = _num_equal(begun, after)
+        before_response = self._rendered([_QUESTION], True)
+        others = [{**message, "content": f".{message['content']}"} for message in messages]
+        other = self._after([_QUESTION], ".", others)
+        start = _num_equal(before_response, after)
         end = next(
             (i for i in range(start, _num_equal(other, after)) if after[i] in self._stop), None
         )
@@ -116,7 +115,7 @@ class ObservationTokenizer:
         """Warn, the first time, if the rendering of the whole conversation does not end with the
         observation's tokens, or lacks a part of the turn. prompt: its messages. turn: the text of
         the first one."""
-        messages = [one for one in observation if isinstance(one, dict)]
+        messages = [message for message in observation if isinstance(message, dict)]
         if self._is_checked or not prompt or not messages:
             return
         self._is_checked = True
@@ -171,8 +170,8 @@ class ObservationTokenizer:
         """Return the tokens of a conversation that ends with an observation. Where that is answers
         of tools, the turn has their calls; some templates take their arguments as a text alone,
         some as a mapping."""
-        calls = [one for one in observation if one["role"] == "tool"]
-        if not calls:
+        answers = [message for message in observation if message["role"] == "tool"]
+        if not answers:
             return self._rendered(
                 [*prompt, {"role": "assistant", "content": turn}, *observation], True
             )
@@ -181,10 +180,10 @@ class ObservationTokenizer:
             tool_calls = [
                 {
                     "type": "function",
-                    "id": one.get("tool_call_id", "call00000"),
-                    "function": {"name": one.get("name", "tool"), "arguments": arguments},
+                    "id": answer.get("tool_call_id", "call00000"),
+                    "function": {"name": answer.get("name", "tool"), "arguments": arguments},
                 }
-                for one in calls
+                for answer in answers
             ]
             message = {"role": "assistant", "content": turn, "tool_calls": tool_calls}
             return self._rendered([*prompt, message, *observation], True)
@@ -210,5 +209,5 @@ def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of tokens with which both begin."""
     pairs = zip(first, second, strict=False)
     return next(
-        (i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second))
+        (i for i, (left, right) in enumerate(pairs) if left != right), min(len(first), len(second))
     )

@@ -253,10 +253,10 @@ def _load_functions(path: str) -> list[tuple[Any, Schema]]:
     module = load_file(setting, path)
     registry = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
     functions = {name: (entry.fn, entry.tool_schema) for name, entry in registry.items()} or {
-        name: (one, None)
-        for name, one in vars(module).items()
-        if inspect.isfunction(one)
-        and one.__module__ == module.__name__
+        name: (function, None)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
         and not name.startswith("_")
     }
     tools = []
@@ -285,7 +285,7 @@ def _load_classes(path: str) -> list[tuple[Any, Schema]]:
         given = yaml.safe_load(Path(path).read_text())
         entries = given.get("tools") if isinstance(given, dict) else None
         if not isinstance(entries, list) or not all(
-            isinstance(one, dict) and "class_name" in one for one in entries
+            isinstance(entry, dict) and "class_name" in entry for entry in entries
         ):
             raise UserError(
                 f"{where}: expected 'tools', a list of mappings that each have 'class_name'"

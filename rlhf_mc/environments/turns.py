@@ -54,7 +54,7 @@ class Conversations:
                 prompt,
                 request,
                 self._earlier[i].episode if i in self._earlier else new,
-                request.begun,
+                request.partial,
             )
             for i, (key, prompt, request) in enumerate(zip(keys, prompts, requests, strict=True))
         ]
@@ -161,12 +161,20 @@ class Conversations:
         """Return the state of each conversation that has begun, by the request's number. Every rank
         must call it after the call."""
         engine = self._environments.engine
-        begun = (pair for pair in enumerate(self._all) if pair[1].status is not Status.ELSEWHERE)
-        parts = gather_objects({i: conversation.state(engine) for i, conversation in begun})
+        on_this_engine = (
+            pair for pair in enumerate(self._all) if pair[1].status is not Status.ELSEWHERE
+        )
+        parts = gather_objects(
+            {i: conversation.state(engine) for i, conversation in on_this_engine}
+        )
         return {number: state for part in parts for number, state in part.items()}
 
     def _responses(self, *states: Status) -> dict[int, Generation]:
-        return {i: one.response for i, one in enumerate(self._all) if one.status in states}
+        return {
+            i: conversation.response
+            for i, conversation in enumerate(self._all)
+            if conversation.status in states
+        }
 
     def _turn_id(self, conversation: Conversation) -> TurnId:
         return TurnId(self._call, conversation.key[1], len(conversation.episode.rewards))

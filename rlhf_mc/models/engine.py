@@ -6,8 +6,7 @@ The caller passes the head or the loss.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,24 +21,14 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
-from rlhf_mc.data.balance import num_sharing_ranks
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.expert_parts import CORRECTION_BIAS, ascending_in_buffer
-from rlhf_mc.models.forward import (
-    MicroBatch,
-    pack_micro_batch,
-    packed_lengths,
-    run_stage,
-    states_at,
-)
+from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import (
     DTYPES,
     PackedGPT,
@@ -52,11 +41,9 @@ from rlhf_mc.models.megatron_patches import (
     fuse_adam,
     gather_parameters_once,
     megatron_calls,
-    own_operations,
     parameters_in_order,
     remove_hooks,
 )
-from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, gradient_buffers, model_offload
 from rlhf_mc.models.optimizer import (
     OptimizerPart,
@@ -67,14 +54,18 @@ from rlhf_mc.models.optimizer import (
     set_learning_rates,
     state_bytes,
 )
-from rlhf_mc.models.pipeline import PlannedShapes, loss_of_dummy, schedule_ranges, set_reduction
+from rlhf_mc.models.pipeline import (
+    MemoryRecovery,
+    MicroBatchSchedule,
+    OnLastStage,
+    loss_of_dummy,
+)
 from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, StatisticSums
-from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import training_layouts
-from rlhf_mc.runtime.work import count, working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
@@ -105,14 +96,12 @@ class ModelEngine:
         self.name = name
         self.shape = shape
         self.groups = groups
-        self._contexts = {
-            size: Context.of(groups, size) for size in (1, *groups.mesh.context_sizes)
-        }
         self.chunks = [
             build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)
         ]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
+        self._schedule = MicroBatchSchedule(self.chunks, groups, megatron)
         self._parameters = named_parameters(self.chunks)
         self._megatron = megatron
         self._optimizer: Any = None
@@ -180,9 +169,7 @@ class ModelEngine:
         with megatron_calls():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                overlap_grad_reduce=overlaps_reduction(
-                    self._megatron, self.groups.mesh.replicas, platform.use_cuda()
-                ),
+                overlap_grad_reduce=self._schedule.overlaps_reduction,
                 use_distributed_optimizer=self._megatron.use_distributed_optimizer,
             )
             for chunk in self.chunks:
@@ -310,9 +297,9 @@ class ModelEngine:
             if self.groups.coordinate.tp == 0 and micro.packed.context.rank == 0:
                 result[micro.response_index] = scored.float()
 
-        micro_batches = self._with_dummies(micro_batches)
+        micro_batches = self._schedule.with_dummies(micro_batches)
         with replayed(self.replay, batch, micro_batches, True):
-            self._run(batch, micro_batches, keep, True, at_last_token=per_sequence)
+            self._run(batch, micro_batches, keep, at_last_token=per_sequence)
         # Each token is scored by one replica, on its last stage; one of the replica's ranks has the
         # result.
         return result
@@ -395,7 +382,7 @@ class ModelEngine:
         not either, so that its norm tells every rank."""
         self.offload.require(GRADS)
         sums = StatisticSums()
-        micro_batches = self._with_dummies(micro_batches)
+        micro_batches = self._schedule.with_dummies(micro_batches)
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -420,7 +407,7 @@ class ModelEngine:
                     sums.keep_log_probs(own, micro.response_index, len(batch.rollout_log_probs))
             return value * (scale + sums.zero_if_finite())
 
-        passes = lambda: self._run(batch, micro_batches, share, False)  # noqa: E731
+        passes = lambda: self._run(batch, micro_batches, share, self._ddp)  # noqa: E731
         with replayed(self.replay, batch, micro_batches, False):
             if self._memory_recovery is None:
                 passes()
@@ -434,90 +421,25 @@ class ModelEngine:
         output layer."""
         return self.groups.is_last_stage and self.groups.coordinate.tp == 0
 
-    def _with_dummies(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Append dummy micro-batches: the schedule of virtual pipeline chunks needs a multiple of
-        the stages."""
-        group = self.groups.mesh.pp if len(self.chunks) > 1 else 1
-        return [*micro_batches, *[()] * (-len(micro_batches) % group)]
-
     def _run(
         self,
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
-        on_last_stage: Callable[[PackedGPT, torch.Tensor, MicroBatch], Any],
-        forward_only: bool,
+        on_last_stage: OnLastStage,
+        replicated: Sequence[Any] = (),
         at_last_token: bool = False,
     ) -> None:
-        """Run the micro-batches through this rank's stage by Megatron-Core's schedule.
-
-        On the last stage `on_last_stage` gets the states at the logit positions, or with
-        at_last_token at the last tokens. It returns the loss, unless forward_only."""
+        """Run the schedule with this model's router settings."""
         self.offload.require(PARAMS)
-        pp = self.groups.mesh.pp
-        multiple_of = token_multiple(self._megatron)
-
-        def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-            micro = next(iterator)
-
-            def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
-                last = self.chunks[-1]
-                with own_operations():
-                    states = states_at(last, hidden, micro)
-                    value = on_last_stage(last, states, micro)
-                return value if non_loss_data else (value, {})
-
-            if self.balance is not None and not forward_only:
-                self.balance.expect(model, micro)
-            with nullcontext() if self.replay is None else self.replay.routing(model, micro):
-                output = run_stage(model, micro)
-            work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
-            return output, finish
-
-        contexts = [
-            self._contexts[num_sharing_ranks(indices, self.groups.mesh.cp)]
-            for indices in micro_batches
-        ]
-        shares = self.shares_prompts
-        lengths = packed_lengths(batch, micro_batches, multiple_of, contexts, shares)
-        count(tokens=sum(lengths))
-        extra: dict[str, Any] = {"pg_collection": self.groups.collection}
-        if pp > 1:
-            # The plan is the same on all stages of a replica.
-            shards = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
-            on_rank = [n // shards for n in lengths]
-            extra["p2p_communicator"] = PlannedShapes(
-                self.groups.collection.pp, self.chunks[0].config, on_rank
-            )
-
-        with_sources = self.replay is not None or self.balance is not None
-
-        def micros() -> Iterator[MicroBatch]:
-            for indices, context in zip(micro_batches, contexts, strict=True):
-                with platform.named_range("pack"), own_operations():
-                    micro = pack_micro_batch(
-                        batch, indices, multiple_of, context, at_last_token, with_sources, shares
-                    )
-                yield micro
-
-        several = len(self.chunks) > 1
-        overlap = not forward_only and overlaps_reduction(
-            self._megatron, self.groups.mesh.replicas, platform.use_cuda()
+        self._schedule.run(
+            batch,
+            micro_batches,
+            on_last_stage,
+            replicated,
+            at_last_token,
+            self.replay,
+            self.balance,
         )
-        set_reduction(self.chunks[0].config, self._ddp if overlap else ())
-        ranges = schedule_ranges(self.chunks[0].config)
-        total = len(micro_batches) * len(self.chunks)
-        with megatron_calls(), ranges, working(total=total, unit="micro-batches") as work:
-            get_forward_backward_func(pp, len(self.chunks) if several else None)(
-                forward_step_func=step,
-                data_iterator=[micros() for _ in self.chunks] if several else micros(),
-                model=self.chunks if forward_only else self._ddp,
-                num_microbatches=len(micro_batches),
-                seq_length=1,  # unused: micro-batches are ragged (variable_seq_lengths)
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-                **extra,
-            )
 
 
 def engine_layouts(engine: ModelEngine) -> list[Layout]:

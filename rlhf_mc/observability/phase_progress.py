@@ -32,7 +32,7 @@ from rlhf_mc.runtime.work import Work, share_done
 FILE_COLUMNS = 80
 """Width of a line in a file, which is read in a terminal."""
 INDENT = "  "
-"""Begins a line in a file, which sets it off from the table of steps."""
+"""Prefix of a line in a file, which sets it off from the table of steps."""
 TICK_SECONDS = 1.0
 AROUND_OTHERS = ("fit", "step")
 """Phases that consist of other phases: their names say nothing."""
@@ -110,7 +110,7 @@ class ProgressLine:
     """One line at the bottom of a terminal, rewritten in place."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._line = _Line(bar_format="{desc}", file=stream, leave=False, dynamic_ncols=True)
+        self._line = _TextLine(bar_format="{desc}", file=stream, leave=False, dynamic_ncols=True)
         self._stream = stream
         console.set_bottom_line(self)
 
@@ -137,13 +137,13 @@ class ProgressLine:
             self._stream.flush()
 
 
-class _Line(tqdm):
+class _TextLine(tqdm):
     """A bar without a bar, which starts no thread of its own."""
 
     monitor_interval = 0
 
 
-_Line.set_lock(console.lock)
+_TextLine.set_lock(console.lock)
 
 
 def _has_columns(stream: TextIO) -> bool:
@@ -191,12 +191,11 @@ def phase_line(
 def measures(
     works: Sequence[Work], now: float, seconds: float, last_seconds: float | None
 ) -> list[str]:
-    """Return what is counted, the rate, the time so far and the time left, as far as they are
-    known.
+    """Return the counts, rate, time so far and time left that are known. seconds: time in the phase
+    so far. last_seconds: time of the phase when it last ran.
 
-    seconds: time in the phase so far; last_seconds: of the phase when it last ran. The time left
-    follows from the units done, if any. Responses end late and together, so that for them the last
-    time says more, until it is over."""
+    The time left follows from the units done. For responses, which end late and together, it
+    follows from last_seconds until that time is over."""
     texts = []
     share = share_done(works)
     counts = next((piece for piece in works if piece.total > 0), None)

@@ -16,9 +16,9 @@ WIDTH = 80
 MOST_COLUMNS = 8
 """Ranks with a column of their own; more are summarised."""
 _LEAST_GAP = 0.1
-"""Share of a phase by which the slowest rank's own work exceeds the others' before it is named."""
+"""Minimum excess of the slowest rank's own work over the others', as a share of the phase."""
 _LEAST_SECONDS = 0.02
-"""The same in seconds."""
+"""Minimum excess in seconds."""
 STEP = "step"
 """The phase that consists of others."""
 REST = "between_phases"
@@ -33,11 +33,11 @@ class RankTimes:
     is_traced: bool
     """True where the rank writes a trace, which takes time."""
     seconds: dict[str, float]
-    """By phase."""
+    """Seconds by phase."""
     waiting: dict[str, float]
-    """By phase, the part of `seconds` spent in collectives and messages."""
+    """Seconds in collectives and messages by phase, part of `seconds`."""
     amounts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By phase and kind of work: tokens, responses, file_seconds, reward_seconds."""
+    """Amounts by phase and kind of work: tokens, responses, file_seconds, reward_seconds."""
 
     def work(self, phase: str) -> float:
         """Return the seconds of the rank's own work in a phase."""
@@ -87,7 +87,7 @@ def slowest_rank(ranks: Sequence[RankTimes], phase: str) -> int | None:
 
 
 def slowest_line(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
-    """Return which rank of a phase took longer, on which host, and its amounts of work beside the
+    """Return one phrase: the slowest rank of a phase, its host, and its amounts of work beside the
     others' median."""
     kinds = dict.fromkeys(kind for rank in ranks for kind in rank.amounts.get(phase, {}))
     amounts = {kind: [rank.amount(phase, kind) for rank in ranks] for kind in kinds}
@@ -104,12 +104,12 @@ def slowest_line(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
     return ": ".join([head, *([", ".join(compared)] if compared else [])])
 
 
-def _median_of_others(values: Sequence[float], one: int) -> float:
-    return statistics.median(value for i, value in enumerate(values) if i != one)
+def _median_of_others(values: Sequence[float], rank: int) -> float:
+    return statistics.median(value for i, value in enumerate(values) if i != rank)
 
 
-def _excess(values: Sequence[float], one: int) -> float:
-    return values[one] - _median_of_others(values, one)
+def _excess(values: Sequence[float], rank: int) -> float:
+    return values[rank] - _median_of_others(values, rank)
 
 
 def as_json(step: int, ranks: Sequence[RankTimes]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class StepTable:
         self._last = clock()
         self._step_seconds: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._titles: set[str] = set()
-        """Of the metrics that any step so far had."""
+        """Columns of the metrics that any step so far had."""
         self._header = ""
         self._num_rows = 0
 
@@ -158,11 +158,11 @@ def _cell(column: Column, value: float | None) -> str:
     elif column.title == "left":
         text = short_time(value)
     else:
-        text = number(value, column.width, column.decimals)
+        text = format_number(value, column.width, column.decimals)
     return text.rjust(column.width)
 
 
-def number(value: float, width: int, decimals: int) -> str:
+def format_number(value: float, width: int, decimals: int) -> str:
     """Return the value with at most `decimals` decimals in at most `width` characters. A value that
     would read as zero and is not, or that is too large, is written with an exponent; "*" where no
     number fits."""

@@ -20,7 +20,7 @@ from rlhf_mc.runtime.tool import (
     NODES,
     Parser,
     end_on_interrupt,
-    number,
+    finite_number,
     whole_number,
 )
 
@@ -166,8 +166,8 @@ def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
             print(f"wrote the first of these to {arguments.write}")
 
 
-_bandwidth = number(1e6, "bytes per second of at least 1e6, such as 50e9")
-_bytes = number(1e9, "bytes of at least 1e9, such as 2e12")
+_bandwidth = finite_number(1e6, "bytes per second of at least 1e6, such as 50e9")
+_bytes = finite_number(1e9, "bytes of at least 1e9, such as 2e12")
 
 
 def _parser() -> Parser:

@@ -132,8 +132,7 @@ def plan_memory(
     where device_bytes are a rank's share of the memory of its node."""
     meshes = {role: training_mesh(layouts(cfg)[role], world) for role in shapes}
     rollout_tp = cfg.rollout.tensor_model_parallel_size
-    layout = engine_factory(cfg.rollout).layout
-    tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], rollout_tp, layout, gpus_per_node)
+    tp_rank = rollout_tp_ranks(meshes["actor"], rollout_tp, gpus_per_node)
     alike: dict[tuple[object, ...], list[int]] = {}
     for rank in _one_of_each_stage(list(meshes.values())) if one_of_each_stage else range(world):
         alike.setdefault(

@@ -16,10 +16,9 @@ from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, trained_state
 from rlhf_mc.reshard.aliasing import find_aliases
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout, RankLayout
 from rlhf_mc.reshard.placement import training_layout, with_contiguous_experts
-from rlhf_mc.topology.mesh import Coordinate, Mesh
+from rlhf_mc.topology.mesh import Coordinate, Mesh, rollout_groups
 
 SomeSettings = tuple[tuple[str, Any], ...]
 """Name and value of some settings of a MegatronConfig: a key of a cache, which other settings do
@@ -57,12 +56,10 @@ def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
 
 
 @functools.lru_cache(maxsize=64)
-def rollout_tp_ranks(
-    shape: ModelShape, mesh: Mesh, rollout_tp: int, layout: RankLayout, gpus_per_node: int
-) -> Mapping[int, int]:
-    """Return the place of each rank in its rollout engine."""
-    groups = choose_rollout_groups(shape, mesh, rollout_tp, layout, gpus_per_node)
-    return {rank: place for group in groups for place, rank in enumerate(group)}
+def rollout_tp_ranks(mesh: Mesh, rollout_tp: int, gpus_per_node: int) -> Mapping[int, int]:
+    """Return each rank's tensor-parallel rank in its rollout engine."""
+    groups = rollout_groups(mesh, rollout_tp, gpus_per_node)
+    return {rank: tp_rank for group in groups for tp_rank, rank in enumerate(group)}
 
 
 def rank_state(

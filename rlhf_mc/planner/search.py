@@ -201,13 +201,20 @@ class _Search:
         for number, layout in enumerate(self._space.training_layouts(beyond_node)):
             if not self.budget.take(0.5, f"{number} layouts looked at"):
                 break
+            engines = {  # the others are refused by check_config
+                rollout_tp: seconds
+                for rollout_tp, seconds in rollouts.items()
+                if layout[TP] % rollout_tp == 0 or rollout_tp % layout[TP] == 0
+            }
+            if not engines:
+                continue
             budget = self._space.budget_sizes(layout)[-1]
             trial = {
                 **layout,
                 **self._space.budgets(budget, budget),
                 **self._space.offload_levels()[-1],
             }
-            trial[ROLLOUT_TP] = max(rollouts)
+            trial[ROLLOUT_TP] = max(engines)
             cfg = self._space.config(trial)
             try:
                 check_config(cfg, self._machine.world)
@@ -217,7 +224,7 @@ class _Search:
                 continue
             is_any = True
             for one, (rollout_tp, seconds) in itertools.product(
-                self._layout_candidates(layout, max(rollouts)), rollouts.items()
+                self._layout_candidates(layout, max(engines)), engines.items()
             ):
                 if beyond_node and max(layout[TP], rollout_tp) <= self._machine.gpus_per_node:
                     continue

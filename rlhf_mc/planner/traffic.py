@@ -28,12 +28,11 @@ from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, computed_tokens, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.planner.rank_layouts import choice_bytes_of_stage, planned_layouts
-from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout, correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
 from rlhf_mc.reshard.plan import Plan, make_plans
 from rlhf_mc.rollout.engines import engine_factory
-from rlhf_mc.topology.mesh import Mesh, training_mesh
+from rlhf_mc.topology.mesh import Mesh, rollout_groups, training_mesh
 
 UPDATE_WEIGHTS = "update_weights"
 GEN = "gen"
@@ -203,9 +202,7 @@ def _rollout_collectives(
     sampled token its float32 logits."""
     mesh = training_mesh(cfg.actor.megatron, world)
     tp = cfg.rollout.tensor_model_parallel_size
-    groups = choose_rollout_groups(
-        shape, mesh, tp, engine_factory(cfg.rollout).layout, gpus_per_node
-    )
+    groups = rollout_groups(mesh, tp, gpus_per_node)
     group_of_rank = {rank: tuple(sorted(group)) for group in groups for rank in group}
     prompts = prompts_per_batch(cfg.data)
     responses = prompts * responses_per_prompt(cfg)
@@ -265,9 +262,7 @@ def weight_update_plans(
     the layouts of all ranks."""
     mesh = training_mesh(cfg.actor.megatron, len(rank_layouts))
     layout = engine_factory(cfg.rollout).layout
-    groups = choose_rollout_groups(
-        shape, mesh, cfg.rollout.tensor_model_parallel_size, layout, gpus_per_node
-    )
+    groups = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
     plans = make_plans(
         with_contiguous_experts(rank_layouts, mesh)
         if has_contiguous_experts(cfg)

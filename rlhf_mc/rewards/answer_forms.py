@@ -142,7 +142,7 @@ def _fraction(match: re.Match[str]) -> str:
     )
 
 
-def number(text: str) -> Decimal | None:
+def decimal_value(text: str) -> Decimal | None:
     """Return the value of a decimal number, in scientific notation or not, or None."""
     match = _NUMBER.fullmatch(text)
     if match is None or not (match[2] or (match[3] or ".") != "."):
@@ -270,15 +270,15 @@ def as_union(text: str) -> str:
     r"""Return x < 1 or x > 3 as the union of intervals, and another text as it is."""
     matches = [_ONE_SIDED.fullmatch(part) for part in _OR.split(text)]
     intervals = []
-    for one in matches:
-        if one is None or len(matches) == 1 or one[1] != (matches[0] or one)[1]:
+    for match in matches:
+        if match is None or len(matches) == 1 or match[1] != (matches[0] or match)[1]:
             return text
-        is_closed = one[2] not in "<>"
-        below = one[2] == "<" or one[2].startswith("\\l")
+        is_closed = match[2] not in "<>"
+        below = match[2] == "<" or match[2].startswith("\\l")
         interval = (
-            rf"(-\infty, {one[3]}{')]'[is_closed]}"
+            rf"(-\infty, {match[3]}{')]'[is_closed]}"
             if below
-            else rf"{'(['[is_closed]}{one[3]}, \infty)"
+            else rf"{'(['[is_closed]}{match[3]}, \infty)"
         )
         intervals.append(interval)
     return r" \cup ".join(intervals)

@@ -142,7 +142,7 @@ def _load():  # type: ignore[no-untyped-def]
     def parsed(text: str):  # type: ignore[no-untyped-def]
         return parse(rf"\boxed{{{text}}}", kinds, parsing_timeout=None, raise_on_error=False)
 
-    def number(value):  # type: ignore[no-untyped-def]
+    def with_imaginary_unit(value):  # type: ignore[no-untyped-def]
         """Return the expression with the imaginary unit for i, which the parser leaves a symbol
         that is not real."""
         return value.subs(Symbol("i", real=False), I) if isinstance(value, Basic) else value
@@ -151,7 +151,8 @@ def _load():  # type: ignore[no-untyped-def]
         # SymPy evaluates expressions at random points; the result must not depend on earlier rows
         random.seed(0)
         gold, given = (
-            [number(expression) for expression in parsed(text)] for text in (truth, answer)
+            [with_imaginary_unit(expression) for expression in parsed(text)]
+            for text in (truth, answer)
         )
         return bool(
             verify(gold, given, _DECIMALS, allow_set_relation_comp=True, timeout_seconds=None)

@@ -35,7 +35,7 @@ class PendingScores:
         self.num_rows = 0
         self._parts: list[tuple[Sequence[int], Future[Scores]]] = []
         self._num_before: dict[Worker, int] = {}
-        """Rows that each worker had scored before."""
+        """Number of rows that each worker had scored before."""
         self._last_parts: dict[Worker, Future[Scores]] = {}
         """A worker computes its parts one after the other."""
         self._submitted: float | None = None
@@ -79,8 +79,8 @@ class PendingScores:
 
 
 class RewardManager:
-    """Scores responses by the user's function and the built-in rules. Ranks have managers of their
-    own."""
+    """Scores responses by the user's function and the built-in rules. Each rank has its own
+    manager."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ def _equivalent(answer: str, truth: str) -> bool:
         return True
     if any(_TWO_SIGNS.match(text) for text in (answer, truth)):
         return False
-    values = forms.number(answer), forms.number(truth)
+    values = forms.decimal_value(answer), forms.decimal_value(truth)
     if None not in values:
         return values[0] == values[1]  # most answers need no computer algebra
     letters, contents = zip(forms.label(answer), forms.label(truth), strict=True)

@@ -89,10 +89,10 @@ class RemoteReward:
     ) -> list[dict[str, float] | Failure]:
         """Return for each row the endpoint's numbers with "score", or a Failure. Call `answered`
         after each. At most max_concurrency requests are under way."""
-        places = asyncio.Semaphore(self._cfg.max_concurrency)
+        slots = asyncio.Semaphore(self._cfg.max_concurrency)
 
         async def score_one(row: RewardRow) -> dict[str, float] | Failure:
-            async with places:
+            async with slots:
                 try:
                     async with asyncio.timeout(self._limit):
                         return await self._score_one(client, row)

@@ -36,24 +36,23 @@ class Episode:
     """The rewards and numbers that the environment of a conversation has given."""
 
     rewards: Sequence[tuple[int, float]]
-    """Of each turn: the place of its last token among the drawn ones, and its reward. The first
-    observation of
-    `reset` has the place -1 and the reward 0."""
+    """By turn: index of its last token among the sampled tokens, and reward. The first observation
+    of `reset` has the index -1 and the reward 0."""
     info: Mapping[str, float]
-    """The numbers of the last turns that had them."""
+    """Last value of each number that turns returned."""
     failed_calls: Mapping[FailureKind, int]
-    """Turns that the environment has not answered, and calls of tools that failed, by kind."""
+    """Unanswered turns and failed tool calls, by kind."""
     failure: FailureKind | None
-    """Not None: the conversation has ended because the environment failed."""
+    """Failure of the environment that ended the conversation; None: no failure."""
     default_score: float
-    """The score in this case."""
+    """Score after such a failure."""
     observations: Sequence[tuple[int, int]] = ()
-    """Of each, the places in the response of its first token and of the one after its last."""
+    """Token range [start, end) of each observation in the response."""
 
     @property
     def num_turns(self) -> int:
         """Number of turns of the model that the environment has answered."""
-        return sum(place >= 0 for place, _ in self.rewards)
+        return sum(index >= 0 for index, _ in self.rewards)
 
     @property
     def score(self) -> float:
@@ -66,7 +65,7 @@ class Episode:
 
     def weighted(self, weight: float) -> Episode:
         """Return the episode with its rewards times a weight."""
-        return replace(self, rewards=[(place, weight * reward) for place, reward in self.rewards])
+        return replace(self, rewards=[(index, weight * reward) for index, reward in self.rewards])
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,9 @@ class RewardRow:
     prompt: str = ""
     """The prompt as text, for the remote endpoint alone."""
     episode: Episode | None = None
-    """Of the row's environment, if the run has one."""
+    """Rewards and numbers of the row's environment; None: no environment."""
     with_special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """The response as the parts read it that need special tokens, by part."""
+    """Response text with special tokens, by the part that reads them."""
 
     @property
     def name(self) -> str:
@@ -121,8 +120,7 @@ class Score:
     """Not None: the response could not be scored, and `score` is reward.default_score; or its
     environment failed, and the part `environment` is rollout.environment.default_score."""
     episode: Episode | None = None
-    """Of the response's environment, its rewards times the part's weight; None: it has none, or was
-    not scored."""
+    """Environment's rewards times the part's weight; None: no environment, or not scored."""
 
     @property
     def by_functions(self) -> float:
@@ -173,7 +171,7 @@ class Failure(Exception):
 
     @property
     def reason(self) -> FailureReason:
-        """The failure without its process."""
+        """Failure without the information about its process."""
         return FailureReason(self.kind, self.problem, self.origin)
 
 

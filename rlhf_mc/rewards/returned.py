@@ -20,8 +20,8 @@ MOST_NAMES = 100
 """Names of further numbers in a run: each becomes a metric of each data source."""
 _MOST_CHARACTERS = 120
 """Length of a name, and of a value in a message."""
-_KEPT = ("score", "acc")
-"""Numbers that have a meaning here."""
+_SCORE_KEYS = ("score", "acc")
+"""Numbers that are the score and the accuracy."""
 
 
 class Names:
@@ -61,23 +61,23 @@ def checked(result: Any) -> dict[str, float]:
     reader), and without those beyond MOST_NAMES + 1: with one too many, Names.limit says that there
     are too many."""
     if not isinstance(result, dict):
-        return {"score": _number("", result)}
+        return {"score": _finite_number("", result)}
     if "score" not in result:
         keys = one_line(str(sorted(map(str, result))), _MOST_CHARACTERS)
         raise Failure("invalid", f"returned a dict without 'score'; its keys are {keys}")
-    first = sorted(result, key=lambda key: key not in _KEPT)
+    first = sorted(result, key=lambda key: key not in _SCORE_KEYS)
     numeric = [key for key in first if key == "score" or _is_number(result[key])][
-        : MOST_NAMES + 1 + len(_KEPT)
+        : MOST_NAMES + 1 + len(_SCORE_KEYS)
     ]
     names = [one_line(str(key), _MOST_CHARACTERS) for key in numeric]
     checked_numbers: dict[str, float] = {}
     for name, key in zip(names, numeric, strict=True):
         # "score " is not the score
-        checked_numbers.setdefault(name, _number(f"{name}: ", result[key]))
+        checked_numbers.setdefault(name, _finite_number(f"{name}: ", result[key]))
     return checked_numbers
 
 
-def _number(key: str, value: Any) -> float:
+def _finite_number(key: str, value: Any) -> float:
     if not _is_number(value):
         refuse(key, value, "expected a number")
     try:

@@ -33,7 +33,7 @@ class Worker:
         self.thread = ThreadPoolExecutor(1)
         """The thread that may use the worker."""
         self.num_scored = 0
-        """Rows that have a score; other threads read it."""
+        """Number of scored rows, read by other threads."""
         self._start()
 
     def _start(self) -> None:

@@ -21,7 +21,7 @@ WEIGHTS = "weights"
 """The weights, as a part of an engine's device memory. sleep releases it, wake_up allocates it
 again."""
 KV_CACHE = "kv_cache"
-"""The KV cache, the other such part."""
+"""The KV cache, as a part of an engine's device memory."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,16 @@ class Sampling:
     -1)."""
 
     temperature: float
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     max_tokens: int
     """Maximum length of a response."""
     stop_token_ids: tuple[int, ...]
-    """A response ends with any of these, the token included."""
+    """End tokens: the first one sampled ends the response, and belongs to it."""
     top_p: float = 1.0
-    """Tokens are drawn from the smallest set of probability top_p; 1: all tokens."""
+    """Nucleus sampling: tokens are sampled from the smallest set of probability top_p; 1: all
+    tokens."""
     top_k: int = -1
-    """Tokens are drawn from the top_k most probable ones; -1: all tokens."""
+    """Tokens are sampled from the top_k most probable ones; -1: all tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,27 +47,25 @@ class Request:
     """A response that an engine is to generate."""
 
     number: int
-    """Its place among the responses of the call, which names it."""
+    """Id of the response in the call: its index among the call's responses."""
     prompt: np.ndarray
-    """[tokens] int32."""
+    """Prompt tokens [tokens] int32."""
     seed: int
-    """Of its random draws: 0 to 2^63 - 1."""
-    begun: Generation
-    """The part of the response that was generated before, which the engine continues; without
-    tokens for a new one."""
+    """Seed of the response's sampling: 0 to 2^63 - 1."""
+    partial: Generation
+    """Partial response that the engine continues; without tokens: a new response."""
     max_tokens: int | None = None
-    """Maximum length of this response, `begun` included; None: Sampling.max_tokens, which it does
-    not exceed."""
+    """Maximum length of this response, `partial` included, at most Sampling.max_tokens; None:
+    Sampling.max_tokens."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The conversations that environments have answered before a step of an engine. They are the
-    same on
-    all of its ranks."""
+    """Conversations that environments have answered before a step of an engine. Arrivals are the
+    same on all ranks of the engine."""
 
     requests: Sequence[Request] = ()
-    """Conversations that continue: `begun` ends with the observation."""
+    """Conversations that continue: `partial` ends with the observation."""
     num_cached: int = 0
     """Tokens already in this engine's KV cache."""
     ended: Mapping[int, Generation] = field(default_factory=dict)
@@ -74,9 +73,8 @@ class Arrivals:
 
 
 class Turns(Protocol):
-    """The conversations of one call of an engine, of which each request is a turn. All ranks of the
-    engine
-    call each method alike. No method blocks on an environment."""
+    """Conversations of one call of an engine. Each request is a turn of a conversation. All ranks
+    of the engine call each method alike. No method blocks on an environment."""
 
     affinity: Mapping[int, int]
     """Engine of each conversation of an earlier call, by the request's number. The same on every
@@ -87,9 +85,8 @@ class Turns(Protocol):
         """Number of conversations that wait for their environment."""
 
     def start(self, requests: Sequence[Request]) -> list[Request]:
-        """Begin conversations, or continue those of an earlier call. Return those with a turn to
-        sample;
-        others wait for their environment."""
+        """Begin conversations, or continue those of an earlier call. Return the requests of the
+        conversations with a turn to sample. Other conversations wait for their environment."""
 
     def submit(self, stopped: Mapping[int, Generation]) -> None:
         """Send turns that have ended to their environments. stopped: by the request's number."""
@@ -100,8 +97,7 @@ class Turns(Protocol):
 
     def abort(self) -> dict[int, Generation]:
         """Close the environments, unless a later call continues the conversations. Return the
-        responses
-        that are not in the engine and have not ended, by the request's number."""
+        unfinished responses outside of the engine, by the request's number."""
 
 
 class RolloutEngine(Protocol):
@@ -111,10 +107,10 @@ class RolloutEngine(Protocol):
     groups: Sequence[Sequence[int]]
     """The ranks of each engine, in the order of their tensor-parallel ranks."""
     max_running: int
-    """The largest number of requests that generate at once."""
+    """Maximum number of requests in a step."""
     cached_token_cost: float
-    """Time in which a step reads the keys and values of a token in the KV cache, relative to the
-    time of a step that reads none. The same on every rank."""
+    """Time for which a step reads one token's keys and values from the KV cache, relative to a step
+    without any. The same on every rank."""
     awake: frozenset[str]
     """The parts (WEIGHTS, KV_CACHE) that have device memory."""
 
@@ -144,21 +140,21 @@ class RolloutEngine(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Number of these that have begun. The others wait, for memory or for others to end."""
+        """Number of unfinished requests that run. The others wait for memory or for a slot."""
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Add requests, with the same sampling parameters as all that have not ended."""
 
     def step(self) -> dict[int, Generation]:
-        """Draw the next token of each request that runs. Return the responses that ended, by the
-        request's number. A token depends on those before it, the seed, its position and the weights
-        alone."""
+        """Sample the next token of each running request. Return the responses that ended, by the
+        request's number. A token depends on the tokens before it, the seed, its position and the
+        weights alone."""
 
     def abort(self) -> dict[int, Generation]:
-        """End all requests. Return what was generated of each response, by the request's number."""
+        """Abort all requests. Return the partial responses, by the request's number."""
 
     def sleep(self) -> None:
-        """Release the device memory of WEIGHTS and KV_CACHE; neither is kept."""
+        """Release the device memory of WEIGHTS and KV_CACHE, and discard their contents."""
 
     def wake_up(self, part: str) -> None:
         """Allocate the device memory of WEIGHTS or KV_CACHE again. A weight update must then fill

@@ -19,25 +19,25 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 @functools.lru_cache(1 << 14)
 def request_number(name: str) -> int:
-    """Return the number of a request by vLLM's name of it: vLLM appends random characters."""
+    """Return a request's number from vLLM's request id, to which vLLM appends random characters."""
     return int(name.partition("-")[0])
 
 
 class LogProbs:
-    """The log-probs of all responses of one call, by the requests' numbers."""
+    """Log-probs of all responses of one call, by the request's number."""
 
     def __init__(self, max_tokens: int) -> None:
         self._values = np.zeros((0, max_tokens), dtype=np.float32)
         self._lens = np.zeros(0, dtype=np.int64)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests, with the log-probs of their begun responses."""
+        """Add requests, with the log-probs of their partial responses."""
         self._values = _with_row(self._values, requests)
         self._lens = _with_row(self._lens, requests)
         for request in requests:
-            begun = request.begun.log_probs
-            self._values[request.number, : len(begun)] = begun
-            self._lens[request.number] = len(begun)
+            partial = request.partial.log_probs
+            self._values[request.number, : len(partial)] = partial
+            self._lens[request.number] = len(partial)
 
     def append(self, requests: Sequence[int], log_probs: np.ndarray) -> None:
         """Append the log-probs [rows] float32 of the next tokens of these requests, each named
@@ -53,7 +53,7 @@ class LogProbs:
 
 
 class Draws:
-    """The random draws of one call, by the requests' numbers."""
+    """Random draws of one call, by the request's number."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -81,8 +81,9 @@ class Draws:
 
 
 def _with_row(rows: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
-    """Return the array with a row for each request's number, zeros where it had none. It grows to
-    at least twice its rows: requests are added a few at a time, in the order of their numbers."""
+    """Return the array with a row for each request's number; new rows are zeros. The number of rows
+    at least doubles when it grows, since requests are added a few at a time, in the order of their
+    numbers."""
     needed = 1 + max(request.number for request in requests)
     if needed <= len(rows):
         return rows

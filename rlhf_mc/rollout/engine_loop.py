@@ -45,8 +45,10 @@ def generate_responses(
 
     A response depends on its prompt, its seed and the weights, not on the engine that generates it.
     Raise UserError if the ranks of one engine have drawn different tokens."""
-    own = next(number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks)
-    ranks = engine.groups[own]
+    engine_index = next(
+        number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks
+    )
+    ranks = engine.groups[engine_index]
     place = ranks.index(dist.get_rank())
     queue = SharedQueue(len(requests), expected_lens, None if turns is None else turns.affinity)
     responses: dict[int, Generation] = {}
@@ -63,9 +65,9 @@ def generate_responses(
                 queue.end_period(nums_left)
                 if enough is not None and enough(ended):
                     break
-                share = list(queue.deal(rooms, engine.max_running)[own])
-                promised = rooms[own]
-                clock.begin_period(period_length(sampling.max_tokens), step_seconds, own)
+                share = list(queue.deal(rooms, engine.max_running)[engine_index])
+                promised = rooms[engine_index]
+                clock.begin_period(period_length(sampling.max_tokens), step_seconds, engine_index)
             ends_with_period = bool(queue.left) or enough is not None
             while engine.num_unfinished or share or (turns is not None and turns.num_waiting):
                 is_idle = not engine.num_unfinished and not share
@@ -74,23 +76,23 @@ def generate_responses(
                     engine, requests, share, sampling, arrivals.requests, promised, turns
                 )
                 promised = 0
-                num_drawn = 0
+                num_sampled = 0
                 over = arrivals.ended
                 if engine.num_unfinished:
-                    finished, num_drawn, num_cached = _step(
+                    finished, num_sampled, num_cached = _step(
                         engine, requests, clock, num_added, arrivals.num_cached, num_cached
                     )
                     if turns is None:
                         over = finished
                     else:
                         turns.submit(finished)
-                work.advance(len(over), tokens=num_drawn)
+                work.advance(len(over), tokens=num_sampled)
                 responses |= over
                 if on_ended is not None and over:
                     on_ended(
                         {
-                            number: one
-                            for number, one in over.items()
+                            number: response
+                            for number, response in over.items()
                             if number % len(ranks) == place
                         }
                     )
@@ -108,16 +110,16 @@ def generate_responses(
     if turns is not None:
         responses |= turns.abort()
     num_tokens = sum(
-        one.num_drawn - requests[number].begun.num_drawn for number, one in responses.items()
+        response.num_drawn - requests[i].partial.num_drawn for i, response in responses.items()
     )
     count(tokens=num_tokens, responses=len(responses))
-    if own == 0:
-        responses |= {number: requests[number].begun for number in queue.left}
+    if engine_index == 0:
+        responses |= {number: requests[number].partial for number in queue.left}
     return exchange_responses(responses, engine.groups, len(requests))
 
 
 def _room(engine: RolloutEngine) -> int:
-    """Return how many requests the engine begins now."""
+    """Return how many further requests the engine can begin now."""
     # Requests that wait do so for memory, and the engine then runs no more than it does now.
     is_full = engine.num_unfinished > engine.num_running > 0
     return 0 if is_full else max(0, engine.max_running - engine.num_unfinished)
@@ -132,17 +134,17 @@ def _begin(
     promised: int,
     turns: Turns | None,
 ) -> int:
-    """Add the returning requests to the engine, and move those for which it has room then from its
-    share to it, and at least the first `promised`. Return the tokens of their prompts and begun
-    responses."""
+    """Add the returning requests to the engine. Then move requests from `share` to the engine: as
+    many as it has room for, and at least `promised`. Return the tokens of the added prompts and
+    partial responses."""
     room = max(promised, _room(engine) - len(returning)) if share else 0
     new = [requests[number] for number in share[:room]]
     del share[:room]
-    begun = [*returning, *(new if turns is None else turns.start(new))]
-    if not begun:
+    added = [*returning, *(new if turns is None else turns.start(new))]
+    if not added:
         return 0
-    engine.add(begun, sampling)
-    return sum(len(request.prompt) + len(request.begun.token_ids) for request in begun)
+    engine.add(added, sampling)
+    return sum(len(request.prompt) + len(request.partial.token_ids) for request in added)
 
 
 def _step(
@@ -176,9 +178,10 @@ def _exchange(
     num_requests: int,
     num_left: int,
 ) -> tuple[list[int], list[int], list[float], set[int]]:
-    """Return of each engine how many requests of its share it has not begun (num_left), how many it
-    begins now, and the seconds of its steps, and which requests have ended on any engine.
-    num_requests: of the call; 0: without those that have ended. Every rank must call it."""
+    """Return by engine: the requests of its share that it has not begun (num_left), the requests
+    that it can begin now, and its seconds per step. Return also the requests that have ended on any
+    engine. num_requests: number of requests in the call; 0: leave out the ended requests. Every
+    rank must call it."""
     has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
     if num_requests:
         has_ended[list(responses)] = True
@@ -192,4 +195,4 @@ def _exchange(
     bits = np.bitwise_or.reduce(vectors[:, 3:].numpy(), axis=0)
     ended = set(np.flatnonzero(np.unpackbits(bits.view(np.uint8))).tolist())
     nums_left, rooms, nanoseconds = vectors[:, :3].T.tolist()
-    return nums_left, rooms, [each / 1e9 for each in nanoseconds], ended
+    return nums_left, rooms, [duration / 1e9 for duration in nanoseconds], ended

@@ -22,27 +22,27 @@ class RoutedExperts:
         self._step: dict[int, torch.Tensor] = {}
         """By layer, the choices of the last step: [tokens, k]."""
         self._parts: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
-        """By request, the place of the first token and the choices of each step: [tokens, layers,
-        k]."""
+        """By request, of each step: the position of its first token, and its choices [tokens,
+        layers, k]."""
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
         """Take the choices of a layer's router for the tokens of a step. vLLM calls it in the
         forward pass."""
         self._step[layer_id] = topk_ids
 
-    def record(self, requests: np.ndarray, places: np.ndarray, offsets: np.ndarray) -> None:
-        """Keep the choices of a step. requests [R]: their numbers; places [R]: the place of the
-        first token of each in its sequence; offsets [R + 1]: its rows."""
+    def record(self, requests: np.ndarray, positions: np.ndarray, offsets: np.ndarray) -> None:
+        """Record the choices of a step. requests [R]: request numbers; positions [R]: of the first
+        token of each request in its sequence; offsets [R + 1]: first row of each request."""
         rows = (
             torch.stack([self._step[layer] for layer in self._layers], 1)
             .numpy()
             .astype(self._dtype)
         )
         bounds = offsets.tolist()
-        for request, place, first, end in zip(
-            requests.tolist(), places.tolist(), bounds, bounds[1:], strict=False
+        for request, position, first, end in zip(
+            requests.tolist(), positions.tolist(), bounds, bounds[1:], strict=False
         ):
-            self._parts[request].append((place, rows[first:end]))
+            self._parts[request].append((position, rows[first:end]))
 
     def take(self, request: int, num_tokens: int) -> np.ndarray:
         """Return the choices for the first num_tokens tokens of a request, [tokens, layers, k], and
@@ -51,9 +51,9 @@ class RoutedExperts:
         parts = self._parts.pop(request)
         choices = np.zeros((num_tokens, *parts[0][1].shape[1:]), self._dtype)
         is_known = np.zeros(num_tokens, np.bool_)
-        for place, rows in parts:
-            choices[place : place + len(rows)] = rows[: num_tokens - place]
-            is_known[place : place + len(rows)] = True
+        for position, rows in parts:
+            choices[position : position + len(rows)] = rows[: num_tokens - position]
+            is_known[position : position + len(rows)] = True
         assert is_known.all(), (
             f"{int((~is_known).sum())} of {num_tokens} tokens of request {request} are not recorded"
         )

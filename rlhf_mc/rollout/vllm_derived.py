@@ -23,8 +23,8 @@ def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 
 @torch.no_grad()
 def derive_weights(model: torch.nn.Module) -> None:
-    """Derive the tensors again, in place. Of unquantized latent attention vLLM 0.32 has views, and
-    nothing changes."""
+    """Derive the tensors again, in place. For unquantized latent attention vLLM 0.32 has views of
+    the weights, and nothing changes."""
     for module in model.modules():
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading(module.kv_b_proj.weight.dtype)

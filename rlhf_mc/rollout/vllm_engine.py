@@ -286,7 +286,7 @@ class VLLMEngine:
                 # Not LLM.generate: it renders each prompt first, which tokens do not need, in a
                 # quarter of the time of adding a request. Not LLMEngine.add_request: vLLM's output
                 # processor would wait for each token.
-                prompt = tokens_input([*request.prompt.tolist(), *request.begun.token_ids])
+                prompt = tokens_input([*request.prompt.tolist(), *request.partial.token_ids])
                 params = sampling_params(sampling, request, draws_itself=self._draws is None)
                 core_request = engine.input_processor.process_inputs(
                     str(request.number), prompt, params, engine.get_supported_tasks()
@@ -323,7 +323,7 @@ class VLLMEngine:
     def _response(self, request: Request, state: VLLMRequest) -> Generation:
         """Return the tokens sampled so far."""
         return Generation(
-            [*request.begun.token_ids, *state.output_token_ids],
+            [*request.partial.token_ids, *state.output_token_ids],
             self._log_probs.of(request.number),
             finished=state.status == RequestStatus.FINISHED_STOPPED,
         )

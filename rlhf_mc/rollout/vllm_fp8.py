@@ -23,8 +23,8 @@ METHOD = "fp8_per_channel"
 
 
 class QuantizedLayers:
-    """The linear layers of a model, in fp8. As in vLLM's reload of weights, layer by layer, but the
-    weights of all layers are staged together: a weight update has its own order."""
+    """The linear layers of a model, in fp8. vLLM's own reload stages and quantizes layer by layer.
+    Here the weights of all layers are staged together, since a weight update has its own order."""
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
         self._layers = {
@@ -60,9 +60,9 @@ class QuantizedLayers:
         self._is_staged = True
 
     def quantize(self) -> None:
-        """Quantize the staged parameters into those that `stage` has replaced, and free them. Do
-        nothing if nothing is staged. Collective over the engine's ranks: a scale is computed from
-        the whole weight."""
+        """Quantize the staged parameters into the parameters that `stage` has replaced, and free
+        the staged ones. Do nothing if nothing is staged. Collective over the engine's ranks: a
+        scale is computed from the whole weight."""
         if not self._is_staged:
             return
         with torch.no_grad(), set_current_vllm_config(self._config):

@@ -127,7 +127,7 @@ def sampling_params(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=(request.max_tokens or sampling.max_tokens) - len(request.begun.token_ids),
+        max_tokens=(request.max_tokens or sampling.max_tokens) - len(request.partial.token_ids),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the end tokens are among stop_token_ids
         detokenize=False,

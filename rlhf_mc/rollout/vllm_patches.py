@@ -255,8 +255,8 @@ def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None
         requests = np.array([request_number(name) for name in batch.req_ids])
         positions = batch.num_tokens_no_spec[: len(requests)]
         if experts is not None:
-            places = batch.num_computed_tokens_cpu[: len(requests)]
-            experts.record(requests, places, runner.query_start_loc.np[: len(requests) + 1])
+            num_computed = batch.num_computed_tokens_cpu[: len(requests)]
+            experts.record(requests, num_computed, runner.query_start_loc.np[: len(requests) + 1])
         logits = logits.float()
         if temperature == 0.0:
             tokens = logits.argmax(-1)
@@ -264,10 +264,10 @@ def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None
             metadata = batch.sampling_metadata
             logits = apply_top_k_top_p(logits.div_(temperature), metadata.top_k, metadata.top_p)
             tokens = torch.ops._C.fused_gumbel_argmax(logits, draws.keys(requests, positions))
-        drawn = tokens[:, None]
-        log_probs = logits.gather(1, drawn) - logits.logsumexp(-1, keepdim=True)
+        sampled = tokens[:, None]
+        log_probs = logits.gather(1, sampled) - logits.logsumexp(-1, keepdim=True)
         ranks = tokens  # of the tokens by probability; not read
-        return SamplerOutput(drawn.to(torch.int32), LogprobsTensors(drawn, log_probs, ranks))
+        return SamplerOutput(sampled.to(torch.int32), LogprobsTensors(sampled, log_probs, ranks))
 
     with replaced(CPUModelRunner, "_sample", sample):
         yield

@@ -39,18 +39,17 @@ class DecodeScheduler(AsyncScheduler):
         assert self.num_spec_tokens == 0 and not self.use_pp and not self.log_stats
         self._log_probs: LogProbs | None = None
         self._experts: defaultdict[str, list[np.ndarray]] = defaultdict(list)
-        """Of requests that have not ended, the experts that vLLM has returned."""
+        """Experts that vLLM has returned for unfinished requests, by request id."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         self._has_one_cache = len(managers) == 1 and type(managers[0]) is FullAttentionManager
-        """One table of blocks, which grows by one block at a time: in between vLLM's KV cache
-        manager
-        changes nothing. False with sliding windows and linear attention."""
+        """True with one block table, which vLLM's KV cache manager changes only where a request
+        needs a new block. False with sliding windows and linear attention."""
         self._block_size = managers[0].block_size if managers else 0
 
     @contextlib.contextmanager
     def recording(self, log_probs: LogProbs) -> Iterator[None]:
         """Append the log-probs of each step to `log_probs` while the body runs. A step then outputs
-        ended requests only, each with the experts of all its tokens."""
+        only the ended requests, each with the experts of all its tokens."""
         self._log_probs = log_probs
         try:
             yield
@@ -58,8 +57,8 @@ class DecodeScheduler(AsyncScheduler):
             self._log_probs = None
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Return the next step. Where all requests decode, the KV cache manager is called for the
-        requests that need a new block only."""
+        """Return the next step. Where all requests decode, the KV cache manager is called only for
+        the requests that need a new block."""
         requests = self._decoding()
         if not requests:
             return super().schedule(throttle_prefills)
@@ -133,7 +132,7 @@ class DecodeScheduler(AsyncScheduler):
                 num_pending
                 and num_computed + 2 - num_pending >= request.num_prompt_tokens + request.max_tokens
             ):
-                continue  # its last token is being drawn
+                continue  # its last token is being sampled
             num_new_blocks += num_computed % block_size == 0
             requests.append(request)
         if num_new_blocks > self.kv_cache_manager.block_pool.get_num_free_blocks():
@@ -155,8 +154,8 @@ class DecodeScheduler(AsyncScheduler):
         numbers: list[int] = []
         ended: list[EngineCoreOutput] = []
         stopped: list[tuple[Request, bool]] = []
-        places = model_runner_output.req_id_to_index
-        drawn = model_runner_output.sampled_token_ids
+        rows_by_name = model_runner_output.req_id_to_index
+        sampled = model_runner_output.sampled_token_ids
         for name, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(name)
             if request is None:
@@ -165,8 +164,8 @@ class DecodeScheduler(AsyncScheduler):
             is_stale = request.num_stale_output_tokens > 0
             if is_stale:  # preempted while the step was in flight
                 request.num_stale_output_tokens -= num_scheduled
-            row = places[name]
-            tokens = drawn[row]
+            row = rows_by_name[name]
+            tokens = sampled[row]
             if not tokens or (is_stale and request.drop_stale_output):
                 continue  # no token: the step computed a part of the prompt
             rows.append(row)

@@ -16,17 +16,18 @@ from vllm.tool_parsers.abstract_tool_parser import ToolParserManager
 from rlhf_mc.config.errors import UserError
 
 Call = tuple[str, str, str]
-"""Name, arguments as JSON, and the number of the call in the chat template."""
+"""Tool name, arguments as JSON, and call id in the chat template."""
 _HARMONY = "gpt-oss"
-"""Of vLLM's parsers, that of this format alone needs a vocabulary from the network."""
+"""Format whose vLLM parser needs a vocabulary from the network; no other parser does."""
 _HARMONY_CALL = re.compile(
     r"to=functions\.([\w.-]+)(?:(?!<\|(?:message|end|call)\|>).)*<\|message\|>(.*?)(?=<\|(?:call|end)\|>|\Z)",
     re.DOTALL,
 )
 _STARTS = ("tool_calls_start_token", "tool_call_start_token", "bot_token")
-"""Attributes of parsers that have the text with which calls start."""
+"""Parser attributes with the start marker of a call."""
 _OTHER_STARTS = ("<tool_call>", "<|tool_calls_section_begin|>", "[TOOL_CALLS]")
-"""Of parsers without these: GLM's and Qwen3-Coder's, Kimi's, Mistral's."""
+"""Start markers for parsers without these attributes: GLM's and Qwen3-Coder's, Kimi's,
+Mistral's."""
 
 
 class ToolCallParser:
@@ -67,8 +68,8 @@ class ToolCallParser:
             logging.getLogger(logger).setLevel(logging.CRITICAL)
 
     def calls(self, turn: Sequence[int]) -> list[Call]:
-        """Return the calls of a turn, given by its tokens. One with an empty name: a call is
-        malformed."""
+        """Return the tool calls in a turn's tokens. A call with an empty name stands for a
+        malformed call."""
         end = len(turn) - (bool(turn) and turn[-1] in self._stop)
         text = str(self._tokenizer.decode(turn[:end], skip_special_tokens=False))
         calls: list[Call] = []
@@ -82,10 +83,10 @@ class ToolCallParser:
                 parsed = self._parser.extract_tool_calls(text, self._request).tool_calls
             except Exception:  # of a parser on a text that it does not expect
                 parsed = []
-            for one in parsed:
+            for call in parsed:
                 # others are random
-                number = one.id if self._keeps_numbers else f"call{len(calls):05d}"
-                calls.append((one.function.name, one.function.arguments, number))
+                number = call.id if self._keeps_numbers else f"call{len(calls):05d}"
+                calls.append((call.function.name, call.function.arguments, number))
         if not calls and any(start in text for start in self._starts):
             return [("", "", "call00000")]
         return calls

@@ -32,7 +32,7 @@ def period_length(max_tokens: int) -> float:
 
 
 class Clock(Protocol):
-    """The clock of one engine, which says when a period ends."""
+    """Clock of one engine, which tells when a period ends."""
 
     @property
     def step_seconds(self) -> float:
@@ -53,7 +53,7 @@ class Clock(Protocol):
 
 
 class VirtualClock:
-    """A clock that shows the cost of the steps that the engine has taken in the period."""
+    """Clock that adds up the cost of the engine's steps in the period."""
 
     step_seconds = 0.0
 
@@ -75,13 +75,13 @@ class VirtualClock:
 
     @property
     def period_is_over(self) -> bool:
-        """Another step as the last one would end farther from the end of the period."""
+        """Stopping now misses the period's end by less than one more step."""
         return self._left <= self._last / 2
 
 
 class MeasuredClock:
-    """A clock for engines of different speed: the fastest one takes as many steps in a period as
-    the period is long, another one as many as it can take in the same time."""
+    """Clock for engines of different speed: in a period the fastest engine takes as many steps as
+    the period is long, and each other engine as many as it can take in the same time."""
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
@@ -114,15 +114,15 @@ CLOCKS: dict[str, type[Clock]] = {"virtual": VirtualClock, "measured": MeasuredC
 
 
 class ResponseLengths:
-    """The mean length of the last responses to each training prompt, from which that of the next
-    ones is expected."""
+    """Mean length of the last responses to each training prompt: the expected length of the next
+    ones."""
 
     def __init__(self) -> None:
         self._lens: dict[int, int] = {}
 
     def expected(self, prompts: Sequence[int]) -> list[float]:
-        """Return the expected length in tokens of a response to each prompt, given by its index: of
-        an unknown one the mean over the known ones."""
+        """Return the expected response length in tokens for each prompt index. Unknown prompts get
+        the mean over the known ones."""
         mean = sum(self._lens.values()) / len(self._lens) if self._lens else 0.0
         return [self._lens.get(prompt, mean) for prompt in prompts]
 
@@ -131,7 +131,8 @@ class ResponseLengths:
         by_prompt: dict[int, list[int]] = defaultdict(list)
         for prompt, length in zip(prompts, lens, strict=True):
             by_prompt[prompt].append(length)
-        self._lens |= {prompt: round(sum(each) / len(each)) for prompt, each in by_prompt.items()}
+        for prompt, of_prompt in by_prompt.items():
+            self._lens[prompt] = round(sum(of_prompt) / len(of_prompt))
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the state for the checkpoint."""
@@ -164,7 +165,7 @@ class SharedQueue:
             # stable: equal ones keep their order
             order = sorted(order, key=lambda number: -expected_lens[number])
         self.left = list(order)
-        """Their numbers, in the order in which they are dealt."""
+        """Queued request numbers, in the order in which they are dealt."""
         self._affinity = {} if affinity is None else affinity
         self._shares: list[list[int]] = []
 
@@ -179,7 +180,7 @@ class SharedQueue:
             engine = self._affinity.get(number, len(rooms))
             (with_affinity[engine] if engine < len(rooms) else others).append(number)
         self._shares = [
-            own[: room + num_more] for own, room in zip(with_affinity, rooms, strict=True)
+            share[: room + num_more] for share, room in zip(with_affinity, rooms, strict=True)
         ]
         free = [room - len(share) for room, share in zip(rooms, self._shares, strict=True)]
         levels = np.concatenate([np.arange(room, -num_more, -1) for room in free])
@@ -197,5 +198,5 @@ class SharedQueue:
         )
 
     def _begin(self, shares: Iterable[Sequence[int]]) -> None:
-        begun = {number for share in shares for number in share}
-        self.left = [number for number in self.left if number not in begun]
+        started = {number for share in shares for number in share}
+        self.left = [number for number in self.left if number not in started]

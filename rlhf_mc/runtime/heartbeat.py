@@ -44,8 +44,10 @@ def heartbeats(
     except UserError:  # every rank raises the same one, so no rank waits for another
         raise
     except Exception as error:  # raised again, with a note
-        collective, at = describe_error(error)
-        error.add_note(f"in {collective}, called from {at}" if collective else f"at {at}")
+        collective, code_line = describe_error(error)
+        error.add_note(
+            f"in {collective}, called from {code_line}" if collective else f"at {code_line}"
+        )
         error.add_note(thread.diagnosis())
         raise
     thread.end()
@@ -108,7 +110,7 @@ def _addresses_of_rank_0() -> list[str]:
         )
     except OSError:
         return []
-    return list(dict.fromkeys(str(at[4][0]) for at in addresses))
+    return list(dict.fromkeys(str(address[4][0]) for address in addresses))
 
 
 def _addresses_to_bind(ranks: list[tuple[str, list[str]]]) -> list[str]:

@@ -41,7 +41,7 @@ class HeartbeatClient(HeartbeatThread):
         self._address = address
         self._connection: socket.socket | None = connection
         self._received = b""
-        """Start of a line whose end has not come yet."""
+        """Received start of an incomplete line."""
         self._asks = False
         self._stragglers = ""
         self._answered = threading.Event()

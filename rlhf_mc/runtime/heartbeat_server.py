@@ -48,7 +48,7 @@ class HeartbeatServer(HeartbeatThread):
         self._detector = FailureDetector(hosts, self._interval, time.monotonic())
         self._straggler_seconds = straggler_seconds
         self._received: dict[socket.socket, bytes] = {}
-        """Start of the line whose end has not come yet, of each open connection."""
+        """Received start of an incomplete line, by open connection."""
         self._ranks: dict[socket.socket, int] = {}
         self._unauthenticated: dict[socket.socket, float] = {}
         """Connections that have not sent the token, with the time when they were accepted; the

@@ -73,13 +73,15 @@ class Heartbeat:
     """Seconds since the rank's last move."""
     collective: str
     """Name of the collective that the rank's loop is in; empty if it is in none."""
-    at: str
-    """Line of code that the rank's loop is at."""
+    code_line: str
+    """Code line of the rank's loop: file:line (function)."""
 
     def position(self) -> str:
         """Return phase, step, time and code line as one phrase."""
         doing = (
-            f"in {self.collective}, called from {self.at}" if self.collective else f"at {self.at}"
+            f"in {self.collective}, called from {self.code_line}"
+            if self.collective
+            else f"at {self.code_line}"
         )
         return (
             f"in phase {self.phase}{f' of step {self.step}' if self.step else ''} for "
@@ -90,9 +92,11 @@ class Heartbeat:
 def make_heartbeat(status: RankStatus, rank: int, thread: int) -> Heartbeat:
     """Return the heartbeat of the thread (its identifier) that runs the loop."""
     frame = sys._current_frames().get(thread)
-    collective, at = describe_stack(traceback.walk_stack(frame) if frame else ())
+    collective, code_line = describe_stack(traceback.walk_stack(frame) if frame else ())
     seconds = time.monotonic() - status.since
-    return Heartbeat(rank, status.step, status.phases[-1], status.moves, seconds, collective, at)
+    return Heartbeat(
+        rank, status.step, status.phases[-1], status.moves, seconds, collective, code_line
+    )
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
@@ -115,10 +119,10 @@ def describe_stack(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
         if file.name == "distributed_c10d.py":
             collective = name  # the outermost of them is the function that was called
             continue
-        at = f"{file.name}:{line} ({name})"
-        innermost = innermost or at
+        code_line = f"{file.name}:{line} ({name})"
+        innermost = innermost or code_line
         if not _is_library(file):
-            return collective, at
+            return collective, code_line
     return collective, innermost
 
 

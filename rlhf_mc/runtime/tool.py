@@ -104,7 +104,7 @@ GPUS_PER_NODE = whole_number(1, 128)
 """argparse types of a machine's size."""
 
 
-def number(least: float, what: str) -> Callable[[str], float]:
+def finite_number(least: float, what: str) -> Callable[[str], float]:
     """Return the argparse type of the finite numbers from `least` on. what: the unit, and an
     example."""
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Work:
-    """One piece of work. A piece inside another one is a unit of it: a micro-batch's of a
+    """One piece of work. A piece inside another piece is one unit of it, as a micro-batch of a
     mini-batch."""
 
     name: str
@@ -32,7 +32,7 @@ class Work:
     total: float
     """Units of the whole; 0: unknown."""
     unit: str
-    """In the plural."""
+    """Name of the units, in the plural."""
     done: float = 0.0
     tokens: int = 0
     """Tokens generated so far; 0 where tokens are no measure of the work."""

@@ -191,7 +191,7 @@ class WorkerProcess:
 
 
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[bool, msgspec.Raw])
-"""Decodes whether the message is the text of a UserError, and the message."""
+"""Decoder of (the message is a UserError's text, the message)."""
 
 
 def guarded_connection(

@@ -48,7 +48,6 @@ from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.planner.start import Capacity, check_start
 from rlhf_mc.reshard.execute import aliased_views
-from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
 from rlhf_mc.reshard.weight_sync import WeightSync, plan_weight_sync
@@ -65,7 +64,7 @@ from rlhf_mc.setup.model_building import build_models, model_starts
 from rlhf_mc.setup.scorable import check_mixture, print_special_tokens, scorable
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import build_role_groups, set_timeout_of_all_groups
-from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.topology.mesh import rollout_groups, training_mesh
 from rlhf_mc.topology.shared_gpu import shared_gpu_line
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
@@ -306,9 +305,7 @@ def _rollout(
     """Return the rollout engine, and the synchronisation of its weights with the actor's."""
     per_node = ranks_per_node()
     tp = cfg.rollout.tensor_model_parallel_size
-    engine_ranks = choose_rollout_groups(
-        actor.shape, actor.groups.mesh, tp, factory.layout, per_node
-    )
+    engine_ranks = rollout_groups(actor.groups.mesh, tp, per_node)
     trained = engine_layouts(actor)
     if has_contiguous_experts(cfg):
         trained = with_contiguous_experts(trained, actor.groups.mesh)

@@ -4,7 +4,9 @@ torch here; process groups are in groups.py.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -216,27 +218,57 @@ def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
     )
 
 
-def rollout_groups(mesh: Mesh, rollout_tp: int) -> list[list[int]]:
+def rollout_groups(mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list[list[int]]:
     """Return the ranks of each rollout engine, in the order of the engine's tensor-parallel rank.
+    One of the training TP size t and rollout_tp must divide the other.
 
-    If rollout_tp divides the training TP t, an engine takes ranks at stride t / rollout_tp inside
-    one training TP group: each rank's training shard is part of its generation shard (HybridFlow,
-    arXiv 2409.19256, section 5). If t divides rollout_tp, an engine takes whole neighbouring TP
-    groups, ordered by training shard first: each rank's generation shard is part of its training
-    shard. Such engines cannot all have ascending ranks: rank 1 has the second training shard, so
-    rollout_tp / t ranks of its engine precede it. Otherwise an engine takes consecutive ranks;
-    reshard/grouping.py chooses better groups.
-    """
+    If rollout_tp divides t, an engine takes ranks at stride t / rollout_tp inside one training TP
+    group: each rank's training shard is part of its generation shard (HybridFlow, arXiv 2409.19256,
+    section 5). If t divides rollout_tp, an engine takes whole neighbouring TP groups, ordered by
+    training shard first: each rank's generation shard is part of its training shard. Such engines
+    cannot all have ascending ranks: rank 1 has the second training shard, so rollout_tp / t ranks
+    of its engine precede it.
+
+    An engine does not leave a node for that: where a training TP group is on several nodes and an
+    engine fits in one, it takes ranks of one node, and as many of them as possible hold a part of
+    their generation shard."""
     assert mesh.world % rollout_tp == 0, f"rollout TP {rollout_tp} does not divide {mesh.world}"
+    assert mesh.tp % rollout_tp == 0 or rollout_tp % mesh.tp == 0, (mesh.tp, rollout_tp)
+    starts = range(0, mesh.world, rollout_tp)
     if mesh.tp % rollout_tp:
-        starts = range(0, mesh.world, rollout_tp)
-        shards = mesh.tp if rollout_tp % mesh.tp == 0 else 1
         return [
-            [r for s in range(shards) for r in range(a + s, a + rollout_tp, shards)] for a in starts
+            [r for s in range(mesh.tp) for r in range(a + s, a + rollout_tp, mesh.tp)]
+            for a in starts
         ]
     stride = mesh.tp // rollout_tp
-    return [
+    groups = [
         [base + first + part * stride for part in range(rollout_tp)]
         for base in range(0, mesh.world, mesh.tp)
         for first in range(stride)
     ]
+
+    def num_nodes(groups: Iterable[Iterable[int]]) -> int:
+        return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
+
+    if num_nodes(groups) <= num_nodes(range(a, a + rollout_tp) for a in starts):
+        return groups
+    size = ranks_per_node if ranks_per_node % rollout_tp == 0 else rollout_tp
+    return [
+        group
+        for a in range(0, mesh.world, size)
+        for group in _groups_of_block(mesh, rollout_tp, range(a, min(a + size, mesh.world)))
+    ]
+
+
+def _groups_of_block(mesh: Mesh, rollout_tp: int, ranks: Sequence[int]) -> list[list[int]]:
+    """Return the rollout groups of consecutive ranks. rollout_tp divides the training TP."""
+    num_groups = len(ranks) // rollout_tp
+    by_tp_rank: list[list[int]] = [[] for _ in range(rollout_tp)]
+    others: list[int] = []
+    for rank in ranks:
+        holders = by_tp_rank[mesh.coordinate(rank).tp * rollout_tp // mesh.tp]
+        (holders if len(holders) < num_groups else others).append(rank)
+    rest = iter(others)
+    for holders in by_tp_rank:
+        holders += itertools.islice(rest, num_groups - len(holders))
+    return [list(group) for group in zip(*by_tp_rank, strict=True)]

@@ -44,8 +44,8 @@ def init_process_group(timeout_seconds: float) -> None:
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     raise_limit(world, rank)
-    if platform.use_cuda():
-        bind_to_numa_node(platform.pci_address())
+    if (address := platform.pci_address()) is not None:
+        bind_to_numa_node(address)
     store = _store(rank, world, min(JOIN_SECONDS, timeout_seconds))
     _wait_for_all(store, rank, world, min(JOIN_SECONDS, timeout_seconds))
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -53,14 +53,13 @@ def init_process_group(timeout_seconds: float) -> None:
     dist.init_process_group(
         platform.backend(), store=store, rank=rank, world_size=world, timeout=timeout
     )
-    if not platform.use_cuda():
+    if platform.backend() == "gloo":
         apply(GLOO_GROUPS)
 
 
 def _check_device() -> None:
     """Raise JoinError if this process does not see the GPU of its local rank. The first such rank
-    of a node prints
-    it."""
+    of a node prints it."""
     device = platform.device()
     count = platform.num_devices()
     if device.type == "cpu" or device.index < count:

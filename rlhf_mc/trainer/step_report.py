@@ -153,7 +153,7 @@ def memory_metrics() -> dict[str, float]:
     """Return the memory in use: on this rank's device at the peak of torch's tensors so far, and on
     its machine now. The used share is the device's; on a CPU the machine's."""
     machine, available = memory()
-    total, free = platform.free_device_memory() if platform.use_cuda() else (machine, available)
+    total, free = platform.free_device_memory() or (machine, available)
     return {
         "perf/peak_memory_gb": platform.peak_memory_gb(),
         "perf/memory_used_ratio": min(max(1.0 - free / total, 0.0), 1.0),
@@ -248,11 +248,12 @@ def log_prob_flops(shape: ModelShape, batch: RaggedBatch, computed: float = 1.0)
 def peak_flops(dtype: str) -> float | None:
     """Return the peak FLOP/s of a rank: of its GPU for dense bfloat16 by the data sheet, as verl's.
     Of a CPU, or of a GPU that is not in planner/gpus.py, the rate of the fastest of some large
-    products in `dtype`, measured once;
-    None, with a warning, if there is no memory for that."""
-    rate = device_bfloat16(torch.cuda.get_device_name()) if platform.use_cuda() else None
+    products in `dtype`, measured once; None, with a warning, if there is no memory for that."""
+    gpu = platform.gpu_name()
     try:
-        return rate or measured_flops(DTYPES[dtype], 8192 if platform.use_cuda() else 512)
+        if gpu is None:
+            return measured_flops(DTYPES[dtype], 512)
+        return device_bfloat16(gpu) or measured_flops(DTYPES[dtype], 8192)
     except RuntimeError as error:
         if not platform.is_out_of_memory(error):
             raise

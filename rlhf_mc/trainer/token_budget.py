@@ -18,7 +18,7 @@ from rlhf_mc.data.balance import (
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.models.engine import Loss, ModelEngine
-from rlhf_mc.models.memory_recovery import OutOfMemory
+from rlhf_mc.models.pipeline import OutOfMemory
 from rlhf_mc.models.statistics import OptimizerStep
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.mesh import Mesh

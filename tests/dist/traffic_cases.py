@@ -31,11 +31,11 @@ from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.rollout.vllm_layout import vllm_layout
+from rlhf_mc.topology.mesh import rollout_groups
 
 PROMPT = 24
 """Tokens."""
@@ -188,7 +188,7 @@ def moved(checkpoint: str, mesh: dict[str, int], rollout_tp: int, **megatron: An
     weights."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, "actor", groups, dtype="bfloat16", **megatron)
-        engines = choose_rollout_groups(engine.shape, groups.mesh, rollout_tp, vllm_layout, 2)
+        engines = rollout_groups(groups.mesh, rollout_tp, 2)
         target = rollout_layouts(engine.shape, engines, vllm_layout)
         plan = make_plan(engine_layouts(engine), target, 2, 1 << 20, 2).for_rank(groups.rank)
         tensors = {

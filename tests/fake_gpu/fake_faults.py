@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import engine
+from rlhf_mc.models import pipeline
 
 
 def _replaced_head(change: Callable[[torch.Tensor], None]) -> AbstractContextManager[Any]:
     """Call `change` with the states of each micro-batch."""
-    original = engine.states_at
+    original = pipeline.states_at
 
     def states_at(*args: Any) -> torch.Tensor:
         states = original(*args)
         change(states)
         return states
 
-    return mock.patch.object(engine, "states_at", states_at)
+    return mock.patch.object(pipeline, "states_at", states_at)
 
 
 def integer_dot(rank: int) -> AbstractContextManager[Any]:

@@ -29,13 +29,12 @@ from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.start import planned_shapes
 from rlhf_mc.reshard.execute import aliased_views
-from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.groups import build_groups, simulated_rank
-from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.topology.mesh import rollout_groups, training_mesh
 from rlhf_mc.trainer.update import ActorTerms, actor_objective
 
 SEQUENCES = 4
@@ -154,7 +153,7 @@ def _update_weights(cfg: Config, engine: ModelEngine) -> None:
     mesh = engine.groups.mesh
     rank = engine.groups.rank
     size = cfg.rollout.tensor_model_parallel_size
-    groups: Any = choose_rollout_groups(engine.shape, mesh, size, vllm_layout, min(8, mesh.world))
+    groups: Any = rollout_groups(mesh, size, min(8, mesh.world))
     wanted = rollout_layouts(engine.shape, groups, vllm_layout)
     plan = make_plan(
         engine_layouts(engine),

@@ -137,7 +137,8 @@ def faulty(on_fake_gpu: Callable[..., Any]) -> Callable[..., Report]:
 
 def test_a_cpu_index_is_found(faulty: Callable[..., Report]) -> None:
     with pytest.raises(
-        RuntimeError, match=r"index_select.*at models/engine\.py.*tensors of the CPU and of the GPU"
+        RuntimeError,
+        match=r"index_select.*at models/pipeline\.py.*tensors of the CPU and of",
     ):
         faulty("cpu_index", "llama")
 

@@ -89,7 +89,7 @@ def test_little_stays_after_an_offload(measured: Callable[[str], Any], name: str
     left = {origin: size for origin, size in measured(name).left.items() if size > 0.01 * GB}
     places = (
         "autograd",
-        "models/engine.py:ModelEngine._run",
+        "models/pipeline.py:MicroBatchSchedule.run",
         "models/gpt_model.py:PackedGPT.forward",
     )
     assert all(origin.endswith(places) for origin in left), left

@@ -181,7 +181,7 @@ class EngineCall:
         )
         if self._turns is not None:
             self._turns.finish()
-        self.num_sampled = responses.num_drawn - sum(one.begun.num_drawn for one in requests)
+        self.num_sampled = responses.num_drawn - sum(one.partial.num_drawn for one in requests)
         if plan.is_training:
             has_ended = responses.finished | (responses.lens >= self._sampling.max_tokens)
             ended = np.flatnonzero(has_ended).tolist()

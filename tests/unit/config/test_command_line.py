@@ -109,7 +109,7 @@ def test_config_that_no_run_can_have_is_not_printed(overrides: list[str], messag
 def test_config_of_many_ranks_is_printed_on_one() -> None:
     overrides = [
         "actor.megatron.tensor_model_parallel_size=6",
-        "rollout.tensor_model_parallel_size=4",
+        "critic.megatron.tensor_model_parallel_size=4",
     ]
     assert command_line.parse(
         [str(QUICKSTART), *overrides, "profile.ranks=[99]", "--print-config"]

@@ -299,6 +299,25 @@ def test_invalid_settings_are_refused(
         assert word in message
 
 
+def test_one_tensor_parallel_size_of_actor_and_engine_divides_the_other(config_file: Path) -> None:
+    def check(actor: int, engine: int) -> None:
+        validated(
+            config_file,
+            f"actor.megatron.tensor_model_parallel_size={actor}",
+            f"rollout.tensor_model_parallel_size={engine}",
+            world_size=12,
+        )
+
+    for actor, engine in ((6, 3), (3, 6), (4, 4)):
+        check(actor, engine)
+    with pytest.raises(UserError) as caught:
+        check(6, 4)
+    assert str(caught.value) == (
+        "rollout.tensor_model_parallel_size 4 and actor.megatron.tensor_model_parallel_size 6: one "
+        "must divide the other"
+    )
+
+
 def numeric_keys() -> list[str]:
     return [
         key

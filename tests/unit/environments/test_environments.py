@@ -164,10 +164,10 @@ def played(
         assert time.monotonic() < deadline, "a conversation waits"
         finished = {}
         for request in running:
-            room = (request.max_tokens or 0) - len(request.begun.token_ids)
+            room = (request.max_tokens or 0) - len(request.partial.token_ids)
             drawn = [*Letters()(next(texts[request.number]), False)["input_ids"], 2][:room]
-            tokens = [*request.begun.token_ids, *drawn]
-            log_probs = [*request.begun.log_probs, *[-1.0] * len(drawn)]
+            tokens = [*request.partial.token_ids, *drawn]
+            log_probs = [*request.partial.log_probs, *[-1.0] * len(drawn)]
             finished[request.number] = Generation(tokens, log_probs, finished=drawn[-1] == 2)
         if finished:
             conversations.submit(finished)
@@ -608,7 +608,7 @@ def test_a_process_that_a_call_ends_takes_no_other_conversation_with_it(
     conversations.start(conversations.requests)
     (request,) = answered(conversations, 0, "a").requests
     assert answered(conversations, 1, "k").ended and conversations.episode(1).score == -2.0
-    assert answered(conversations, 0, "z", request.begun).ended
+    assert answered(conversations, 0, "z", request.partial).ended
     assert (
         conversations.episode(0).info == {"turns": 2} and conversations.episode(0).failure is None
     )

@@ -14,7 +14,7 @@ from rlhf_mc.observability.step_table import (
     HEADER_ROWS,
     LEGEND,
     StepTable,
-    number,
+    format_number,
     short_time,
 )
 
@@ -115,7 +115,7 @@ def test_no_line_is_wider_than_80_and_none_lacks_reward_or_kl(
 
 @given(value=st.floats(), width=st.integers(3, 9), decimals=st.integers(0, 6))
 def test_number_fits_and_is_zero_only_for_zero(value: float, width: int, decimals: int) -> None:
-    text = number(value, width, decimals)
+    text = format_number(value, width, decimals)
     assert len(text) <= width
     if width >= 7 and decimals > 0 and abs(value) < float("inf"):
         assert (float(text) == 0) == (value == 0)

@@ -80,6 +80,8 @@ def test_memory_that_vllm_has_released_is_free_once(monkeypatch: pytest.MonkeyPa
         {"segment_pool_id": (0, 1), "total_size": 40, "allocated_size": 40},
         {"segment_pool_id": (0, 2), "total_size": 7, "allocated_size": 0},
     ]
+    assert platform.use_cuda() or platform.free_device_memory() is None
+    monkeypatch.setattr(platform, "use_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (65, 100))  # 5 besides: the context
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 77)

@@ -29,7 +29,7 @@ def test_phase_timer_updates_the_status_and_keeps_the_failed_phase() -> None:
 def test_stack_gives_the_collective_and_the_source_line() -> None:
     with ThreadPoolExecutor(1) as pool:
         here = pool.submit(make_heartbeat, RankStatus(), 0, threading.get_ident()).result()
-    assert here.collective == "" and here.at.startswith("test_rank_status.py:")
+    assert here.collective == "" and here.code_line.startswith("test_rank_status.py:")
     assert "in phase start for 0 s, at test_rank_status.py" in here.position()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -58,7 +58,7 @@ def test_a_phase_change_is_reported_at_the_line_of_its_caller() -> None:
     with PhaseTimer(status=status).phase("gen"):
         pass
     assert len(names["found"]) == 2  # type: ignore[arg-type]
-    assert all("(test_a_phase_change" in heartbeat.at for heartbeat in names["found"])  # type: ignore[attr-defined]
+    assert all("(test_a_phase_change" in heartbeat.code_line for heartbeat in names["found"])  # type: ignore[attr-defined]
 
 
 def test_status_counts_the_seconds_since_its_last_change() -> None:

@@ -458,8 +458,8 @@ def test_responses_that_have_begun_are_generated_first(
         engine: None, requests: Any, sampling: Any, clock: Any, expected_lens: Any, *rest: Any
     ) -> Responses:
         queue = SharedQueue(len(requests), expected_lens)
-        calls.append([requests[number].begun.token_ids for number in queue.left])
-        return Responses.of([request.begun for request in requests])
+        calls.append([requests[number].partial.token_ids for number in queue.left])
+        return Responses.of([request.partial for request in requests])
 
     monkeypatch.setattr(generate, "generate_responses", no_token)
     ordered = oldest_first([new[0], begun], 1)
