@@ -17,7 +17,7 @@ from model_cases import Job
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import engine, gpt_model
+from rlhf_mc.models import gpt_model, pipeline
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.models.gpt_model import fusions
 from rlhf_mc.patching import replaced
@@ -98,7 +98,7 @@ def padded_gradients(
     jobs: Sequence[Job], tp: int, batch: RaggedBatch, multiple: int, **megatron: Any
 ) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Return model_cases.gradients with micro-batches padded to a multiple, as for fp8."""
-    with replaced(engine, "token_multiple", lambda megatron: multiple):
+    with replaced(pipeline, "token_multiple", lambda megatron: multiple):
         return model_cases.gradients(jobs, tp, 1, batch, **megatron)
 
 

@@ -13,7 +13,7 @@ from gpu_parts.engines import Job
 from model_cases import gradients, log_probs
 
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import engine, gpt_model
+from rlhf_mc.models import gpt_model, pipeline
 
 
 def compare(
@@ -49,9 +49,9 @@ def compare(
         count[0] += micro.packed.shared is not None
         return micro
 
-    original: Callable[..., Any] = engine.pack_micro_batch
+    original: Callable[..., Any] = pipeline.pack_micro_batch
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(engine, "pack_micro_batch", watched))
+        stack.enter_context(mock.patch.object(pipeline, "pack_micro_batch", watched))
         if in_float64:
             layout["dtype"] = "float64"
             stack.enter_context(mock.patch.dict(gpt_model.DTYPES, float64=torch.float64))
