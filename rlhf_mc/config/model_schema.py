@@ -74,7 +74,7 @@ class FrozenMegatronConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations. With bfloat16, main parameters and gradient reduction are
     float32."""
-    share_prompts: bool = False
+    share_prompts: bool = True
     """Compute a prompt once for all its responses in a micro-batch (docs/algorithms.md): exact, and
     for less computation and activation memory where prompts are long beside responses. verl's
     use_prefix_grouper."""

@@ -389,7 +389,7 @@ class ModelEngine:
         # The schedule divides the loss by the number of micro-batches and multiplies it by the
         # context-parallel size, DDP divides the gradient by the number of replicas.
         scale = float(self.groups.mesh.dp * len(micro_batches))
-        num_tokens = int(batch.seq_lens.sum())
+        num_tokens = len(batch.tokens)
         if self.balance is not None:
             self.balance.begin(batch, scale)
 

@@ -117,6 +117,21 @@ def test_layouts(
 
 
 @pytest.mark.parametrize(
+    ("world", "groups", "budget"),
+    [
+        pytest.param(2, [(12, (6, 1, 11, 6))], BUDGET, id="fewer groups than replicas"),
+        pytest.param(1, [(12, (6, 1, 11, 6, 3)), (9, (3, 4))], 25, id="a group above the budget"),
+    ],
+)
+def test_a_group_is_split(
+    pool: Any, workspaces: dict[str, Path], world: int, groups: Any, budget: int
+) -> None:
+    config = json.loads((workspaces["qwen3"] / "model" / "config.json").read_text())
+    batch = grouped_batch(config["vocab_size"], groups)
+    check(pool(world), workspaces["qwen3"], batch, budget, tp=1, pp=1)
+
+
+@pytest.mark.parametrize(
     ("world", "layout"),
     [
         (4, {"tp": 1, "pp": 2, "ep": 2}),

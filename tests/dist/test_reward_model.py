@@ -38,11 +38,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scores_and_values_match_transformers(
     pool: Any, checkpoint: Path, world: int, tp: int, pp: int, settings: dict[str, Any]
 ) -> None:
+    """Three of the sequences have one prompt."""
     draw = torch.Generator().manual_seed(7)
-    prompt_lens = torch.tensor([3, 9, 5, 4, 2])
+    prompt_lens = torch.tensor([9, 9, 9, 4, 2])
     response_lens = torch.tensor([6, 1, 11, 5, 7])
+    tokens = torch.randint(1, 260, (int((prompt_lens + response_lens).sum()),), generator=draw)
+    tokens[15:24] = tokens[25:34] = tokens[:9]
     batch = RaggedBatch(
-        tokens=torch.randint(1, 260, (int((prompt_lens + response_lens).sum()),), generator=draw),
+        tokens=tokens,
         prompt_lens=prompt_lens,
         response_lens=response_lens,
         rollout_log_probs=torch.zeros(int(response_lens.sum())),

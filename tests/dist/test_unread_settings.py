@@ -154,7 +154,7 @@ def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
         ("rollout.environment.first_observation=true", "rollout.environment.path=game.py"),
         ("actor.megatron.cp_comm_type=a2a", "actor.megatron.context_parallel_size=2"),
         (
-            "actor.megatron.share_prompts=true actor.megatron.context_parallel_size=2",
+            "actor.megatron.share_prompts=false actor.megatron.context_parallel_size=2",
             "actor.megatron.dynamic_context_parallel=true",
         ),
     ],

@@ -83,6 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 SEQUENCE = {"sequence_parallel": True}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+WHOLE = {"share_prompts": False}
 OFFLOAD = {
     **DISTRIBUTED,
     **dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True),
@@ -154,7 +155,7 @@ class Measured:
 
 
 CASES: dict[str, Case] = {
-    "llama": Case("llama"),
+    "llama": Case("llama", megatron=WHOLE),
     "qwen2 tied, stages": Case("qwen2", world=8, tp=2, pp=2, ranks=(0, 2), megatron=DISTRIBUTED),
     "qwen3, sequence parallel": Case("qwen3", world=8, tp=2, ranks=(0, 1), megatron=SEQUENCE),
     "gemma": Case(
@@ -167,7 +168,7 @@ CASES: dict[str, Case] = {
         tp=2,
         ep=2,
         ranks=(0, 1, 2),
-        megatron={**SEQUENCE, **DISTRIBUTED},
+        megatron={**SEQUENCE, **DISTRIBUTED, **WHOLE},
     ),
     "shared expert, parallel": Case(
         "glm4_moe",
@@ -240,7 +241,7 @@ CASES: dict[str, Case] = {
         "llama", layers=4, world=8, tp=2, pp=2, vpp=2, ranks=(0,), megatron=DISTRIBUTED
     ),
     "float32, offload": Case("qwen2", megatron={"dtype": "float32", **OFFLOAD}),
-    "bfloat16, offload": Case("llama", world=8, tp=2, ranks=(2,), megatron=OFFLOAD),
+    "bfloat16, offload": Case("llama", world=8, tp=2, ranks=(2,), megatron={**OFFLOAD, **WHOLE}),
     "context parallel": Case(
         "qwen3", world=8, tp=2, cp=2, ranks=(0, 2), megatron={**SEQUENCE, **DISTRIBUTED}
     ),

@@ -47,8 +47,8 @@ from rlhf_mc.topology.groups import build_groups, simulated_rank
 from rlhf_mc.topology.mesh import Mesh
 
 LENGTH = 16
-"""Tokens of each sequence, half of them response tokens. All sequences are equal, and so are the
-micro-batches."""
+"""Tokens of each sequence, half of them response tokens. All sequences have one prompt, and micro-
+batches are equally large."""
 PER_MICRO_BATCH = 4
 _to_host = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 
@@ -171,7 +171,10 @@ def _batch(engine: ModelEngine) -> tuple[RaggedBatch, list[Shared]]:
     mesh = engine.groups.mesh
     num_micro_batches = 2 * mesh.pp if mesh.vpp > 1 else mesh.pp + 1
     count = PER_MICRO_BATCH * num_micro_batches * mesh.dp
-    batch = token_batch(engine.shape.vocab_size, [LENGTH // 2] * count, [LENGTH // 2] * count)
+    half = LENGTH // 2
+    batch = token_batch(engine.shape.vocab_size, [half] * count, [half] * count)
+    sequences = batch.tokens.view(count, LENGTH)
+    sequences[:, :half] = sequences[0, :half].clone()
     of_replica = list(range(engine.groups.coordinate.dp, count, mesh.dp))
     sizes = itertools.cycle(reversed(mesh.context_sizes))
     return batch, [

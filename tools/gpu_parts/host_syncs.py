@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc import platform
 
-_METHODS = ("cpu", "numpy", "tolist", "pin_memory")
+_METHODS = ("cpu", "tolist", "pin_memory")
+"""Not numpy, which raises for a tensor of a device."""
 _OPERATORS = (
     "_local_scalar_dense",
     "equal",
