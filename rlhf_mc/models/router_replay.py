@@ -130,6 +130,9 @@ class ExpertReplay:
             ]
             own += len(routers)
         assert own == len(self._columns[groups.coordinate.pp])
+        self._copied = torch.zeros(2, dtype=torch.int64, device=platform.device())
+        """Choices of a shared prompt's tokens in sequences that do not own them: those which differ
+        from the owner's, and all."""
         self._records = False
         self._keeps = False
         self._numbers: list[int] = []
@@ -253,7 +256,10 @@ class ExpertReplay:
             yield
             self._record(routers, micro)
             return
-        rows = self._row_of[micro.sources].chunk(self._shards)[self._shard]
+        rows = self._row_of[micro.sources]
+        if (shared := micro.packed.shared) is not None and self.mode == "rollout":
+            self._compare_with_owners(self._row_of[shared.sources], rows[shared.rows.index])
+        rows = rows.chunk(self._shards)[self._shard]
         choices = self._choices[rows].to(torch.int16).masked_fill_((rows < 0)[:, None, None], -1)
         for place, router in routers:
             router.set_target_indices(choices[:, place])
@@ -264,6 +270,14 @@ class ExpertReplay:
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
             if not self._keeps:
                 router.clear_indices()
+
+    def _compare_with_owners(self, rows: torch.Tensor, owners: torch.Tensor) -> None:
+        """Count the differences between the choices of tokens and of those that are replayed in
+        their place, by their rows [N]; -1 of those without."""
+        is_copy = (rows != owners) & (rows >= 0) & (owners >= 0)
+        differs = (self._choices[rows].sort()[0] != self._choices[owners].sort()[0]).any(2)
+        num_copies = is_copy.sum() * differs.shape[1]
+        self._copied += torch.stack([(differs & is_copy[:, None]).sum(), num_copies])
 
     def _record(self, routers: Sequence[tuple[int, ReplayedRouter]], micro: MicroBatch) -> None:
         """Keep what the routers have recorded in a micro-batch. The ranks that share its tokens
@@ -291,20 +305,24 @@ class ExpertReplay:
             self._choices.dtype
         )
 
-    def differing_shares(self) -> tuple[float, dict[int, float]]:
+    def differing_shares(self) -> tuple[float, dict[int, float], float]:
         """Return the share of the choices replayed since the last call that the routers themselves
         would not have made, over all layers and ranks, and that of each layer with experts, 0 the
-        first of the model; 0 of none. Every rank must call it."""
-        sums = torch.zeros(len(self._layers), 2, dtype=torch.int64, device=platform.device())
+        first of the model; and the share of a shared prompt's choices, of all its responses but the
+        one whose choices are replayed, that differ from these; 0 of none. Every rank must call
+        it."""
+        sums = torch.zeros(len(self._layers) + 1, 2, dtype=torch.int64, device=platform.device())
+        sums[-1] = self._copied
+        self._copied.zero_()
         columns = self._columns[self._groups.coordinate.pp]
         for place, router in itertools.chain(*self._routers.values()):
             sums[columns[place]] += 0 if router.counts is None else router.counts
             router.counts = None
-        differing, replayed = sum_over_ranks(sums).double().T
-        shares = (differing / replayed.clamp(min=1)).tolist()
-        return float(differing.sum() / replayed.sum().clamp(min=1)), dict(
-            zip(self._layers, shares, strict=True)
-        )
+        sums = sum_over_ranks(sums).double()
+        *of_layers, of_copies = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
+        differing, replayed = sums[:-1].sum(0)
+        share = float(differing / replayed.clamp(min=1))
+        return share, dict(zip(self._layers, of_layers, strict=True)), of_copies
 
     def _clear(self) -> None:
         """Let the routers choose by themselves, and free the choices of the last pass."""

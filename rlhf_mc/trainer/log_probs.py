@@ -56,8 +56,10 @@ def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
     experts, add the shares of choices that the routers themselves would not have made. Every rank
     must call it."""
     if run.actor.replay is not None and run.actor.replay.mode == "rollout":
-        share, by_layer = run.actor.replay.differing_shares()
+        share, by_layer, of_prompts = run.actor.replay.differing_shares()
         state.metrics["training/expert_choices_diff"] = share
+        if run.actor.shares_prompts:
+            state.metrics["training/prompt_expert_choices_diff"] = of_prompts
         state.metrics |= {
             f"training/expert_choices_diff/layer_{n}": one for n, one in by_layer.items()
         }

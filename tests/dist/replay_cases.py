@@ -43,9 +43,10 @@ BUDGET = 24
 BALANCE = ActorConfig(
     moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02, moe_router_bias_update_rate=0.01
 )
-Results = tuple[torch.Tensor, dict[str, np.ndarray], float]
+Results = tuple[Any, ...]
 """Log-probs [R], gradients by the checkpoint's names (arrays: each tensor would be sent as an open
-file), the share of choices that the routers would not have made."""
+file), the share of choices that the routers would not have made; of given ones also the share of a
+prompt's that differ between its responses."""
 
 
 def replaying_engine(
@@ -106,8 +107,8 @@ def replay(
             settings = replace(BALANCE, moe_router_bias_update_rate=rate)
             engine.balance = RouterBalance(settings, engine.shape, groups, engine.chunks)
             log_probs = _log_probs(engine, batch)
-            differing = engine.replay.differing_shares()[0]
-            results = log_probs, _gradients(engine, batch), differing
+            differing, _, of_prompts = engine.replay.differing_shares()
+            results = log_probs, _gradients(engine, batch), differing, of_prompts
             engine.balance.step()
             modules = itertools.chain(*(chunk.modules() for chunk in engine.chunks))
             routers = [module for module in modules if isinstance(module, TopKRouter)]

@@ -201,3 +201,25 @@ def test_routers_count_a_prompt_for_each_of_its_responses(
                 for tensor, grad in a[1].items():
                     most = 1e-4 * max(np.abs(grad).max(), 1e-12)
                     assert np.abs(b[1][tensor] - grad).max() < most, (model, tensor)
+
+
+def test_differing_choices_of_a_prompt_are_counted(pool: Any, checkpoints: dict[str, str]) -> None:
+    """Let the engine have chosen other experts for half of the prompt's tokens of one of two
+    responses, and the same ones in another order for the rest."""
+    shape = HFReader(checkpoints["qwen3_moe"]).shape()
+    batch = grouped_batch(shape.vocab_size, [(8, (3, 2))])
+    batch = batch.with_fields(numbers=torch.arange(2) + 20)
+    size = (int(batch.seq_lens.max()), len(shape.expert_layers), shape.experts_per_token)
+    first = np.broadcast_to(np.array([1, 0], np.uint8), size)
+    choices = [first[: length - 1].copy() for length in batch.seq_lens.tolist()]
+    choices[1][:4] = [0, 1]
+    choices[1][4:8] = [0, 2]
+    (found,) = pool(1).run(
+        replay_cases.replay,
+        checkpoints={"qwen3_moe": checkpoints["qwen3_moe"]},
+        batch=batch,
+        choices={"qwen3_moe": choices},
+        layout=(1, 1),
+        share_prompts=True,
+    )
+    assert found["qwen3_moe"][0][3] == 0.5

@@ -168,6 +168,15 @@ AGREEMENT = Section(
             "engines",
         ),
         Metric(
+            "training/prompt_expert_choices_diff",
+            "share of the engine's choices for a shared prompt that differ between its responses: "
+            "those of one are replayed for all",
+            "share",
+            "mean over tokens, layers and other responses",
+            "0 where the engine has cached the prompt; far above `training/expert_choices_diff`: "
+            "`megatron.share_prompts=false`",
+        ),
+        Metric(
             "training/rollout_actor_probs_pearson_corr",
             "correlation of the two probabilities",
             "–",
