@@ -3,6 +3,11 @@ a forward with a backward pass, and peak additional memory, on one rank of a CPU
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 1 benchmarks/shared_prompts.py
     ... benchmarks/shared_prompts.py --model DIRECTORY --prompts 45 --samples 8 --response 15
+    ... benchmarks/shared_prompts.py --replicas 2 4 8 16
+
+The last computes nothing: by the planner's costs of Llama 3 8B it prints how idle data-parallel
+replicas are, and the work of the slowest, where 64 prompts with 8 responses each are planned as
+single sequences and as groups.
 
 Bound: r, the tokens of all sequences over those with each prompt once. Attention, which has whole
 sequences in both variants, is a share of a layer's operations that grows with the length; the
@@ -17,14 +22,17 @@ import tempfile
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from log_probs import peak_bytes
 from train_step import make_batch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_mc.architectures.operations import forward_flops
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
+from rlhf_mc.data.balance import PromptGroups, plan_micro_batches, plan_prompt_groups
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.forward import MicroBatch
@@ -34,6 +42,18 @@ from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
 from rlhf_mc.trainer.token_budget import my_micro_batches
 
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
 VARIANTS = {"whole": False, "shared": True}
 
 
@@ -107,6 +127,36 @@ def measure(engines: dict[str, ModelEngine], batch: RaggedBatch, rounds: int, bu
     return " ".join(cells)
 
 
+def plans(replicas: int, prompt: int, response: int, budget: int = 16384) -> str:
+    """Return a row: idle shares of replicas, and the work of the slowest with shared prompts over
+    that without. Lengths are log-normal around these medians."""
+    n = 8
+    draw = np.random.default_rng(replicas)
+    prompts = (prompt * draw.lognormal(0, 0.35, 64)).astype(int).repeat(n)
+    lens = [*map(int, prompts + (response * draw.lognormal(0, 0.5, len(prompts))).astype(int) + 1)]
+    firsts = [i // n * n for i in range(len(lens))]
+    groups = PromptGroups(lens, prompts.tolist(), firsts)
+    cost = ModelShape.from_hf_config(LLAMA_3_8B).sequence_cost
+
+    def work(plan: list[list[list[int]]], shares: bool) -> list[float]:
+        return [
+            sum(
+                sum(cost(lens[i]) for i in micro)
+                - (cost(1) * groups.saved_if_worth(micro) if shares else 0.0)
+                for micro in replica
+            )
+            for replica in plan
+        ]
+
+    whole = work(plan_micro_batches(lens, replicas, budget, cost), False)
+    shared = work(plan_prompt_groups(groups, replicas, budget, cost), True)
+    idle = [1 - sum(costs) / len(costs) / max(costs) for costs in (whole, shared)]
+    return (
+        f"{replicas:8} {prompt:6} {response:8}  {idle[0]:6.1%} {idle[1]:6.1%}"
+        f" {max(shared) / max(whole):8.2f} {sum(shared) / sum(whole):8.2f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -118,7 +168,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000, help="of whole sequences, at least")
     parser.add_argument("--budget", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--replicas", type=int, nargs="+", help="print plans alone")
     args = parser.parse_args()
+    if args.replicas:
+        print("replicas prompt response  idle: whole, shared  slowest, shared/whole  all")
+        for prompt, response in ((150, 64), (1000, 300), (4000, 1000), (200, 2000)):
+            for replicas in args.replicas:
+                print(plans(replicas, prompt, response))
+        return
     init_process_group(600)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
