@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.load import flatten_settings
-from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
+from rlhf_mc.config.yaml_reader import parse_yaml, read_limited
 
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 """verl's own configs, and those of recipe/dapo, which have the same defaults."""
@@ -35,12 +35,9 @@ def read_text(path: str) -> str:
     """Return the text of a config or script. Raise UserError if it is none."""
     shown = path if len(path) < 300 else f"{path[:300]}..."
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = read_limited(path)
     except OSError as error:
         raise UserError(f"{shown}: {error_reason(error)}") from error
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; is it a config or a script?")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -137,13 +134,13 @@ class Composition:
         self, key: str, value: Any, group: str, package: str, by: str, depth: int
     ) -> None:
         """Add the files of `group@package: name`, or of a list of names."""
-        inner, at, to = key.removeprefix("optional ").strip().partition("@")
-        outer = None if at else package
-        package = _inside(package, to if at else inner.strip("./").replace("/", "."))
-        own = _join(group, inner) + (f"@{package}" if at else "")
-        name = self.choices.get(own, value)
+        inner, separator, to = key.removeprefix("optional ").strip().partition("@")
+        outer = None if separator else package
+        package = _inside(package, to if separator else inner.strip("./").replace("/", "."))
+        choice = _join(group, inner) + (f"@{package}" if separator else "")
+        name = self.choices.get(choice, value)
         if isinstance(name, str):
-            self.choices[own] = name
+            self.choices[choice] = name
         for item in name if isinstance(name, list) else [name]:
             if item is None or item == "null":
                 continue

@@ -439,9 +439,9 @@ def _trimmed(text: str, op: str, pattern: str) -> str:
     """Return a text without the shortest (#, %) or longest (##, %%) start or end that matches."""
     ends: Iterable[int] = range(len(text) + 1)
     ends = ends if op in ("#", "%%") else reversed(range(len(text) + 1))
-    for at in ends:
-        if op[0] == "#" and matches(text[:at], pattern):
-            return text[at:]
-        if op[0] == "%" and matches(text[at:], pattern):
-            return text[:at]
+    for end in ends:
+        if op[0] == "#" and matches(text[:end], pattern):
+            return text[end:]
+        if op[0] == "%" and matches(text[end:], pattern):
+            return text[:end]
     return text
