@@ -181,7 +181,7 @@ def _tokenised_share(
     try:
         for number, row in read:
             share.order = (1, number)
-            _add_row(share, number, row, f"{where}, {rows.place(number)}", rows_to_tokens, cfg)
+            _add_row(share, number, row, f"{where}, {rows.row_name(number)}", rows_to_tokens, cfg)
     except ColumnError as error:
         return _Share(error=NodeError(f"{where}: {error}"), order=(0, error.number))
     except UserError as error:

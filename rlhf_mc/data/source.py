@@ -69,7 +69,7 @@ class Rows(Protocol):
         """Return these rows, without the columns that `keep` dropped."""
         ...
 
-    def place(self, number: int) -> str:
+    def row_name(self, number: int) -> str:
         """Return the name of a row, for messages."""
         ...
 
@@ -119,7 +119,7 @@ class ParquetRows:
         rows: list[dict[str, Any]] = pa.concat_tables(slices).combine_chunks().to_pylist()
         return rows
 
-    def place(self, number: int) -> str:
+    def row_name(self, number: int) -> str:
         return f"row {number}"
 
     def keep(self, columns: Sequence[str]) -> Rows:
@@ -210,7 +210,7 @@ class JsonlRows:
     def _row(self, number: int) -> dict[str, Any]:
         return _parsed(self._lines[number].as_py())
 
-    def place(self, number: int) -> str:
+    def row_name(self, number: int) -> str:
         return f"row {number} (line {self._numbers[number]})"
 
     def keep(self, columns: Sequence[str]) -> Rows:

@@ -175,9 +175,9 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
         prompts[answer.data_source, answer.prompt].append(answer)
     values: dict[str, list[float]] = defaultdict(list)
     graded = {
-        (one.data_source, name)
-        for one in answers
-        for name, value in one.numbers.items()
+        (answer.data_source, name)
+        for answer in answers
+        for name, value in answer.numbers.items()
         if value not in (0, 1)
     }
     for (source, _), responses in prompts.items():
@@ -226,8 +226,8 @@ def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict
     codes = np.unique(votes, return_inverse=True)[1] if has_votes else votes
     for k in _sizes(n):
         draws = _draws(n, k)
-        drawn = numbers[draws]
-        resampled = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}
+        samples = numbers[draws]
+        resampled = {"best": samples.max(axis=1), "worst": samples.min(axis=1)}
         if has_votes:
             resampled["maj"] = numbers[_majority(codes[draws], draws)]
         for statistic, sample in resampled.items():

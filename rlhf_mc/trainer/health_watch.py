@@ -183,7 +183,7 @@ def roll_back(run: Run, roll_back_checkpoints: RollBack, step: int, reason: str)
     health.max_rollbacks times. Every rank must call it. reason: the line of the rule."""
     cfg = run.config.health
     adjustments = run.adjustments
-    done = adjustments.count("learning_rate_factor")
+    done = adjustments.num_made("learning_rate_factor")
     if done >= cfg.max_rollbacks:
         raise Unhealthy(
             f"{reason}; the run was rolled back {done} times before (health.max_rollbacks). Its "

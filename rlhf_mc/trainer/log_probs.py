@@ -59,6 +59,6 @@ def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
         share, by_layer = run.actor.replay.differing_shares()
         state.metrics["training/expert_choices_diff"] = share
         state.metrics |= {
-            f"training/expert_choices_diff/layer_{n}": one for n, one in by_layer.items()
+            f"training/expert_choices_diff/layer_{n}": diff for n, diff in by_layer.items()
         }
     run.log_prob_check.check(batch, state.step)

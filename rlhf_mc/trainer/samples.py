@@ -63,7 +63,7 @@ def write_samples(
     tokens = (
         [{}] * len(prompts)
         if batch is None
-        else [{"tokens": one} for one in token_columns(tokenizer, batch)]
+        else [{"tokens": columns} for columns in token_columns(tokenizer, batch)]
     )
     directory.mkdir(parents=True, exist_ok=True)
     path = samples_path(directory, step)
@@ -99,11 +99,11 @@ def split_turns(
     """Return the parts of a response as pairs: RESPONSE or OBSERVATION, and the text. Without an
     environment there is one."""
     observations = () if episode is None else episode.observations
-    places = [0, *itertools.chain.from_iterable(observations), len(response)]
+    bounds = [0, *itertools.chain.from_iterable(observations), len(response)]
     kinds = itertools.cycle((RESPONSE, OBSERVATION))
     parts = [
         (kind, response[start:end])
-        for kind, (start, end) in zip(kinds, itertools.pairwise(places), strict=False)
+        for kind, (start, end) in zip(kinds, itertools.pairwise(bounds), strict=False)
     ]
     return [
         (kind, tokenizer.decode(part, skip_special_tokens=False)) for kind, part in parts if part
@@ -137,21 +137,22 @@ def token_columns(
     mask = (
         [True] * len(batch.tokens) if batch.response_mask is None else batch.response_mask.tolist()
     )
-    drawn = itertools.count()
+    positions = itertools.count()
     rows: list[dict[str, list[Any]]] = []
     for response, end in zip(batch.responses(), batch.seq_lens.cumsum(0).tolist(), strict=True):
-        places = [
-            next(drawn) if is_drawn else None for is_drawn in mask[end - len(response) : end]
+        indices = [
+            next(positions) if is_sampled else None
+            for is_sampled in mask[end - len(response) : end]
         ][:MAX_TOKENS]
         columns = {
-            name: [None if at is None else values[at] for at in places]
+            name: [None if i is None else values[i] for i in indices]
             for name, values in numbers.items()
         }
         texts = token_texts(tokenizer, response[:MAX_TOKENS])
         rows.append(
             {
                 "text": texts,
-                "response_mask": [int(place is not None) for place in places],
+                "response_mask": [int(i is not None) for i in indices],
                 **columns,
             }
         )

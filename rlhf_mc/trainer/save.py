@@ -207,8 +207,8 @@ class CheckpointSaver:
         except UserError as error:
             if self._in_flight is not None:
                 self._in_flight.discard()
-            kept = "no checkpoint was complete before"
+            last = "no checkpoint was complete before"
             if self._saved is not None:
                 path = directory.final_path(self._root, self._saved)
-                kept = f"the checkpoint of step {self._saved} is complete and untouched: {path}"
-            raise UserError(f"{error}; {kept}") from error
+                last = f"the checkpoint of step {self._saved} is complete and untouched: {path}"
+            raise UserError(f"{error}; {last}") from error

@@ -37,24 +37,27 @@ class Group:
     conversations: Mapping[int, ConversationState] = field(default_factory=dict)
     """With an environment, of each response that has begun, by its place in the group."""
 
-    def number(self, response: int) -> int:
-        """Return the number of a response in the run."""
+    def response_id(self, response: int) -> int:
+        """Return the id of a response in the run."""
         return self.position * len(self.responses) + response
 
     def has_ended(self, max_tokens: int) -> np.ndarray:
         """Return whether each response has ended: [n] bool."""
-        has_ended = [one.finished or len(one.token_ids) >= max_tokens for one in self.responses]
+        has_ended = [
+            response.finished or len(response.token_ids) >= max_tokens
+            for response in self.responses
+        ]
         return np.array(
             [
-                self.conversations[i].ended if i in self.conversations else each
-                for i, each in enumerate(has_ended)
+                self.conversations[i].ended if i in self.conversations else ended
+                for i, ended in enumerate(has_ended)
             ]
         )
 
     @property
     def first_version(self) -> int | None:
         """The oldest weights that drew a token; None: nothing is generated."""
-        return min((int(each[0]) for each in self.versions if len(each)), default=None)
+        return min((int(versions[0]) for versions in self.versions if len(versions)), default=None)
 
     @property
     def fingerprint(self) -> int:
@@ -115,7 +118,9 @@ class GroupPool:
     def experts(self, by_number: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Return the experts of its responses, of those that a rank holds for router replay, by
         their numbers in the run."""
-        numbers = {group.number(i) for group in self.groups for i in range(len(group.responses))}
+        numbers = {
+            group.response_id(i) for group in self.groups for i in range(len(group.responses))
+        }
         return {number: by_number[number] for number in sorted(numbers & by_number.keys())}
 
     def files(self, rank: int, replay: ExpertReplay | None) -> dict[str, Callable[[Path], None]]:
@@ -124,8 +129,8 @@ class GroupPool:
         files: dict[str, Callable[[Path], None]] = {}
         if self.groups and rank == 0:
             files[POOL_FILE] = functools.partial(_write, self.groups)
-        if replay is not None and (kept := self.experts(replay.held)):
-            files[EXPERTS_FILE.format(rank)] = functools.partial(_write_experts, kept)
+        if replay is not None and (experts := self.experts(replay.held)):
+            files[EXPERTS_FILE.format(rank)] = functools.partial(_write_experts, experts)
         return files
 
 
@@ -156,22 +161,25 @@ def _write(groups: Sequence[Group], path: Path) -> None:
     """Write groups to an .npz file, as data/cache.py writes the tokens of prompts: arrays by group
     [G], by response
     [G, rollout.n], by token [R] end to end, and the versions of all tokens run-length coded."""
-    responses = [one for group in groups for one in group.responses]
-    versions = np.concatenate([each for group in groups for each in group.versions])
+    responses = [response for group in groups for response in group.responses]
+    versions = np.concatenate([of_tokens for group in groups for of_tokens in group.versions])
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
+    by_response = (len(groups), -1)
     np.savez(
         path,
         positions=np.array([group.position for group in groups]),
         seeds=np.array([group.seeds for group in groups]),
         fingerprints=np.array([group.fingerprint for group in groups]),
-        finished=np.array([[one.finished for one in group.responses] for group in groups]),
-        lens=np.array([[len(one.token_ids) for one in group.responses] for group in groups]),
-        tokens=np.concatenate([np.array(one.token_ids, np.int32) for one in responses]),
-        log_probs=np.concatenate([np.array(one.log_probs, np.float32) for one in responses]),
+        finished=np.array([response.finished for response in responses]).reshape(by_response),
+        lens=np.array([len(response.token_ids) for response in responses]).reshape(by_response),
+        tokens=np.concatenate([np.array(response.token_ids, np.int32) for response in responses]),
+        log_probs=np.concatenate(
+            [np.array(response.log_probs, np.float32) for response in responses]
+        ),
         versions=versions[starts],
         version_lens=np.diff(starts, append=len(versions)),
         conversations=json.dumps(
-            [{i: asdict(one) for i, one in group.conversations.items()} for group in groups]
+            [{i: asdict(state) for i, state in group.conversations.items()} for group in groups]
         ),
     )
 

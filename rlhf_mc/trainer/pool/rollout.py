@@ -157,8 +157,11 @@ def sample_groups(
     with run.offload_schedule.phase(state.timer, "gen"):
         plan = strategy.plan(run, state, needed)
         has_greedy = estimator_needs(cfg.algorithm).greedy_baseline
-        drawn = [group.prompt for group in plan.groups]
-        every_prompt = [*repeat_prompts(drawn, n), *(drawn if has_greedy else [])]
+        sampled_prompts = [group.prompt for group in plan.groups]
+        every_prompt = [
+            *repeat_prompts(sampled_prompts, n),
+            *(sampled_prompts if has_greedy else []),
+        ]
         stream = ScoreStream(run.rewards, run.tokenizer, every_prompt)
         scores = GroupScores(stream, n)
         sampling = Sampling(cfg.rollout.temperature, most, run.stop_token_ids)
@@ -178,13 +181,13 @@ def sample_groups(
             scores.submit(is_used)
             selected = [np.repeat(is_used, n), *([is_used] if has_greedy else [])]
             stream.select(np.flatnonzero(np.concatenate(selected)).tolist())
-            responses = Responses.of([one for group in groups for one in group.responses])
-            versions = [one for group in groups for one in group.versions]
+            responses = Responses.of([response for group in groups for response in group.responses])
+            versions = [of_tokens for group in groups for of_tokens in group.versions]
         prompts = repeat_prompts([group.prompt for group in groups], n)
         if has_greedy:
             state.greedy = _greedy(run, state, groups, stream)
     stream.submit({})  # those that waited for all
-    numbers = torch.tensor([group.number(i) for group in groups for i in range(n)])
+    numbers = torch.tensor([group.response_id(i) for group in groups for i in range(n)])
     batch = build_batch(prompts, responses).with_fields(numbers=numbers)
     if plan.is_resumable:
         ages = state.step - 1 - np.concatenate(versions)[responses.drawn]

@@ -82,19 +82,19 @@ class RolloutJournal:
         by_step: dict[int, list[StepGroups]] = defaultdict(list)
         for number, row in rows.items():
             try:
-                one = StepGroups(**row)
+                groups = StepGroups(**row)
             except TypeError:
                 raise UserError(
                     f"trainer.replay: {path} is no journal of rollouts: it has other fields"
                 ) from None
             if problem := _problem(
-                one, self._settings["n"], self._num_taken, self._settings["max_response_length"]
+                groups, self._settings["n"], self._num_taken, self._settings["max_response_length"]
             ):
                 raise UserError(
                     f"trainer.replay: {path}, line {number}: {problem}; is it as the run has "
                     "written it?"
                 )
-            by_step[one.step].append(one)
+            by_step[groups.step].append(groups)
         return dict(by_step)
 
     @property
@@ -116,7 +116,7 @@ class RolloutJournal:
 
     def record(self, step: int, groups: Sequence[Group], taken: Sequence[Group]) -> None:
         """Write the row of a step, before its updates. Rank 0 calls it by itself."""
-        lens = [[len(one.token_ids) for one in group.responses] for group in groups]
+        lens = [[len(response.token_ids) for response in group.responses] for group in groups]
         row = StepGroups(
             step, [group.position for group in groups], lens, [group.position for group in taken]
         )
@@ -132,12 +132,13 @@ class RolloutJournal:
 def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
     """Raise UserError unless the responses have the lengths of the journal."""
     for group, lens in zip(groups, row.lens, strict=True):
-        for response, (one, wanted) in enumerate(zip(group.responses, lens, strict=True)):
-            if len(one.token_ids) != wanted:
+        for i, (response, wanted) in enumerate(zip(group.responses, lens, strict=True)):
+            if len(response.token_ids) != wanted:
                 raise UserError(
-                    f"trainer.replay: step {row.step}, {group.prompt.where}: response {response} "
-                    f"has {len(one.token_ids)} tokens and {wanted} in the journal; the runs have "
-                    "drawn other tokens: are model, data, settings and versions those of that run?"
+                    f"trainer.replay: step {row.step}, {group.prompt.where}: response {i} "
+                    f"has {len(response.token_ids)} tokens and {wanted} in the journal; the runs "
+                    "have drawn other tokens: are model, data, settings and versions those of that "
+                    "run?"
                 )
 
 
@@ -147,19 +148,19 @@ def _problem(row: StepGroups, n: int, num_taken: range, max_tokens: int) -> str 
     lens: list[Any] = row.lens if isinstance(row.lens, list) else [None]
     if not all(map(_are_counts, ([row.step], row.positions, row.taken, *lens))):
         return "step, positions, lens and taken are not all integers from 0 on"
-    if len(lens) != len(row.positions) or any(len(each) != n for each in lens):
-        sizes = sorted({len(each) for each in lens})
+    if len(lens) != len(row.positions) or any(len(response_lens) != n for response_lens in lens):
+        sizes = sorted({len(response_lens) for response_lens in lens})
         return (
             f"positions has {len(row.positions)} groups, and lens {len(lens)} of {sizes} "
             f"responses; they have {n}"
         )
     if len({*row.positions}) < len(row.positions) or not {*row.taken} <= {*row.positions}:
         return "a group is in positions twice, or in taken alone"
-    if any(length > max_tokens for each in lens for length in each):
+    if any(length > max_tokens for response_lens in lens for length in response_lens):
         return f"lens has {max(map(max, lens))}; a response has at most {max_tokens} tokens"
     if any(
-        0 in each and position in row.taken
-        for position, each in zip(row.positions, lens, strict=True)
+        0 in response_lens and position in row.taken
+        for position, response_lens in zip(row.positions, lens, strict=True)
     ):
         return "lens has 0 for a group that the step has trained on"
     if len({*row.taken}) not in num_taken:

@@ -50,7 +50,7 @@ def load_pool(
         positions = arrays["positions"].tolist()
         # written by an earlier version, which counted without the remainder of each epoch
         if "seeds" not in arrays:
-            positions = [order.position(place) for place in positions]
+            positions = [order.position(count) for count in positions]
         groups = groups_at(run, positions)
         groups = load_groups(
             arrays, groups, run.config.data.max_response_length, run.environments is not None

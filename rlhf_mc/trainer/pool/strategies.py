@@ -75,9 +75,11 @@ class PlainSampling(Strategy):
         cfg = run.config
         order = prompt_order(run)
         positions = order.next_batch(state.num_prompts)
-        prompts = run.train_prompts.at(order.indices(positions))
+        prompts = run.train_prompts.select(order.indices(positions))
         n = cfg.rollout.n
-        seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, prompts, n, state.drawn)
+        seeds = sampling_seeds(
+            cfg.trainer.seed, TRAINING, state.step, prompts, n, state.draw_counts
+        )
         state.num_prompts = order.next_batch(positions.stop).start
         run.group_pool.num_drawn = 0  # state.num_prompts counts
         return CallPlan.of_all(new_groups(prompts, positions, seeds))
@@ -94,9 +96,9 @@ class TailBatching(PoolStrategy):
         if len(retained) >= needed:
             return _pool_plan(retained[:needed], needed, None)
         order = prompt_order(run)
-        per_epoch = order.count(order.epoch_length)
+        per_epoch = order.num_before(order.epoch_length)
         # An epoch ends without retained groups: it has a multiple of `needed`.
-        in_epoch = per_epoch - order.count(run.group_pool.num_drawn) % per_epoch
+        in_epoch = per_epoch - order.num_before(run.group_pool.num_drawn) % per_epoch
         num_new = min(prompts_in_flight(run.config), in_epoch, _num_left(run))
         if num_new < needed:
             # As many, unless changed settings left another number: then some of the next epoch too.
@@ -193,7 +195,7 @@ def groups_at(run: Run, positions: Sequence[int]) -> list[Group]:
     n = run.config.rollout.n
     groups: list[Group] = []
     for (number, batch), members in itertools.groupby(positions, order.batch_at):
-        prompts = run.train_prompts.at(order.indices(batch))
+        prompts = run.train_prompts.select(order.indices(batch))
         seeds = sampling_seeds(run.config.trainer.seed, TRAINING, number + 1, prompts, n)
         of_batch = new_groups(prompts, batch, seeds)
         groups += [of_batch[position - batch.start] for position in members]
@@ -205,7 +207,7 @@ def next_position(run: Run) -> int:
     drawn,
     except for as many as are in the pool."""
     order = prompt_order(run)
-    return order.position(order.count(run.group_pool.num_drawn) - len(run.group_pool.groups))
+    return order.position(order.num_before(run.group_pool.num_drawn) - len(run.group_pool.groups))
 
 
 def _pool_plan(groups: Sequence[Group], needed: int, enough: Enough | None) -> CallPlan:
@@ -216,7 +218,7 @@ def _pool_plan(groups: Sequence[Group], needed: int, enough: Enough | None) -> C
 def _draw(run: Run, count: int) -> list[Group]:
     """Return the groups of the next prompts of the run."""
     order = prompt_order(run)
-    first = order.count(run.group_pool.num_drawn)
+    first = order.num_before(run.group_pool.num_drawn)
     run.group_pool.num_drawn = order.position(first + count)
     return groups_at(run, [order.position(i) for i in range(first, first + count)])
 
@@ -226,8 +228,10 @@ def _num_left(run: Run) -> float:
     trainer.total_training_steps
     ends it."""
     order = prompt_order(run)
-    total = order.count(run.schedule.total_prompts) if run.schedule.ends_by_epochs else math.inf
-    return total - order.count(run.group_pool.num_drawn)
+    total = (
+        order.num_before(run.schedule.total_prompts) if run.schedule.ends_by_epochs else math.inf
+    )
+    return total - order.num_before(run.group_pool.num_drawn)
 
 
 def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:
@@ -247,8 +251,8 @@ def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:
         "trajectory_staleness_worst": largest,
     }
     metrics = {
-        f"training/off_policy/{name}/{kind}": float(getattr(each, kind)())
-        for name, each in numbers.items()
+        f"training/off_policy/{name}/{kind}": float(getattr(values, kind)())
+        for name, values in numbers.items()
         for kind in ("mean", "max", "min")
     }
     counts = np.bincount(ages)
