@@ -324,11 +324,9 @@ def _remote(cfg: Config) -> Iterator[str]:
         return
     if problem := _url_problem(remote.url, variable is not None):
         # The text may have a password in a place where a valid URL has none.
-        before, at, after = remote.url.rpartition("@")
-        yield (
-            f"reward.remote.url is {masked(HIDDEN + at + after if at else before + after)!r}; "
-            f"{problem}"
-        )
+        _, separator, address = remote.url.rpartition("@")
+        url = f"{HIDDEN}@{address}" if separator else address
+        yield (f"reward.remote.url is {masked(url)!r}; {problem}")
     if remote.api == "openai" and remote.model is None:
         yield "reward.remote.api is openai; that needs reward.remote.model, which is null"
 

@@ -418,9 +418,9 @@ def layouts(cfg: Config) -> dict[str, MegatronConfig]:
 def reward_models(cfg: Config) -> dict[str, RewardModelConfig]:
     """Return the sections of the reward models that the run has, by role."""
     return {
-        role: one
-        for role, one in roles(cfg).items()
-        if isinstance(one, RewardModelConfig) and one.model_path
+        role: section
+        for role, section in roles(cfg).items()
+        if isinstance(section, RewardModelConfig) and section.model_path
     }
 
 

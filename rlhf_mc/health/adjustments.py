@@ -58,7 +58,7 @@ class Adjustments:
         self._made.append(adjustment)
         on_rank_0(self._write, SUBJECT)
 
-    def count(self, setting: str) -> int:
+    def num_made(self, setting: str) -> int:
         """Return how many adjustments of a setting the run has made."""
         return sum(made.setting == setting for made in self._made)
 

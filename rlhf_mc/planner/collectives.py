@@ -114,8 +114,10 @@ class Passes:
         results = Collective(
             "results", "all_reduce", tuple(range(self._mesh.world)), work.all_results * _FLOAT32, 1
         )
-        own = self._joined(work, 1)
-        return _merged([*self._forward(work), *own, *self._stages(work, backward=False), results])
+        joined = self._joined(work, 1)
+        return _merged(
+            [*self._forward(work), *joined, *self._stages(work, backward=False), results]
+        )
 
     def update(
         self, work: PassTokens, layout: Layout, overlaps_reduction: bool
@@ -402,12 +404,14 @@ class Passes:
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:
     """Return one Collective for each purpose, kind and group; none for groups of one rank."""
     merged: dict[tuple[str, Kind, tuple[int, ...]], Collective] = {}
-    for one in collectives:
-        key = (one.name, one.kind, one.group)
-        if len(one.group) == 1 or not one.calls:
+    for collective in collectives:
+        key = (collective.name, collective.kind, collective.group)
+        if len(collective.group) == 1 or not collective.calls:
             continue
         before = merged.get(key, Collective(*key, 0.0, 0.0))
         merged[key] = replace(
-            one, num_bytes=before.num_bytes + one.num_bytes, calls=before.calls + one.calls
+            collective,
+            num_bytes=before.num_bytes + collective.num_bytes,
+            calls=before.calls + collective.calls,
         )
     return list(merged.values())

@@ -154,7 +154,7 @@ def expected_machine(machine: Machine, shape: ModelShape) -> tuple[Machine, Meas
     def distance(hidden_size: int) -> float:
         return abs(math.log(hidden_size / shape.hidden_size))
 
-    nearest = min(MEASUREMENTS, key=lambda one: distance(one.hidden_size))
+    nearest = min(MEASUREMENTS, key=lambda measurement: distance(measurement.hidden_size))
     forward, training = nearest.logits[min(nearest.logits, key=distance)]
     peak = machine.rates
     rates = replace(

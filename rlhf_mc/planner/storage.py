@@ -74,10 +74,10 @@ def plan_storage(
         )
         for rank in ranks.ranks:
             read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + rank_bytes
-    kept = trainer.max_ckpt_to_keep
+    most = trainer.max_ckpt_to_keep
     kinds = (trainer.save_freq > 0) + (trainer.save_minutes is not None)
     checkpoints = (
-        0 if kinds == 0 else None if kept is None else kinds * kept + trainer.keep_best + 1
+        0 if kinds == 0 else None if most is None else kinds * most + trainer.keep_best + 1
     )
     return Storage(
         tensors + pool,

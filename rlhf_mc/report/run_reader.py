@@ -194,15 +194,15 @@ def live_owner(path: Path) -> Row | None:
     return owner if is_alive else None
 
 
-def number(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """Return a finite number, None for anything else."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
-        number = float(value)
+        finite = float(value)
     except OverflowError:  # an integer of more than 308 digits
         return None
-    return number if math.isfinite(number) else None
+    return finite if math.isfinite(finite) else None
 
 
 def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = "") -> list[Row]:
@@ -300,16 +300,16 @@ def _text_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
         problems.append(f"{name} cannot be read: {error_reason(error)}")
         return []
     samples: list[Sample] = []
-    at = 0
-    while (at := text.find(_MARKS[0], at)) >= 0:
+    position = 0
+    while (position := text.find(_MARKS[0], position)) >= 0:
         parts = []
         for mark, after in itertools.pairwise(_MARKS):
-            start = at + len(mark)
-            at = text.find(after, start)
-            if at < 0:
+            start = position + len(mark)
+            position = text.find(after, start)
+            if position < 0:
                 problems.append(f"{name} is cut after {len(samples)} generations")
                 return samples
-            parts.append(text[start:at])
+            parts.append(text[start:position])
         first, *marked = _TURN.split(parts[1])
         turns = [("response", first), *zip(marked[::2], marked[1::2], strict=True)]
         if any(kind != ("response", "observation")[i % 2] for i, (kind, _) in enumerate(turns)):
@@ -324,7 +324,12 @@ def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     for row in _rows(path, problems, name=name):
         texts = (str(row.get("input", "")), _turns(row), str(row.get("gts", "")))
         samples.append(
-            Sample(*texts, number(row.get("score")), number(row.get("length")), _tokens(row))
+            Sample(
+                *texts,
+                finite_or_none(row.get("score")),
+                finite_or_none(row.get("length")),
+                _tokens(row),
+            )
         )
         if row.get("tokens") and not samples[-1].tokens:
             problems.append(
@@ -375,6 +380,6 @@ def _number_in(name: str) -> int:
 
 def _float(text: str) -> float | None:
     try:
-        return number(float(text))
+        return finite_or_none(float(text))
     except ValueError:
         return None

@@ -180,4 +180,4 @@ def _misplaced(layout: Layout, padded: Collection[str]) -> str | None:
 def _place(shard: Shard, num_dims: int) -> Box:
     """Return the block that a shard takes in its local tensor."""
     sizes = [1] * (num_dims - len(shard.box)) + [end - start for start, end in shard.box]
-    return tuple((at, at + size) for at, size in zip(shard.offset, sizes, strict=True))
+    return tuple((start, start + size) for start, size in zip(shard.offset, sizes, strict=True))

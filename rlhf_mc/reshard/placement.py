@@ -22,24 +22,26 @@ def training_layouts(
     layouts = []
     for rank in range(mesh.world):
         # Replicas share one Layout object, for which make_plan plans once.
-        at = replace(mesh.coordinate(rank), dp=0, cp=0)
-        if at not in known:
-            known[at] = training_layout(shape, mesh, at, transformer_engine)
-        layouts.append(known[at])
+        coordinate = replace(mesh.coordinate(rank), dp=0, cp=0)
+        if coordinate not in known:
+            known[coordinate] = training_layout(shape, mesh, coordinate, transformer_engine)
+        layouts.append(known[coordinate])
     return layouts
 
 
 def training_layout(
-    shape: ModelShape, mesh: Mesh, at: Coordinate, transformer_engine: bool
+    shape: ModelShape, mesh: Mesh, coordinate: Coordinate, transformer_engine: bool
 ) -> Layout:
-    """Return the layout of the ranks at these coordinates."""
+    """Return the layout of the ranks at a coordinate."""
     chunks = []
-    for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, at.pp)):
-        first = at.pp == 0 and chunk == 0
-        last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
-        experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
+    for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, coordinate.pp)):
+        first = coordinate.pp == 0 and chunk == 0
+        last = coordinate.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
+        experts = {"ep_rank": coordinate.ep, "ep_size": mesh.ep}
         chunks.append(
-            mcore_layout(shape, at.tp, mesh.tp, layers, first, last, transformer_engine, **experts)
+            mcore_layout(
+                shape, coordinate.tp, mesh.tp, layers, first, last, transformer_engine, **experts
+            )
         )
     return chunks[0] if mesh.vpp == 1 else _concatenated(chunks)
 

@@ -59,7 +59,7 @@ class WeightSync:
         plans = [plan] if biases is None else [plan, biases]
         self.metrics = {
             f"reshard/{kind}_bytes": float(
-                sum(getattr(one, f"{kind}_bytes")[rank] for one in plans)
+                sum(getattr(part, f"{kind}_bytes")[rank] for part in plans)
             )
             for kind in ("shared", "copied", "sent", "received")
         }
@@ -76,8 +76,8 @@ class WeightSync:
             self._tensors = []
         for number, (plan, dtype, transport) in enumerate(self._parts):
             if len(bound) == number:
-                one = bind(plan, source, target, dtype)
-                bound.append(one.kept() if self._keep_views else one)
+                bound_plan = bind(plan, source, target, dtype)
+                bound.append(bound_plan.kept() if self._keep_views else bound_plan)
             bound[number].execute(transport)
         if self._keep_views:
             self._bound = bound

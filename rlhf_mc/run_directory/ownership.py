@@ -95,10 +95,12 @@ def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None)
 def is_of_requeued_job(root: Path) -> bool:
     """Return whether this Slurm job began the run in the directory, before a requeue."""
     process = Owner.this_process()
-    begun = _read(root)
-    restarts = begun.get(_RESTARTS)
+    record = _read(root)
+    restarts = record.get(_RESTARTS)
     return (
-        bool(process.job) and begun.get(_JOB) == process.job and restarts in range(process.restarts)
+        bool(process.job)
+        and record.get(_JOB) == process.job
+        and restarts in range(process.restarts)
     )
 
 

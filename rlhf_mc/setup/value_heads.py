@@ -118,8 +118,8 @@ def _check_same_tokens(
     chat template is another."""
     if not has_tokenizer(path):
         return
-    own = load_tokenizer(path, key)
-    vocabulary = own.get_vocab()
+    model_tokenizer = load_tokenizer(path, key)
+    vocabulary = model_tokenizer.get_vocab()
     different = next(
         (token for token, i in tokenizer.get_vocab().items() if vocabulary.get(token) != i), None
     )
@@ -129,7 +129,7 @@ def _check_same_tokens(
             f"{key} {path}: its tokenizer has {different!r} as {vocabulary.get(different)}, the "
             f"actor's as {tokenizer.get_vocab()[different]}; it needs the actor's tokenizer{hint}"
         )
-    if own_key is not None and own.chat_template not in (None, tokenizer.chat_template):
+    if own_key is not None and model_tokenizer.chat_template not in (None, tokenizer.chat_template):
         print_line(
             f"warning: {key} {path}: it reads the actor's chat template, and has another{hint}",
             rank_0_only=True,

@@ -90,9 +90,9 @@ class Mesh:
         context-parallel
         ranks."""
         return [
-            ranks[at : at + size]
+            ranks[start : start + size]
             for ranks in self.groups_along("cp")
-            for at in range(0, self.cp, size)
+            for start in range(0, self.cp, size)
         ]
 
     @property
@@ -113,19 +113,19 @@ class Mesh:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinates of a global rank."""
-        at = _indices(rank, self.axes)
+        indices = _indices(rank, self.axes)
         ep = _indices(rank, self.expert_axes)["ep"]
-        return Coordinate(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=at["pp"], ep=ep)
+        return Coordinate(**indices, ep=ep)
 
     def group_along(self, rank: int, *along: Axis) -> tuple[int, ...]:
         """Return the ranks, this one included, whose coordinates differ from this rank's only along
         these axes, which are all of the tokens or all of the experts."""
         axes = self._axes_with(along)
-        at = _indices(rank, axes)
+        own_index = _indices(rank, axes)
         ranks = [0]
         stride = 1
         for axis, size in axes:
-            indices = range(size) if axis in along else (at[axis],)
+            indices = range(size) if axis in along else (own_index[axis],)
             ranks = [inner + index * stride for index in indices for inner in ranks]
             stride *= size
         return tuple(ranks)
