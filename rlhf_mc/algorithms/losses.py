@@ -75,7 +75,7 @@ class ActorLossInputs:
     """Inputs of the actor's loss for one micro-batch, all [r]."""
 
     policy: PolicyLossInputs
-    """Of the policy loss."""
+    """Inputs of the policy loss."""
     weights: torch.Tensor
     """This micro-batch's slice of aggregation_weights, for entropy and KL."""
     entropy: torch.Tensor | None = None

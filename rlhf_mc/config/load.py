@@ -338,8 +338,8 @@ def _build(
 
 
 def inherited_layout(layout: FrozenMegatronConfig, actor: MegatronConfig) -> FrozenMegatronConfig:
-    """Return what a role with the parallel sizes of `own` inherits from the actor, of own's class:
-    all settings except those of a split that the role does not have."""
+    """Return the settings that a role with the parallel sizes of `layout` inherits from the actor,
+    in layout's class: all but those of a split that the role does not have."""
     inherited = type(layout)(**{name: getattr(actor, name) for name in vars(layout)})
     if layout.tensor_model_parallel_size == 1:
         inherited.sequence_parallel = False

@@ -49,7 +49,8 @@ def tokens_on_rank(length: int, cp: int) -> int:
 
 
 def longest_sequence(tokens: int, cp: int) -> int:
-    """Return the longest sequence of which a rank has at most `tokens`."""
+    """Return the length of the longest sequence whose part on a rank has at most `tokens`
+    tokens."""
     return tokens if cp == 1 else tokens // 2 * 2 * cp
 
 

@@ -1,4 +1,4 @@
-"""The prompts of a dataset, kept compactly on every rank. prompts.py makes them of rows."""
+"""The prompts of a dataset, stored compactly on every rank. prompts.py makes them from rows."""
 
 from __future__ import annotations
 

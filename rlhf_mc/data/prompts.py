@@ -162,8 +162,7 @@ class _Share:
     counts: Counts = field(default_factory=Counts)
     error: UserError | None = None
     order: tuple[int, int] = (0, 0)
-    """Of the errors of all ranks, the one of the lowest order is raised: a column's, then a
-    row's."""
+    """Order of the error: the lowest of all ranks is raised, a column's before a row's."""
 
 
 def _tokenised_share(

@@ -144,8 +144,8 @@ def _column_values(table: pa.Table, number: int) -> list[Any]:
 
 @contextlib.contextmanager
 def _parquet_file(path: str, required: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    """Open a parquet file, of which the footer is read. Raise NodeError if it cannot be read, or a
-    required column is missing or not unique."""
+    """Open a parquet file and read its footer. Raise NodeError if it cannot be read, or a required
+    column is missing or not unique."""
     if not os.path.isfile(path):
         raise NodeError("no such file")
     try:

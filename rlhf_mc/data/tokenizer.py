@@ -21,7 +21,7 @@ from rlhf_mc import json_files
 from rlhf_mc.config.errors import NodeError, UserError, error_reason
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files of which a directory with a tokenizer has one."""
+"""Names of tokenizer files. A directory with one of them has a tokenizer."""
 THINK_TAGS = ("<think>", "</think>")
 """Tags around the thoughts of a response. Some tokenizers have them as special tokens."""
 _TAG = re.compile(r"</?[\w-]+>")
@@ -175,10 +175,10 @@ class ChatTokenizer:
     """Makes tokens of chats. A control token that is written out in a message stays text: no
     content can end its message and begin one of another role.
 
-    Control tokens are the special tokens of the tokenizer, and others that it has as a whole and
-    that the chat template names (DeepSeek's <｜User｜>), except tags such as <tool_call>. A
-    response may have THINK_TAGS, since templates look for them there. Chats without a written
-    control token have the tokens of the rendered text."""
+    Control tokens are the tokenizer's special tokens, and its other added tokens that the chat
+    template contains (DeepSeek's <｜User｜>), except tags such as <tool_call>. A response may have
+    THINK_TAGS, since templates look for them there. Chats without a written control token have the
+    tokens of the rendered text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

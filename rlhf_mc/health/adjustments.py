@@ -28,11 +28,10 @@ class Adjustment:
 
     setting: Setting
     value: float
-    """learning_rate_factor: by which the learning rates are multiplied, beside earlier ones.
-    kl_coef: the coefficient of the KL term. max_token_len: the token budget of an update's
-    micro-batches."""
+    """learning_rate_factor: factor of the learning rates, on top of earlier ones. kl_coef: the
+    coefficient of the KL term. max_token_len: the token budget of an update's micro-batches."""
     after_step: int
-    """It is in effect from the next step on."""
+    """The adjustment is in effect from the next step on."""
     reason: str
     phase: str = ""
     """max_token_len: "update_actor" or "update_critic"."""

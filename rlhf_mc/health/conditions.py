@@ -100,7 +100,7 @@ class MetricHistory:
         self.first: dict[str, float] = {}
         """The first finite value of each stored metric."""
         self.lowest_score = math.inf
-        """Of any response so far."""
+        """Lowest score of any response so far."""
         self.highest_score = -math.inf
 
     def add(self, metrics: Mapping[str, float]) -> None:

@@ -80,7 +80,7 @@ class StepHealth:
     num_active: int
     """Rules that count in this step."""
     is_healthy: bool
-    """No rule holds after which the weights are nothing to go back to."""
+    """No rule holds that rules out a roll-back to the step's weights (HealthRule.harms_policy)."""
     acting: tuple[Event, ...]
     """The rules whose response is more than a warning."""
 
@@ -158,8 +158,8 @@ class Monitor:
                 self._print(f"health: {rule.name}: in {count.total} of {step} steps, {span}")
 
     def _add(self, rule: HealthRule, count: _Count, step: int, violation: Violation) -> None:
-        """Count a step of a rule that has held for long enough. Print its line in the first such
-        step of the run, and a short one after 10, 100, 1000, ... of them."""
+        """Count a step of a rule that has held for long enough. Print the full line for the run's
+        first such step, and a short one after 10, 100, 1000, ... steps."""
         count.total += 1
         count.first = count.first or step
         count.last = step
@@ -227,7 +227,7 @@ def keep_events_up_to(path: Path, step: int) -> None:
 
 
 def _line(step: int, rule: HealthRule, violation: Violation, consecutive: int = 1) -> str:
-    """Return what is wrong, in one line. consecutive: steps in which the rule has held."""
+    """Return the violation as one line. consecutive: steps in which the rule has held."""
     lasting = f", for {consecutive} steps" if consecutive > 1 else ""
     return (
         f"health: step {step}: {rule.name}: {violation.metric} is {violation.value:.3g}, "

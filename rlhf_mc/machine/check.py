@@ -132,8 +132,8 @@ def gpus(driver: Driver, device_files: list[str]) -> CheckResult:
 
 
 def used_gpus(gpus: Sequence[InstalledGpu]) -> str:
-    """Return how much memory of which GPU other processes use, where that is more than 1 GiB; empty
-    for none."""
+    """Return a text with the memory that other processes use on each GPU where it exceeds 1 GiB;
+    empty for none."""
     used = [
         f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}"
         for i, gpu in enumerate(gpus)

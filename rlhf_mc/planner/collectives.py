@@ -39,8 +39,8 @@ class Collective:
     group: tuple[int, ...]
     """Global ranks, ascending. For "receive": this rank and the sender."""
     num_bytes: float
-    """Of all calls: of the complete vector; for an all-to-all those that the rank passes in; for
-    "receive" those that it receives."""
+    """Bytes of all calls: of the complete vector; for an all-to-all, those that the rank passes in;
+    for "receive", those that it receives."""
     calls: float
 
     def times(self, factor: float) -> Collective:
@@ -227,8 +227,8 @@ class Passes:
             yield self._ring(keys_values, cp - 1, work)
 
     def _attention_backward(self, mixer: Mixer, work: PassTokens) -> Iterator[Collective]:
-        """Yield those of its backward pass. Keys and values travel again, and their gradients with
-        them, back to their owner."""
+        """Yield the collectives of attention's backward pass. Keys and values travel again, with
+        their gradients, back to their owner."""
         _, keys_values = self._heads(mixer, work)
         cp = self._mesh.cp
         if not self._cuda:
@@ -355,8 +355,8 @@ class Passes:
             yield Collective("gradients", "all_reduce", ends, table[0] * table[1] * _FLOAT32, 1)
 
     def _is_summed(self, name: str) -> bool:
-        """Return True for a parameter of which each tensor-parallel rank has the gradient of a part
-        of the tokens."""
+        """Return True for a parameter whose gradient on a tensor-parallel rank is of a part of the
+        tokens."""
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
         parts = (

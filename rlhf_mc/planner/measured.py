@@ -28,7 +28,7 @@ class Measurement:
 
     source: str
     gpu: str
-    """Name in GPUS."""
+    """Key of GPUS."""
     hidden_size: int
     num_layers: int
     tokens: float

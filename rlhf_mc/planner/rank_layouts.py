@@ -1,6 +1,5 @@
-"""Layouts of a run's ranks, and the bytes that follow from them alone. They are kept from plan to
-plan: a search plans the same layouts with many settings.
-"""
+"""Layouts of a run's ranks, and the bytes that follow from them alone. They are cached across
+plans: a search plans the same layouts with many settings."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from rlhf_mc.reshard.placement import training_layout, with_contiguous_experts
 from rlhf_mc.topology.mesh import Coordinate, Mesh, rollout_groups
 
 SomeSettings = tuple[tuple[str, Any], ...]
-"""Name and value of some settings of a MegatronConfig: a key of a cache, which other settings do
-not change."""
+"""Name and value of some settings of a MegatronConfig: a cache key that other settings do not
+change."""
 
 
 def some_settings(megatron: MegatronConfig, *names: str) -> SomeSettings:

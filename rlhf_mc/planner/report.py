@@ -108,8 +108,8 @@ def host_table(host: NodeMemory, storage: Storage) -> str:
 
 
 def times_table(times: StepTimes, expected: Expected, lengths: Lengths) -> str:
-    """Return the text: each phase with its lower bound, its share of the bounds, what is expected
-    with its kind, the parts of the bound, and what is expected beside them."""
+    """Return the table: for each phase its lower bound, the bound's share of the total, the
+    expected time and its kind, the parts of the bound, and the expected overheads."""
     lines = [
         f"times of a step, for prompts of {lengths.prompt:g} and responses of {lengths.response:g} "
         f"tokens ({times.sequences_at_a_time} sequences at a time in each engine), and the parts "

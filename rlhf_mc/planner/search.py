@@ -49,8 +49,8 @@ MARGIN = 0.05
 """Share of the device memory that a plan leaves: activations are planned within 10 %, fragmentation
 is not."""
 EQUAL = 0.03
-"""Share of a time by which two bounds do not differ: they leave more out than that. The simpler
-settings then come first."""
+"""Relative difference below which two bounds count as equal, since they leave out more than that.
+The simpler settings then come first."""
 BUDGET = 4000
 """Layouts, candidates and plans after which a search returns the best so far, on any machine."""
 MOST_RANKS = 4096
@@ -65,10 +65,10 @@ _UNLIMITED = 1e18
 
 @dataclass(frozen=True)
 class PlannedSettings:
-    """Settings that fit."""
+    """Settings that fit, with their plan."""
 
     settings: Settings
-    """Settings that were searched for."""
+    """The settings that the search has set."""
     cfg: Config
     times: StepTimes
     fit: MemoryFit

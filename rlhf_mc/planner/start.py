@@ -223,9 +223,9 @@ def check_start(
 def fitting_settings(
     cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequence[str]], bool]
 ) -> list[str] | None:
-    """Return settings that make the run fit: one change that is enough alone, else changes of which
-    each is needed; None: no changes of the list are enough. cuda: on GPUs. fits: whether the config
-    fits with these overrides."""
+    """Return settings that make the run fit: one sufficient change, else several of which each is
+    needed; None: the list has no sufficient changes. cuda: on GPUs. fits: whether the config fits
+    with these overrides."""
     roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
     of_engine = list(_engine_changes(cfg, phase) if cuda else _engine_changes_on_cpu(cfg, phase))
     of_updates = (

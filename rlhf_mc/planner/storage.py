@@ -29,13 +29,13 @@ class Storage:
     """Files of a run, in bytes, and lower bounds of their times, in seconds."""
 
     checkpoint: int
-    """Tensors of a training checkpoint, and the kept responses at their longest. Its metadata is
-    some hundred bytes a block."""
+    """Bytes of a training checkpoint's tensors, and of the pool's responses at their longest.
+    Metadata adds some hundred bytes a block."""
     export: int
     """Tensors of an export of the actor."""
     checkpoints: int | None
-    """Checkpoints that exist at the same time: those that are kept, and the one that is written.
-    None: the run keeps all; 0: it saves none."""
+    """Checkpoints that exist at the same time: the retained ones, and the one being written. None:
+    all are retained; 0: none is saved."""
     save: float
     """Time in which the ranks write a checkpoint, each its part, at the storage's bandwidth."""
     load: float
@@ -106,9 +106,9 @@ def pool_bytes(cfg: Config) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, megatron: MegatronConfig, freeze: Sequence[str]) -> int:
-    """Return the bytes of a trained model in a training checkpoint: its weights, and for those that
-    are trained Adam's moments and, unless the weights are float32, their float32 copy. freeze: the
-    patterns of its frozen tensors."""
+    """Return the bytes of a trained model in a training checkpoint: its weights; for trained
+    weights also Adam's moments and, unless they are float32, a float32 copy. freeze: the patterns
+    of its frozen tensors."""
     sizes = {name: math.prod(size) for name, size in logical_shapes(shape).items()}
     frozen = frozen_tensors("freeze", freeze, shape)
     copies = 2 + (megatron.dtype != "float32")

@@ -46,7 +46,7 @@ MAX_TOTAL_STEPS = 24
 MAX_TOTAL_SAMPLES = 400
 """Generations at a step of all runs together, but FEW_SAMPLES of each at least."""
 MAX_CHARACTERS = 2000
-"""Of a prompt or a response."""
+"""Most characters of a prompt or a response."""
 MAX_EVENTS = 200
 MAX_RANKS = 16
 """Ranks with a column of their own in a table of phases."""

@@ -27,7 +27,7 @@ MAX_SAMPLE_STEPS = 12
 _MAX_STEP = 2**53
 """From here on a page's numbers are not exact."""
 _TIMES = ("seconds", "waiting")
-"""Of each rank, in a phase of phases.json."""
+"""Lists of a phase in phases.json, by rank."""
 _MARKS = ("[prompt] ", "\n[response] ", "\n[ground truth] ", "\n[score] ", "\n")
 _TURN = re.compile(r"\n\[(response|observation)\] ")
 _START_TYPES = {"command": list, "config": dict} | dict.fromkeys(
@@ -37,7 +37,7 @@ _START_TYPES = {"command": list, "config": dict} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class Sample:
-    """One kept generation."""
+    """One recorded generation."""
 
     prompt: str
     turns: Sequence[tuple[str, str]]
@@ -61,21 +61,21 @@ class RunRecord:
     """A sentence about the state."""
     run_id: str
     rows: Sequence[Row]
-    """Of metrics.jsonl, one for each step, ascending."""
+    """Rows of metrics.jsonl, one for each step, ascending."""
     starts: Sequence[Row]
-    """Of starts.jsonl; none in a run of an earlier version. Parts are of the types in which a run
-    writes them."""
+    """Rows of starts.jsonl; none in a run of an earlier version. Each part has the type that a run
+    writes."""
     health: Sequence[Row]
     histograms: Sequence[Row]
     adjustments: Sequence[Row]
     nonfinite_steps: Sequence[int]
     """Steps with a file of the samples whose loss or gradient was not finite."""
     validation: Mapping[int, Sequence[Sample]]
-    """Kept generations of the validations after some steps."""
+    """Recorded generations of some steps' validations."""
     training: Mapping[int, Sequence[Sample]]
-    """Kept generations of some training steps."""
+    """Recorded generations of some training steps."""
     phases: Mapping[int, Row]
-    """Of each profiled step its times by phase and rank."""
+    """Times of each profiled step, by phase and rank."""
     problems: Sequence[str] = field(default_factory=list)
     """Sentences about what could not be read."""
 
@@ -142,9 +142,9 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
 def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State, str]:
     """Return the state of a run, and a sentence about it. last_step: the last that is logged.
 
-    A live process makes the run a running one, although the start before has ended: it is loading,
-    and has not recorded its own start yet. Only the end that this very process has recorded counts,
-    and a roll-back is no end."""
+    A run with a live process is running, even if the last recorded start has ended: the process may
+    still be loading, before it records its own start. Only an end recorded by the same process
+    counts, and a roll-back is no end."""
     last = starts[-1] if starts else {}
     end = last.get("end", {})
     how = end.get("how") if isinstance(end.get("how"), str) else None
@@ -175,8 +175,8 @@ def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State,
 
 
 def live_owner(path: Path) -> Row | None:
-    """Return the content of run.lock if a live process holds it. Of a process on another machine
-    the file's age decides."""
+    """Return the content of run.lock if its owner is alive. For an owner on another machine the
+    file's age decides."""
     try:
         touched = path.stat().st_mtime
         owner = json_files.read(path)
@@ -339,8 +339,8 @@ def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
 
 
 def _tokens(row: Row) -> dict[str, list[Any]]:
-    """Return the columns of a response's tokens; empty unless they are lists of one length, with
-    those that the page needs."""
+    """Return the columns of a response's tokens; empty unless they are lists of one length and
+    include those that the page needs."""
     columns = row.get("tokens")
     if not isinstance(columns, dict) or not all(
         isinstance(column, list) for column in columns.values()

@@ -1,5 +1,5 @@
-"""The tokens of kept responses as data: their texts, and the values by which the page colours them.
-No torch here."""
+"""The tokens of recorded responses as data: their texts, and the values by which the page colours
+them. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_STEPS = 3
 MAX_TOKENS = 24_000
 """Tokens of all responses of a page."""
 MAX_CHARACTERS = 40
-"""Of a token."""
+"""Most characters of a token."""
 _IN_SCALE = 0.95
 """Share of the values within the scale of the colours, so that a few extremes do not make all
 others pale."""

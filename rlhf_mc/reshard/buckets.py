@@ -145,8 +145,8 @@ class Pattern:
 
 
 _Loads: TypeAlias = "np.ndarray"
-"""[4 x ranks] the elements that each rank sends, then those that each receives, then of both those
-to and from other nodes."""
+"""[4 x ranks] elements that each rank sends, receives, sends to other nodes, and receives from
+other nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ class BoundPlan:
 
     plan: RankPlan
     dtype: torch.dtype
-    """Of the messages."""
+    """Type of the messages."""
     copies: Iterable[_Copies]
     """Copies within the rank, in groups."""
     buckets: Iterable[BoundBucket]

@@ -45,7 +45,7 @@ def box_text(box: Box) -> str:
 
 
 class Stack(str):
-    """Name of the tensors of a layer's experts, one each, as one tensor [experts, ...]."""
+    """Name of one tensor [experts, ...] that stands for the tensors of a layer's experts."""
 
     before: str
     """Part of the tensors' names before the number of the expert."""
@@ -235,8 +235,8 @@ def correction_biases(shape: ModelShape) -> frozenset[str]:
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
-    """Return the layout of a process that holds every logical tensor, or only the tensors `names`,
-    unsharded under its own name."""
+    """Return the layout of a process with every logical tensor, or only the tensors `names`,
+    unsharded and under the checkpoint's names."""
     sizes = shape.dims()
     wanted = None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -448,7 +448,7 @@ class LocalParam:
     size: tuple[int, ...]
     """Its local shape."""
     shards: tuple[Shard, ...]
-    """With names as in Param."""
+    """Shards of the parameter, with names as in Param."""
     is_float32: bool
     """It is float32 whatever the type of the model."""
     half: int | None = None

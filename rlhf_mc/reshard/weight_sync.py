@@ -38,7 +38,7 @@ class WeightSync:
         which are float32. keep_views: the views of the first update serve the later ones; without
         it the target's tensors may be temporary."""
         self.plan = plan.for_rank(rank)
-        """This rank's transfers, without those of the correction biases."""
+        """This rank's transfers, except the correction biases'."""
         # On GPUs, NCCL chooses between NVLink and the network.
         messages = (
             PointToPoint(_world())

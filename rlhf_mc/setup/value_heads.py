@@ -44,8 +44,8 @@ def reward_model_checkpoint(
     conversations: ConversationTokenizer | None,
 ) -> HFReader:
     """Return the checkpoint of the reward model of that role. Raise UserError if it has no value
-    head, or another vocabulary than its tokenizer, which `conversations` has; without them it is
-    `tokenizer`, the actor's."""
+    head, or another vocabulary than its tokenizer: that of `conversations`, or without them the
+    actor's, `tokenizer`."""
     key = f"{role}.model_path"
     path = str(get_setting(cfg, key))
     if conversations is None:
@@ -113,9 +113,9 @@ def _check_size(
 def _check_same_tokens(
     key: str, path: str, tokenizer: PreTrainedTokenizerBase, own_key: str | None
 ) -> None:
-    """Raise UserError unless the model has the actor's vocabulary, as far as its directory shows:
-    it reads the actor's tokens unchanged. own_key: as in value_checkpoint; with it, warn where the
-    chat template is another."""
+    """Raise UserError if the tokenizer in the model's directory, if any, has another vocabulary
+    than the actor's: the model reads the actor's tokens unchanged. own_key: as in value_checkpoint;
+    with it, warn if the chat template differs."""
     if not has_tokenizer(path):
         return
     model_tokenizer = load_tokenizer(path, key)

@@ -25,7 +25,7 @@ from rlhf_mc.topology.rendezvous import init_process_group
 _DEFAULT_SECONDS = 1800
 """torch's default timeout of collectives, the longer one of NCCL's and gloo's."""
 _LATER_SECONDS = 30.0
-"""A collective with a timeout of its own ends within this time after it."""
+"""Seconds by which a collective may end after its own timeout."""
 _AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),

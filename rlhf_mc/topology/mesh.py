@@ -46,15 +46,16 @@ class Mesh:
     """Number of neighbouring replicas over which the experts of a mixture-of-experts model are
     sharded."""
     first_stage_layers: int | None = None
-    """Layers of the first stage, which also holds the embedding; None: as the stages between."""
+    """Layers of the first stage, which also holds the embedding; None: as in the middle stages."""
     last_stage_layers: int | None = None
-    """Layers of the last stage, which also holds the output layer; None: as the stages between."""
+    """Layers of the last stage, which also holds the output layer; None: as in the middle
+    stages."""
     vpp: int = 1
     """Virtual pipeline chunks per stage."""
     cp: int = 1
     """Number of neighbouring replicas that share each sequence."""
     dynamic_cp: bool = False
-    """Each micro-batch has a number of its own, a power of two up to cp."""
+    """Each micro-batch has its own context-parallel size, a power of two up to cp."""
 
     def __post_init__(self) -> None:
         sizes = f"{self.tp} x {self.cp} x {self.pp}"
@@ -97,8 +98,7 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
-        """Name and size of each axis of the tokens, the one along which the rank varies fastest
-        first."""
+        """Name and size of each axis of the tokens, fastest-varying first."""
         return (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
 
     @property
@@ -141,7 +141,7 @@ class Mesh:
         return [list(self.group_along(rank, *along)) for rank in first_ranks]
 
     def _axes_with(self, along: tuple[Axis, ...]) -> tuple[tuple[Axis, int], ...]:
-        """Return the axes of the tokens or of the experts, whichever include these."""
+        """Return the axes of the tokens, or of the experts if only those include these axes."""
         return self.axes if set(along) <= {axis for axis, _ in self.axes} else self.expert_axes
 
     def __str__(self) -> str:

@@ -42,7 +42,7 @@ class Validation:
     """The responses of a validation and their scores, the same on every rank."""
 
     prompts: list[Prompt]
-    """Of each response."""
+    """The prompt of each response."""
     generations: Responses
     scores: list[Score]
 
@@ -245,8 +245,8 @@ def _sizes(n: int) -> list[int]:
 
 @lru_cache
 def _draws(n: int, k: int) -> np.ndarray:
-    """Return [RESAMPLES, k] indices below n, drawn with replacement; those that verl draws one
-    resample at a time."""
+    """Return [RESAMPLES, k] indices below n, drawn with replacement: the same as verl's, which
+    draws one resample at a time."""
     return np.random.RandomState(SEED).choice(n, size=(RESAMPLES, k), replace=True)
 
 

@@ -35,7 +35,7 @@ class Health:
     """The health of a step, the same on every rank."""
 
     is_healthy: bool = True
-    """The weights after the step are fit to go back to, as far as its metrics show."""
+    """No metric of the step speaks against a roll-back to the weights after it."""
     acting: tuple[tuple[str, str], ...] = ()
     """Rules whose response is more than a warning: name, and the line on what the metrics show."""
 
@@ -53,10 +53,9 @@ class HealthWatch:
         self._acting: tuple[Event, ...] = ()
         """On rank 0, the rules of `last` whose response is more than a warning."""
         self.last = Health()
-        """The health of the last complete step. At the start of a run without the response stop:
-        that it has been started again is its user's answer. A run that was killed between a step
-        and another response makes up for
-        it."""
+        """The health of the last complete step. At the start of a run the response stop does not
+        count: the user has answered it by starting the run again. A run that was killed between a
+        step and another response makes up for it."""
         if not self._cfg.enable:
             return
         if run.groups.rank == 0:

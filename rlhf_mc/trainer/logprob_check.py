@@ -42,8 +42,8 @@ class Difference:
 
     @classmethod
     def from_batch(cls, batch: RaggedBatch) -> Difference | None:
-        """Return the statistics of the batch's tokens of the trained weights; None: all are of
-        older weights. They are NaN if a log-prob is NaN."""
+        """Return the statistics of the tokens sampled with the trained weights; None: all tokens
+        are of older weights. They are NaN if a log-prob is NaN."""
         differences = token_differences(batch)
         if batch.token_ages is not None:
             differences = differences[batch.token_ages == 0]

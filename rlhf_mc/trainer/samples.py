@@ -126,9 +126,10 @@ TOKEN_FIELDS = (
 def token_columns(
     tokenizer: PreTrainedTokenizerBase, batch: RaggedBatch
 ) -> list[dict[str, list[Any]]]:
-    """Return of each response its first MAX_TOKENS tokens, as columns of one length: text, as
-    `token_texts`; response_mask, 0 for the tokens of observations; those of TOKEN_FIELDS that the
-    batch has, with 6 decimals, None for the tokens of observations and what is not finite."""
+    """Return the first MAX_TOKENS tokens of each response as columns of one length: text (see
+    `token_texts`); response_mask, 0 for tokens of observations; the fields of TOKEN_FIELDS that the
+    batch has, with 6 decimals, None for tokens of observations and for values that are not
+    finite."""
     numbers = {
         name: [round(value, 6) if math.isfinite(value) else None for value in field.tolist()]
         for name in TOKEN_FIELDS

@@ -56,7 +56,7 @@ class CheckpointSaver:
         self._lock = lock
         self._buffers = HostBuffers() if self._cfg.async_save else None
         self._begun_at = time.monotonic()
-        """Time at which the last checkpoint was begun, or the run."""
+        """Start time of the last checkpoint, or of the run before the first one."""
         self._in_flight: Save | None = None
         self._saved: int | None = None
         """Step of the last complete checkpoint."""

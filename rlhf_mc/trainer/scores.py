@@ -28,7 +28,7 @@ from rlhf_mc.trainer.samples import keep_samples, some_of_each_prompt
 from rlhf_mc.trainer.step_state import StepState
 
 _TRAIN_LOG_STEPS = 10
-"""Steps between those of which train_generations/ has some responses."""
+"""train_generations/ has responses of each step that is a multiple of this, and of the first."""
 
 
 class SpecialTokenTexts:
@@ -67,7 +67,7 @@ class SpecialTokenTexts:
 
 class ScoreStream:
     """The scores of responses that are submitted to reward workers as they end, while others are
-    generated. A response is named by its number, and scored by one rank, whichever that is."""
+    generated. Each response has a number, and is scored by exactly one rank."""
 
     def __init__(
         self,
@@ -84,16 +84,16 @@ class ScoreStream:
         self._special = SpecialTokenTexts(tokenizer, rewards.special_tokens)
         self._numbers: list[int] = []
         self._unsubmitted: dict[int, Sequence[int]] = {}
-        """Responses that wait for others, to be scored together."""
+        """Ended responses that wait to be scored together with others."""
         self.episodes: dict[int, Episode] = {}
-        """Of the responses that are then submitted, if they have environments."""
+        """Episodes of responses not yet submitted, where there is an environment."""
         self._pending = rewards.submit([], [], training)
 
     def submit(self, responses: Mapping[int, Sequence[int]], others_follow: bool = False) -> None:
-        """Submit the tokens of responses to this rank's workers, by number. With others_follow
-        those of an async function or an endpoint, which score several at a time, wait for others
-        while the workers are busy; those of a function that takes all rows in one call wait for
-        all."""
+        """Submit the tokens of responses to this rank's workers, by number. With others_follow,
+        responses wait for others in two cases: for an async function or an endpoint, which score
+        several at a time, while the workers are busy; for a function that takes all rows in one
+        call, always."""
         self._unsubmitted |= responses
         waits = self._rewards.is_batched or (
             self._rewards.scores_together and self._pending.is_busy
@@ -162,9 +162,9 @@ class ScoreStream:
 
 
 class GroupScores:
-    """The scores of groups of which a step trains on some. A response waits until it is certain
-    that the step trains on its group: none is scored in vain, or twice. Each response that has
-    ended is on one rank."""
+    """The scores of groups when a step trains on some of them. A response waits until the step is
+    certain to train on its group: each trained response is scored exactly once. Each ended response
+    is on one rank."""
 
     def __init__(self, stream: ScoreStream, n: int, first: int = 0) -> None:
         """n: responses of a group. stream: response i of group g has number first + g * n + i."""
@@ -183,7 +183,7 @@ class GroupScores:
             self._stream.episodes[number] = episode
 
     def submit(self, is_taken: np.ndarray) -> None:
-        """Submit the responses to this rank's workers that wait, of groups that are taken: [groups]
+        """Submit the waiting responses of taken groups to this rank's workers. is_taken: [groups]
         bool."""
         ready: dict[int, Sequence[int]] = {}
         for group in sorted(self._waiting.keys() & set(np.flatnonzero(is_taken).tolist())):

@@ -1,7 +1,5 @@
-"""The console's table of a run's start: roles, layouts, and the memory that each holds on a rank.
-All numbers come from the engines that are built and from the plan of the weight update; before,
-there are the planner's.
-"""
+"""The console's table of a run's start: roles, layouts, and the memory of each on a rank. All
+numbers are of the built engines and the plan of the weight update, not the planner's."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ActorTerms:
     """Parts of the actor's loss in one step, beside its settings."""
 
     policy_loss: PolicyLoss
-    """Of actor.policy_loss.loss_mode."""
+    """Function of actor.policy_loss.loss_mode."""
     entropy_coeff: float
     """Coefficient of the entropy bonus in this step."""
     kl_loss_coef: float
@@ -230,9 +230,9 @@ def update(
     skipped: SkippedUpdates,
     computes_old_log_probs: bool = False,
 ) -> tuple[RaggedBatch, dict[str, float]]:
-    """Take one optimizer step per mini-batch. Return the batch, and the mean of each statistic over
-    the steps that were taken, and the share of steps that were skipped, under
-    "{role}/{statistic}". Every rank must call it.
+    """Take one optimizer step per mini-batch. Return the batch, and by key the mean of each
+    statistic over the steps taken, and the share of skipped steps: "{role}/{statistic}". Every rank
+    must call it.
 
     computes_old_log_probs: the batch has none yet; it gets those of its only mini-batch."""
     minis = list(mini_batch_indices)

@@ -46,7 +46,7 @@ def read_text(path: str) -> str:
 
 @dataclass
 class Composition:
-    """Settings of a YAML file and of those that its `defaults:` name."""
+    """Settings of a YAML file and of the files in its `defaults:`."""
 
     choices: dict[str, str] = field(default_factory=dict)
     """Chosen file by config group, as on verl's command line: `model_engine`,
@@ -71,8 +71,8 @@ class Composition:
         return "megatron" if "megatron" in names[-1] else "fsdp"
 
     def _add(self, name: str, package: str, outer: str | None, by: str, depth: int) -> None:
-        """Add the file of a config group by its name, such as actor/dp_actor. outer: the package in
-        which the file's header names another package; None: the header does not count."""
+        """Add the file of a config group by its name, such as actor/dp_actor. outer: the package
+        relative to which the file's header (# @package) is read; None: the header is ignored."""
         path = self._directory / f"{name}.yaml"
         if os.path.isfile(path):
             self._add_file(path, posixpath.dirname(name), package, outer, depth)
@@ -150,7 +150,7 @@ class Composition:
                 self._add(file, package, outer, by, depth + 1)
 
     def _merge(self, tree: Mapping[str, Any], package: str) -> None:
-        """Replace settings by those of a file."""
+        """Merge the settings of a file over the present ones."""
         sections = {above for key in self.settings for above in _above(key)}
         for name, value in flatten_settings(tree):
             key = f"{package}.{name}" if package else name

@@ -114,14 +114,14 @@ class Conversion:
     settings: dict[str, Any] = field(default_factory=dict)
     """Value by section.key, in the order of schema.py."""
     report: list[tuple[str, MappedSetting]] = field(default_factory=list)
-    """(verl's key as written, or our key for a default; what becomes of it)."""
+    """(verl's key as written, or our key for a default; outcome)."""
     notes: list[tuple[str, str]] = field(default_factory=list)
-    """Of the reading, before the report: (kind and subject; what was done)."""
+    """Notes of the reader, printed before the report: (kind and subject, action)."""
     nodes: int = 1
     processes: int = 8
     """Processes per node."""
     hints: list[tuple[str, str]] = field(default_factory=list)
-    """(subject; what holds for all settings, or what to do), before the report."""
+    """Hints printed before the report: (subject, advice)."""
 
     def refused(self) -> list[tuple[str, MappedSetting]]:
         """Return the lines of the settings that are not supported."""
@@ -228,7 +228,7 @@ def _enclosing_mapping(key: str) -> str | None:
 
 
 def _line(key: str, value: Any, verl: Settings) -> MappedSetting:
-    """Return what becomes of one setting."""
+    """Return the outcome of one setting."""
     if (absent := _absent_section(key, verl)) is not None:
         return absent
     known = dotted_keys()
@@ -265,7 +265,8 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _absent_section(key: str, verl: Settings) -> MappedSetting | None:
-    """Return the line of a setting of a model or feature that verl's run does not have, or None."""
+    """Return the outcome of a setting of a model or feature that verl's run does not have, or
+    None."""
     if key.startswith("critic.") and key != "critic.enable" and not uses_critic(verl):
         return not_needed(
             f"algorithm.adv_estimator {verl.get('algorithm.adv_estimator')} has no critic"

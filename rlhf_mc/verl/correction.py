@@ -122,7 +122,7 @@ def _lower_bounds(names: list[str], specs: list[str]) -> set[float | None]:
 
 
 def trainer_mode(key: str, value: Any, verl: Settings) -> MappedSetting | None:
-    """Convert verl's mode in which a step continues responses that an earlier one has begun."""
+    """Convert verl's mode in which a step continues partial responses of earlier steps."""
     if value != "colocate_async":
         return None  # as the table has it
     return renamed(

@@ -34,7 +34,7 @@ _PROGRAMS = (
     "dapo.src.main_dapo",
     "main_dapo.py",
 )
-"""Ends of the words by which a command starts verl."""
+"""Suffixes of the word that starts verl in a command."""
 _REFERENCE = re.compile(
     r"\$\{(?:(oc\.select|oc\.env):)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}"
 )
@@ -93,8 +93,8 @@ class Reading:
 
 
 def read_arguments(arguments: Arguments) -> Reading:
-    """Return the settings of a YAML file, of a script and of overrides, each of which replace those
-    before. ~key removes a setting, or a section. Raise UserError with the file and line of a
+    """Return the settings of a YAML file, of a script and of overrides; later sources replace
+    earlier ones. ~key removes a setting, or a section. Raise UserError with the file and line of a
     mistake."""
     reading = Reading(environment=arguments.environment)
     given = reading.settings
@@ -336,9 +336,9 @@ class _ConfigOption:
 
     line: int = 0
     name: str | None = None
-    """Of --config-name."""
+    """Value of --config-name."""
     path: str | None = None
-    """Of --config-path or --config-dir."""
+    """Value of --config-path or --config-dir."""
 
 
 def _without_options(words: list[Word], path: str) -> tuple[list[Word], _ConfigOption]:

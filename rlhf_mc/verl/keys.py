@@ -14,7 +14,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", "null", {}, [])
 
 @dataclass(frozen=True)
 class MappedSetting:
-    """One line of the report: what becomes of a setting of verl's."""
+    """The outcome of one of verl's settings: a line of the report."""
 
     kind: Kind
     text: str = ""

@@ -25,7 +25,7 @@ _SIDES = {"left": "right", "right": "left", "middle": "middle"}
 _FORMATS = {"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "seed": "seed_oss"}
 """verl's names of formats that vLLM names otherwise."""
 _TURNS = ("max_user_turns", "max_assistant_turns", "max_turns")
-"""The first one counts observations, after the last of which the model has another turn."""
+"""The first one counts observations: the model has one more turn after the last."""
 _ENVIRONMENT = "run it as an environment: docs/from_verl.md, Agent loops and interactions"
 
 
@@ -81,7 +81,7 @@ def agent(key: str, value: Any, verl: Settings) -> MappedSetting | None:
 
 
 def tools_of_data(key: str, value: Any, verl: Settings) -> MappedSetting:
-    """Return the line of the tools in verl's prompts, whose default is those of the rollout."""
+    """Return the outcome of the tools in verl's prompts. Their default is the rollout's tools."""
     if value in OFF or value == verl.get(MULTI_TURN + key.removeprefix("data.")):
         return implied("prompts have the tools of the rollout")
     return not_supported(

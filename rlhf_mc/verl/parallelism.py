@@ -42,7 +42,7 @@ _VERL_MEGATRON: dict[str, Any] = {
 critic. verl's reference has the actor's sizes and offload, and this type."""
 FULL = "full"
 _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
-"""Those that a role of verl's does not inherit from the actor."""
+"""Settings that a role of verl's does not inherit from the actor."""
 
 
 def is_fsdp(verl: Settings) -> bool:
@@ -51,8 +51,8 @@ def is_fsdp(verl: Settings) -> bool:
 
 
 def without_roles_layouts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of ours without the layouts of the models beside the actor, which then follow
-    the actor's."""
+    """Return settings of ours without the layouts of the other roles: they then follow the
+    actor's."""
     layout = (*_VERL_MEGATRON, "sequence_parallel", "dynamic_context_parallel", "cp_comm_type")
     not_of_layout = ("dtype", "use_distributed_optimizer")
 

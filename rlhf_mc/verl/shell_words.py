@@ -2,8 +2,7 @@
 Nothing is run.
 
 The words come from shfmt's syntax tree. A part that cannot be known, such as $(date), becomes a
-plain word, with the problem beside it. Statements are in shell_script.py.
-"""
+plain word with a problem. Statements are in shell_script.py."""
 
 from __future__ import annotations
 

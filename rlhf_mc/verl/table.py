@@ -1,4 +1,4 @@
-"""The table of verl's settings (table.yaml), and which of its rows is of a key."""
+"""The table of verl's settings (table.yaml), and the lookup of a key's row."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class CallPlan:
 
 
 class ResponseId(NamedTuple):
-    """Names a response in a call."""
+    """Id of a response in a call."""
 
     group: int
     """Index of its group in the plan."""
@@ -156,7 +156,7 @@ class EngineCall:
         self._prompts = [groups[g].prompt for g, _ in self._ids]
         self._turns: Conversations | None = None
         self.num_sampled = 0
-        """Tokens that the model has drawn in the call."""
+        """Tokens that the model has sampled in the call."""
 
     def sample(self) -> Responses:
         """Sample with the present weights. Return the responses that had not ended, in the order of
@@ -224,7 +224,8 @@ class EngineCall:
         ]
 
     def _requests(self) -> list[Request]:
-        """Return the request of each response; of a conversation that of its first turn."""
+        """Return the request of each response; for a conversation, the request of its first
+        turn."""
         groups = self._plan.groups
         lens = self._plan.max_lens
         limit = self._sampling.max_tokens

@@ -24,7 +24,7 @@ from rlhf_mc.models.router_replay import ExpertReplay
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The rollout.n responses to one prompt, as far as they are generated."""
+    """The rollout.n responses to one prompt, complete or partial."""
 
     position: int
     """Place in the order in which the run draws its prompts."""
@@ -32,10 +32,11 @@ class Group:
     seeds: Sequence[int]
     responses: Sequence[Generation]
     versions: Sequence[np.ndarray]
-    """The weights that drew each token of each response, as the last step that has updated them:
-    [tokens] int32. Tokens of an observation have those with which it came."""
+    """Weight version (last step that updated the weights) that sampled each token of each response:
+    [tokens] int32. Tokens of an observation have the version at which it arrived."""
     conversations: Mapping[int, ConversationState] = field(default_factory=dict)
-    """With an environment, of each response that has begun, by its place in the group."""
+    """State of each started conversation, by its index in the group; empty without an
+    environment."""
 
     def response_id(self, response: int) -> int:
         """Return the id of a response in the run."""
@@ -56,12 +57,13 @@ class Group:
 
     @property
     def first_version(self) -> int | None:
-        """The oldest weights that drew a token; None: nothing is generated."""
+        """Oldest weight version that sampled a token; None: nothing is generated."""
         return min((int(versions[0]) for versions in self.versions if len(versions)), default=None)
 
     @property
     def fingerprint(self) -> int:
-        """Of what a response depends on beside the weights: the prompt's tokens and the seeds."""
+        """CRC-32 of the prompt's tokens and the seeds: all that responses depend on beside the
+        weights."""
         return zlib.crc32(
             np.array(self.seeds, np.int64).tobytes(), zlib.crc32(self.prompt.token_ids.tobytes())
         )
@@ -84,8 +86,8 @@ class Group:
         version: int,
         conversations: Mapping[int, ConversationState] | None = None,
     ) -> Group:
-        """Return the group with these responses, whose new tokens were drawn by weights of this
-        version. conversations: those that have changed."""
+        """Return the group with these responses, whose new tokens were sampled with weights of this
+        version. conversations: changed states."""
         versions = [
             np.concatenate([old, np.full(len(new.token_ids) - len(old), version, np.int32)])
             for old, new in zip(self.versions, responses, strict=True)
@@ -97,12 +99,11 @@ class Group:
 POOL_FILE = "group_pool.npz"
 """File of a checkpoint with the groups of the pool."""
 EXPERTS_FILE = "group_pool_experts_{}.npz"
-"""File with the experts that a rank holds for them."""
+"""File with a rank's stored experts of these groups."""
 
 
 class GroupPool:
-    """The groups that are begun and not trained on yet, the oldest first. The same on every
-    rank."""
+    """The started groups that no step has trained on yet, oldest first. The same on every rank."""
 
     def __init__(self) -> None:
         self.groups: Sequence[Group] = ()
@@ -116,16 +117,16 @@ class GroupPool:
         return {"num_drawn": self.num_drawn, "num_groups": len(self.groups)}
 
     def experts(self, by_number: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return the experts of its responses, of those that a rank holds for router replay, by
-        their numbers in the run."""
+        """Return the experts of the pool's responses among those that a rank stores for router
+        replay, by response id."""
         numbers = {
             group.response_id(i) for group in self.groups for i in range(len(group.responses))
         }
         return {number: by_number[number] for number in sorted(numbers & by_number.keys())}
 
     def files(self, rank: int, replay: ExpertReplay | None) -> dict[str, Callable[[Path], None]]:
-        """Return the functions with which a rank writes the present groups, and the experts that it
-        holds for them, by the names of the files."""
+        """Return by file name the functions that write this rank's part of a checkpoint: the
+        present groups (rank 0), and the experts that the rank stores for them."""
         files: dict[str, Callable[[Path], None]] = {}
         if self.groups and rank == 0:
             files[POOL_FILE] = functools.partial(_write, self.groups)

@@ -42,8 +42,8 @@ PROGRESS_EVERY = 10
 """Batches of a step between two lines on its progress."""
 BATCHES_IN_VAIN = 10
 GROUPS_IN_VAIN = 1000
-"""A step ends in error after as many consecutive batches and groups of which none is kept: a rate
-of usable groups that could fill a batch would have brought one."""
+"""A step fails after this number of consecutive batches, and of groups, without a kept group: any
+rate of usable groups that could fill a batch would have given one."""
 
 
 class TooFewGroups(UserError):
@@ -53,22 +53,22 @@ class TooFewGroups(UserError):
 
 @dataclass
 class SampledGroups:
-    """The groups that a step has drawn. Of dropped groups only the scores are kept."""
+    """The groups that a step has sampled. Dropped groups leave only their scores."""
 
     n: int
     """Responses of each group."""
     metric: GroupMetric
     num_kept: int = 0
     prompts: list[Prompt] = field(default_factory=list)
-    """The prompt of each response of the groups that are kept."""
+    """The prompt of each response of the kept groups."""
     batches: list[RaggedBatch] = field(default_factory=list)
-    """The responses of the groups that are kept, by batch of prompts."""
+    """The responses of the kept groups, by batch of prompts."""
     kept_scores: list[Score] = field(default_factory=list)
-    """Of the same responses."""
+    """The scores of the responses of the kept groups."""
     sources: list[str] = field(default_factory=list)
     """The data source of every response."""
     scores: list[Score] = field(default_factory=list)
-    """Of every response."""
+    """The score of every response."""
     dropped: Counter[float] = field(default_factory=Counter)
     """Number of dropped groups by the value that their responses have in common."""
 
@@ -87,7 +87,7 @@ class SampledGroups:
             self.kept_scores += [scores[i] for i in chosen.tolist()]
 
     def first(self, count: int) -> tuple[list[Prompt], RaggedBatch, list[Score]]:
-        """Return the first `count` groups that are kept: prompts, responses and scores."""
+        """Return the first `count` kept groups: prompts, responses and scores."""
         rows = count * self.n
         return (
             self.prompts[:rows],

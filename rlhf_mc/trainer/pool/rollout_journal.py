@@ -27,7 +27,7 @@ class StepGroups:
 
     step: int
     positions: Sequence[int]
-    """Of each group that the step has generated."""
+    """Position of each group that the step has generated, in the run's order of prompts."""
     lens: Sequence[Sequence[int]]
     """Tokens of each of its responses at the end of the step."""
     taken: Sequence[int]

@@ -45,11 +45,11 @@ def choose_strategy(run: Run) -> Strategy:
 
 
 class Strategy(ABC):
-    """Plans a call of the engines, of which the step uses all groups."""
+    """Plans a call of the engines. The step uses all groups of the call."""
 
     @abstractmethod
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
-        """Return the plan of a rollout of which the step can use `needed` groups."""
+        """Return the plan of a rollout. The step can use `needed` of its groups."""
 
 
 class PoolStrategy(Strategy):
@@ -189,8 +189,8 @@ class Replay(PoolStrategy):
 
 
 def groups_at(run: Run, positions: Sequence[int]) -> list[Group]:
-    """Return the groups at these positions of the order in which the run draws its prompts, without
-    tokens. Their seeds are those of step batch number + 1."""
+    """Return the groups, without tokens, at these positions of the run's order of prompts. Seed
+    step = batch number + 1."""
     order = prompt_order(run)
     n = run.config.rollout.n
     groups: list[Group] = []
@@ -203,9 +203,8 @@ def groups_at(run: Run, positions: Sequence[int]) -> list[Group]:
 
 
 def next_position(run: Run) -> int:
-    """Return the position in the order of prompts of a run that has trained on all that it has
-    drawn,
-    except for as many as are in the pool."""
+    """Return the position in the order of prompts as of a run without a pool: the prompts drawn,
+    less one for each group in the pool."""
     order = prompt_order(run)
     return order.position(order.num_before(run.group_pool.num_drawn) - len(run.group_pool.groups))
 
@@ -224,9 +223,8 @@ def _draw(run: Run, count: int) -> list[Group]:
 
 
 def _num_left(run: Run) -> float:
-    """Return the number of prompts that the run has yet to draw; infinity if
-    trainer.total_training_steps
-    ends it."""
+    """Return the number of prompts left to draw; infinity if trainer.total_training_steps ends
+    it."""
     order = prompt_order(run)
     total = (
         order.num_before(run.schedule.total_prompts) if run.schedule.ends_by_epochs else math.inf
@@ -235,11 +233,11 @@ def _num_left(run: Run) -> float:
 
 
 def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Return verl's metrics of responses to which several weights have contributed, and the share
-    of tokens by age.
+    """Return verl's metrics of responses of several weight versions, and the share of tokens by
+    age.
 
-    Of each response: trajectory_spans = largest - smallest age + 1; trajectory_staleness = smallest
-    age; trajectory_staleness_worst = largest age."""
+    For each response: trajectory_spans = largest - smallest age + 1; trajectory_staleness =
+    smallest age; trajectory_staleness_worst = largest age."""
     assert batch.token_ages is not None
     ages = batch.token_ages.numpy()
     starts = np.cumsum(batch.response_lens.numpy()) - batch.response_lens.numpy()
