@@ -19,7 +19,6 @@ MOST_BYTES = 1 << 18
 """Maximum size of one file: far more than all settings with comments, and read in seconds."""
 _MOST_NODES = 20_000
 _DEEPEST = 32
-_MOST_BRACKETS = 500
 
 
 class _Loader(yaml.SafeLoader):
@@ -86,9 +85,6 @@ def parse_yaml(text: str | bytes, origin: str) -> Any:
     """Return the value of one YAML document. Raise UserError with `origin` and the line if it is
     not valid."""
     loader = None
-    content = text if isinstance(text, str) else text.decode(errors="replace")
-    if line := line_too_deep(content, r"[{\[]", r"[}\]]", _MOST_BRACKETS):
-        raise UserError(f"{origin}: not valid YAML: line {line}: nested too deeply")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -128,17 +124,6 @@ def read_limited(path: str | os.PathLike[str]) -> bytes:
     if len(content) > MOST_BYTES:
         raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; is it a config or a script?")
     return content
-
-
-def line_too_deep(text: str, opening: str, closing: str, deepest: int) -> int | None:
-    """Return the first line with more than `deepest` brackets open, or None. Those in quotes and
-    comments count too: parsers take seconds for more than any text has."""
-    depth = 0
-    for bracket in re.finditer(f"({opening})|{closing}", text, re.MULTILINE):
-        depth = depth + 1 if bracket[1] else max(0, depth - 1)
-        if depth > deepest:
-            return text.count("\n", 0, bracket.start()) + 1
-    return None
 
 
 def _check_size(root: yaml.Node) -> None:

@@ -259,11 +259,8 @@ class ChatTokenizer:
         texts."""
         if isinstance(value, str):
             unmarked = THINK_TAGS if is_response else ()
-            ends = [
-                start + 1
-                for start in self._control_starts(value)
-                if not value.startswith(unmarked, start)
-            ]
+            starts = self._control_starts(value)
+            ends = [start + 1 for start in starts if not value.startswith(unmarked, start)]
             return mark.join(
                 value[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)
             )

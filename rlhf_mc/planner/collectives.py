@@ -404,14 +404,14 @@ class Passes:
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:
     """Return one Collective for each purpose, kind and group; none for groups of one rank."""
     merged: dict[tuple[str, Kind, tuple[int, ...]], Collective] = {}
-    for collective in collectives:
-        key = (collective.name, collective.kind, collective.group)
-        if len(collective.group) == 1 or not collective.calls:
+    for item in collectives:
+        key = (item.name, item.kind, item.group)
+        if len(item.group) == 1 or not item.calls:
             continue
         before = merged.get(key, Collective(*key, 0.0, 0.0))
         merged[key] = replace(
-            collective,
-            num_bytes=before.num_bytes + collective.num_bytes,
-            calls=before.calls + collective.calls,
+            item,
+            num_bytes=before.num_bytes + item.num_bytes,
+            calls=before.calls + item.calls,
         )
     return list(merged.values())

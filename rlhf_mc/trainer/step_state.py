@@ -53,7 +53,7 @@ class StepState:
     """Rollouts of this step that were replayed (trainer.replay)."""
     num_generated: int = 0
     """Response tokens that this step has generated, greedy ones included."""
-    draw_counts: Counter[int] = field(default_factory=Counter)
+    draws: Counter[int] = field(default_factory=Counter)
     """Draws of each prompt in this step, by its index."""
     prompts: Sequence[Prompt] = ()
     """The prompt of each response of this step's batch."""

@@ -35,7 +35,7 @@ def sampling_seeds(
     step: int,
     prompts: Sequence[Prompt],
     n: int,
-    draw_counts: Counter[int] | None = None,
+    draws: Counter[int] | None = None,
 ) -> list[int]:
     """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of
     (seed, stream, step, prompt, response 0 to n - 1) alone: neither the number of ranks nor a
@@ -43,13 +43,13 @@ def sampling_seeds(
     the step draws again (data.train_file_weights, algorithm.filter_groups) has responses n to 2n -
     1.
 
-    seed, step and the indices of prompts are below 2^32. draw_counts: draws of each prompt
+    seed, step and the indices of prompts are below 2^32. draws: draws of each prompt
     earlier in the step, by its index; updated in place. None: none."""
-    draw_counts = Counter() if draw_counts is None else draw_counts
+    draws = Counter() if draws is None else draws
     earlier = []
     for prompt in prompts:
-        earlier.append(draw_counts[prompt.index])
-        draw_counts[prompt.index] += 1
+        earlier.append(draws[prompt.index])
+        draws[prompt.index] += 1
     entropy = np.empty((len(prompts), n, 5), dtype=np.uint32)
     entropy[..., :3] = (seed, stream, step)
     entropy[..., 3] = np.array([prompt.index for prompt in prompts])[:, None]

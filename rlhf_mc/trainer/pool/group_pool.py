@@ -44,14 +44,12 @@ class Group:
 
     def has_ended(self, max_tokens: int) -> np.ndarray:
         """Return whether each response has ended: [n] bool."""
-        has_ended = [
-            response.finished or len(response.token_ids) >= max_tokens
-            for response in self.responses
-        ]
         return np.array(
             [
-                self.conversations[i].ended if i in self.conversations else ended
-                for i, ended in enumerate(has_ended)
+                self.conversations[i].ended
+                if i in self.conversations
+                else response.finished or len(response.token_ids) >= max_tokens
+                for i, response in enumerate(self.responses)
             ]
         )
 

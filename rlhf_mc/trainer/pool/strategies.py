@@ -77,9 +77,7 @@ class PlainSampling(Strategy):
         positions = order.next_batch(state.num_prompts)
         prompts = run.train_prompts.select(order.indices(positions))
         n = cfg.rollout.n
-        seeds = sampling_seeds(
-            cfg.trainer.seed, TRAINING, state.step, prompts, n, state.draw_counts
-        )
+        seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, prompts, n, state.draws)
         state.num_prompts = order.next_batch(positions.stop).start
         run.group_pool.num_drawn = 0  # state.num_prompts counts
         return CallPlan.of_all(new_groups(prompts, positions, seeds))

@@ -1004,8 +1004,8 @@ def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "custom_reward_function.name=mine",
             "custom_reward_function.name=mine without custom_reward_function.path",
         ),
-        ("a.b={" + "{" * 5000, "line 1: nested too deeply"),
-        ("a.b=" + "[" * 5000, "line 1: nested too deeply"),
+        ("a.b={" + "{" * 5000, "not valid YAML: nested too deeply"),
+        ("a.b=" + "[" * 5000, "not valid YAML: nested too deeply"),
     ],
 )
 def test_value_that_cannot_be_resolved_is_an_error(override: str, words: str) -> None:
