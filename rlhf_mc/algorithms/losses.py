@@ -134,12 +134,10 @@ def value_loss(
     """Return the critic's clipped loss, a scalar, and its statistics. All tensors are [r].
 
     L = 0.5 * max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) with e = cliprange. Source:
-    OpenAI baselines'
-    ppo2; the maximum keeps the values near the old ones.
+    OpenAI baselines' ppo2; the maximum keeps the values near the old ones.
 
     Statistics: vf_loss (aggregated as the loss); vf_clipfrac (share of tokens whose L is raised by
-    the clip); vpred_mean (mean of v).
-    """
+    the clip); vpred_mean (mean of v)."""
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     unclipped = (values - returns).square()
     clipped = (clipped_values - returns).square()

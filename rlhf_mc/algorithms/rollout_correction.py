@@ -129,12 +129,10 @@ def kept_tokens(
 
     A criterion of rollout_rs rejects where its statistic exceeds its threshold: tokens one by one
     (token_*) or whole sequences by the sum, mean or maximum over their tokens (seq_*). The
-    statistic of a token is k1 = -log rho,
-    k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log rho clamped to +-20. The threshold x of
-    k1 is meant as
-    1 / x <= rho <= x, or rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence
-    with a token of rho below rollout_token_veto_threshold.
-    """
+    statistic of a token is k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log
+    rho clamped to +-20. The threshold x of k1 is meant as 1 / x <= rho <= x, or
+    rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence with a token of rho below
+    rollout_token_veto_threshold."""
     log_ratio = log_ratio.double()
     is_kept = torch.ones(len(log_ratio), dtype=torch.bool)
     metrics: dict[str, float] = {}

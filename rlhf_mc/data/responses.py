@@ -87,8 +87,7 @@ def _digest(numbers: np.ndarray, responses: Responses) -> torch.Tensor:
 
 def _check_same_tokens(engines: Sequence[Sequence[int]], digests: torch.Tensor) -> None:
     """Raise UserError if ranks of one engine have different digests. All have the same `digests`
-    [ranks, 4]: all
-    raise."""
+    [ranks, 4]: all raise."""
     for first, *others in engines:
         for rank in others:
             if not torch.equal(digests[first], digests[rank]):

@@ -51,11 +51,10 @@ class Collective:
         """Return the bytes that the rank receives (from its own node, from other nodes).
 
         Rings (Patarasuk and Yuan 2009): of n ranks each receives 2 (n - 1) / n of the bytes in an
-        all-reduce, and
-        (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so each enters a
-        node once. NCCL makes as many rings as a node has members, each with another member at its
-        entrance: of k members on its node a rank receives 1 / k of its bytes from another node. An
-        all-to-all brings 1 / n from each rank."""
+        all-reduce, and (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so
+        each enters a node once. NCCL makes as many rings as a node has members, each with another
+        member at its entrance: of k members on its node a rank receives 1 / k of its bytes from
+        another node. An all-to-all brings 1 / n from each rank."""
         first = rank // gpus_per_node * gpus_per_node
         n = len(self.group)
         k = bisect.bisect_left(self.group, first + gpus_per_node) - bisect.bisect_left(
@@ -410,8 +409,6 @@ def _merged(collectives: Sequence[Collective]) -> list[Collective]:
             continue
         before = merged.get(key, Collective(*key, 0.0, 0.0))
         merged[key] = replace(
-            item,
-            num_bytes=before.num_bytes + item.num_bytes,
-            calls=before.calls + item.calls,
+            item, num_bytes=before.num_bytes + item.num_bytes, calls=before.calls + item.calls
         )
     return list(merged.values())

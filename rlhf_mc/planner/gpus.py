@@ -14,8 +14,7 @@ from rlhf_mc.config.errors import UserError
 
 NETWORK_BANDWIDTH = 50e9
 """Bytes per second and direction of the network, per GPU: one adapter of 400 Gb/s for each GPU, as
-in a DGX H100 or
-DGX B200 (NVIDIA's user guides of both)."""
+in a DGX H100 or DGX B200 (NVIDIA's user guides of both)."""
 
 
 @dataclass(frozen=True)

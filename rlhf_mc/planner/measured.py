@@ -107,10 +107,8 @@ def expect_times(
     lengths: Lengths,
 ) -> Expected:
     """Return the times to expect by the nearest measurement. The arguments are plan_times's,
-    machine
-    at its peaks. A phase is MEASURED that was, of the same model on the same GPU, with half to
-    twice
-    as many tokens of a sequence and, in generation, sequences at a time."""
+    machine at its peaks. A phase is MEASURED that was, of the same model on the same GPU, with half
+    to twice as many tokens of a sequence and, in generation, sequences at a time."""
     reached, measurement = expected_machine(machine, shapes["actor"])
     times = plan_times(cfg, shapes, plan, weights, reached, lengths)
     roles = {work.phase: work.role for work in phase_work(cfg, shapes, machine.world, lengths)} | {

@@ -60,8 +60,7 @@ def planned_shapes(cfg: Config) -> dict[str, ModelShape]:
 
 def plan_run(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> list[RankMemory]:
     """Return the memory of each class of ranks. Raise UserError if the settings, or the shapes of
-    its models, do
-    not allow a run on this number of ranks."""
+    its models, do not allow a run on this number of ranks."""
     check_config(cfg, capacity.num_ranks)
     check_layouts(cfg, shapes)
     engine_factory(cfg.rollout).check_layout(
@@ -166,8 +165,7 @@ def fit_error(
     cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, fit: MemoryFit
 ) -> str:
     """Return one line on a run that does not fit: the memory that is too small, and settings with
-    which the run
-    fits."""
+    which the run fits."""
     settings = fitting_settings(
         cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, shapes, capacity, changes)
     )

@@ -40,8 +40,7 @@ class Storage:
     """Time in which the ranks write a checkpoint, each its part, at the storage's bandwidth."""
     load: float
     """Time in which the node that reads most reads a checkpoint. All of its files are read once
-    before, to verify
-    their digests."""
+    before, to verify their digests."""
 
     @property
     def space(self) -> int | None:

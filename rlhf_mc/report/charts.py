@@ -1,7 +1,5 @@
 """The drawings of the report as data: curves, phase times, histograms of lengths, marks. Long runs
-are thinned out,
-so that the page stays small. No torch here.
-"""
+are thinned out, so that the page stays small. No torch here."""
 
 from __future__ import annotations
 
@@ -67,8 +65,7 @@ def axis_limits(runs: Sequence[Sequence[Row]]) -> tuple[int, int]:
 def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return {"steps": [P], "metrics": {key: [P] numbers, null where there is none}, "group": steps
     in a group}. With more than `most` rows, each group of consecutive rows has two points: the
-    smallest and the largest value, in
-    the order in which they come."""
+    smallest and the largest value, in the order in which they come."""
     keys = sorted(
         {
             key

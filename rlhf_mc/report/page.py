@@ -297,9 +297,8 @@ def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str,
 
 def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a phase: its slowest rank, the most seconds of a rank's own work, their
-    mean over the
-    ranks, the longest wait, and of each rank its own work and, after a plus, its waiting. Empty
-    without times."""
+    mean over the ranks, the longest wait, and of each rank its own work and, after a plus, its
+    waiting. Empty without times."""
     seconds = [finite_or_none(value) or 0.0 for value in times.get("seconds") or []]
     waiting = [finite_or_none(value) or 0.0 for value in times.get("waiting") or []]
     waiting += [0.0] * (len(seconds) - len(waiting))

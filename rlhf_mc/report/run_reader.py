@@ -1,7 +1,5 @@
 """A run as its directory records it: finished, running, or dead, and of any version. Nothing is
-written there, and
-what is missing or cut is left out and named. No torch here.
-"""
+written there, and what is missing or cut is left out and named. No torch here."""
 
 from __future__ import annotations
 
@@ -207,8 +205,7 @@ def finite_or_none(value: Any) -> float | None:
 
 def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = "") -> list[Row]:
     """Return the objects of a file of JSON lines, and add a sentence to `problems` for other lines.
-    name: of the
-    file in the sentence."""
+    name: of the file in the sentence."""
     name = name or path.name
     try:
         rows, bad = json_objects_and_bad_lines(path)
@@ -233,8 +230,7 @@ def _is_step(value: Any) -> bool:
 
 def _valid_starts(starts: Sequence[Row], problems: list[str]) -> list[Row]:
     """Return the starts without the parts that are of another type than _START_TYPES, and without
-    changed settings
-    that are no pairs. Add a sentence to `problems` for each kind."""
+    changed settings that are no pairs. Add a sentence to `problems` for each kind."""
     valid: list[Row] = []
     odd: dict[str, int] = {}
     for start in starts:
@@ -323,14 +319,8 @@ def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     samples = []
     for row in _rows(path, problems, name=name):
         texts = (str(row.get("input", "")), _turns(row), str(row.get("gts", "")))
-        samples.append(
-            Sample(
-                *texts,
-                finite_or_none(row.get("score")),
-                finite_or_none(row.get("length")),
-                _tokens(row),
-            )
-        )
+        score, length = (finite_or_none(row.get(key)) for key in ("score", "length"))
+        samples.append(Sample(*texts, score, length, _tokens(row)))
         if row.get("tokens") and not samples[-1].tokens:
             problems.append(
                 f"{name}: the tokens of response {len(samples)} are not columns of one length"

@@ -228,10 +228,12 @@ def correction_biases(shape: ModelShape) -> frozenset[str]:
     type."""
     params = model_params(shape)
     occurrences = _occurrences(shape, params, range(shape.num_layers))
-    biases = [
-        (params[index], layer) for index, layer in occurrences if params[index].is_correction_bias
-    ]
-    return frozenset(name.format(i=layer) for param, layer in biases for name in param.hf)
+    return frozenset(
+        name.format(i=layer)
+        for index, layer in occurrences
+        if params[index].is_correction_bias
+        for name in params[index].hf
+    )
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:

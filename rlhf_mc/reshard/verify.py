@@ -36,8 +36,8 @@ def verify(
 ) -> None:
     """Raise UserError, the same on every rank, if any block of a target differs from its source in
     any bit; the message names the first such block. Collective. Aliased tensors must share the
-    source's storage. Source and target must
-    have one type, or the target is compared as `dtype`, the source's."""
+    source's storage. Source and target must have one type, or the target is compared as `dtype`,
+    the source's."""
     failure = _first_difference(plan, source, target, group, dtype)
     failures = [failure] if group is None else gather_objects(failure, group)
     if first := next((f for f in failures if f), None):

@@ -34,9 +34,8 @@ class WeightSync:
         keep_views: bool = True,
     ) -> None:
         """dtype: of the messages; None: the one type of all tensors. biases: the plan of the
-        correction biases,
-        which are float32. keep_views: the views of the first update serve the later ones; without
-        it the target's tensors may be temporary."""
+        correction biases, which are float32. keep_views: the views of the first update serve the
+        later ones; without it the target's tensors may be temporary."""
         self.plan = plan.for_rank(rank)
         """This rank's transfers, except the correction biases'."""
         # On GPUs, NCCL chooses between NVLink and the network.

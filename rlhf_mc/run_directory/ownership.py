@@ -96,12 +96,8 @@ def is_of_requeued_job(root: Path) -> bool:
     """Return whether this Slurm job began the run in the directory, before a requeue."""
     process = Owner.this_process()
     record = _read(root)
-    restarts = record.get(_RESTARTS)
-    return (
-        bool(process.job)
-        and record.get(_JOB) == process.job
-        and restarts in range(process.restarts)
-    )
+    is_same = bool(process.job) and record.get(_JOB) == process.job
+    return is_same and record.get(_RESTARTS) in range(process.restarts)
 
 
 def clear_success(root: Path) -> None:

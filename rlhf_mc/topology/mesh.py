@@ -88,8 +88,7 @@ class Mesh:
 
     def context_blocks(self, size: int) -> list[list[int]]:
         """Return the lists of `size` ranks that may share a micro-batch: aligned parts of the
-        context-parallel
-        ranks."""
+        context-parallel ranks."""
         return [
             ranks[start : start + size]
             for ranks in self.groups_along("cp")

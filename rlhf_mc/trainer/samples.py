@@ -48,10 +48,9 @@ def write_samples(
 ) -> None:
     """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names
     them; data_source, length in tokens, parts (each part's contribution to the score), extra
-    (further numbers of the reward functions)
-    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has
-    them. batch: of these responses, for tokens, as `token_columns` has them; None: without. One
-    rank calls it.
+    (further numbers of the reward functions) and failure (why there is no score, or null); of a
+    conversation turns, as `split_turns` has them. batch: of these responses, for tokens, as
+    `token_columns` has them; None: without. One rank calls it.
 
     A file of the same step, from before a resume, is replaced."""
     inputs = tokenizer.batch_decode(

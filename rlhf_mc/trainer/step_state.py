@@ -34,8 +34,7 @@ class Position:
     """The trainer.best_metric of best_accuracy."""
     last_healthy_step: int | None = None
     """The latest saved step after which the next one was healthy too: the metrics of a step show
-    the weights before
-    its updates."""
+    the weights before its updates."""
 
 
 @dataclass

@@ -81,8 +81,7 @@ def layout_defaults(
     verl: Settings, settings: Mapping[str, Any], roles: list[str]
 ) -> Iterator[MappedSetting]:
     """Yield verl's defaults of each model's layout that differ from what the model would have here.
-    settings:
-    ours. roles: the models besides the actor."""
+    settings: ours. roles: the models besides the actor."""
     if is_fsdp(verl):
         yield from _fsdp_defaults(settings, roles)
     else:

@@ -39,12 +39,11 @@ def sampling_seeds(
 ) -> list[int]:
     """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of
     (seed, stream, step, prompt, response 0 to n - 1) alone: neither the number of ranks nor a
-    resume changes it. A prompt that
-    the step draws again (data.train_file_weights, algorithm.filter_groups) has responses n to 2n -
-    1.
+    resume changes it. A prompt that the step draws again (data.train_file_weights,
+    algorithm.filter_groups) has responses n to 2n - 1.
 
-    seed, step and the indices of prompts are below 2^32. draws: draws of each prompt
-    earlier in the step, by its index; updated in place. None: none."""
+    seed, step and the indices of prompts are below 2^32. draws: draws of each prompt earlier in the
+    step, by its index; updated in place. None: none."""
     draws = Counter() if draws is None else draws
     earlier = []
     for prompt in prompts:
@@ -67,8 +66,7 @@ def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:
     """Write the actor's weights into the rollout engine's parameters. Each rank receives only the
-    blocks that it
-    lacks."""
+    blocks that it lacks."""
     with run.offload_schedule.phase(timer, "update_weights"):
         run.weight_sync.run(run.actor.params, run.rollout.params)
         run.rollout.weights_updated()
@@ -194,8 +192,7 @@ class EngineCall:
 
     def collect(self, responses: Responses, version: int) -> list[Group]:
         """Return the groups with the responses of `sample`. version: of the weights. Every rank
-        must
-        call it."""
+        must call it."""
         groups = self._plan.groups
         new = [list(group.responses) for group in groups]
         for (g, i), response in zip(self._ids, responses.generations(), strict=True):

@@ -158,8 +158,8 @@ def load_experts(arrays: Mapping[str, np.ndarray], num_experts: int) -> dict[int
 
 def _write(groups: Sequence[Group], path: Path) -> None:
     """Write groups to an .npz file, as data/cache.py writes the tokens of prompts: arrays by group
-    [G], by response
-    [G, rollout.n], by token [R] end to end, and the versions of all tokens run-length coded."""
+    [G], by response [G, rollout.n], by token [R] end to end, and the versions of all tokens
+    run-length coded."""
     responses = [response for group in groups for response in group.responses]
     versions = np.concatenate([of_tokens for group in groups for of_tokens in group.versions])
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
@@ -221,12 +221,11 @@ def load_groups(
     has_environment: bool,
 ) -> list[Group]:
     """Return the groups of the arrays of _write. new_groups: those of its positions, with nothing
-    generated.
-    A response that is longer than max_tokens, which may be lower than when it was generated, is cut
-    there. A group has nothing generated if its position now has another prompt or another number of
-    responses, if the run had an environment and has none or the reverse, or if a longer response is
-    a conversation: data or settings have changed. Seeds are those of the file, since new ones
-    depend on data.train_batch_size."""
+    generated. A response that is longer than max_tokens, which may be lower than when it was
+    generated, is cut there. A group has nothing generated if its position now has another prompt or
+    another number of responses, if the run had an environment and has none or the reverse, or if a
+    longer response is a conversation: data or settings have changed. Seeds are those of the file,
+    since new ones depend on data.train_batch_size."""
     tokens = arrays["tokens"]
     log_probs = arrays["log_probs"]
     versions = np.repeat(arrays["versions"], arrays["version_lens"])

@@ -145,8 +145,7 @@ def sample_groups(
     run: Run, state: StepState, needed: int
 ) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
     """Sample groups by the strategy of the run, with the current weights, and greedy responses if
-    the
-    advantage estimator needs them. needed: groups that the step can use; without a pool a whole
+    the advantage estimator needs them. needed: groups that the step can use; without a pool a whole
     batch of prompts is sampled. Return the prompt of each response, the batch, and the scores to
     come. All ranks know which responses have ended, and so decide alike."""
     cfg = run.config

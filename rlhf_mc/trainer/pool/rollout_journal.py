@@ -72,27 +72,24 @@ class RolloutJournal:
                 f"trainer.replay: {path} has no rows; a run writes it with rollout.tail_batching "
                 "or partial_rollout"
             )
-        for row in rows.values():
+        by_step: dict[int, list[StepGroups]] = defaultdict(list)
+        for number, row in rows.items():
             other = {key: row.pop(key, None) for key in self._settings}
             if other != self._settings:
                 raise UserError(
                     f"trainer.replay: {path} is of a run with {_words(other)}; this run has "
                     f"{_words(self._settings)}"
                 )
-        by_step: dict[int, list[StepGroups]] = defaultdict(list)
-        for number, row in rows.items():
             try:
                 groups = StepGroups(**row)
             except TypeError:
                 raise UserError(
                     f"trainer.replay: {path} is no journal of rollouts: it has other fields"
                 ) from None
-            if problem := _problem(
-                groups, self._settings["n"], self._num_taken, self._settings["max_response_length"]
-            ):
+            if (num_taken := len(groups.taken)) not in self._num_taken:
                 raise UserError(
-                    f"trainer.replay: {path}, line {number}: {problem}; is it as the run has "
-                    "written it?"
+                    f"trainer.replay: {path}, line {number}: taken has {num_taken} groups; this "
+                    f"run trains on {self._num_taken[-1]}"
                 )
             by_step[groups.step].append(groups)
         return dict(by_step)
@@ -140,37 +137,6 @@ def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
                     "have drawn other tokens: are model, data, settings and versions those of that "
                     "run?"
                 )
-
-
-def _problem(row: StepGroups, n: int, num_taken: range, max_tokens: int) -> str | None:
-    """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed
-    numbers of groups. max_tokens: of a response."""
-    lens: list[Any] = row.lens if isinstance(row.lens, list) else [None]
-    if not all(map(_are_counts, ([row.step], row.positions, row.taken, *lens))):
-        return "step, positions, lens and taken are not all integers from 0 on"
-    if len(lens) != len(row.positions) or any(len(response_lens) != n for response_lens in lens):
-        sizes = sorted({len(response_lens) for response_lens in lens})
-        return (
-            f"positions has {len(row.positions)} groups, and lens {len(lens)} of {sizes} "
-            f"responses; they have {n}"
-        )
-    if len({*row.positions}) < len(row.positions) or not {*row.taken} <= {*row.positions}:
-        return "a group is in positions twice, or in taken alone"
-    if any(length > max_tokens for response_lens in lens for length in response_lens):
-        return f"lens has {max(map(max, lens))}; a response has at most {max_tokens} tokens"
-    if any(
-        0 in response_lens and position in row.taken
-        for position, response_lens in zip(row.positions, lens, strict=True)
-    ):
-        return "lens has 0 for a group that the step has trained on"
-    if len({*row.taken}) not in num_taken:
-        return f"taken has {len({*row.taken})} groups; this run trains on {num_taken[-1]}"
-    return None
-
-
-def _are_counts(values: object) -> bool:
-    """Return whether this is a list of integers from 0 on."""
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _words(settings: dict[str, Any]) -> str:

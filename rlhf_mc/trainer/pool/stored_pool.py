@@ -31,8 +31,7 @@ def load_pool(
 ) -> int:
     """Load the pool of the checkpoint at path, from which the next step continues. position: the
     checkpoint's. order: with the checkpoint's sizes of a batch. Return position.num_prompts for the
-    present sizes. Every rank must call
-    it."""
+    present sizes. Every rank must call it."""
     if run.environments is not None:
         run.environments.end_retained()  # of later steps, before a roll-back
     run.group_pool.groups = ()

@@ -1,7 +1,5 @@
 """The strategies of a rollout: which groups a call of the engines samples, when it ends, and what
-becomes
-of the groups that the step does not train on.
-"""
+becomes of the groups that the step does not train on."""
 
 from __future__ import annotations
 
@@ -85,8 +83,7 @@ class PlainSampling(Strategy):
 
 class TailBatching(PoolStrategy):
     """A step samples more groups than it uses, and ends with the first ones that are complete.
-    Later
-    steps sample the others again, with their own weights, without any more."""
+    Later steps sample the others again, with their own weights, without any more."""
 
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
         needed = run.config.data.train_batch_size
