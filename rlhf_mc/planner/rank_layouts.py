@@ -57,8 +57,8 @@ def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
 @functools.lru_cache(maxsize=64)
 def rollout_tp_ranks(mesh: Mesh, rollout_tp: int, gpus_per_node: int) -> Mapping[int, int]:
     """Return each rank's tensor-parallel rank in its rollout engine."""
-    groups = rollout_groups(mesh, rollout_tp, gpus_per_node)
-    return {rank: tp_rank for group in groups for tp_rank, rank in enumerate(group)}
+    engine_ranks = rollout_groups(mesh, rollout_tp, gpus_per_node)
+    return {rank: tp_rank for ranks in engine_ranks for tp_rank, rank in enumerate(ranks)}
 
 
 def rank_state(

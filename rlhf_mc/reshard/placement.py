@@ -91,14 +91,14 @@ def with_contiguous_experts(layouts: Sequence[Layout], mesh: Mesh) -> list[Layou
 
 
 def rollout_layouts(
-    shape: ModelShape, groups: Sequence[Sequence[int]], layout: RankLayout
+    shape: ModelShape, engine_ranks: Sequence[Sequence[int]], layout: RankLayout
 ) -> list[Layout]:
-    """Return each rank's layout of the rollout engines over these groups, each in the order of its
-    TP ranks."""
+    """Return each rank's layout of the rollout engines. engine_ranks: the ranks of each engine, in
+    the order of its TP ranks."""
     by_rank = {
-        rank: layout(shape, tp_rank, len(group))
-        for group in groups
-        for tp_rank, rank in enumerate(group)
+        rank: layout(shape, tp_rank, len(ranks))
+        for ranks in engine_ranks
+        for tp_rank, rank in enumerate(ranks)
     }
     return [by_rank[rank] for rank in range(len(by_rank))]
 

@@ -240,17 +240,17 @@ def rollout_groups(mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list
             for a in starts
         ]
     stride = mesh.tp // rollout_tp
-    groups = [
+    engine_ranks = [
         [base + first + part * stride for part in range(rollout_tp)]
         for base in range(0, mesh.world, mesh.tp)
         for first in range(stride)
     ]
 
-    def num_nodes(groups: Iterable[Iterable[int]]) -> int:
-        return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
+    def num_nodes(engines: Iterable[Iterable[int]]) -> int:
+        return sum(len({rank // ranks_per_node for rank in ranks}) for ranks in engines)
 
-    if num_nodes(groups) <= num_nodes(range(a, a + rollout_tp) for a in starts):
-        return groups
+    if num_nodes(engine_ranks) <= num_nodes(range(a, a + rollout_tp) for a in starts):
+        return engine_ranks
     size = ranks_per_node if ranks_per_node % rollout_tp == 0 else rollout_tp
     return [
         group
