@@ -17,7 +17,7 @@ from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
-from rlhf_mc.observability.sinks import best_effort
+from rlhf_mc.observability.sinks import append_line, best_effort
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects
@@ -112,12 +112,7 @@ class HealthWatch:
 
     def _write(self, event: Event) -> None:
         line = json.dumps(event.row(self._run_id), allow_nan=False) + "\n"
-
-        def append() -> None:
-            with (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file:
-                file.write(line)
-
-        best_effort(HEALTH_FILE, append)
+        append_line(self._directory / HEALTH_FILE, line)
 
 
 def run_traits(cfg: Config, log_prob_check: LogProbCheck) -> RunTraits:

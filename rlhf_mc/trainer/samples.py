@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc import json_files
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.observability.sinks import best_effort
+from rlhf_mc.observability.sinks import append_line, best_effort
 from rlhf_mc.rewards.results import Episode, Score
 from rlhf_mc.run_files import HISTOGRAMS_FILE
 
@@ -185,10 +185,8 @@ def record_histograms(cfg: Config, rank: int, run_id: str, step: int, batch: Rag
     if rank == 0:
         lengths = histogram(batch.response_lens, length_edges(cfg.data.max_response_length))
         row = {"step": step, "run_id": run_id, "response_length": lengths}
-        best_effort(
-            HISTOGRAMS_FILE,
-            lambda: _append(Path(cfg.trainer.default_local_dir) / HISTOGRAMS_FILE, row),
-        )
+        path = Path(cfg.trainer.default_local_dir) / HISTOGRAMS_FILE
+        append_line(path, json.dumps(row) + "\n")
 
 
 def length_edges(longest: int) -> list[int]:
@@ -203,11 +201,6 @@ def histogram(lengths: torch.Tensor, edges: Sequence[int]) -> dict[str, list[int
     """Return {"edges", "counts"} of lengths in tokens; [S] integers from 1 to edges[-1]."""
     bins = torch.bucketize(lengths, torch.tensor(edges[1:], dtype=lengths.dtype))
     return {"edges": list(edges), "counts": torch.bincount(bins, minlength=len(edges) - 1).tolist()}
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def keep_samples(

@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import has_pool
 from rlhf_mc.config.schema import Config
-from rlhf_mc.observability.sinks import best_effort
+from rlhf_mc.observability.sinks import append_line
 from rlhf_mc.run_files import JOURNAL_FILE, checked_line, checked_rows
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.pool.group_pool import Group
@@ -117,13 +117,7 @@ class RolloutJournal:
         row = StepGroups(
             step, [group.position for group in groups], lens, [group.position for group in taken]
         )
-        line = checked_line({**asdict(row), **self._settings})
-
-        def append() -> None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
-
-        best_effort(JOURNAL_FILE, append)
+        append_line(self._path, checked_line({**asdict(row), **self._settings}))
 
 
 def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
