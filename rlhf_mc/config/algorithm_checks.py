@@ -1,7 +1,5 @@
 """Checks of the settings of algorithm and reward, in the form of checks.py. reward.mixture is
-checked where the
-rules are known, in rewards/mixture.py.
-"""
+checked where the rules are known, in rewards/mixture.py."""
 
 from __future__ import annotations
 

@@ -168,8 +168,7 @@ class RolloutCorrectionConfig:
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh each token's policy loss by rho of the token, or by the product of rho over its
-    sequence; null: no
-    weights."""
+    sequence; null: no weights."""
     rollout_is_threshold: Positive = 2.0
     """Upper bound of a weight (truncated importance sampling)."""
     rollout_is_batch_normalize: bool = False

@@ -164,8 +164,7 @@ class _Reading:
 
     def file(self, path: Path, parents: tuple[Path, ...]) -> dict[str, _Setting]:
         """Return the settings of a file merged into the settings of its bases. parents: the chain
-        of files that
-        inherit from it."""
+        of files that inherit from it."""
         by = f" (base of {parents[-1]})" if parents else ""
         real = _resolved(path)
         if real in map(_resolved, parents):
