@@ -90,7 +90,7 @@ def generated(run: Run, control: Path, seconds: tuple[float, float] | None) -> t
     """Generate a batch with tools that take these seconds; None: without tools. Return (seconds,
     drawn tokens)."""
     state = step_state.begin_step(1, RankStatus())
-    prompts = run.train_prompts.at(range(run.config.data.train_batch_size))
+    prompts = run.train_prompts.select(range(run.config.data.train_batch_size))
     limit = run.config.data.max_response_length
     if seconds is None:
         run = replace(run, environments=None)

@@ -45,5 +45,5 @@ def without_nulls(value: Any) -> Any:
     """Return a value without the fields of objects that are null, at all depths; elements of lists
     stay. Parquet has the fields of any row in all rows."""
     if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

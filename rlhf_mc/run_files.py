@@ -136,8 +136,8 @@ def steps_logged(path: Path) -> list[int]:
 
 def keep_up_to(path: Path, step: int) -> None:
     """Drop the rows of later steps, and a truncated row. The file is replaced atomically."""
-    kept = [line for line, row in read_rows(path) if row["step"] <= step]
-    durable.replace(path, "".join(kept).encode())
+    lines = [line for line, row in read_rows(path) if row["step"] <= step]
+    durable.replace(path, "".join(lines).encode())
 
 
 def observation_files(root: Path) -> list[tuple[int, Path]]:

@@ -126,8 +126,8 @@ def discounted_sums(x: torch.Tensor, response_lens: torch.Tensor, factor: float)
     counts = len(lens) - lens.bincount().cumsum(0)
     sums = x.clone()
     for back, count in enumerate(counts[1:].tolist(), start=1):
-        at = last[:count] - back
-        sums[at] += factor * sums[at + 1]
+        tokens = last[:count] - back
+        sums[tokens] += factor * sums[tokens + 1]
     return sums
 
 

@@ -27,7 +27,7 @@ def aggregation_weights(
     response_lens: torch.Tensor,
     mode: LossAggMode,
     scale_factor: int | None = None,
-    kept: torch.Tensor | None = None,
+    is_kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weight of each response token of the WHOLE mini-batch, such that loss = sum_t
     weight_t * loss_t.
@@ -37,18 +37,18 @@ def aggregation_weights(
     * len_s) for seq-mean-token-mean, and
     1 / (S * scale_factor) for seq-mean-token-sum-norm: Dr. GRPO (arXiv 2503.20783), which divides
     by a constant.
-    kept: [R] bool. Other tokens have weight 0, and only kept ones, and sequences with such, are
-    counted in R, len_s and S. Without a kept token all weights are 0.
+    is_kept: [R] bool. Other tokens have weight 0; R, len_s and S count only kept tokens, and
+    sequences that have some. Without a kept token all weights are 0.
     """
-    if kept is not None:
+    if is_kept is not None:
         sequence = torch.repeat_interleave(response_lens)
         counts = torch.zeros_like(response_lens).index_add(
-            0, sequence, kept.to(response_lens.dtype)
+            0, sequence, is_kept.to(response_lens.dtype)
         )
         present = counts > 0
-        weights = torch.zeros(len(kept))
+        weights = torch.zeros(len(is_kept))
         if present.any():
-            weights[kept] = aggregation_weights(counts[present], mode, scale_factor)
+            weights[is_kept] = aggregation_weights(counts[present], mode, scale_factor)
         return weights
     num_sequences = len(response_lens)
     match mode:
@@ -75,7 +75,7 @@ class ActorLossInputs:
     """Inputs of the actor's loss for one micro-batch, all [r]."""
 
     policy: PolicyLossInputs
-    """Of the policy loss."""
+    """Inputs of the policy loss."""
     weights: torch.Tensor
     """This micro-batch's slice of aggregation_weights, for entropy and KL."""
     entropy: torch.Tensor | None = None
@@ -134,12 +134,10 @@ def value_loss(
     """Return the critic's clipped loss, a scalar, and its statistics. All tensors are [r].
 
     L = 0.5 * max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) with e = cliprange. Source:
-    OpenAI baselines'
-    ppo2; the maximum keeps the values near the old ones.
+    OpenAI baselines' ppo2; the maximum keeps the values near the old ones.
 
     Statistics: vf_loss (aggregated as the loss); vf_clipfrac (share of tokens whose L is raised by
-    the clip); vpred_mean (mean of v).
-    """
+    the clip); vpred_mean (mean of v)."""
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     unclipped = (values - returns).square()
     clipped = (clipped_values - returns).square()

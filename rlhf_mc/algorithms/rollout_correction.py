@@ -129,14 +129,12 @@ def kept_tokens(
 
     A criterion of rollout_rs rejects where its statistic exceeds its threshold: tokens one by one
     (token_*) or whole sequences by the sum, mean or maximum over their tokens (seq_*). The
-    statistic of a token is k1 = -log rho,
-    k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log rho clamped to +-20. The threshold x of
-    k1 is meant as
-    1 / x <= rho <= x, or rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence
-    with a token of rho below rollout_token_veto_threshold.
-    """
+    statistic of a token is k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log
+    rho clamped to +-20. The threshold x of k1 is meant as 1 / x <= rho <= x, or
+    rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence with a token of rho below
+    rollout_token_veto_threshold."""
     log_ratio = log_ratio.double()
-    kept = torch.ones(len(log_ratio), dtype=torch.bool)
+    is_kept = torch.ones(len(log_ratio), dtype=torch.bool)
     metrics: dict[str, float] = {}
     for name, threshold in zip(cfg.rollout_rs, cfg.rollout_rs_threshold, strict=True):
         statistic, of_sequences = _statistic(name, log_ratio, response_lens)
@@ -146,7 +144,7 @@ def kept_tokens(
             low = -math.log(threshold)
             high = -math.log(cfg.rollout_rs_threshold_lower or 1 / threshold)
         passed = (statistic >= low) & (statistic <= high)
-        kept &= passed
+        is_kept &= passed
         prefix = f"rollout_rs_{name}"
         judged = statistic if name.startswith("token") else of_sequences
         metrics |= _statistic_metrics(prefix, statistic, of_sequences, judged, (low, high))
@@ -154,15 +152,15 @@ def kept_tokens(
     if cfg.rollout_token_veto_threshold is not None:
         lowest = torch.segment_reduce(log_ratio, "min", lengths=response_lens)
         veto = torch.tensor(cfg.rollout_token_veto_threshold, dtype=torch.float64).log()
-        kept &= torch.repeat_interleave(lowest >= veto, response_lens)
-    return kept, metrics | _masked_fractions("rollout_rs", kept, response_lens)
+        is_kept &= torch.repeat_interleave(lowest >= veto, response_lens)
+    return is_kept, metrics | _masked_fractions("rollout_rs", is_kept, response_lens)
 
 
 def _masked_fractions(
-    prefix: str, kept: torch.Tensor, response_lens: torch.Tensor
+    prefix: str, is_kept: torch.Tensor, response_lens: torch.Tensor
 ) -> dict[str, float]:
     """Return the shares of tokens that are not kept, and of sequences with such a token."""
-    masked = (~kept).double()
+    masked = (~is_kept).double()
     in_sequences = torch.segment_reduce(masked, "max", lengths=response_lens)
     return {
         f"{prefix}_masked_fraction": float(masked.mean()),
@@ -217,10 +215,10 @@ def _statistic(
     level, _, kind = name.rpartition("_")
     clamped = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     # In the sum and the mean of k1, which is -log rho, tokens of opposite signs cancel.
-    each = {"k1": -clamped, "k2": 0.5 * clamped.square(), "k3": _k3(clamped)}[kind]
+    per_token = {"k1": -clamped, "k2": 0.5 * clamped.square(), "k3": _k3(clamped)}[kind]
     if level == "token":
-        return each, torch.segment_reduce(each, "mean", lengths=response_lens)
-    reduced = torch.segment_reduce(each, level.removeprefix("seq_"), lengths=response_lens)
+        return per_token, torch.segment_reduce(per_token, "mean", lengths=response_lens)
+    reduced = torch.segment_reduce(per_token, level.removeprefix("seq_"), lengths=response_lens)
     return torch.repeat_interleave(reduced, response_lens), reduced
 
 

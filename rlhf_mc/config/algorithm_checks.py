@@ -1,7 +1,5 @@
 """Checks of the settings of algorithm and reward, in the form of checks.py. reward.mixture is
-checked where the
-rules are known, in rewards/mixture.py.
-"""
+checked where the rules are known, in rewards/mixture.py."""
 
 from __future__ import annotations
 
@@ -324,11 +322,9 @@ def _remote(cfg: Config) -> Iterator[str]:
         return
     if problem := _url_problem(remote.url, variable is not None):
         # The text may have a password in a place where a valid URL has none.
-        before, at, after = remote.url.rpartition("@")
-        yield (
-            f"reward.remote.url is {masked(HIDDEN + at + after if at else before + after)!r}; "
-            f"{problem}"
-        )
+        _, separator, address = remote.url.rpartition("@")
+        url = f"{HIDDEN}@{address}" if separator else address
+        yield (f"reward.remote.url is {masked(url)!r}; {problem}")
     if remote.api == "openai" and remote.model is None:
         yield "reward.remote.api is openai; that needs reward.remote.model, which is null"
 

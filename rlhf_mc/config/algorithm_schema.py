@@ -62,7 +62,7 @@ AdvEstimator = Literal[
 
 
 @dataclass(frozen=True)
-class Needs:
+class EstimatorNeeds:
     """Requirements of an advantage estimator, beside token rewards."""
 
     critic: bool = False
@@ -73,16 +73,16 @@ class Needs:
     """The score of one more response to each prompt, generated at temperature 0."""
 
 
-ESTIMATOR_NEEDS: dict[str, Needs] = {
-    "gae": Needs(critic=True),
-    "grpo": Needs(group=True),
-    "grpo_passk": Needs(group=True),
-    "rloo": Needs(group=True),
-    "reinforce_plus_plus": Needs(),
-    "reinforce_plus_plus_baseline": Needs(group=True),
-    "remax": Needs(greedy_baseline=True),
-    "opo": Needs(group=True),
-    "gpg": Needs(group=True),
+ESTIMATOR_NEEDS: dict[str, EstimatorNeeds] = {
+    "gae": EstimatorNeeds(critic=True),
+    "grpo": EstimatorNeeds(group=True),
+    "grpo_passk": EstimatorNeeds(group=True),
+    "rloo": EstimatorNeeds(group=True),
+    "reinforce_plus_plus": EstimatorNeeds(),
+    "reinforce_plus_plus_baseline": EstimatorNeeds(group=True),
+    "remax": EstimatorNeeds(greedy_baseline=True),
+    "opo": EstimatorNeeds(group=True),
+    "gpg": EstimatorNeeds(group=True),
 }
 """Needs of each estimator of algorithms/estimators.py. They are here, as settings are checked
 without torch."""
@@ -168,8 +168,7 @@ class RolloutCorrectionConfig:
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh each token's policy loss by rho of the token, or by the product of rho over its
-    sequence; null: no
-    weights."""
+    sequence; null: no weights."""
     rollout_is_threshold: Positive = 2.0
     """Upper bound of a weight (truncated importance sampling)."""
     rollout_is_batch_normalize: bool = False

@@ -1,9 +1,8 @@
 """Checks of a config. Of several settings together a check is a generator of problems, each one
 line with the key, its value and the values that are allowed. algorithm_checks.py has the checks of
 algorithm and reward, paths.py of paths. Types, unknown keys and required keys are checked in
-load.py. Checks that need the model or the data (heads divisible
-by TP, columns of a file) are made where these are read.
-"""
+load.py. Checks that need the model or the data (heads divisible by TP, columns of a file) are made
+where these are read."""
 
 from __future__ import annotations
 
@@ -134,10 +133,10 @@ def _divisors(number: int) -> str:
 def _mini_batch_sizes(cfg: Config) -> dict[str, int]:
     """Return the prompts per optimizer step of each model that is trained."""
     actor = cfg.actor.ppo_mini_batch_size
-    own = cfg.critic.ppo_mini_batch_size
+    critic = cfg.critic.ppo_mini_batch_size
     return {
         "actor": actor,
-        **({"critic": actor if own is None else own} if uses_critic(cfg) else {}),
+        **({"critic": actor if critic is None else critic} if uses_critic(cfg) else {}),
     }
 
 
@@ -220,28 +219,28 @@ def _engine(cfg: Config) -> Iterator[str]:
 
 
 def _environment(cfg: Config) -> Iterator[str]:
-    one = cfg.rollout.environment
-    if not one.is_set:
+    environment = cfg.rollout.environment
+    if not environment.is_set:
         return
-    if one.path is not None and one.has_tools:
+    if environment.path is not None and environment.has_tools:
         yield (
             "rollout.environment.path and tools (function_tool_path, tool_config_path) are both "
             "set; give one of them"
         )
-    if one.has_tools and one.first_observation:
+    if environment.has_tools and environment.first_observation:
         yield "rollout.environment.first_observation is true, and tools have none; set it to false"
-    if one.has_tools and "tools" in cfg.data.apply_chat_template_kwargs:
+    if environment.has_tools and "tools" in cfg.data.apply_chat_template_kwargs:
         yield (
             "data.apply_chat_template_kwargs has 'tools', and rollout.environment has tools too; "
             "remove the former"
         )
     if (
-        one.max_tokens_per_turn is not None
-        and one.max_tokens_per_turn > cfg.data.max_response_length
+        environment.max_tokens_per_turn is not None
+        and environment.max_tokens_per_turn > cfg.data.max_response_length
     ):
         yield (
-            f"rollout.environment.max_tokens_per_turn is {one.max_tokens_per_turn}; it must be at "
-            f"most data.max_response_length, {cfg.data.max_response_length}"
+            f"rollout.environment.max_tokens_per_turn is {environment.max_tokens_per_turn}; it "
+            f"must be at most data.max_response_length, {cfg.data.max_response_length}"
         )
 
 
@@ -367,11 +366,11 @@ def _health(cfg: Config) -> Iterator[str]:
     for rule in itertools.chain.from_iterable(getattr(health, response) for response in RESPONSES):
         listed = listed_responses(health, rule)
         if len(listed) > 1:
-            places = [
+            settings = [
                 f"health.{'kl_coef' if response == 'fixed_kl_coef' else response}"
                 for response in listed
             ]
-            yield f"{' and '.join(places)} are both responses to {rule}; a rule has one"
+            yield f"{' and '.join(settings)} are both responses to {rule}; a rule has one"
     if rolls_back(health) and cfg.trainer.save_freq == -1:
         yield (
             f"health.roll_back has {health.roll_back[0]}; that needs checkpoints: "

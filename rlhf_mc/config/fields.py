@@ -67,8 +67,8 @@ def _leaves(cls: type, section: Any, prefix: str = "") -> Iterator[tuple[str, An
         if dataclasses.is_dataclass(hint):
             yield from _leaves(typing.cast(type, hint), value, f"{key}.")
         elif (named := named_section(hint)) is not None:
-            for inner, one in {_ANY_NAME: None}.items() if value is None else value.items():
-                yield from _leaves(named, one, f"{key}.{inner}.")
+            for inner, inner_value in {_ANY_NAME: None}.items() if value is None else value.items():
+                yield from _leaves(named, inner_value, f"{key}.{inner}.")
         else:
             yield key, hint, value
 

@@ -27,7 +27,7 @@ from rlhf_mc.config.masking import masked_argument
 from rlhf_mc.config.model_schema import FrozenMegatronConfig, MegatronConfig
 from rlhf_mc.config.schema import Config, roles
 from rlhf_mc.config.unknown import Hint, explain
-from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
+from rlhf_mc.config.yaml_reader import parse_yaml, read_limited
 
 VERL_WRAPPER = "actor_rollout_ref"
 WRAPPED_SECTIONS = ("model", "actor", "ref", "rollout")
@@ -67,12 +67,12 @@ def load_config(
     for role, section in roles(config).items():
         if role != "actor":
             cls = type(section.megatron)
-            own = _build(cls, f"{role}.megatron.", settings, config.actor.megatron, path)
+            layout = _build(cls, f"{role}.megatron.", settings, config.actor.megatron, path)
             section.megatron = _build(
                 cls,
                 f"{role}.megatron.",
                 settings,
-                inherited_layout(own, config.actor.megatron),
+                inherited_layout(layout, config.actor.megatron),
                 path,
             )
     return config
@@ -164,8 +164,7 @@ class _Reading:
 
     def file(self, path: Path, parents: tuple[Path, ...]) -> dict[str, _Setting]:
         """Return the settings of a file merged into the settings of its bases. parents: the chain
-        of files that
-        inherit from it."""
+        of files that inherit from it."""
         by = f" (base of {parents[-1]})" if parents else ""
         real = _resolved(path)
         if real in map(_resolved, parents):
@@ -286,12 +285,9 @@ def _read_tree(path: Path, by: str) -> dict[Any, Any]:
         if not path.is_file():
             what = "not a file" if path.exists() else "no such file"
             raise UserError(f"config file {path}: {what}{by}" + explain_mistake(str(path)))
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
+        text = read_limited(path)
     except OSError as error:
         raise UserError(f"config file {path}: cannot be read ({error.strerror}){by}") from error
-    if len(text) > MOST_BYTES:
-        raise UserError(f"config file {path}: more than {MOST_BYTES >> 10} KiB; is it a config?")
     tree = parse_yaml(text, str(path))
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
@@ -340,16 +336,16 @@ def _build(
     return cls(**values)
 
 
-def inherited_layout(own: FrozenMegatronConfig, actor: MegatronConfig) -> FrozenMegatronConfig:
-    """Return what a role with the parallel sizes of `own` inherits from the actor, of own's class:
-    all settings except those of a split that the role does not have."""
-    inherited = type(own)(**{name: getattr(actor, name) for name in vars(own)})
-    if own.tensor_model_parallel_size == 1:
+def inherited_layout(layout: FrozenMegatronConfig, actor: MegatronConfig) -> FrozenMegatronConfig:
+    """Return the settings that a role with the parallel sizes of `layout` inherits from the actor,
+    in layout's class: all but those of a split that the role does not have."""
+    inherited = type(layout)(**{name: getattr(actor, name) for name in vars(layout)})
+    if layout.tensor_model_parallel_size == 1:
         inherited.sequence_parallel = False
-    if own.context_parallel_size != actor.context_parallel_size:
+    if layout.context_parallel_size != actor.context_parallel_size:
         inherited.dynamic_context_parallel = False
         inherited.cp_comm_type = None
-    if own.pipeline_model_parallel_size != actor.pipeline_model_parallel_size:
+    if layout.pipeline_model_parallel_size != actor.pipeline_model_parallel_size:
         inherited.virtual_pipeline_model_parallel_size = None
         inherited.num_layers_in_first_pipeline_stage = (
             inherited.num_layers_in_last_pipeline_stage

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 
 HIDDEN = "***"
-"""In place of a secret."""
+"""Replaces a secret in texts."""
 _NAME = r"(?:token|key|secret|password|passwd|signature|credentials?|authorization)"
 SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
 """The name of a keyword argument, or of a parameter of a URL, that holds a secret."""

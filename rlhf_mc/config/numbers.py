@@ -1,7 +1,6 @@
-"""Types for the fields of the settings: numbers with their ranges, and the marker
-FreeOnResume. Upper bounds exclude values on which a library fails, and no value of practical
-use. Checks of several settings together are in checks.py.
-"""
+"""Types for the fields of the settings: numbers with their ranges, and the marker FreeOnResume.
+Upper bounds exclude values on which a library fails, and no value of practical use. Checks of
+several settings together are in checks.py."""
 
 from __future__ import annotations
 

@@ -84,9 +84,8 @@ class RemoteRewardConfig:
     such as http://host:8000/v1; null: none."""
     api: Literal["http", "openai"] = "http"
     """http: each request is the JSON of a reward function's arguments and `prompt`; the answer is a
-    number or
-    {"score": number, ...}. openai: a chat completion of `model`; the last number of its reply is
-    the score."""
+    number or {"score": number, ...}. openai: a chat completion of `model`; the last number of its
+    reply is the score."""
     model: str | None = None
     """openai: name of the model."""
     template: str = (
@@ -119,14 +118,12 @@ class RewardConfig:
     rows in one), and of the import of the user's file, which has at least 60 s."""
     mixture: dict[str, Any] = field(default_factory=dict)
     """Parts of the score and their weights by data source: {data_source: {part: weight}}; "*"
-    stands for all others.
-    A part is the name of a rule (docs/rewards.md), custom, remote, reward_model, or a name of
-    reward_models. {}: one part of weight 1, which is the reward model, else the user's function or
-    the endpoint, else the rule of the data source."""
+    stands for all others. A part is the name of a rule (docs/rewards.md), custom, remote,
+    reward_model, or a name of reward_models. {}: one part of weight 1, which is the reward model,
+    else the user's function or the endpoint, else the rule of the data source."""
     math_rule: Literal["math", "math_string"] = "math"
     """Rule of the data sources of MATH that mixture does not list. math: math-verify compares the
-    answers.
-    math_string: verl's comparison of strings."""
+    answers. math_string: verl's comparison of strings."""
     default_score: Number | None = None
     """Score of a response that cannot be scored, with a warning and a count in the metrics: its
     function raises, exits, takes longer than timeout_seconds, or returns no finite number; or its

@@ -7,7 +7,7 @@ from rlhf_mc.config.algorithm_schema import (
     ESTIMATOR_NEEDS,
     SELECTING_LOSSES,
     AlgorithmConfig,
-    Needs,
+    EstimatorNeeds,
     RouterReplayMode,
 )
 from rlhf_mc.config.schema import (
@@ -49,14 +49,15 @@ def tokens_on_rank(length: int, cp: int) -> int:
 
 
 def longest_sequence(tokens: int, cp: int) -> int:
-    """Return the longest sequence of which a rank has at most `tokens`."""
+    """Return the length of the longest sequence whose part on a rank has at most `tokens`
+    tokens."""
     return tokens if cp == 1 else tokens // 2 * 2 * cp
 
 
-def estimator_needs(algorithm: AlgorithmConfig) -> Needs:
+def estimator_needs(algorithm: AlgorithmConfig) -> EstimatorNeeds:
     """Return the needs of the run's advantage estimator."""
     if algorithm.adv_estimator == "custom":
-        return Needs(**dict.fromkeys(algorithm.custom_estimator.needs, True))
+        return EstimatorNeeds(**dict.fromkeys(algorithm.custom_estimator.needs, True))
     return ESTIMATOR_NEEDS[algorithm.adv_estimator]
 
 

@@ -1,9 +1,8 @@
 """The settings of a run: one dataclass per section of the YAML file, a docstring under each field.
 
 Names follow verl's where the meaning is the same. Files are read in load.py. The range of each
-number is in its type
-(numbers.py). Checks of several settings together are in checks.py. No torch here.
-"""
+number is in its type (numbers.py). Checks of several settings together are in checks.py. No torch
+here."""
 
 from __future__ import annotations
 
@@ -99,8 +98,8 @@ class DataConfig:
     on_bad_row: Literal["error", "skip"] = "error"
     """Behaviour for a row that cannot be used: a null, empty or malformed prompt, invalid JSON, a
     chat template that fails, a data source without a rule, a rule without a reference answer.
-    error: a line that names file and row.
-    skip: such rows are left out, with a warning that counts them and names the first."""
+    error: a line that names file and row. skip: such rows are left out, with a warning that counts
+    them and names the first."""
     chat_template_path: str | None = None
     """File with a chat template (Jinja), used in place of the tokenizer's. Exports keep the
     tokenizer's. null: the tokenizer's."""
@@ -163,8 +162,7 @@ class ActorConfig:
     mean, else down. For routers with such a bias (glm4_moe, deepseek_v3). 0: the biases stay."""
     freeze: list[str] = field(default_factory=list)
     """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as
-    "model.embed_tokens.*"
-    or "model.layers.0.*"."""
+    "model.embed_tokens.*" or "model.layers.0.*"."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -325,8 +323,7 @@ class ReshardConfig:
     extra memory."""
     verify: Literal["off", "first", "always"] = "first"
     """Compare checksums of all weights on both sides: never, after the first update of the run, or
-    after each
-    update."""
+    after each update."""
 
 
 @dataclass
@@ -379,8 +376,7 @@ class Config:
     """A reward model, in place of reward functions or beside them."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further reward models by name, each with the settings of reward_model. The name is also the
-    name
-    of its part of the score in reward.mixture."""
+    name of its part of the score in reward.mixture."""
     health: FreeOnResume[HealthConfig] = field(default_factory=HealthConfig)
     """Rules that watch the metrics, and the response to each."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -418,9 +414,9 @@ def layouts(cfg: Config) -> dict[str, MegatronConfig]:
 def reward_models(cfg: Config) -> dict[str, RewardModelConfig]:
     """Return the sections of the reward models that the run has, by role."""
     return {
-        role: one
-        for role, one in roles(cfg).items()
-        if isinstance(one, RewardModelConfig) and one.model_path
+        role: section
+        for role, section in roles(cfg).items()
+        if isinstance(section, RewardModelConfig) and section.model_path
     }
 
 

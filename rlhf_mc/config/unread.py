@@ -1,7 +1,5 @@
 """The settings that a run reads only together with another one. Set without it they do nothing, and
-a line at the
-start names them. docs/settings.md has the table. No torch here.
-"""
+a line at the start names them. docs/settings.md has the table. No torch here."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """PyYAML's safe loader with fewer implicit types and limits of size.
 
-1e-6 is a number; 020, 1:30 and dates are strings; a duplicate key is an error. Aliases that contain
-themselves, or that expand beyond the limits, are errors.
+1e-6 is a number; 020, 1:30 and dates are strings; a duplicate key is an error, and so are
+aliases that expand beyond the limits.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -18,7 +19,6 @@ MOST_BYTES = 1 << 18
 """Maximum size of one file: far more than all settings with comments, and read in seconds."""
 _MOST_NODES = 20_000
 _DEEPEST = 32
-_MOST_BRACKETS = 500
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,9 +85,6 @@ def parse_yaml(text: str | bytes, origin: str) -> Any:
     """Return the value of one YAML document. Raise UserError with `origin` and the line if it is
     not valid."""
     loader = None
-    content = text if isinstance(text, str) else text.decode(errors="replace")
-    if line := line_too_deep(content, r"[{\[]", r"[}\]]", _MOST_BRACKETS):
-        raise UserError(f"{origin}: not valid YAML: line {line}: nested too deeply")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -119,46 +116,24 @@ def parse_yaml(text: str | bytes, origin: str) -> Any:
             loader.dispose()
 
 
-def line_too_deep(text: str, opening: str, closing: str, deepest: int) -> int | None:
-    """Return the first line with more than `deepest` brackets open, or None. Those in quotes and
-    comments count too: parsers take seconds for more than any text has."""
-    depth = 0
-    for bracket in re.finditer(f"({opening})|{closing}", text, re.MULTILINE):
-        depth = depth + 1 if bracket[1] else max(0, depth - 1)
-        if depth > deepest:
-            return text.count("\n", 0, bracket.start()) + 1
-    return None
+def read_limited(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a config or script. Raise OSError if it cannot be read, UserError if it
+    has more than MOST_BYTES."""
+    with open(path, "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; is it a config or a script?")
+    return content
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raise YAMLError if aliases make the tree contain itself or exceed the limits."""
-    sizes: dict[int, int] = {}
-    above: set[int] = set()
-
-    def size(node: yaml.Node, depth: int) -> int:
-        """Return the number of nodes of the tree below, with aliases expanded."""
-        if depth > _DEEPEST:
-            raise yaml.constructor.ConstructorError(
-                None, None, "nested too deeply", node.start_mark
-            )
-        if id(node) in above:
-            raise yaml.constructor.ConstructorError(
-                None, None, "an anchor contains itself", node.start_mark
-            )
-        if id(node) not in sizes:
-            above.add(id(node))
-            count = 1
-            for child in node.value if isinstance(node, yaml.CollectionNode) else ():
-                count += sum(
-                    size(part, depth + 1)
-                    for part in (child if isinstance(child, tuple) else (child,))
-                )
-            above.discard(id(node))
-            sizes[id(node)] = count
-        if sizes[id(node)] > _MOST_NODES:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"more than {_MOST_NODES} values, aliases written out", node.start_mark
-            )
-        return sizes[id(node)]
-
-    size(root, 0)
+    """Raise YAMLError if the tree, with aliases written out, exceeds the limits, as it does when an
+    anchor contains itself."""
+    nodes = [(root, 0)]
+    for node, depth in nodes:  # grows
+        if depth > _DEEPEST or len(nodes) > _MOST_NODES:
+            limit = f"more than {_MOST_NODES} values or {_DEEPEST} levels, aliases written out"
+            raise yaml.constructor.ConstructorError(None, None, limit, node.start_mark)
+        for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+            parts = child if isinstance(child, tuple) else (child,)
+            nodes += [(part, depth + 1) for part in parts]

@@ -52,7 +52,7 @@ _TOKENIZER_FILES = (
 
 @dataclass
 class Counts:
-    """Rows of a file and those that are no prompts, or not as they are in the file."""
+    """Numbers of rows of a file: all, and those that are dropped, truncated or skipped."""
 
     num_rows: int = 0
     num_overlong: int = 0
@@ -61,7 +61,7 @@ class Counts:
     num_bad: int = 0
     """Skipped: cannot be used."""
     problems: list[str] = field(default_factory=list)
-    """Of the first bad rows: "row 3: ...", without the file's name."""
+    """Problems of the first bad rows: "row 3: ...", without the file's name."""
 
 
 @dataclass(frozen=True)

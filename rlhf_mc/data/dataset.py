@@ -1,4 +1,4 @@
-"""The prompts of a dataset, kept compactly on every rank. prompts.py makes them of rows."""
+"""The prompts of a dataset, stored compactly on every rank. prompts.py makes them from rows."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class FilePrompts:
     messages_key: str | None = None
     """Column of the prompt, if prompts are to have their messages."""
 
-    def without(self, places: Collection[int]) -> FilePrompts:
-        """Return the prompts but those at these places."""
-        kept = np.setdiff1d(np.arange(len(self.lens)), list(places))
-        is_kept = np.repeat(np.isin(np.arange(len(self.lens)), kept), self.lens)
+    def without(self, indices: Collection[int]) -> FilePrompts:
+        """Return the prompts without those at these indices."""
+        remaining = np.setdiff1d(np.arange(len(self.lens)), list(indices))
+        is_kept = np.repeat(np.isin(np.arange(len(self.lens)), remaining), self.lens)
         return replace(
-            self, tokens=self.tokens[is_kept], lens=self.lens[kept], rows=self.rows[kept]
+            self, tokens=self.tokens[is_kept], lens=self.lens[remaining], rows=self.rows[remaining]
         )
 
 
@@ -67,7 +67,7 @@ class Prompts(Sequence[Prompt]):
         return [len(file.lens) for file in self._files]
 
     def without(self, indices: Collection[int]) -> Prompts:
-        """Return the prompts but these; the others are numbered anew."""
+        """Return the prompts without these; the others get new indices."""
         ends = zip(self._files, self._firsts, self._firsts[1:], strict=False)
         return Prompts(
             [
@@ -85,16 +85,16 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return list(self._read(range(len(self))[index]))
-        return self.at([range(len(self))[index]])[0]
+        return self.select([range(len(self))[index]])[0]
 
     def __iter__(self) -> Iterator[Prompt]:
         return self._read(range(len(self)))
 
     def _read(self, indices: range) -> Iterator[Prompt]:
         for start in range(0, len(indices), _READ_TOGETHER):
-            yield from self.at(indices[start : start + _READ_TOGETHER])
+            yield from self.select(indices[start : start + _READ_TOGETHER])
 
-    def at(self, indices: Sequence[int]) -> list[Prompt]:
+    def select(self, indices: Sequence[int]) -> list[Prompt]:
         """Return the prompts of these indices, each from 0. The rows of each file are read
         together."""
         indices_by_file: dict[int, list[int]] = {}
@@ -115,9 +115,9 @@ class Prompts(Sequence[Prompt]):
     def _prompt(self, number: int, index: int, row: Mapping[str, Any]) -> Prompt:
         """Return the prompt of a row of file `number`."""
         file = self._files[number]
-        place = index - self._firsts[number]
-        start = self._starts[number][place]
-        row_number = int(file.rows[place])
+        i = index - self._firsts[number]
+        start = self._starts[number][i]
+        row_number = int(file.rows[i])
         messages: Sequence[Mapping[str, Any]] = ()
         if file.messages_key is not None:
             messages = chat_messages(
@@ -125,7 +125,7 @@ class Prompts(Sequence[Prompt]):
             )
         return Prompt(
             index=index,
-            token_ids=file.tokens[start : start + file.lens[place]],
+            token_ids=file.tokens[start : start + file.lens[i]],
             data_source=row.get(file.source_key, NO_SOURCE),
             ground_truth=row.get(REFERENCE, {}).get("ground_truth"),
             extra_info=row.get(EXTRA) or {},

@@ -18,9 +18,9 @@ from rlhf_mc.config.schema import DataConfig
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """The order in which a run draws its prompts. A position is a place in it, from 0: epoch *
-    epoch_length + place in the epoch. It does not depend on the batch size. Each epoch ends with a
-    remainder that fills no batch."""
+    """The order in which a run draws its prompts. A position counts from 0: epoch *
+    epoch_length + offset in the epoch. It does not depend on the batch size. Each epoch ends with
+    a remainder that fills no batch."""
 
     cfg: DataConfig
     file_sizes: Sequence[int]
@@ -58,24 +58,24 @@ class PromptOrder:
     def batch_at(self, position: int) -> tuple[int, range]:
         """Return number and positions of the batch of a position, in a run whose batches all have
         this size."""
-        epoch, place = divmod(position, self.epoch_length)
-        batch = place // self.batch_size
+        epoch, offset = divmod(position, self.epoch_length)
+        batch = offset // self.batch_size
         start = epoch * self.epoch_length + batch * self.batch_size
         end = min(start + self.batch_size, (epoch + 1) * self.epoch_length)
         return epoch * self.batches_per_epoch + batch, range(start, end)
 
-    def count(self, position: int) -> int:
+    def num_before(self, position: int) -> int:
         """Return the number of prompts before this position, without the remainder of each
         epoch."""
-        epoch, place = divmod(position, self.epoch_length)
+        epoch, offset = divmod(position, self.epoch_length)
         in_batches = self.batches_per_epoch * self.batch_size
-        return epoch * in_batches + min(place, in_batches)
+        return epoch * in_batches + min(offset, in_batches)
 
     def position(self, count: int) -> int:
         """Return the position of the prompt before which there are `count`, without the remainder
         of each epoch."""
-        epoch, place = divmod(count, self.batches_per_epoch * self.batch_size)
-        return epoch * self.epoch_length + place
+        epoch, offset = divmod(count, self.batches_per_epoch * self.batch_size)
+        return epoch * self.epoch_length + offset
 
     def with_sizes(self, sizes: Mapping[str, Any]) -> PromptOrder:
         """Return the order with these sizes of a batch, settings of another run."""
@@ -96,12 +96,12 @@ class PromptOrder:
         orders: dict[int, np.ndarray] = {}
         return [self._index(orders, *divmod(position, self.epoch_length)) for position in positions]
 
-    def _index(self, orders: dict[int, np.ndarray], epoch: int, place: int) -> int:
+    def _index(self, orders: dict[int, np.ndarray], epoch: int, offset: int) -> int:
         if not self.cfg.shuffle:
-            return place
+            return offset
         if epoch not in orders:
             orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.epoch_length)
-        return int(orders[epoch][place])
+        return int(orders[epoch][offset])
 
     def _weighted(self, positions: range) -> list[int]:
         """Return the indices of prompts of the files in proportion to their weights.
@@ -116,13 +116,13 @@ class PromptOrder:
         orders: dict[tuple[int, int], np.ndarray] = {}
         out = []
         for file, before in zip(files.tolist(), counts[:-1], strict=True):
-            turn, place = divmod(int(before[file]), sizes[file])
+            turn, offset = divmod(int(before[file]), sizes[file])
             if self.cfg.shuffle and (file, turn) not in orders:
                 orders[file, turn] = np.random.default_rng((self.seed, turn, file)).permutation(
                     sizes[file]
                 )
             out.append(
-                int(starts[file] + (orders[file, turn][place] if self.cfg.shuffle else place))
+                int(starts[file] + (orders[file, turn][offset] if self.cfg.shuffle else offset))
             )
         return out
 

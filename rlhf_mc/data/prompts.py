@@ -50,18 +50,16 @@ def load_prompts(
     it is -1.
 
     Chat messages are rendered by the tokenizer's chat template, with the generation prompt added. A
-    plain string is
-    one user message if the tokenizer has a chat template, else it is encoded as it is. Prompts of
-    more than cfg.max_prompt_length tokens are dropped with a warning (cfg.filter_overlong_prompts),
-    truncated (cfg.truncation) or refused. An unusable row is skipped with a warning, or a UserError
-    that names `key` (the setting that lists the files), file and row (cfg.on_bad_row). by_rule:
-    require the columns that rules need (source.scored_by_rule).
+    plain string is one user message if the tokenizer has a chat template, else it is encoded as it
+    is. Prompts of more than cfg.max_prompt_length tokens are dropped with a warning
+    (cfg.filter_overlong_prompts), truncated (cfg.truncation) or refused. An unusable row is skipped
+    with a warning, or a UserError that names `key` (the setting that lists the files), file and row
+    (cfg.on_bad_row). by_rule: require the columns that rules need (source.scored_by_rule).
 
     Each rank renders and tokenises a consecutive part of each file's rows, and the tokens are
     gathered: every rank must call it, and has the same prompts, or raises the same error, as a
     process alone. With cfg.cache_dir the tokens of a file are read from the cache if all ranks have
-    its entry. with_messages: Prompt.messages is kept.
-    """
+    its entry. with_messages: Prompt.messages is kept."""
     rows_to_tokens = RowTokenizer(tokenizer, cfg, by_rule)
     prompts: list[FilePrompts] = []
     total = Counts()
@@ -162,8 +160,7 @@ class _Share:
     counts: Counts = field(default_factory=Counts)
     error: UserError | None = None
     order: tuple[int, int] = (0, 0)
-    """Of the errors of all ranks, the one of the lowest order is raised: a column's, then a
-    row's."""
+    """Order of the error: the lowest of all ranks is raised, a column's before a row's."""
 
 
 def _tokenised_share(
@@ -181,7 +178,7 @@ def _tokenised_share(
     try:
         for number, row in read:
             share.order = (1, number)
-            _add_row(share, number, row, f"{where}, {rows.place(number)}", rows_to_tokens, cfg)
+            _add_row(share, number, row, f"{where}, {rows.row_name(number)}", rows_to_tokens, cfg)
     except ColumnError as error:
         return _Share(error=NodeError(f"{where}: {error}"), order=(0, error.number))
     except UserError as error:

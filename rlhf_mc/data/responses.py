@@ -17,11 +17,11 @@ from rlhf_mc.topology.consensus import gather_vectors
 
 
 def exchange_responses(
-    own: Mapping[int, Generation], engines: Sequence[Sequence[int]], num_responses: int
+    local: Mapping[int, Generation], engines: Sequence[Sequence[int]], num_responses: int
 ) -> Responses:
     """Return responses 0 to num_responses - 1 on every rank. Every rank must call it.
 
-    own: the responses of this rank's engine, by number. engines: the ranks of each engine. All of
+    local: the responses of this rank's engine, by number. engines: the ranks of each engine. All of
     them have the engine's responses, and each sends an equal part.
 
     Every rank receives 8 bytes a token, and the padding to the engine with most tokens. gloo's
@@ -32,8 +32,8 @@ def exchange_responses(
     Raise UserError, on all ranks, if the ranks of one engine have different tokens."""
     rank = dist.get_rank()
     engine = next(e for e, ranks in enumerate(engines) if rank in ranks)
-    numbers = np.array(sorted(own), dtype=np.int32)
-    responses = Responses.of([own[number] for number in sorted(own)])
+    numbers = np.array(sorted(local), dtype=np.int32)
+    responses = Responses.of([local[number] for number in sorted(local)])
     message = _encode(numbers, responses)
     heads = gather_vectors(
         torch.cat([torch.tensor([len(message), len(numbers)]), _digest(numbers, responses)])
@@ -87,8 +87,7 @@ def _digest(numbers: np.ndarray, responses: Responses) -> torch.Tensor:
 
 def _check_same_tokens(engines: Sequence[Sequence[int]], digests: torch.Tensor) -> None:
     """Raise UserError if ranks of one engine have different digests. All have the same `digests`
-    [ranks, 4]: all
-    raise."""
+    [ranks, 4]: all raise."""
     for first, *others in engines:
         for rank in others:
             if not torch.equal(digests[first], digests[rank]):

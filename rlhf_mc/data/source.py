@@ -69,7 +69,7 @@ class Rows(Protocol):
         """Return these rows, without the columns that `keep` dropped."""
         ...
 
-    def place(self, number: int) -> str:
+    def row_name(self, number: int) -> str:
         """Return the name of a row, for messages."""
         ...
 
@@ -119,7 +119,7 @@ class ParquetRows:
         rows: list[dict[str, Any]] = pa.concat_tables(slices).combine_chunks().to_pylist()
         return rows
 
-    def place(self, number: int) -> str:
+    def row_name(self, number: int) -> str:
         return f"row {number}"
 
     def keep(self, columns: Sequence[str]) -> Rows:
@@ -144,8 +144,8 @@ def _column_values(table: pa.Table, number: int) -> list[Any]:
 
 @contextlib.contextmanager
 def _parquet_file(path: str, required: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    """Open a parquet file, of which the footer is read. Raise NodeError if it cannot be read, or a
-    required column is missing or not unique."""
+    """Open a parquet file and read its footer. Raise NodeError if it cannot be read, or a required
+    column is missing or not unique."""
     if not os.path.isfile(path):
         raise NodeError("no such file")
     try:
@@ -210,7 +210,7 @@ class JsonlRows:
     def _row(self, number: int) -> dict[str, Any]:
         return _parsed(self._lines[number].as_py())
 
-    def place(self, number: int) -> str:
+    def row_name(self, number: int) -> str:
         return f"row {number} (line {self._numbers[number]})"
 
     def keep(self, columns: Sequence[str]) -> Rows:

@@ -116,8 +116,7 @@ class RowTokenizer:
 
 def truncated(token_ids: list[int], limit: int, side: str) -> list[int]:
     """Return `limit` of the tokens. side: left drops the first, right the last, middle those
-    between the first
-    limit // 2 and the last limit - limit // 2 (as verl's data.truncation)."""
+    between the first limit // 2 and the last limit - limit // 2 (as verl's data.truncation)."""
     if side == "left":
         return token_ids[-limit:]
     if side == "right":

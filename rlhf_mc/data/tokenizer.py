@@ -21,7 +21,7 @@ from rlhf_mc import json_files
 from rlhf_mc.config.errors import NodeError, UserError, error_reason
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files of which a directory with a tokenizer has one."""
+"""Names of tokenizer files. A directory with one of them has a tokenizer."""
 THINK_TAGS = ("<think>", "</think>")
 """Tags around the thoughts of a response. Some tokenizers have them as special tokens."""
 _TAG = re.compile(r"</?[\w-]+>")
@@ -175,10 +175,10 @@ class ChatTokenizer:
     """Makes tokens of chats. A control token that is written out in a message stays text: no
     content can end its message and begin one of another role.
 
-    Control tokens are the special tokens of the tokenizer, and others that it has as a whole and
-    that the chat template names (DeepSeek's <｜User｜>), except tags such as <tool_call>. A
-    response may have THINK_TAGS, since templates look for them there. Chats without a written
-    control token have the tokens of the rendered text."""
+    Control tokens are the tokenizer's special tokens, and its other added tokens that the chat
+    template contains (DeepSeek's <｜User｜>), except tags such as <tool_call>. A response may have
+    THINK_TAGS, since templates look for them there. Chats without a written control token have the
+    tokens of the rendered text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -247,10 +247,10 @@ class ChatTokenizer:
     def _has_control(self, value: Any) -> bool:
         """Return whether a text of the value, which is as JSON has it, has a control token."""
         if isinstance(value, str):
-            return next(self._places(value), None) is not None
+            return next(self._control_starts(value), None) is not None
         if isinstance(value, Mapping):
             return any(
-                self._has_control(key) or self._has_control(one) for key, one in value.items()
+                self._has_control(key) or self._has_control(inner) for key, inner in value.items()
             )
         return isinstance(value, list | tuple) and any(map(self._has_control, value))
 
@@ -258,35 +258,36 @@ class ChatTokenizer:
         """Return the value with the mark after the first character of each control token in its
         texts."""
         if isinstance(value, str):
-            kept = THINK_TAGS if is_response else ()
-            ends = [place + 1 for place in self._places(value) if not value.startswith(kept, place)]
+            unmarked = THINK_TAGS if is_response else ()
+            starts = self._control_starts(value)
+            ends = [start + 1 for start in starts if not value.startswith(unmarked, start)]
             return mark.join(
                 value[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)
             )
         if isinstance(value, Mapping):
             marked = [
-                [self._marked(one, mark, is_response) for one in pair] for pair in value.items()
+                [self._marked(inner, mark, is_response) for inner in pair] for pair in value.items()
             ]
             return dict(marked)
         return (
-            [self._marked(one, mark, is_response) for one in value]
+            [self._marked(inner, mark, is_response) for inner in value]
             if isinstance(value, list | tuple)
             else value
         )
 
-    def _places(self, text: str) -> Iterator[int]:
-        """Yield the places of control tokens, which may overlap, and of the beginning of one at the
+    def _control_starts(self, text: str) -> Iterator[int]:
+        """Yield the starts of control tokens, which may overlap, and of the beginning of one at the
         end of the text: another message may follow without a mark between them."""
         end = len(text.rstrip())
         for match in self._first.finditer(text):
-            place = match.start()
-            rest = text[place:end]
-            is_token = any(text[place : place + length] in self._control for length in self._lens)
+            start = match.start()
+            rest = text[start:end]
+            is_token = any(text[start : start + length] in self._control for length in self._lens)
             if is_token or (
                 len(rest) < self._lens[-1]
                 and any(token.startswith(rest) for token in self._control)
             ):
-                yield place
+                yield start
 
 
 def _unused_character(text: str) -> str:

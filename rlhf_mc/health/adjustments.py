@@ -28,11 +28,10 @@ class Adjustment:
 
     setting: Setting
     value: float
-    """learning_rate_factor: by which the learning rates are multiplied, beside earlier ones.
-    kl_coef: the coefficient of the KL term. max_token_len: the token budget of an update's
-    micro-batches."""
+    """learning_rate_factor: factor of the learning rates, on top of earlier ones. kl_coef: the
+    coefficient of the KL term. max_token_len: the token budget of an update's micro-batches."""
     after_step: int
-    """It is in effect from the next step on."""
+    """The adjustment is in effect from the next step on."""
     reason: str
     phase: str = ""
     """max_token_len: "update_actor" or "update_critic"."""
@@ -58,7 +57,7 @@ class Adjustments:
         self._made.append(adjustment)
         on_rank_0(self._write, SUBJECT)
 
-    def count(self, setting: str) -> int:
+    def num_made(self, setting: str) -> int:
         """Return how many adjustments of a setting the run has made."""
         return sum(made.setting == setting for made in self._made)
 

@@ -23,7 +23,7 @@ REF_KL = ("actor/reward_kl_penalty", "actor/controlled_kl", "actor/kl_loss")
 THROUGHPUT = "perf/throughput"
 TURNS = "num_turns/mean"
 GRAD_NORMS = ("actor/grad_norm", "critic/grad_norm")
-_REMEMBERED = (SCORE, ENTROPY, THROUGHPUT, TURNS, *GRAD_NORMS)
+_STORED = (SCORE, ENTROPY, THROUGHPUT, TURNS, *GRAD_NORMS)
 """Metrics whose earlier values rules read."""
 _FEWEST = 5
 """Earlier steps that a median needs, or health.window if that is smaller."""
@@ -91,20 +91,20 @@ class RunTraits:
     compared."""
 
 
-class Past:
-    """The steps before the one that is checked."""
+class MetricHistory:
+    """Metrics of the steps before the one that is checked."""
 
     def __init__(self, length: int) -> None:
-        """length: steps that are remembered."""
-        self._series: dict[str, deque[float]] = {key: deque(maxlen=length) for key in _REMEMBERED}
+        """length: number of steps that are stored."""
+        self._series: dict[str, deque[float]] = {key: deque(maxlen=length) for key in _STORED}
         self.first: dict[str, float] = {}
-        """The first finite value of each remembered metric."""
+        """The first finite value of each stored metric."""
         self.lowest_score = math.inf
-        """Of any response so far."""
+        """Lowest score of any response so far."""
         self.highest_score = -math.inf
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Remember a step."""
+        """Add the metrics of a step."""
         for key, series in self._series.items():
             if key in metrics and math.isfinite(metrics[key]):
                 series.append(metrics[key])
@@ -115,7 +115,7 @@ class Past:
             self.highest_score = max(self.highest_score, high)
 
     def last(self, key: str, count: int) -> list[float]:
-        """Return up to `count` of the last values of a remembered metric."""
+        """Return up to `count` of the last values of a stored metric."""
         return list(self._series[key])[-count:]
 
 
@@ -124,7 +124,7 @@ class Observed:
     """The input of a rule in one step."""
 
     metrics: Mapping[str, float]
-    past: Past
+    history: MetricHistory
     cfg: HealthConfig
     traits: RunTraits
 
@@ -134,9 +134,9 @@ class Observed:
         return value if value is not None and math.isfinite(value) else None
 
     def before(self, key: str) -> list[float] | None:
-        """Return the values of a remembered metric in the window before; None if there are too
+        """Return the values of a stored metric in the window before; None if there are too
         few."""
-        values = self.past.last(key, self.cfg.window)
+        values = self.history.last(key, self.cfg.window)
         return values if len(values) >= min(_FEWEST, self.cfg.window) else None
 
     def above(self, bound: str | float, *keys: str) -> Violation | None:
@@ -189,7 +189,7 @@ def not_finite(seen: Observed) -> Violation | None:
 
 def policy_collapsed(seen: Observed) -> Violation | None:
     violation = seen.below(seen.cfg.entropy_min / COLLAPSE, ENTROPY)
-    started = seen.past.first
+    started = seen.history.first
     score = seen.get(SCORE)
     if violation is None or score is None or ENTROPY not in started or SCORE not in started:
         return None
@@ -200,7 +200,7 @@ def policy_collapsed(seen: Observed) -> Violation | None:
     if not kls:
         return (
             violation
-            if score <= (started[SCORE] + min(seen.past.lowest_score, score)) / 2
+            if score <= (started[SCORE] + min(seen.history.lowest_score, score)) / 2
             else None
         )
     return violation if max(kls) > _FAR else None
@@ -214,8 +214,8 @@ def _is_saturated(seen: Observed) -> bool:
     low = seen.get(LOWEST)
     if mean is None or high is None or low is None:
         return False
-    high = max(seen.past.highest_score, high)
-    low = min(seen.past.lowest_score, low)
+    high = max(seen.history.highest_score, high)
+    low = min(seen.history.lowest_score, low)
     return low < high and mean >= low + SATURATED_SHARE * (high - low)
 
 
@@ -232,7 +232,7 @@ def reward_flat(seen: Observed) -> Violation | None:
     the difference."""
     now = seen.get(SCORE)
     count = REWARD_WINDOWS * seen.cfg.window
-    scores = [*seen.past.last(SCORE, count - 1), *([] if now is None else [now])]
+    scores = [*seen.history.last(SCORE, count - 1), *([] if now is None else [now])]
     if now is None or len(scores) < count or _is_saturated(seen):
         return None
     halves = scores[: count // 2], scores[count // 2 :]
@@ -245,7 +245,7 @@ def reward_flat(seen: Observed) -> Violation | None:
 def reward_saturated(seen: Observed) -> Violation | None:
     if not _is_saturated(seen):
         return None
-    high = max(seen.past.highest_score, seen.metrics[HIGHEST])
+    high = max(seen.history.highest_score, seen.metrics[HIGHEST])
     return Violation(SCORE, seen.metrics[SCORE], f"the highest score is {high:g}")
 
 

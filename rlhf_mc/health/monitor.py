@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_mc import durable
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.health.conditions import REWARD_WINDOWS, Observed, Past, RunTraits, Violation
+from rlhf_mc.health.conditions import REWARD_WINDOWS, MetricHistory, Observed, RunTraits, Violation
 from rlhf_mc.health.rules import RULES, HealthRule
 from rlhf_mc.run_files import read_rows
 
@@ -80,7 +80,7 @@ class StepHealth:
     num_active: int
     """Rules that count in this step."""
     is_healthy: bool
-    """No rule holds after which the weights are nothing to go back to."""
+    """No rule holds that rules out a roll-back to the step's weights (HealthRule.harms_policy)."""
     acting: tuple[Event, ...]
     """The rules whose response is more than a warning."""
 
@@ -101,7 +101,7 @@ class Monitor:
         self._traits = traits
         self._print_line = print_line
         self._write = write
-        self._past = Past(REWARD_WINDOWS * cfg.window)
+        self._history = MetricHistory(REWARD_WINDOWS * cfg.window)
         self._rules = [rule for rule in RULES if rule.response(cfg) != "disable"]
         self._counts = {rule.name: _Count() for rule in self._rules}
         self._violations: dict[str, Violation] = {}
@@ -119,7 +119,7 @@ class Monitor:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> StepHealth:
         """Check all rules on the metrics of a step. Print and write what begins and ends."""
-        seen = Observed(metrics, self._past, self._cfg, self._traits)
+        seen = Observed(metrics, self._history, self._cfg, self._traits)
         acting = []
         num_active = 0
         is_healthy = True
@@ -135,14 +135,14 @@ class Monitor:
             if count.consecutive < rule.steps_needed(self._cfg):
                 continue
             num_active += 1
-            self._count(rule, count, step, violation)
+            self._add(rule, count, step, violation)
             if (action := rule.response(self._cfg)) not in ("note", "warn"):
                 text = _line(step, rule, violation, count.consecutive)
                 acting.append(Event(step, rule, violation, "acts", action, count.consecutive, text))
                 if rule.name not in self._acting:
                     self._emit(acting[-1])
         self._acting = set() if self._is_replaying else {event.rule.name for event in acting}
-        self._past.add(metrics)
+        self._history.add(metrics)
         return StepHealth(num_active, is_healthy, tuple(acting))
 
     def close(self, step: int) -> None:
@@ -157,9 +157,9 @@ class Monitor:
                 )
                 self._print(f"health: {rule.name}: in {count.total} of {step} steps, {span}")
 
-    def _count(self, rule: HealthRule, count: _Count, step: int, violation: Violation) -> None:
-        """Count a step of a rule that has held for long enough. Print its line in the first such
-        step of the run, and a short one after 10, 100, 1000, ... of them."""
+    def _add(self, rule: HealthRule, count: _Count, step: int, violation: Violation) -> None:
+        """Count a step of a rule that has held for long enough. Print the full line for the run's
+        first such step, and a short one after 10, 100, 1000, ... steps."""
         count.total += 1
         count.first = count.first or step
         count.last = step
@@ -215,19 +215,19 @@ def keep_events_up_to(path: Path, step: int) -> None:
 
     A roll-back belongs to the step that it led back to, or to an earlier one that a later roll-back
     led back to: a run that resumes there is past it."""
-    kept = []
+    lines = []
     earliest = math.inf
     for line, row in reversed(list(read_rows(path))):
         is_roll_back = isinstance(row.get(_BACK_TO), int)
         if is_roll_back:
             earliest = min(earliest, row[_BACK_TO])
         if (earliest if is_roll_back else row["step"]) <= step:
-            kept.append(line)
-    durable.replace(path, "".join(reversed(kept)).encode())
+            lines.append(line)
+    durable.replace(path, "".join(reversed(lines)).encode())
 
 
 def _line(step: int, rule: HealthRule, violation: Violation, consecutive: int = 1) -> str:
-    """Return what is wrong, in one line. consecutive: steps in which the rule has held."""
+    """Return the violation as one line. consecutive: steps in which the rule has held."""
     lasting = f", for {consecutive} steps" if consecutive > 1 else ""
     return (
         f"health: step {step}: {rule.name}: {violation.metric} is {violation.value:.3g}, "

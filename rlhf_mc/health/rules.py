@@ -56,7 +56,7 @@ class HealthRule:
     after: Literal["at once", "patience", "window"] = "patience"
     """The consecutive steps after which it counts: one, health.patience or health.window."""
     harms_policy: bool = False
-    """The weights of a step in which the condition holds are nothing to go back to."""
+    """The run must not roll back to the weights of a step in which the condition holds."""
     default: Literal["note", "warn", "stop"] = "warn"
     """The response to it, unless a list of the settings has another."""
 

@@ -132,8 +132,8 @@ def gpus(driver: Driver, device_files: list[str]) -> CheckResult:
 
 
 def used_gpus(gpus: Sequence[InstalledGpu]) -> str:
-    """Return how much memory of which GPU other processes use, where that is more than 1 GiB; empty
-    for none."""
+    """Return a text with the memory that other processes use on each GPU where it exceeds 1 GiB;
+    empty for none."""
     used = [
         f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}"
         for i, gpu in enumerate(gpus)
@@ -359,8 +359,9 @@ def network(interfaces: list[Interface], address: str) -> CheckResult:
     """Check the network interfaces, and the default one of gloo, which has the address of the
     host's name."""
     text = ", ".join(
-        f"{one.name} {one.address}" + (f" ({one.mbit / 1000:g} Gbit/s)" if one.mbit else "")
-        for one in interfaces
+        f"{interface.name} {interface.address}"
+        + (f" ({interface.mbit / 1000:g} Gbit/s)" if interface.mbit else "")
+        for interface in interfaces
     )
     names = [name for name in SOCKET_VARIABLES if os.environ.get(name)]
     text = "; ".join([text or "none", *(f"{name}={os.environ[name]}" for name in names)])
@@ -380,9 +381,11 @@ def infiniband(ports: list[InfinibandPort], locked_bytes: int | None) -> CheckRe
     if not ports:
         return CheckResult("none")
     text = ", ".join(
-        f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports
+        f"{port.device} {port.rate}" + (" RoCE" * (port.link_layer == "Ethernet")) for port in ports
     )
-    costs = [f"{one.device} is {one.state}, not active" for one in ports if one.state != "active"]
+    costs = [
+        f"{port.device} is {port.state}, not active" for port in ports if port.state != "active"
+    ]
     if locked_bytes is not None:
         costs.append(
             f"only {locked_bytes / 2**20:.4g} MiB may be locked in memory (ulimit -l), and NCCL "

@@ -227,7 +227,7 @@ def interfaces() -> list[Interface]:
     stats = psutil.net_if_stats()
     interfaces = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
-        ips = [one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)]
+        ips = [ip.address for ip in addresses if ip.family in (socket.AF_INET, socket.AF_INET6)]
         if name in stats and stats[name].isup and ips and not ips[0].startswith("127."):
             interfaces.append(Interface(name, ips[0], stats[name].speed))
     return interfaces
@@ -304,7 +304,7 @@ def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
             continue
         folder = (root / controllers / path.lstrip("/")).resolve()
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        files += [one / name for one in (folder, *folder.parents) if one.is_relative_to(root)]
+        files += [up / name for up in (folder, *folder.parents) if up.is_relative_to(root)]
     return tuple(files)
 
 

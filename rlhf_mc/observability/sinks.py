@@ -134,6 +134,16 @@ def best_effort(name: str, write: Callable[[], object]) -> bool:
         return False
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file that a run can do without. Any error becomes a warning."""
+
+    def append() -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    best_effort(path.name, append)
+
+
 class JsonlSink:
     """One JSON object per line and step, `{"step": n, "run_id": id, key: value, ...}`. `log`
     returns once the line is on disk, since the step's checkpoint relies on it."""

@@ -39,8 +39,8 @@ class Collective:
     group: tuple[int, ...]
     """Global ranks, ascending. For "receive": this rank and the sender."""
     num_bytes: float
-    """Of all calls: of the complete vector; for an all-to-all those that the rank passes in; for
-    "receive" those that it receives."""
+    """Bytes of all calls: of the complete vector; for an all-to-all, those that the rank passes in;
+    for "receive", those that it receives."""
     calls: float
 
     def times(self, factor: float) -> Collective:
@@ -51,11 +51,10 @@ class Collective:
         """Return the bytes that the rank receives (from its own node, from other nodes).
 
         Rings (Patarasuk and Yuan 2009): of n ranks each receives 2 (n - 1) / n of the bytes in an
-        all-reduce, and
-        (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so each enters a
-        node once. NCCL makes as many rings as a node has members, each with another member at its
-        entrance: of k members on its node a rank receives 1 / k of its bytes from another node. An
-        all-to-all brings 1 / n from each rank."""
+        all-reduce, and (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so
+        each enters a node once. NCCL makes as many rings as a node has members, each with another
+        member at its entrance: of k members on its node a rank receives 1 / k of its bytes from
+        another node. An all-to-all brings 1 / n from each rank."""
         first = rank // gpus_per_node * gpus_per_node
         n = len(self.group)
         k = bisect.bisect_left(self.group, first + gpus_per_node) - bisect.bisect_left(
@@ -114,8 +113,10 @@ class Passes:
         results = Collective(
             "results", "all_reduce", tuple(range(self._mesh.world)), work.all_results * _FLOAT32, 1
         )
-        own = self._joined(work, 1)
-        return _merged([*self._forward(work), *own, *self._stages(work, backward=False), results])
+        joined = self._joined(work, 1)
+        return _merged(
+            [*self._forward(work), *joined, *self._stages(work, backward=False), results]
+        )
 
     def update(
         self, work: PassTokens, layout: Layout, overlaps_reduction: bool
@@ -225,8 +226,8 @@ class Passes:
             yield self._ring(keys_values, cp - 1, work)
 
     def _attention_backward(self, mixer: Mixer, work: PassTokens) -> Iterator[Collective]:
-        """Yield those of its backward pass. Keys and values travel again, and their gradients with
-        them, back to their owner."""
+        """Yield the collectives of attention's backward pass. Keys and values travel again, with
+        their gradients, back to their owner."""
         _, keys_values = self._heads(mixer, work)
         cp = self._mesh.cp
         if not self._cuda:
@@ -353,8 +354,8 @@ class Passes:
             yield Collective("gradients", "all_reduce", ends, table[0] * table[1] * _FLOAT32, 1)
 
     def _is_summed(self, name: str) -> bool:
-        """Return True for a parameter of which each tensor-parallel rank has the gradient of a part
-        of the tokens."""
+        """Return True for a parameter whose gradient on a tensor-parallel rank is of a part of the
+        tokens."""
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
         parts = (
@@ -402,12 +403,12 @@ class Passes:
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:
     """Return one Collective for each purpose, kind and group; none for groups of one rank."""
     merged: dict[tuple[str, Kind, tuple[int, ...]], Collective] = {}
-    for one in collectives:
-        key = (one.name, one.kind, one.group)
-        if len(one.group) == 1 or not one.calls:
+    for item in collectives:
+        key = (item.name, item.kind, item.group)
+        if len(item.group) == 1 or not item.calls:
             continue
         before = merged.get(key, Collective(*key, 0.0, 0.0))
         merged[key] = replace(
-            one, num_bytes=before.num_bytes + one.num_bytes, calls=before.calls + one.calls
+            item, num_bytes=before.num_bytes + item.num_bytes, calls=before.calls + item.calls
         )
     return list(merged.values())

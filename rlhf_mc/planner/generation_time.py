@@ -53,7 +53,7 @@ def generation(
     flops = forward_flops(shape, [context], 1)
     layers = shape.by_kind().items()
     attention = sum(count * layer.mixer.decode_flops(context) for layer, count in layers)
-    one = ForwardFlops(
+    one_token = ForwardFlops(
         flops.projections / context, flops.feed_forward / context, attention, flops.output
     )
     itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
@@ -64,7 +64,7 @@ def generation(
         + decoded * kv_bytes
     )
     memory = read / rates.memory
-    products = decoded * rate.seconds(one) / tp
+    products = decoded * rate.seconds(one_token) / tp
     device = max(memory, products) + shape.num_layers * machine.overheads.layer_seconds
     seconds = {"prefill": prefill, "decode": steps * device}
     if tp > 1:

@@ -14,8 +14,7 @@ from rlhf_mc.config.errors import UserError
 
 NETWORK_BANDWIDTH = 50e9
 """Bytes per second and direction of the network, per GPU: one adapter of 400 Gb/s for each GPU, as
-in a DGX H100 or
-DGX B200 (NVIDIA's user guides of both)."""
+in a DGX H100 or DGX B200 (NVIDIA's user guides of both)."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def device_bfloat16(name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Time of a step beside products, memory and links at their rates: none in a lower bound."""
+    """Time of a step on top of products, memory and links at their rates: none in a lower bound."""
 
     attention: float = 1.0
     """Share of the rate of other products that attention reaches."""
@@ -113,10 +112,10 @@ class Overheads:
     training_logits: float = 0.0
     """The same of a forward and a backward pass."""
     layer_seconds: float = 0.0
-    """Of an engine step, for each layer, beside products and bytes: launches, small kernels, a part
-    of the sampler."""
+    """Seconds of an engine step per layer, on top of products and bytes: launches, small kernels, a
+    part of the sampler."""
     host_seconds: float = 0.0
-    """Of an engine step on the host, for each sequence. The device computes meanwhile."""
+    """Seconds of an engine step on the host per sequence. The device computes meanwhile."""
 
 
 @dataclass(frozen=True)

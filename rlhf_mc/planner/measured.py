@@ -28,7 +28,7 @@ class Measurement:
 
     source: str
     gpu: str
-    """Name in GPUS."""
+    """Key of GPUS."""
     hidden_size: int
     num_layers: int
     tokens: float
@@ -107,10 +107,8 @@ def expect_times(
     lengths: Lengths,
 ) -> Expected:
     """Return the times to expect by the nearest measurement. The arguments are plan_times's,
-    machine
-    at its peaks. A phase is MEASURED that was, of the same model on the same GPU, with half to
-    twice
-    as many tokens of a sequence and, in generation, sequences at a time."""
+    machine at its peaks. A phase is MEASURED that was, of the same model on the same GPU, with half
+    to twice as many tokens of a sequence and, in generation, sequences at a time."""
     reached, measurement = expected_machine(machine, shapes["actor"])
     times = plan_times(cfg, shapes, plan, weights, reached, lengths)
     roles = {work.phase: work.role for work in phase_work(cfg, shapes, machine.world, lengths)} | {
@@ -154,7 +152,7 @@ def expected_machine(machine: Machine, shape: ModelShape) -> tuple[Machine, Meas
     def distance(hidden_size: int) -> float:
         return abs(math.log(hidden_size / shape.hidden_size))
 
-    nearest = min(MEASUREMENTS, key=lambda one: distance(one.hidden_size))
+    nearest = min(MEASUREMENTS, key=lambda measurement: distance(measurement.hidden_size))
     forward, training = nearest.logits[min(nearest.logits, key=distance)]
     peak = machine.rates
     rates = replace(

@@ -76,7 +76,7 @@ class Buffer:
     own_bucket: Collection[str]
     """Parameters that have a bucket of their own: an embedding that two stages share."""
     numel: int = 0
-    """With the distributed optimizer's padding."""
+    """Number of elements with the distributed optimizer's padding."""
     ranges: list[tuple[int, int]] = field(default_factory=list)
     """[start, end) of each parameter."""
     buckets: list[tuple[int, int]] = field(default_factory=list)

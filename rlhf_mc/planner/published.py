@@ -1,7 +1,6 @@
-"""--model of the planner and of tools/check_layouts.py: a model in place of the config's, of which
-there may be no file yet. models/ has the config.json of published models, with the keys that matter
-here.
-"""
+"""--model of the planner and of tools/check_layouts.py: a model in place of the config's, which
+need not be downloaded. models/ has the config.json of published models, with the keys that matter
+here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Layouts of a run's ranks, and the bytes that follow from them alone. They are kept from plan to
-plan: a search plans the same layouts with many settings.
-"""
+"""Layouts of a run's ranks, and the bytes that follow from them alone. They are cached across
+plans: a search plans the same layouts with many settings."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from rlhf_mc.reshard.placement import training_layout, with_contiguous_experts
 from rlhf_mc.topology.mesh import Coordinate, Mesh, rollout_groups
 
 SomeSettings = tuple[tuple[str, Any], ...]
-"""Name and value of some settings of a MegatronConfig: a key of a cache, which other settings do
-not change."""
+"""Name and value of some settings of a MegatronConfig: a cache key that other settings do not
+change."""
 
 
 def some_settings(megatron: MegatronConfig, *names: str) -> SomeSettings:
@@ -42,10 +41,10 @@ def choice_bytes_of_stage(shape: ModelShape, mesh: Mesh, stage: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout_at(shape: ModelShape, mesh: Mesh, place: Coordinate, cuda: bool) -> Layout:
-    """Return the layout of a Megatron-Core model on the ranks of a place. cuda: with Transformer
-    Engine."""
-    return training_layout(shape, mesh, place, transformer_engine=cuda)
+def layout_at(shape: ModelShape, mesh: Mesh, coordinate: Coordinate, cuda: bool) -> Layout:
+    """Return the layout of a Megatron-Core model on the ranks of a coordinate. cuda: with
+    Transformer Engine."""
+    return training_layout(shape, mesh, coordinate, transformer_engine=cuda)
 
 
 def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
@@ -58,8 +57,8 @@ def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
 @functools.lru_cache(maxsize=64)
 def rollout_tp_ranks(mesh: Mesh, rollout_tp: int, gpus_per_node: int) -> Mapping[int, int]:
     """Return each rank's tensor-parallel rank in its rollout engine."""
-    groups = rollout_groups(mesh, rollout_tp, gpus_per_node)
-    return {rank: tp_rank for group in groups for tp_rank, rank in enumerate(group)}
+    engine_ranks = rollout_groups(mesh, rollout_tp, gpus_per_node)
+    return {rank: tp_rank for ranks in engine_ranks for tp_rank, rank in enumerate(ranks)}
 
 
 def rank_state(
@@ -67,18 +66,18 @@ def rank_state(
     shape: ModelShape,
     megatron: MegatronConfig,
     mesh: Mesh,
-    place: Coordinate,
+    coordinate: Coordinate,
     freeze: Sequence[str] | None,
     cuda: bool,
 ) -> ModelState:
-    """Return the state of a role's model on the ranks of this place. freeze: patterns of tensors
+    """Return the state of a role's model on the ranks of a coordinate. freeze: patterns of tensors
     that are not trained; None: the model is never trained."""
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda)
     patterns = None if freeze is None else tuple(freeze)
     settings = some_settings(megatron, "dtype", "use_distributed_optimizer")
     if not freeze:  # the experts of all ranks have the same sizes
-        place = replace(place, ep=0)
-    return _cached_state(role, shape, settings, mesh, place, patterns, cuda, overlaps)
+        coordinate = replace(coordinate, ep=0)
+    return _cached_state(role, shape, settings, mesh, coordinate, patterns, cuda, overlaps)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,18 +86,18 @@ def _cached_state(
     shape: ModelShape,
     settings: SomeSettings,
     mesh: Mesh,
-    place: Coordinate,
+    coordinate: Coordinate,
     freeze: tuple[str, ...] | None,
     cuda: bool,
     overlaps: bool,
 ) -> ModelState:
-    layout = layout_at(shape, mesh, place, cuda)
+    layout = layout_at(shape, mesh, coordinate, cuda)
     megatron = MegatronConfig(**dict(settings))
     if freeze is None:
         return frozen_state(layout, megatron)
     frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout)
     return trained_state(
-        layout, megatron, mesh, place.pp, frozen, overlaps, shape.shares_embeddings
+        layout, megatron, mesh, coordinate.pp, frozen, overlaps, shape.shares_embeddings
     )
 
 
@@ -106,7 +105,7 @@ def _cached_state(
 def own_rollout_weights(
     shape: ModelShape,
     mesh: Mesh,
-    place: Coordinate,
+    coordinate: Coordinate,
     tp_rank: int,
     tp: int,
     layout: RankLayout,
@@ -116,14 +115,16 @@ def own_rollout_weights(
     contiguous_experts: bool = False,
 ) -> Mapping[str, int]:
     """Return the bytes of the rollout engine's parameters by name, without those that alias the
-    actor's, on the
-    ranks of a place in the training mesh and of this tensor-parallel rank of an engine. layout: the
-    engine's; shares: reshard.share_weights; contiguous_experts: has_contiguous_experts."""
+    actor's, on the ranks of a coordinate in the training mesh and of this tensor-parallel rank of
+    an engine. layout: the engine's; shares: reshard.share_weights; contiguous_experts:
+    has_contiguous_experts."""
     target = layout(shape, tp_rank, tp)
     itemsize = ITEMSIZES[dtype]
-    source = layout_at(shape, mesh, place, cuda)
+    source = layout_at(shape, mesh, coordinate, cuda)
     if contiguous_experts:
         (source,) = with_contiguous_experts([source], mesh)
     aliased = find_aliases(source, target, itemsize) if shares else {}
-    own = {name: size for name, size in target.stacked_shapes.items() if name not in aliased}
-    return {name: math.prod(size) * target.itemsize(name, itemsize) for name, size in own.items()}
+    stored = {name: size for name, size in target.stacked_shapes.items() if name not in aliased}
+    return {
+        name: math.prod(size) * target.itemsize(name, itemsize) for name, size in stored.items()
+    }

@@ -16,7 +16,7 @@ from rlhf_mc.planner.host_memory import NodeMemory
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.measured import Expected
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
-from rlhf_mc.planner.search import EQUAL, Choice
+from rlhf_mc.planner.search import EQUAL, PlannedSettings
 from rlhf_mc.planner.start import GB, MemoryFit, rank_text
 from rlhf_mc.planner.storage import Storage
 from rlhf_mc.planner.times import StepTimes
@@ -108,8 +108,8 @@ def host_table(host: NodeMemory, storage: Storage) -> str:
 
 
 def times_table(times: StepTimes, expected: Expected, lengths: Lengths) -> str:
-    """Return the text: each phase with its lower bound, its share of the bounds, what is expected
-    with its kind, the parts of the bound, and what is expected beside them."""
+    """Return the table: for each phase its lower bound, the bound's share of the total, the
+    expected time and its kind, the parts of the bound, and the expected overheads."""
     lines = [
         f"times of a step, for prompts of {lengths.prompt:g} and responses of {lengths.response:g} "
         f"tokens ({times.sequences_at_a_time} sequences at a time in each engine), and the parts "
@@ -205,7 +205,7 @@ def times_json(times: StepTimes, lengths: Lengths, expected: Expected | None) ->
 # ---------------------------------------------------------------- a search
 
 
-def search_table(choices: Sequence[Choice], lengths: Lengths) -> str:
+def search_table(choices: Sequence[PlannedSettings], lengths: Lengths) -> str:
     """Return the table, the best choice first."""
     rows = [_COLUMNS, *(_row(number, choice) for number, choice in enumerate(choices, 1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -219,14 +219,14 @@ def search_table(choices: Sequence[Choice], lengths: Lengths) -> str:
         "recomputation):"
     )
     sources = {
-        f"expected: {one.kind}, the factors of {one.source}"
-        for one in (c.expected for c in choices)
-        if one
+        f"expected: {expected.kind}, the factors of {expected.source}"
+        for expected in (c.expected for c in choices)
+        if expected
     }
     return "\n".join([title, *lines, *sorted(sources)])
 
 
-def _row(number: int, choice: Choice) -> tuple[str, ...]:
+def _row(number: int, choice: PlannedSettings) -> tuple[str, ...]:
     cfg = choice.cfg
     actor = cfg.actor.megatron
     budgets = (
@@ -256,7 +256,7 @@ def _row(number: int, choice: Choice) -> tuple[str, ...]:
     )
 
 
-def search_json(choices: Sequence[Choice], lengths: Lengths) -> list[dict[str, Any]]:
+def search_json(choices: Sequence[PlannedSettings], lengths: Lengths) -> list[dict[str, Any]]:
     """Return the choices as plain data: settings by dotted key, bytes, seconds."""
     return [
         {
@@ -278,7 +278,9 @@ def check_new_file(path: str) -> None:
         raise UserError(f"--write: {path}: no directory {Path(path).parent}; create it")
 
 
-def write_config(path: str, command: str, settings: Mapping[str, Any], choice: Choice) -> None:
+def write_config(
+    path: str, command: str, settings: Mapping[str, Any], choice: PlannedSettings
+) -> None:
     """Write the user's settings with the chosen ones as a new config file. command: the one that
     was run. Raise UserError if it cannot be written."""
     head = (

@@ -49,8 +49,8 @@ MARGIN = 0.05
 """Share of the device memory that a plan leaves: activations are planned within 10 %, fragmentation
 is not."""
 EQUAL = 0.03
-"""Share of a time by which two bounds do not differ: they leave more out than that. The simpler
-settings then come first."""
+"""Relative difference below which two bounds count as equal, since they leave out more than that.
+The simpler settings then come first."""
 BUDGET = 4000
 """Layouts, candidates and plans after which a search returns the best so far, on any machine."""
 MOST_RANKS = 4096
@@ -64,11 +64,11 @@ _UNLIMITED = 1e18
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Settings that fit."""
+class PlannedSettings:
+    """Settings that fit, with their plan."""
 
     settings: Settings
-    """Settings that were searched for."""
+    """The settings that the search has set."""
     cfg: Config
     times: StepTimes
     fit: MemoryFit
@@ -93,7 +93,7 @@ class _Candidate:
 
 def search(
     settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths, top: int
-) -> list[Choice]:
+) -> list[PlannedSettings]:
     """Return the best choices, the best first, at most `top`, each with another layout or
     recomputation. settings: the user's. Raise UserError if none fits, or if the settings are wrong
     whatever the layout."""
@@ -158,10 +158,10 @@ class _Search:
         self._too_large: set[tuple[object, ...]] = set()
         """Layouts, budgets and offload with which training alone does not fit."""
 
-    def best(self, top: int, beyond_node: bool) -> list[Choice]:
+    def best(self, top: int, beyond_node: bool) -> list[PlannedSettings]:
         """Return the best choices. beyond_node: with tensor-parallel groups that span nodes, and
         only those."""
-        best: dict[tuple[object, ...], Choice] = {}
+        best: dict[tuple[object, ...], PlannedSettings] = {}
         candidates = sorted(self._candidates(beyond_node), key=lambda candidate: candidate.bound)
         for number, candidate in enumerate(candidates):
             if not self.budget.take(
@@ -174,7 +174,7 @@ class _Search:
             if (choice := self._fitting(candidate)) is not None:
                 key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
                 best[key] = _ranked([choice, best.get(key, choice)])[0]
-        complete: list[Choice] = []
+        complete: list[PlannedSettings] = []
         for choice in _ranked(list(best.values())):
             if len(complete) == top or (
                 complete and not self.budget.take(1.0, f"{len(complete)} of {top} plans")
@@ -223,12 +223,12 @@ class _Search:
                 error = error or refused
                 continue
             is_any = True
-            for one, (rollout_tp, seconds) in itertools.product(
+            for candidate, (rollout_tp, seconds) in itertools.product(
                 self._layout_candidates(layout, max(engines)), engines.items()
             ):
                 if beyond_node and max(layout[TP], rollout_tp) <= self._machine.gpus_per_node:
                     continue
-                yield replace(one, bound=one.bound + seconds, rollout_tp=rollout_tp)
+                yield replace(candidate, bound=candidate.bound + seconds, rollout_tp=rollout_tp)
         if not is_any and error is not None and not beyond_node:
             raise error
 
@@ -281,7 +281,7 @@ class _Search:
         plan = self._plan(cfg)
         return None if self._room_of_engine(plan) is None else largest_states(plan)
 
-    def _fitting(self, candidate: _Candidate) -> Choice | None:
+    def _fitting(self, candidate: _Candidate) -> PlannedSettings | None:
         """Return the quickest choice of offload for a candidate; None: none fits."""
         fitting = []
         for level, settings in enumerate(self._space.offload_levels()):
@@ -313,7 +313,9 @@ class _Search:
                 break
         return _ranked(fitting)[0] if fitting else None
 
-    def _with_engine(self, chosen: Settings, level: int, key: tuple[object, ...]) -> Choice | None:
+    def _with_engine(
+        self, chosen: Settings, level: int, key: tuple[object, ...]
+    ) -> PlannedSettings | None:
         """Return the choice with the smallest share of the rollout engine that holds all of an
         engine's sequences, or else the largest that fits; None: it does not fit. key: of training,
         which is recorded where training does not fit."""
@@ -337,14 +339,14 @@ class _Search:
                 return None
         return None
 
-    def _with_share(self, chosen: Settings, level: int) -> Choice | None:
+    def _with_share(self, chosen: Settings, level: int) -> PlannedSettings | None:
         cfg = self._space.config(chosen)
         # Host memory is summed over all ranks of a node.
         plan = self._plan(cfg, one_of_each_stage=self._capacity.host_bytes is None)
         fit = self._checked_fit(cfg, plan)
         if fit is None:
             return None
-        return Choice(
+        return PlannedSettings(
             chosen,
             cfg,
             plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths),
@@ -383,7 +385,7 @@ class _Search:
         enough = [share for share in fitting if share * self._device_bytes >= needed]
         return enough[0] if enough else fitting[-1] if fitting else _SHARES[0]
 
-    def _complete(self, choice: Choice) -> Choice | None:
+    def _complete(self, choice: PlannedSettings) -> PlannedSettings | None:
         """Return the choice with its weight update, checked as a run is and planned on all ranks;
         None: it is refused or does not fit."""
         try:
@@ -416,7 +418,7 @@ def _without_engine(parts: Mapping[str, float]) -> float:
     return sum(size for name, size in parts.items() if name != "vLLM")
 
 
-def _ranked(choices: Sequence[Choice]) -> list[Choice]:
+def _ranked(choices: Sequence[PlannedSettings]) -> list[PlannedSettings]:
     """Return the choices by step time, in steps of EQUAL of the best; among equals by less offload
     and recomputation, by larger micro-batches, whose products run nearer to the peak rates, and by
     fewer pipeline chunks, which wait for messages."""
@@ -424,7 +426,7 @@ def _ranked(choices: Sequence[Choice]) -> list[Choice]:
         return []
     best = min(choice.times.seconds for choice in choices)
 
-    def key(choice: Choice) -> tuple[float, ...]:
+    def key(choice: PlannedSettings) -> tuple[float, ...]:
         actor = choice.cfg.actor
         megatron = actor.megatron
         recompute = RECOMPUTE.index(megatron.recompute_granularity)

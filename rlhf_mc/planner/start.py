@@ -60,8 +60,7 @@ def planned_shapes(cfg: Config) -> dict[str, ModelShape]:
 
 def plan_run(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> list[RankMemory]:
     """Return the memory of each class of ranks. Raise UserError if the settings, or the shapes of
-    its models, do
-    not allow a run on this number of ranks."""
+    its models, do not allow a run on this number of ranks."""
     check_config(cfg, capacity.num_ranks)
     check_layouts(cfg, shapes)
     engine_factory(cfg.rollout).check_layout(
@@ -166,8 +165,7 @@ def fit_error(
     cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, fit: MemoryFit
 ) -> str:
     """Return one line on a run that does not fit: the memory that is too small, and settings with
-    which the run
-    fits."""
+    which the run fits."""
     settings = fitting_settings(
         cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, shapes, capacity, changes)
     )
@@ -223,9 +221,9 @@ def check_start(
 def fitting_settings(
     cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequence[str]], bool]
 ) -> list[str] | None:
-    """Return settings that make the run fit: one change that is enough alone, else changes of which
-    each is needed; None: no changes of the list are enough. cuda: on GPUs. fits: whether the config
-    fits with these overrides."""
+    """Return settings that make the run fit: one sufficient change, else several of which each is
+    needed; None: the list has no sufficient changes. cuda: on GPUs. fits: whether the config fits
+    with these overrides."""
     roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
     of_engine = list(_engine_changes(cfg, phase) if cuda else _engine_changes_on_cpu(cfg, phase))
     of_updates = (

@@ -29,19 +29,18 @@ class Storage:
     """Files of a run, in bytes, and lower bounds of their times, in seconds."""
 
     checkpoint: int
-    """Tensors of a training checkpoint, and the kept responses at their longest. Its metadata is
-    some hundred bytes a block."""
+    """Bytes of a training checkpoint's tensors, and of the pool's responses at their longest.
+    Metadata adds some hundred bytes a block."""
     export: int
     """Tensors of an export of the actor."""
     checkpoints: int | None
-    """Checkpoints that exist at the same time: those that are kept, and the one that is written.
-    None: the run keeps all; 0: it saves none."""
+    """Checkpoints that exist at the same time: the retained ones, and the one being written. None:
+    all are retained; 0: none is saved."""
     save: float
     """Time in which the ranks write a checkpoint, each its part, at the storage's bandwidth."""
     load: float
     """Time in which the node that reads most reads a checkpoint. All of its files are read once
-    before, to verify
-    their digests."""
+    before, to verify their digests."""
 
     @property
     def space(self) -> int | None:
@@ -74,10 +73,10 @@ def plan_storage(
         )
         for rank in ranks.ranks:
             read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + rank_bytes
-    kept = trainer.max_ckpt_to_keep
+    most = trainer.max_ckpt_to_keep
     kinds = (trainer.save_freq > 0) + (trainer.save_minutes is not None)
     checkpoints = (
-        0 if kinds == 0 else None if kept is None else kinds * kept + trainer.keep_best + 1
+        0 if kinds == 0 else None if most is None else kinds * most + trainer.keep_best + 1
     )
     return Storage(
         tensors + pool,
@@ -106,9 +105,9 @@ def pool_bytes(cfg: Config) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, megatron: MegatronConfig, freeze: Sequence[str]) -> int:
-    """Return the bytes of a trained model in a training checkpoint: its weights, and for those that
-    are trained Adam's moments and, unless the weights are float32, their float32 copy. freeze: the
-    patterns of its frozen tensors."""
+    """Return the bytes of a trained model in a training checkpoint: its weights; for trained
+    weights also Adam's moments and, unless they are float32, a float32 copy. freeze: the patterns
+    of its frozen tensors."""
     sizes = {name: math.prod(size) for name, size in logical_shapes(shape).items()}
     frozen = frozen_tensors("freeze", freeze, shape)
     copies = 2 + (megatron.dtype != "float32")

@@ -1,7 +1,5 @@
 """The drawings of the report as data: curves, phase times, histograms of lengths, marks. Long runs
-are thinned out,
-so that the page stays small. No torch here.
-"""
+are thinned out, so that the page stays small. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_mc.report.run_reader import RunRecord, number
+from rlhf_mc.report.run_reader import RunRecord, finite_or_none
 from rlhf_mc.run_files import NONFINITE_FILE, Row
 
 MAX_POINTS = 1000
@@ -67,18 +65,17 @@ def axis_limits(runs: Sequence[Sequence[Row]]) -> tuple[int, int]:
 def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return {"steps": [P], "metrics": {key: [P] numbers, null where there is none}, "group": steps
     in a group}. With more than `most` rows, each group of consecutive rows has two points: the
-    smallest and the largest value, in
-    the order in which they come."""
+    smallest and the largest value, in the order in which they come."""
     keys = sorted(
         {
             key
             for row in rows
             for key, value in row.items()
-            if key != "step" and number(value) is not None
+            if key != "step" and finite_or_none(value) is not None
         }
     )
     if len(rows) <= most:
-        columns = {key: [short(number(row.get(key))) for row in rows] for key in keys}
+        columns = {key: [short(finite_or_none(row.get(key))) for row in rows] for key in keys}
         return {"steps": [row["step"] for row in rows], "metrics": columns, "group": 1}
     size = math.ceil(len(rows) / (most // 2))
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -89,7 +86,9 @@ def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
 
 def _extremes(rows: Sequence[Row], key: str) -> tuple[float | None, float | None]:
     """Return the smallest and the largest value of rows, in their order; twice null without any."""
-    values = [value for value in (number(row.get(key)) for row in rows) if value is not None]
+    values = [
+        value for value in (finite_or_none(row.get(key)) for row in rows) if value is not None
+    ]
     if not values:
         return None, None
     low = min(values)
@@ -115,7 +114,7 @@ def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
     """Return the seconds of each phase as stacked bars: {"steps": [[first, last] of each bar],
     "phases": {name: [B] seconds}}. The phase "other" is the part of a step in no phase. Of more
     than `most` steps each bar is the mean of a group."""
-    timed = [row for row in rows if number(row.get(TIMING + _WHOLE)) is not None]
+    timed = [row for row in rows if finite_or_none(row.get(TIMING + _WHOLE)) is not None]
     names = [key.removeprefix(TIMING) for row in timed for key in row if key.startswith(TIMING)]
     phases = [name for name in dict.fromkeys(names) if name not in (_WHOLE, *OVERLAPPING)]
     bars = bar_groups(timed, most)
@@ -162,7 +161,7 @@ def _has_after(row: Row) -> bool:
 
 def _seconds(row: Row, name: str) -> float:
     """Return the seconds of a phase, 0 where a row lacks it."""
-    return number(row.get(TIMING + name)) or 0.0
+    return finite_or_none(row.get(TIMING + name)) or 0.0
 
 
 def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
@@ -184,10 +183,10 @@ def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, An
         ]
         bins = [sum(counts[i : i + merged]) for i in range(0, len(counts), merged)]
         shares.append([short(count / max(sum(bins), 1)) for count in bins])
-    kept = [*edges[:-1:merged], edges[-1]]
+    merged_edges = [*edges[:-1:merged], edges[-1]]
     return {
         "steps": [[group[0]["step"], group[-1]["step"]] for group in columns],
-        "edges": kept,
+        "edges": merged_edges,
         "shares": shares,
     }
 
@@ -203,7 +202,7 @@ def _is_histogram(value: Any) -> bool:
         or not counts
     ):
         return False
-    return all(number(item) is not None for item in (*edges, *counts))
+    return all(finite_or_none(item) is not None for item in (*edges, *counts))
 
 
 def marks(run: RunRecord) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from rlhf_mc.report.run_reader import (
     RunRecord,
     Sample,
     evenly_spaced,
-    number,
+    finite_or_none,
     read_run,
 )
 from rlhf_mc.run_files import differences
@@ -46,7 +46,7 @@ MAX_TOTAL_STEPS = 24
 MAX_TOTAL_SAMPLES = 400
 """Generations at a step of all runs together, but FEW_SAMPLES of each at least."""
 MAX_CHARACTERS = 2000
-"""Of a prompt or a response."""
+"""Most characters of a prompt or a response."""
 MAX_EVENTS = 200
 MAX_RANKS = 16
 """Ranks with a column of their own in a table of phases."""
@@ -99,7 +99,7 @@ def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]
     points, bars = axis_limits([run.rows for run in runs])
     samples = max(FEW_SAMPLES, min(MAX_SAMPLES, MAX_TOTAL_SAMPLES // max(len(runs), 1)))
     most_tokens = tokens.MAX_TOKENS // max(tokens.MAX_STEPS * len(runs) * samples, 1)
-    drawn: list[dict[str, Any]] = [
+    entries: list[dict[str, Any]] = [
         {
             "name": name,
             "curves": curves(run.rows, points),
@@ -112,22 +112,22 @@ def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]
                 for row in run.health[-MAX_EVENTS:]
             ],
             "samples": {
-                "validation": _kept(run.validation, samples),
-                "training": _kept(run.training, samples, most_tokens),
+                "validation": _first_samples(run.validation, samples),
+                "training": _first_samples(run.training, samples, most_tokens),
             },
         }
         for run, name in zip(runs, names, strict=True)
     ]
     shown = [
-        one["tokens"]
-        for run in drawn
-        for kept in run["samples"]["training"].values()
-        for one in kept
+        sample["tokens"]
+        for run in entries
+        for step_samples in run["samples"]["training"].values()
+        for sample in step_samples
     ]
-    keys = sorted({key for run in drawn for key in run["curves"]["metrics"]})
+    keys = sorted({key for run in entries for key in run["curves"]["metrics"]})
     meanings = {key: _meaning(key) for key in keys}
     return {
-        "runs": drawn,
+        "runs": entries,
         "charts": charts(keys),
         "metrics": meanings,
         "tokens": tokens.scales(shown),
@@ -136,9 +136,10 @@ def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]
 
 def run_names(roots: Sequence[Path]) -> list[str]:
     """Return a name for each directory: its own, or where two are alike its whole path."""
-    own = [root.resolve().name for root in roots]
+    last_parts = [root.resolve().name for root in roots]
     return [
-        name if own.count(name) == 1 else str(root) for name, root in zip(own, roots, strict=True)
+        name if last_parts.count(name) == 1 else str(root)
+        for name, root in zip(last_parts, roots, strict=True)
     ]
 
 
@@ -204,7 +205,7 @@ def _events(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, A
             },
             "run": name,
         }
-        | {"step": row["step"], "value": short(number(row.get("value")))}
+        | {"step": row["step"], "value": short(finite_or_none(row.get("value")))}
         for run, name in zip(runs, names, strict=True)
         for row in run.health[-MAX_EVENTS:]
     ]
@@ -245,15 +246,17 @@ def _shown(value: Any) -> str:
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _kept(
+def _first_samples(
     steps: Mapping[int, Sequence[Sample]], most: int, most_tokens: int = 0
 ) -> dict[int, list[dict[str, Any]]]:
     """Return the first `most` samples of each step, cut to MAX_CHARACTERS, and in some steps the
     tokens of each."""
-    with_tokens = [step for step, samples in steps.items() if any(one.tokens for one in samples)]
+    with_tokens = [
+        step for step, samples in steps.items() if any(sample.tokens for sample in samples)
+    ]
     limits = dict.fromkeys(evenly_spaced(with_tokens, tokens.MAX_STEPS), most_tokens)
     return {
-        step: [_sample(one, limits.get(step, 0)) for one in samples[:most]]
+        step: [_sample(sample, limits.get(step, 0)) for sample in samples[:most]]
         for step, samples in steps.items()
     }
 
@@ -294,24 +297,23 @@ def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str,
 
 def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a phase: its slowest rank, the most seconds of a rank's own work, their
-    mean over the
-    ranks, the longest wait, and of each rank its own work and, after a plus, its waiting. Empty
-    without times."""
-    seconds = [number(value) or 0.0 for value in times.get("seconds") or []]
-    waiting = [number(value) or 0.0 for value in times.get("waiting") or []]
+    mean over the ranks, the longest wait, and of each rank its own work and, after a plus, its
+    waiting. Empty without times."""
+    seconds = [finite_or_none(value) or 0.0 for value in times.get("seconds") or []]
+    waiting = [finite_or_none(value) or 0.0 for value in times.get("waiting") or []]
     waiting += [0.0] * (len(seconds) - len(waiting))
     if not seconds:
         return {}
-    own = [max(0.0, total - wait) for total, wait in zip(seconds, waiting, strict=False)]
+    work = [max(0.0, total - wait) for total, wait in zip(seconds, waiting, strict=False)]
     slowest = times.get("slowest")
     return {
         "phase": phase,
         "slowest": "alike" if slowest is None else slowest,
-        "most": f"{max(own):.3f}",
-        "mean": f"{sum(own) / len(own):.3f}",
+        "most": f"{max(work):.3f}",
+        "mean": f"{sum(work) / len(work):.3f}",
         "waiting": f"{max(waiting):.3f}",
         "cells": [
-            f"{work:.3f}" + (f" + {wait:.3f}" if wait >= MIN_WAITING else "")
-            for work, wait in zip(own, waiting, strict=False)
+            f"{busy:.3f}" + (f" + {wait:.3f}" if wait >= MIN_WAITING else "")
+            for busy, wait in zip(work, waiting, strict=False)
         ],
     }

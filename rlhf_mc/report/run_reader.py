@@ -1,7 +1,5 @@
 """A run as its directory records it: finished, running, or dead, and of any version. Nothing is
-written there, and
-what is missing or cut is left out and named. No torch here.
-"""
+written there, and what is missing or cut is left out and named. No torch here."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ MAX_SAMPLE_STEPS = 12
 _MAX_STEP = 2**53
 """From here on a page's numbers are not exact."""
 _TIMES = ("seconds", "waiting")
-"""Of each rank, in a phase of phases.json."""
+"""Lists of a phase in phases.json, by rank."""
 _MARKS = ("[prompt] ", "\n[response] ", "\n[ground truth] ", "\n[score] ", "\n")
 _TURN = re.compile(r"\n\[(response|observation)\] ")
 _START_TYPES = {"command": list, "config": dict} | dict.fromkeys(
@@ -37,7 +35,7 @@ _START_TYPES = {"command": list, "config": dict} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class Sample:
-    """One kept generation."""
+    """One recorded generation."""
 
     prompt: str
     turns: Sequence[tuple[str, str]]
@@ -61,21 +59,21 @@ class RunRecord:
     """A sentence about the state."""
     run_id: str
     rows: Sequence[Row]
-    """Of metrics.jsonl, one for each step, ascending."""
+    """Rows of metrics.jsonl, one for each step, ascending."""
     starts: Sequence[Row]
-    """Of starts.jsonl; none in a run of an earlier version. Parts are of the types in which a run
-    writes them."""
+    """Rows of starts.jsonl; none in a run of an earlier version. Each part has the type that a run
+    writes."""
     health: Sequence[Row]
     histograms: Sequence[Row]
     adjustments: Sequence[Row]
     nonfinite_steps: Sequence[int]
     """Steps with a file of the samples whose loss or gradient was not finite."""
     validation: Mapping[int, Sequence[Sample]]
-    """Kept generations of the validations after some steps."""
+    """Recorded generations of some steps' validations."""
     training: Mapping[int, Sequence[Sample]]
-    """Kept generations of some training steps."""
+    """Recorded generations of some training steps."""
     phases: Mapping[int, Row]
-    """Of each profiled step its times by phase and rank."""
+    """Times of each profiled step, by phase and rank."""
     problems: Sequence[str] = field(default_factory=list)
     """Sentences about what could not be read."""
 
@@ -142,9 +140,9 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
 def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State, str]:
     """Return the state of a run, and a sentence about it. last_step: the last that is logged.
 
-    A live process makes the run a running one, although the start before has ended: it is loading,
-    and has not recorded its own start yet. Only the end that this very process has recorded counts,
-    and a roll-back is no end."""
+    A run with a live process is running, even if the last recorded start has ended: the process may
+    still be loading, before it records its own start. Only an end recorded by the same process
+    counts, and a roll-back is no end."""
     last = starts[-1] if starts else {}
     end = last.get("end", {})
     how = end.get("how") if isinstance(end.get("how"), str) else None
@@ -175,8 +173,8 @@ def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State,
 
 
 def live_owner(path: Path) -> Row | None:
-    """Return the content of run.lock if a live process holds it. Of a process on another machine
-    the file's age decides."""
+    """Return the content of run.lock if its owner is alive. For an owner on another machine the
+    file's age decides."""
     try:
         touched = path.stat().st_mtime
         owner = json_files.read(path)
@@ -194,21 +192,20 @@ def live_owner(path: Path) -> Row | None:
     return owner if is_alive else None
 
 
-def number(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """Return a finite number, None for anything else."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
-        number = float(value)
+        finite = float(value)
     except OverflowError:  # an integer of more than 308 digits
         return None
-    return number if math.isfinite(number) else None
+    return finite if math.isfinite(finite) else None
 
 
 def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = "") -> list[Row]:
     """Return the objects of a file of JSON lines, and add a sentence to `problems` for other lines.
-    name: of the
-    file in the sentence."""
+    name: of the file in the sentence."""
     name = name or path.name
     try:
         rows, bad = json_objects_and_bad_lines(path)
@@ -233,8 +230,7 @@ def _is_step(value: Any) -> bool:
 
 def _valid_starts(starts: Sequence[Row], problems: list[str]) -> list[Row]:
     """Return the starts without the parts that are of another type than _START_TYPES, and without
-    changed settings
-    that are no pairs. Add a sentence to `problems` for each kind."""
+    changed settings that are no pairs. Add a sentence to `problems` for each kind."""
     valid: list[Row] = []
     odd: dict[str, int] = {}
     for start in starts:
@@ -300,16 +296,16 @@ def _text_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
         problems.append(f"{name} cannot be read: {error_reason(error)}")
         return []
     samples: list[Sample] = []
-    at = 0
-    while (at := text.find(_MARKS[0], at)) >= 0:
+    position = 0
+    while (position := text.find(_MARKS[0], position)) >= 0:
         parts = []
         for mark, after in itertools.pairwise(_MARKS):
-            start = at + len(mark)
-            at = text.find(after, start)
-            if at < 0:
+            start = position + len(mark)
+            position = text.find(after, start)
+            if position < 0:
                 problems.append(f"{name} is cut after {len(samples)} generations")
                 return samples
-            parts.append(text[start:at])
+            parts.append(text[start:position])
         first, *marked = _TURN.split(parts[1])
         turns = [("response", first), *zip(marked[::2], marked[1::2], strict=True)]
         if any(kind != ("response", "observation")[i % 2] for i, (kind, _) in enumerate(turns)):
@@ -323,9 +319,8 @@ def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     samples = []
     for row in _rows(path, problems, name=name):
         texts = (str(row.get("input", "")), _turns(row), str(row.get("gts", "")))
-        samples.append(
-            Sample(*texts, number(row.get("score")), number(row.get("length")), _tokens(row))
-        )
+        score, length = (finite_or_none(row.get(key)) for key in ("score", "length"))
+        samples.append(Sample(*texts, score, length, _tokens(row)))
         if row.get("tokens") and not samples[-1].tokens:
             problems.append(
                 f"{name}: the tokens of response {len(samples)} are not columns of one length"
@@ -334,8 +329,8 @@ def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
 
 
 def _tokens(row: Row) -> dict[str, list[Any]]:
-    """Return the columns of a response's tokens; empty unless they are lists of one length, with
-    those that the page needs."""
+    """Return the columns of a response's tokens; empty unless they are lists of one length and
+    include those that the page needs."""
     columns = row.get("tokens")
     if not isinstance(columns, dict) or not all(
         isinstance(column, list) for column in columns.values()
@@ -375,6 +370,6 @@ def _number_in(name: str) -> int:
 
 def _float(text: str) -> float | None:
     try:
-        return number(float(text))
+        return finite_or_none(float(text))
     except ValueError:
         return None

@@ -1,5 +1,5 @@
-"""The tokens of kept responses as data: their texts, and the values by which the page colours them.
-No torch here."""
+"""The tokens of recorded responses as data: their texts, and the values by which the page colours
+them. No torch here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_mc.report.charts import short
-from rlhf_mc.report.run_reader import number
+from rlhf_mc.report.run_reader import finite_or_none
 
 MAX_STEPS = 3
 """Steps of a run whose responses are shown token by token: the first, a middle one and the last."""
 MAX_TOKENS = 24_000
 """Tokens of all responses of a page."""
 MAX_CHARACTERS = 40
-"""Of a token."""
+"""Most characters of a token."""
 _IN_SCALE = 0.95
 """Share of the values within the scale of the colours, so that a few extremes do not make all
 others pale."""
@@ -37,11 +37,11 @@ def shown_tokens(columns: Mapping[str, Sequence[Any]], most: int) -> dict[str, A
     texts = [str(text)[:MAX_CHARACTERS] for text in columns.get("text", ())[:most]]
     if not texts:
         return {}
-    drawn = columns["response_mask"]
-    pairs = zip(drawn, columns.get("kept", drawn), strict=True)
-    loss = [None if own == 0 else -1 if kept == 0 else 1 for own, kept in pairs]
+    mask = columns["response_mask"]
+    pairs = zip(mask, columns.get("kept", mask), strict=True)
+    loss = [None if sampled == 0 else -1 if kept == 0 else 1 for sampled, kept in pairs]
     numbers = {
-        name: [number(value) for value in column[:most]]
+        name: [finite_or_none(value) for value in column[:most]]
         for name, column in {**columns, "loss": loss}.items()
     }
     values = {}
@@ -57,7 +57,7 @@ def scales(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     the strongest colour. shown: of `shown_tokens`."""
     entries = []
     for name, (title, _, least) in _VALUES.items():
-        columns = [one["values"].get(name, ()) for one in shown if one]
+        columns = [tokens["values"].get(name, ()) for tokens in shown if tokens]
         sizes = sorted(abs(value) for column in columns for value in column if value is not None)
         if sizes:
             usual = sizes[int(_IN_SCALE * (len(sizes) - 1))] or sizes[-1] or 1.0

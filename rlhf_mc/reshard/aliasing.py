@@ -66,7 +66,7 @@ def _start(
         inside = all(a <= c and d <= b for (a, b), (c, d) in zip(other.box, shard.box, strict=True))
         if not inside or shapes[other.local][1:] != size[1:]:
             continue
-        at = other.local_offset(shard.box)
-        if at[1:] == shard.offset[1:]:
-            return other.local, at[0] - shard.offset[0]
+        offset = other.local_offset(shard.box)
+        if offset[1:] == shard.offset[1:]:
+            return other.local, offset[0] - shard.offset[0]
     return None

@@ -145,8 +145,8 @@ class Pattern:
 
 
 _Loads: TypeAlias = "np.ndarray"
-"""[4 x ranks] the elements that each rank sends, then those that each receives, then of both those
-to and from other nodes."""
+"""[4 x ranks] elements that each rank sends, receives, sends to other nodes, and receives from
+other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +198,18 @@ def fill_buckets(
     delivered: dict[tuple[int, int], int] = {}  # the bucket after that of a tensor's last part
     for _, part in parts:
         load, of_load = loads[part.pattern, part.number]
-        at = first.get((part.pattern, part.number), 0)
+        bucket = first.get((part.pattern, part.number), 0)
         if patterns[part.pattern].forwarded:  # from the targets of the pattern before
-            at = max(at, delivered[part.pattern - 1, part.tensor])
-        while at < len(buckets) and (filled[at][of_load] + load[of_load] > limit).any():
-            at += 1
-        if at == len(buckets):
+            bucket = max(bucket, delivered[part.pattern - 1, part.tensor])
+        while bucket < len(buckets) and (filled[bucket][of_load] + load[of_load] > limit).any():
+            bucket += 1
+        if bucket == len(buckets):
             buckets.append([])
             filled.append(np.zeros_like(load))
-        filled[at][of_load] += load[of_load]
-        buckets[at].append(part)
-        first[part.pattern, part.number] = at
+        filled[bucket][of_load] += load[of_load]
+        buckets[bucket].append(part)
+        first[part.pattern, part.number] = bucket
         delivered[part.pattern, part.tensor] = max(
-            at + 1, delivered.get((part.pattern, part.tensor), 0)
+            bucket + 1, delivered.get((part.pattern, part.tensor), 0)
         )
     return tuple(map(tuple, buckets))

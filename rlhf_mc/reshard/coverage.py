@@ -1,7 +1,6 @@
-"""The coverage of a checkpoint by the layouts of all ranks: each element of each tensor is held as
-often as the meshes say, and nothing else is. Arithmetic on shapes only; models/layout_check.py
-compares the layouts with real models.
-"""
+"""The coverage of a checkpoint by the layouts of all ranks: each element of each tensor is on as
+many ranks as the mesh says, and nothing else is. Arithmetic on shapes only; models/layout_check.py
+compares the layouts with real models."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Coverage:
     """Tensors and elements that the layouts of all ranks cover."""
 
     num_tensors: int
-    """Tensors of the Hugging Face checkpoint, without those that the engine does not have."""
+    """Tensors of the Hugging Face checkpoint that the engine has."""
     num_elements: int
     """Their elements."""
     num_held: int
@@ -143,8 +142,8 @@ def _pattern(tensor: str) -> str:
 
 
 def _uncovered(size: Sequence[int], holders: Mapping[Box, int], count: int) -> str | None:
-    """Return what is wrong with the blocks of a tensor of this size (block -> number of holders):
-    each element must be in one block, and each block be held `count` times."""
+    """Return the problem of a tensor's blocks (block -> number of ranks that have it), or None:
+    each element must be in one block, and each block on `count` ranks."""
     wrong = next(((box, n) for box, n in holders.items() if n != count), None)
     if wrong is not None:
         return f"{box_text(wrong[0])} is held {wrong[1]} times instead of {count}"
@@ -180,4 +179,4 @@ def _misplaced(layout: Layout, padded: Collection[str]) -> str | None:
 def _place(shard: Shard, num_dims: int) -> Box:
     """Return the block that a shard takes in its local tensor."""
     sizes = [1] * (num_dims - len(shard.box)) + [end - start for start, end in shard.box]
-    return tuple((at, at + size) for at, size in zip(shard.offset, sizes, strict=True))
+    return tuple((start, start + size) for start, size in zip(shard.offset, sizes, strict=True))

@@ -237,7 +237,7 @@ class BoundPlan:
 
     plan: RankPlan
     dtype: torch.dtype
-    """Of the messages."""
+    """Type of the messages."""
     copies: Iterable[_Copies]
     """Copies within the rank, in groups."""
     buckets: Iterable[BoundBucket]
@@ -375,7 +375,7 @@ def _strided(
 ) -> torch.Tensor:
     lead = len(offset) - len(extent)
     start = tensor.storage_offset() + sum(
-        at * stride for at, stride in zip(offset, tensor.stride(), strict=True)
+        start * stride for start, stride in zip(offset, tensor.stride(), strict=True)
     )
     strides = tensor.stride()[lead:]
     return tensor.as_strided((count, *extent), (step * strides[0], *strides), start)

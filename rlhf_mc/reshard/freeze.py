@@ -18,8 +18,8 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
     """Return the checkpoint's tensors that one of the patterns matches (* is any text), and the
     correction biases.
 
-    Raise UserError, the same on every rank, if a pattern matches none, if all tensors match, and if
-    only some of the tensors match that Megatron-Core holds as one parameter."""
+    Raise UserError, the same on every rank, if a pattern matches no tensor, if all tensors match,
+    or if only a part of the tensors of one Megatron-Core parameter match."""
     if not patterns:
         return correction_biases(shape)
     names = list(logical_shapes(shape))

@@ -45,7 +45,7 @@ def box_text(box: Box) -> str:
 
 
 class Stack(str):
-    """Name of the tensors of a layer's experts, one each, as one tensor [experts, ...]."""
+    """Name of one tensor [experts, ...] that stands for the tensors of a layer's experts."""
 
     before: str
     """Part of the tensors' names before the number of the expert."""
@@ -133,7 +133,7 @@ class Shard:
         """Return the local offset of a part of the shard's block."""
         lead = len(self.offset) - len(self.box)
         dims = zip(self.offset[lead:], block, self.box, strict=True)
-        return (*self.offset[:lead], *[at + part[0] - whole[0] for at, part, whole in dims])
+        return (*self.offset[:lead], *[start + part[0] - whole[0] for start, part, whole in dims])
 
 
 @dataclass(frozen=True)
@@ -227,14 +227,18 @@ def correction_biases(shape: ModelShape) -> frozenset[str]:
     """Return the correction biases of the routers: without a gradient, float32 whatever the model's
     type."""
     params = model_params(shape)
-    places = _occurrences(shape, params, range(shape.num_layers))
-    biases = [(params[index], layer) for index, layer in places if params[index].is_correction_bias]
-    return frozenset(name.format(i=layer) for param, layer in biases for name in param.hf)
+    occurrences = _occurrences(shape, params, range(shape.num_layers))
+    return frozenset(
+        name.format(i=layer)
+        for index, layer in occurrences
+        if params[index].is_correction_bias
+        for name in params[index].hf
+    )
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
-    """Return the layout of a process that holds every logical tensor, or only the tensors `names`,
-    unsharded under its own name."""
+    """Return the layout of a process with every logical tensor, or only the tensors `names`,
+    unsharded and under the checkpoint's names."""
     sizes = shape.dims()
     wanted = None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -302,14 +306,15 @@ def mcore_layout(
     check_mcore(shape, tp_size, ep_size=ep_size)
     experts = range(shape.num_experts // ep_size)
     if ep_rank > 0:  # all shards but the experts' are the first rank's
-        one = mcore_layout(
+        first_rank = mcore_layout(
             shape, tp_rank, tp_size, layers, first, last, transformer_engine, ep_size=ep_size
         )
         start = ep_rank * len(experts)
         return replace(
-            one,
+            first_rank,
             stacked=tuple(
-                p.for_experts(start) if isinstance(p.tensor, Stack) else p for p in one.stacked
+                p.for_experts(start) if isinstance(p.tensor, Stack) else p
+                for p in first_rank.stacked
             ),
         )
     stages = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
@@ -423,16 +428,16 @@ def _occurrences(
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of a parameter, global number of its layer) in the model's order; parameters
     outside the layers have the number of the first layer."""
-    by_place: dict[tuple[StagePlacement, int | None], list[int]] = {}
+    by_stage: dict[tuple[StagePlacement, int | None], list[int]] = {}
     for index, param in enumerate(params):
-        by_place.setdefault((param.stage, param.kind), []).append(index)
+        by_stage.setdefault((param.stage, param.kind), []).append(index)
     kinds = shape.layer_kinds
-    places: list[tuple[StagePlacement, int | None, int]] = [("first", None, layers.start)]
+    stages: list[tuple[StagePlacement, int | None, int]] = [("first", None, layers.start)]
     for layer in layers:
-        places += [("layer", kinds[layer], layer), ("expert", kinds[layer], layer)]
-    places += [("last", None, layers.start), ("last_if_not_first", None, layers.start)]
-    for stage, kind, layer in places:
-        yield from ((index, layer) for index in by_place.get((stage, kind), ()))
+        stages += [("layer", kinds[layer], layer), ("expert", kinds[layer], layer)]
+    stages += [("last", None, layers.start), ("last_if_not_first", None, layers.start)]
+    for stage, kind, layer in stages:
+        yield from ((index, layer) for index in by_stage.get((stage, kind), ()))
 
 
 @dataclass(frozen=True)
@@ -445,7 +450,7 @@ class LocalParam:
     size: tuple[int, ...]
     """Its local shape."""
     shards: tuple[Shard, ...]
-    """With names as in Param."""
+    """Shards of the parameter, with names as in Param."""
     is_float32: bool
     """It is float32 whatever the type of the model."""
     half: int | None = None

@@ -81,9 +81,9 @@ def cp_comm_type(shape: ModelShape, megatron: MegatronConfig) -> str:
 
 def _check_fp8(shape: ModelShape, recipe: str, tp: int, section: str) -> None:
     multiple = FP8_MULTIPLES[recipe]
-    one = shape.one_of_each_kind()
+    small = shape.one_of_each_kind()
     for name, size in mcore_layout(
-        one, 0, tp, range(one.num_layers), first=False, last=False
+        small, 0, tp, range(small.num_layers), first=False, last=False
     ).shapes.items():
         if re.search(r"\.(linear_.*|in_proj|out_proj)\.weight", name) and any(
             n % multiple for n in size

@@ -22,24 +22,26 @@ def training_layouts(
     layouts = []
     for rank in range(mesh.world):
         # Replicas share one Layout object, for which make_plan plans once.
-        at = replace(mesh.coordinate(rank), dp=0, cp=0)
-        if at not in known:
-            known[at] = training_layout(shape, mesh, at, transformer_engine)
-        layouts.append(known[at])
+        coordinate = replace(mesh.coordinate(rank), dp=0, cp=0)
+        if coordinate not in known:
+            known[coordinate] = training_layout(shape, mesh, coordinate, transformer_engine)
+        layouts.append(known[coordinate])
     return layouts
 
 
 def training_layout(
-    shape: ModelShape, mesh: Mesh, at: Coordinate, transformer_engine: bool
+    shape: ModelShape, mesh: Mesh, coordinate: Coordinate, transformer_engine: bool
 ) -> Layout:
-    """Return the layout of the ranks at these coordinates."""
+    """Return the layout of the ranks at a coordinate."""
     chunks = []
-    for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, at.pp)):
-        first = at.pp == 0 and chunk == 0
-        last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
-        experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
+    for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, coordinate.pp)):
+        first = coordinate.pp == 0 and chunk == 0
+        last = coordinate.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
+        experts = {"ep_rank": coordinate.ep, "ep_size": mesh.ep}
         chunks.append(
-            mcore_layout(shape, at.tp, mesh.tp, layers, first, last, transformer_engine, **experts)
+            mcore_layout(
+                shape, coordinate.tp, mesh.tp, layers, first, last, transformer_engine, **experts
+            )
         )
     return chunks[0] if mesh.vpp == 1 else _concatenated(chunks)
 
@@ -89,14 +91,14 @@ def with_contiguous_experts(layouts: Sequence[Layout], mesh: Mesh) -> list[Layou
 
 
 def rollout_layouts(
-    shape: ModelShape, groups: Sequence[Sequence[int]], layout: RankLayout
+    shape: ModelShape, engine_ranks: Sequence[Sequence[int]], layout: RankLayout
 ) -> list[Layout]:
-    """Return each rank's layout of the rollout engines over these groups, each in the order of its
-    TP ranks."""
+    """Return each rank's layout of the rollout engines. engine_ranks: the ranks of each engine, in
+    the order of its TP ranks."""
     by_rank = {
-        rank: layout(shape, tp_rank, len(group))
-        for group in groups
-        for tp_rank, rank in enumerate(group)
+        rank: layout(shape, tp_rank, len(ranks))
+        for ranks in engine_ranks
+        for tp_rank, rank in enumerate(ranks)
     }
     return [by_rank[rank] for rank in range(len(by_rank))]
 

@@ -40,11 +40,11 @@ def interleaved_ranges(
     ]
     start, end = even_range(index, count, sum(size for _, _, size in pieces))
     ranges: list[Range] = []
-    at = 0
+    position = 0
     for name, first, size in pieces:
-        low = first + max(start - at, 0)
-        high = first + min(end - at, size)
-        at += size
+        low = first + max(start - position, 0)
+        high = first + min(end - position, size)
+        position += size
         if low < high and ranges and (name, low) == (ranges[-1][0], ranges[-1][1][1]):
             low = ranges.pop()[1][0]
         if low < high:

@@ -36,8 +36,8 @@ def verify(
 ) -> None:
     """Raise UserError, the same on every rank, if any block of a target differs from its source in
     any bit; the message names the first such block. Collective. Aliased tensors must share the
-    source's storage. Source and target must
-    have one type, or the target is compared as `dtype`, the source's."""
+    source's storage. Source and target must have one type, or the target is compared as `dtype`,
+    the source's."""
     failure = _first_difference(plan, source, target, group, dtype)
     failures = [failure] if group is None else gather_objects(failure, group)
     if first := next((f for f in failures if f), None):
@@ -178,9 +178,9 @@ def _words(blocks: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[torch.T
 def _pieces(block: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:
     """Yield the parts of a block, in order, as consecutive ranges of a dimension, of at most
     num_bytes each."""
-    one = block[0].nbytes
-    if one <= num_bytes:
-        yield from block.split(num_bytes // one)
+    row_bytes = block[0].nbytes
+    if row_bytes <= num_bytes:
+        yield from block.split(num_bytes // row_bytes)
     else:
         for part in block.unbind():
             yield from _pieces(part, num_bytes)
@@ -190,7 +190,8 @@ def _describe(transfer: Transfer) -> str:
     def where(local: str, offset: Sequence[int], step: int) -> str:
         lead = len(offset) - len(transfer.extent)
         ranges = [
-            f"{at}:{at + size}" for at, size in zip(offset[lead:], transfer.extent, strict=True)
+            f"{start}:{start + size}"
+            for start, size in zip(offset[lead:], transfer.extent, strict=True)
         ]
         repeated = (
             f" and {transfer.count - 1} more at every {step} rows" if transfer.count > 1 else ""

@@ -34,11 +34,10 @@ class WeightSync:
         keep_views: bool = True,
     ) -> None:
         """dtype: of the messages; None: the one type of all tensors. biases: the plan of the
-        correction biases,
-        which are float32. keep_views: the views of the first update serve the later ones; without
-        it the target's tensors may be temporary."""
+        correction biases, which are float32. keep_views: the views of the first update serve the
+        later ones; without it the target's tensors may be temporary."""
         self.plan = plan.for_rank(rank)
-        """This rank's transfers, without those of the correction biases."""
+        """This rank's transfers, except the correction biases'."""
         # On GPUs, NCCL chooses between NVLink and the network.
         messages = (
             PointToPoint(_world())
@@ -59,7 +58,7 @@ class WeightSync:
         plans = [plan] if biases is None else [plan, biases]
         self.metrics = {
             f"reshard/{kind}_bytes": float(
-                sum(getattr(one, f"{kind}_bytes")[rank] for one in plans)
+                sum(getattr(part, f"{kind}_bytes")[rank] for part in plans)
             )
             for kind in ("shared", "copied", "sent", "received")
         }
@@ -76,8 +75,8 @@ class WeightSync:
             self._tensors = []
         for number, (plan, dtype, transport) in enumerate(self._parts):
             if len(bound) == number:
-                one = bind(plan, source, target, dtype)
-                bound.append(one.kept() if self._keep_views else one)
+                bound_plan = bind(plan, source, target, dtype)
+                bound.append(bound_plan.kept() if self._keep_views else bound_plan)
             bound[number].execute(transport)
         if self._keep_views:
             self._bound = bound

@@ -95,11 +95,9 @@ def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None)
 def is_of_requeued_job(root: Path) -> bool:
     """Return whether this Slurm job began the run in the directory, before a requeue."""
     process = Owner.this_process()
-    begun = _read(root)
-    restarts = begun.get(_RESTARTS)
-    return (
-        bool(process.job) and begun.get(_JOB) == process.job and restarts in range(process.restarts)
-    )
+    record = _read(root)
+    is_same = bool(process.job) and record.get(_JOB) == process.job
+    return is_same and record.get(_RESTARTS) in range(process.restarts)
 
 
 def clear_success(root: Path) -> None:

@@ -44,8 +44,8 @@ def reward_model_checkpoint(
     conversations: ConversationTokenizer | None,
 ) -> HFReader:
     """Return the checkpoint of the reward model of that role. Raise UserError if it has no value
-    head, or another vocabulary than its tokenizer, which `conversations` has; without them it is
-    `tokenizer`, the actor's."""
+    head, or another vocabulary than its tokenizer: that of `conversations`, or without them the
+    actor's, `tokenizer`."""
     key = f"{role}.model_path"
     path = str(get_setting(cfg, key))
     if conversations is None:
@@ -113,13 +113,13 @@ def _check_size(
 def _check_same_tokens(
     key: str, path: str, tokenizer: PreTrainedTokenizerBase, own_key: str | None
 ) -> None:
-    """Raise UserError unless the model has the actor's vocabulary, as far as its directory shows:
-    it reads the actor's tokens unchanged. own_key: as in value_checkpoint; with it, warn where the
-    chat template is another."""
+    """Raise UserError if the tokenizer in the model's directory, if any, has another vocabulary
+    than the actor's: the model reads the actor's tokens unchanged. own_key: as in value_checkpoint;
+    with it, warn if the chat template differs."""
     if not has_tokenizer(path):
         return
-    own = load_tokenizer(path, key)
-    vocabulary = own.get_vocab()
+    model_tokenizer = load_tokenizer(path, key)
+    vocabulary = model_tokenizer.get_vocab()
     different = next(
         (token for token, i in tokenizer.get_vocab().items() if vocabulary.get(token) != i), None
     )
@@ -129,7 +129,7 @@ def _check_same_tokens(
             f"{key} {path}: its tokenizer has {different!r} as {vocabulary.get(different)}, the "
             f"actor's as {tokenizer.get_vocab()[different]}; it needs the actor's tokenizer{hint}"
         )
-    if own_key is not None and own.chat_template not in (None, tokenizer.chat_template):
+    if own_key is not None and model_tokenizer.chat_template not in (None, tokenizer.chat_template):
         print_line(
             f"warning: {key} {path}: it reads the actor's chat template, and has another{hint}",
             rank_0_only=True,

@@ -34,8 +34,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return True if the flag is True on every rank of the group: one reduction of an integer,
     where `gather_objects` pickles and gathers. Without a process group this process is the only
-    rank. Every rank of the group
-    must call it."""
+    rank. Every rank of the group must call it."""
     if not dist.is_initialized():
         return flag
     everywhere = torch.tensor([flag], dtype=torch.int32)  # on the CPU, whatever the device is
@@ -160,8 +159,7 @@ def all_have_left(step: int) -> bool:
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Return the element-wise sum over all ranks, on the CPU of every rank. It is exact if each
-    element is non-zero
-    on one rank only. Every rank must call it."""
+    element is non-zero on one rank only. Every rank must call it."""
     out = tensor.detach().to(platform.device())
     dist.all_reduce(out)
     return out.cpu()

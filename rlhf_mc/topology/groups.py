@@ -25,7 +25,7 @@ from rlhf_mc.topology.rendezvous import init_process_group
 _DEFAULT_SECONDS = 1800
 """torch's default timeout of collectives, the longer one of NCCL's and gloo's."""
 _LATER_SECONDS = 30.0
-"""A collective with a timeout of its own ends within this time after it."""
+"""Seconds by which a collective may end after its own timeout."""
 _AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
@@ -124,9 +124,9 @@ def _connect(
 ) -> None:
     """Run a collective in each group, in order. NCCL connects the ranks of a group in the first
     operation, so without it the first batch_isend_irecv, in which not every rank takes part, would
-    be undefined (torch's documentation).
-    Then connect the neighbours in the groups of stages `chunked`, those with virtual pipeline
-    chunks. Raise UserError if it does not end within its timeout, `seconds`.
+    be undefined (torch's documentation). Then connect the neighbours in the groups of stages
+    `chunked`, those with virtual pipeline chunks. Raise UserError if it does not end within its
+    timeout, `seconds`.
 
     The alternative, init_process_group(device_id=...), splits every later group off the world,
     which all ranks must take part in: it hangs with groups of gloo alone, which vLLM makes, and

@@ -46,15 +46,16 @@ class Mesh:
     """Number of neighbouring replicas over which the experts of a mixture-of-experts model are
     sharded."""
     first_stage_layers: int | None = None
-    """Layers of the first stage, which also holds the embedding; None: as the stages between."""
+    """Layers of the first stage, which also holds the embedding; None: as in the middle stages."""
     last_stage_layers: int | None = None
-    """Layers of the last stage, which also holds the output layer; None: as the stages between."""
+    """Layers of the last stage, which also holds the output layer; None: as in the middle
+    stages."""
     vpp: int = 1
     """Virtual pipeline chunks per stage."""
     cp: int = 1
     """Number of neighbouring replicas that share each sequence."""
     dynamic_cp: bool = False
-    """Each micro-batch has a number of its own, a power of two up to cp."""
+    """Each micro-batch has its own context-parallel size, a power of two up to cp."""
 
     def __post_init__(self) -> None:
         sizes = f"{self.tp} x {self.cp} x {self.pp}"
@@ -87,18 +88,16 @@ class Mesh:
 
     def context_blocks(self, size: int) -> list[list[int]]:
         """Return the lists of `size` ranks that may share a micro-batch: aligned parts of the
-        context-parallel
-        ranks."""
+        context-parallel ranks."""
         return [
-            ranks[at : at + size]
+            ranks[start : start + size]
             for ranks in self.groups_along("cp")
-            for at in range(0, self.cp, size)
+            for start in range(0, self.cp, size)
         ]
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
-        """Name and size of each axis of the tokens, the one along which the rank varies fastest
-        first."""
+        """Name and size of each axis of the tokens, fastest-varying first."""
         return (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
 
     @property
@@ -113,19 +112,19 @@ class Mesh:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinates of a global rank."""
-        at = _indices(rank, self.axes)
+        indices = _indices(rank, self.axes)
         ep = _indices(rank, self.expert_axes)["ep"]
-        return Coordinate(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=at["pp"], ep=ep)
+        return Coordinate(**indices, ep=ep)
 
     def group_along(self, rank: int, *along: Axis) -> tuple[int, ...]:
         """Return the ranks, this one included, whose coordinates differ from this rank's only along
         these axes, which are all of the tokens or all of the experts."""
         axes = self._axes_with(along)
-        at = _indices(rank, axes)
+        own_index = _indices(rank, axes)
         ranks = [0]
         stride = 1
         for axis, size in axes:
-            indices = range(size) if axis in along else (at[axis],)
+            indices = range(size) if axis in along else (own_index[axis],)
             ranks = [inner + index * stride for index in indices for inner in ranks]
             stride *= size
         return tuple(ranks)
@@ -141,7 +140,7 @@ class Mesh:
         return [list(self.group_along(rank, *along)) for rank in first_ranks]
 
     def _axes_with(self, along: tuple[Axis, ...]) -> tuple[tuple[Axis, int], ...]:
-        """Return the axes of the tokens or of the experts, whichever include these."""
+        """Return the axes of the tokens, or of the experts if only those include these axes."""
         return self.axes if set(along) <= {axis for axis, _ in self.axes} else self.expert_axes
 
     def __str__(self) -> str:
@@ -241,17 +240,17 @@ def rollout_groups(mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list
             for a in starts
         ]
     stride = mesh.tp // rollout_tp
-    groups = [
+    engine_ranks = [
         [base + first + part * stride for part in range(rollout_tp)]
         for base in range(0, mesh.world, mesh.tp)
         for first in range(stride)
     ]
 
-    def num_nodes(groups: Iterable[Iterable[int]]) -> int:
-        return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
+    def num_nodes(engines: Iterable[Iterable[int]]) -> int:
+        return sum(len({rank // ranks_per_node for rank in ranks}) for ranks in engines)
 
-    if num_nodes(groups) <= num_nodes(range(a, a + rollout_tp) for a in starts):
-        return groups
+    if num_nodes(engine_ranks) <= num_nodes(range(a, a + rollout_tp) for a in starts):
+        return engine_ranks
     size = ranks_per_node if ranks_per_node % rollout_tp == 0 else rollout_tp
     return [
         group

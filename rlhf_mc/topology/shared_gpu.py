@@ -1,6 +1,5 @@
-"""Several ranks on one GPU (RLHF_MC_RANKS_PER_GPU), by which all paths between ranks run over NCCL
-on fewer GPUs than ranks. Times and memory of such a run say nothing about one GPU for each rank.
-"""
+"""Several ranks on one GPU (RLHF_MC_RANKS_PER_GPU), so that all paths between ranks run over NCCL
+on fewer GPUs than ranks. Times and memory of such a run say nothing about one GPU for each rank."""
 
 from __future__ import annotations
 

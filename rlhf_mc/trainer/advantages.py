@@ -104,9 +104,9 @@ def _explained_variance(predicted: torch.Tensor, actual: torch.Tensor) -> float:
 def corrected(
     batch: RaggedBatch, cfg: RolloutCorrectionConfig
 ) -> tuple[RaggedBatch, dict[str, float]]:
-    """Return the batch with importance weights and kept tokens, as far as the settings ask for
-    them, and metrics, which there are without any setting too. With bypass_mode there is nothing to
-    compare, nor before an update that computes the old log-probs."""
+    """Return the batch with the importance weights and kept tokens that the settings ask for, and
+    the mismatch metrics, which need no setting. The batch stays unchanged, without metrics, with
+    bypass_mode and before an update that computes the old log-probs."""
     if cfg.bypass_mode or batch.old_log_probs is None:
         return batch, {}
     lens = batch.response_lens

@@ -42,7 +42,7 @@ class Validation:
     """The responses of a validation and their scores, the same on every rank."""
 
     prompts: list[Prompt]
-    """Of each response."""
+    """The prompt of each response."""
     generations: Responses
     scores: list[Score]
 
@@ -175,9 +175,9 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
         prompts[answer.data_source, answer.prompt].append(answer)
     values: dict[str, list[float]] = defaultdict(list)
     graded = {
-        (one.data_source, name)
-        for one in answers
-        for name, value in one.numbers.items()
+        (answer.data_source, name)
+        for answer in answers
+        for name, value in answer.numbers.items()
         if value not in (0, 1)
     }
     for (source, _), responses in prompts.items():
@@ -226,8 +226,8 @@ def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict
     codes = np.unique(votes, return_inverse=True)[1] if has_votes else votes
     for k in _sizes(n):
         draws = _draws(n, k)
-        drawn = numbers[draws]
-        resampled = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}
+        samples = numbers[draws]
+        resampled = {"best": samples.max(axis=1), "worst": samples.min(axis=1)}
         if has_votes:
             resampled["maj"] = numbers[_majority(codes[draws], draws)]
         for statistic, sample in resampled.items():
@@ -245,8 +245,8 @@ def _sizes(n: int) -> list[int]:
 
 @lru_cache
 def _draws(n: int, k: int) -> np.ndarray:
-    """Return [RESAMPLES, k] indices below n, drawn with replacement; those that verl draws one
-    resample at a time."""
+    """Return [RESAMPLES, k] indices below n, drawn with replacement: the same as verl's, which
+    draws one resample at a time."""
     return np.random.RandomState(SEED).choice(n, size=(RESAMPLES, k), replace=True)
 
 

@@ -17,7 +17,7 @@ from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
-from rlhf_mc.observability.sinks import best_effort
+from rlhf_mc.observability.sinks import append_line, best_effort
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects
@@ -35,7 +35,7 @@ class Health:
     """The health of a step, the same on every rank."""
 
     is_healthy: bool = True
-    """The weights after the step are fit to go back to, as far as its metrics show."""
+    """No metric of the step speaks against a roll-back to the weights after it."""
     acting: tuple[tuple[str, str], ...] = ()
     """Rules whose response is more than a warning: name, and the line on what the metrics show."""
 
@@ -53,10 +53,9 @@ class HealthWatch:
         self._acting: tuple[Event, ...] = ()
         """On rank 0, the rules of `last` whose response is more than a warning."""
         self.last = Health()
-        """The health of the last complete step. At the start of a run without the response stop:
-        that it has been started again is its user's answer. A run that was killed between a step
-        and another response makes up for
-        it."""
+        """The health of the last complete step. At the start of a run the response stop does not
+        count: the user has answered it by starting the run again. A run that was killed between a
+        step and another response makes up for it."""
         if not self._cfg.enable:
             return
         if run.groups.rank == 0:
@@ -113,12 +112,7 @@ class HealthWatch:
 
     def _write(self, event: Event) -> None:
         line = json.dumps(event.row(self._run_id), allow_nan=False) + "\n"
-
-        def append() -> None:
-            with (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file:
-                file.write(line)
-
-        best_effort(HEALTH_FILE, append)
+        append_line(self._directory / HEALTH_FILE, line)
 
 
 def run_traits(cfg: Config, log_prob_check: LogProbCheck) -> RunTraits:
@@ -183,7 +177,7 @@ def roll_back(run: Run, roll_back_checkpoints: RollBack, step: int, reason: str)
     health.max_rollbacks times. Every rank must call it. reason: the line of the rule."""
     cfg = run.config.health
     adjustments = run.adjustments
-    done = adjustments.count("learning_rate_factor")
+    done = adjustments.num_made("learning_rate_factor")
     if done >= cfg.max_rollbacks:
         raise Unhealthy(
             f"{reason}; the run was rolled back {done} times before (health.max_rollbacks). Its "

@@ -43,8 +43,7 @@ from rlhf_mc.trainer.step_state import StepState, begin_step
 
 class Lifecycle:
     """All that surrounds the steps of a run. Every rank must call each method. As a context, it
-    ends the run
-    according to what ends the steps."""
+    ends the run according to what ends the steps."""
 
     def __init__(self, run: Run, status: RankStatus, stop: StopRequests) -> None:
         self._run = run
@@ -172,8 +171,7 @@ class Lifecycle:
 
     def _validate_only(self) -> None:
         """Validate the initial weights or a checkpoint's. Metrics and samples go to the console and
-        to validation/;
-        no file of a run is changed."""
+        to validation/; no file of a run is changed."""
         run = self._run
         step = self._resume.load_read_only(begin_step(0, self._status).timer)
         on_rank_0(

@@ -61,6 +61,6 @@ def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
         if run.actor.shares_prompts:
             state.metrics["training/prompt_expert_choices_diff"] = of_prompts
         state.metrics |= {
-            f"training/expert_choices_diff/layer_{n}": one for n, one in by_layer.items()
+            f"training/expert_choices_diff/layer_{n}": diff for n, diff in by_layer.items()
         }
     run.log_prob_check.check(batch, state.step)

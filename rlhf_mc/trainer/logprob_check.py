@@ -42,15 +42,15 @@ class Difference:
 
     @classmethod
     def from_batch(cls, batch: RaggedBatch) -> Difference | None:
-        """Return the statistics of the batch's tokens of the trained weights; None: older weights
-        have drawn all of them. They are NaN if a log-prob is NaN."""
-        each = token_differences(batch)
+        """Return the statistics of the tokens sampled with the trained weights; None: all tokens
+        are of older weights. They are NaN if a log-prob is NaN."""
+        differences = token_differences(batch)
         if batch.token_ages is not None:
-            each = each[batch.token_ages == 0]
-        if not len(each):
+            differences = differences[batch.token_ages == 0]
+        if not len(differences):
             return None
-        p99 = each.kthvalue(max(1, int(0.99 * len(each)))).values
-        return cls(float(each.mean()), float(p99), float(each.max()))
+        p99 = differences.kthvalue(max(1, int(0.99 * len(differences)))).values
+        return cls(float(differences.mean()), float(p99), float(differences.max()))
 
 
 def token_differences(batch: RaggedBatch) -> torch.Tensor:
@@ -119,13 +119,14 @@ class LogProbCheck:
         tail = TAIL * mean
         if gap.mean <= mean and gap.p99 <= tail:
             return None
-        each = token_differences(batch)
-        num_compared = len(each)
+        differences = token_differences(batch)
+        num_compared = len(differences)
         if batch.token_ages is not None:
             num_compared = int((batch.token_ages == 0).sum())
-            each = each.where(batch.token_ages == 0, 0.0)
+            differences = differences.where(batch.token_ages == 0, 0.0)
         worst = "; ".join(
-            self._token(batch, i) for i in each.topk(min(WORST, num_compared)).indices.tolist()
+            self._token(batch, i)
+            for i in differences.topk(min(WORST, num_compared)).indices.tolist()
         )
         return (
             "the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by "
@@ -135,7 +136,7 @@ class LogProbCheck:
         )
 
     def _token(self, batch: RaggedBatch, index: int) -> str:
-        """Return a description of the index-th drawn token: its position, its text and both
+        """Return a description of the index-th sampled token: its position, its text and both
         log-probs."""
         assert batch.old_log_probs is not None
         ends = batch.response_lens.cumsum(0)

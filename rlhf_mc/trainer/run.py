@@ -55,21 +55,21 @@ class Run:
     reward_models: list[RewardModel]
     rollout: RolloutEngine
     environments: EnvironmentManager | None
-    """Of rollout.environment."""
+    """Environments of rollout.environment; None: none."""
     group_pool: GroupPool
-    """Of rollout.tail_batching and rollout.partial_rollout."""
+    """Pool of rollout.tail_batching and rollout.partial_rollout."""
     journal: RolloutJournal
-    """Of the same."""
+    """Journal of pooled steps."""
     response_lengths: ResponseLengths
-    """Of the training prompts: the longest responses begin first."""
+    """Expected response lengths of the training prompts: the longest responses start first."""
     weight_sync: WeightSync
     """From the actor's parameters to the rollout engine's."""
     offload_schedule: OffloadSchedule
     """Device placement of the models by phase."""
     estimator: EstimatorFunction
-    """Of algorithm.adv_estimator."""
+    """Function of algorithm.adv_estimator."""
     policy_loss: PolicyLoss
-    """Of actor.policy_loss.loss_mode."""
+    """Function of actor.policy_loss.loss_mode."""
     kl_controller: KLController
     skipped: SkippedUpdates
     log_prob_check: LogProbCheck

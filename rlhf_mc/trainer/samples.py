@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc import json_files
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.observability.sinks import best_effort
+from rlhf_mc.observability.sinks import append_line, best_effort
 from rlhf_mc.rewards.results import Episode, Score
 from rlhf_mc.run_files import HISTOGRAMS_FILE
 
@@ -48,10 +48,9 @@ def write_samples(
 ) -> None:
     """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names
     them; data_source, length in tokens, parts (each part's contribution to the score), extra
-    (further numbers of the reward functions)
-    and failure (why there is no score, or null); of a conversation turns, as `split_turns` has
-    them. batch: of these responses, for tokens, as `token_columns` has them; None: without. One
-    rank calls it.
+    (further numbers of the reward functions) and failure (why there is no score, or null); of a
+    conversation turns, as `split_turns` has them. batch: of these responses, for tokens, as
+    `token_columns` has them; None: without. One rank calls it.
 
     A file of the same step, from before a resume, is replaced."""
     inputs = tokenizer.batch_decode(
@@ -63,7 +62,7 @@ def write_samples(
     tokens = (
         [{}] * len(prompts)
         if batch is None
-        else [{"tokens": one} for one in token_columns(tokenizer, batch)]
+        else [{"tokens": columns} for columns in token_columns(tokenizer, batch)]
     )
     directory.mkdir(parents=True, exist_ok=True)
     path = samples_path(directory, step)
@@ -99,11 +98,11 @@ def split_turns(
     """Return the parts of a response as pairs: RESPONSE or OBSERVATION, and the text. Without an
     environment there is one."""
     observations = () if episode is None else episode.observations
-    places = [0, *itertools.chain.from_iterable(observations), len(response)]
+    bounds = [0, *itertools.chain.from_iterable(observations), len(response)]
     kinds = itertools.cycle((RESPONSE, OBSERVATION))
     parts = [
         (kind, response[start:end])
-        for kind, (start, end) in zip(kinds, itertools.pairwise(places), strict=False)
+        for kind, (start, end) in zip(kinds, itertools.pairwise(bounds), strict=False)
     ]
     return [
         (kind, tokenizer.decode(part, skip_special_tokens=False)) for kind, part in parts if part
@@ -126,9 +125,10 @@ TOKEN_FIELDS = (
 def token_columns(
     tokenizer: PreTrainedTokenizerBase, batch: RaggedBatch
 ) -> list[dict[str, list[Any]]]:
-    """Return of each response its first MAX_TOKENS tokens, as columns of one length: text, as
-    `token_texts`; response_mask, 0 for the tokens of observations; those of TOKEN_FIELDS that the
-    batch has, with 6 decimals, None for the tokens of observations and what is not finite."""
+    """Return the first MAX_TOKENS tokens of each response as columns of one length: text (see
+    `token_texts`); response_mask, 0 for tokens of observations; the fields of TOKEN_FIELDS that the
+    batch has, with 6 decimals, None for tokens of observations and for values that are not
+    finite."""
     numbers = {
         name: [round(value, 6) if math.isfinite(value) else None for value in field.tolist()]
         for name in TOKEN_FIELDS
@@ -137,21 +137,22 @@ def token_columns(
     mask = (
         [True] * len(batch.tokens) if batch.response_mask is None else batch.response_mask.tolist()
     )
-    drawn = itertools.count()
+    positions = itertools.count()
     rows: list[dict[str, list[Any]]] = []
     for response, end in zip(batch.responses(), batch.seq_lens.cumsum(0).tolist(), strict=True):
-        places = [
-            next(drawn) if is_drawn else None for is_drawn in mask[end - len(response) : end]
+        indices = [
+            next(positions) if is_sampled else None
+            for is_sampled in mask[end - len(response) : end]
         ][:MAX_TOKENS]
         columns = {
-            name: [None if at is None else values[at] for at in places]
+            name: [None if i is None else values[i] for i in indices]
             for name, values in numbers.items()
         }
         texts = token_texts(tokenizer, response[:MAX_TOKENS])
         rows.append(
             {
                 "text": texts,
-                "response_mask": [int(place is not None) for place in places],
+                "response_mask": [int(i is not None) for i in indices],
                 **columns,
             }
         )
@@ -184,10 +185,8 @@ def record_histograms(cfg: Config, rank: int, run_id: str, step: int, batch: Rag
     if rank == 0:
         lengths = histogram(batch.response_lens, length_edges(cfg.data.max_response_length))
         row = {"step": step, "run_id": run_id, "response_length": lengths}
-        best_effort(
-            HISTOGRAMS_FILE,
-            lambda: _append(Path(cfg.trainer.default_local_dir) / HISTOGRAMS_FILE, row),
-        )
+        path = Path(cfg.trainer.default_local_dir) / HISTOGRAMS_FILE
+        append_line(path, json.dumps(row) + "\n")
 
 
 def length_edges(longest: int) -> list[int]:
@@ -202,11 +201,6 @@ def histogram(lengths: torch.Tensor, edges: Sequence[int]) -> dict[str, list[int
     """Return {"edges", "counts"} of lengths in tokens; [S] integers from 1 to edges[-1]."""
     bins = torch.bucketize(lengths, torch.tensor(edges[1:], dtype=lengths.dtype))
     return {"edges": list(edges), "counts": torch.bincount(bins, minlength=len(edges) - 1).tolist()}
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def keep_samples(

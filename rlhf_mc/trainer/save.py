@@ -56,7 +56,7 @@ class CheckpointSaver:
         self._lock = lock
         self._buffers = HostBuffers() if self._cfg.async_save else None
         self._begun_at = time.monotonic()
-        """Time at which the last checkpoint was begun, or the run."""
+        """Start time of the last checkpoint, or of the run before the first one."""
         self._in_flight: Save | None = None
         self._saved: int | None = None
         """Step of the last complete checkpoint."""
@@ -207,8 +207,8 @@ class CheckpointSaver:
         except UserError as error:
             if self._in_flight is not None:
                 self._in_flight.discard()
-            kept = "no checkpoint was complete before"
+            last = "no checkpoint was complete before"
             if self._saved is not None:
                 path = directory.final_path(self._root, self._saved)
-                kept = f"the checkpoint of step {self._saved} is complete and untouched: {path}"
-            raise UserError(f"{error}; {kept}") from error
+                last = f"the checkpoint of step {self._saved} is complete and untouched: {path}"
+            raise UserError(f"{error}; {last}") from error

@@ -28,7 +28,7 @@ from rlhf_mc.trainer.samples import keep_samples, some_of_each_prompt
 from rlhf_mc.trainer.step_state import StepState
 
 _TRAIN_LOG_STEPS = 10
-"""Steps between those of which train_generations/ has some responses."""
+"""train_generations/ has responses of each step that is a multiple of this, and of the first."""
 
 
 class SpecialTokenTexts:
@@ -67,7 +67,7 @@ class SpecialTokenTexts:
 
 class ScoreStream:
     """The scores of responses that are submitted to reward workers as they end, while others are
-    generated. A response is named by its number, and scored by one rank, whichever that is."""
+    generated. Each response has a number, and is scored by exactly one rank."""
 
     def __init__(
         self,
@@ -83,29 +83,29 @@ class ScoreStream:
         self._training = training
         self._special = SpecialTokenTexts(tokenizer, rewards.special_tokens)
         self._numbers: list[int] = []
-        self._held: dict[int, Sequence[int]] = {}
-        """Responses that wait for others, to be scored together."""
+        self._unsubmitted: dict[int, Sequence[int]] = {}
+        """Ended responses that wait to be scored together with others."""
         self.episodes: dict[int, Episode] = {}
-        """Of the responses that are then submitted, if they have environments."""
+        """Episodes of responses not yet submitted, where there is an environment."""
         self._pending = rewards.submit([], [], training)
 
     def submit(self, responses: Mapping[int, Sequence[int]], others_follow: bool = False) -> None:
-        """Submit the tokens of responses to this rank's workers, by number. With others_follow
-        those of an async function or an endpoint, which score several at a time, wait for others
-        while the workers are busy; those of a function that takes all rows in one call wait for
-        all."""
-        self._held |= responses
+        """Submit the tokens of responses to this rank's workers, by number. With others_follow,
+        responses wait for others in two cases: for an async function or an endpoint, which score
+        several at a time, while the workers are busy; for a function that takes all rows in one
+        call, always."""
+        self._unsubmitted |= responses
         waits = self._rewards.is_batched or (
             self._rewards.scores_together and self._pending.is_busy
         )
-        if not self._held or (others_follow and waits):
+        if not self._unsubmitted or (others_follow and waits):
             return
         # In the order in which they have ended, in parts that depend on time: a worker's rows do
         # not.
-        numbers = sorted(self._held) if self._rewards.is_batched else list(self._held)
+        numbers = sorted(self._unsubmitted) if self._rewards.is_batched else list(self._unsubmitted)
         prompts = [self._prompts[number] for number in numbers]
         decode = self._tokenizer.batch_decode
-        tokens = [list(self._held[number]) for number in numbers]
+        tokens = [list(self._unsubmitted[number]) for number in numbers]
         texts = decode(tokens, skip_special_tokens=True)
         special = [
             self._special.of(self._rewards.parts(prompt, self._training), token_ids)
@@ -116,7 +116,7 @@ class ScoreStream:
             prompt_texts = decode(
                 [prompt.token_ids for prompt in prompts], skip_special_tokens=True
             )
-        self._held.clear()
+        self._unsubmitted.clear()
         self._numbers += numbers
         episodes = [self.episodes.pop(number, None) for number in numbers]
         self._rewards.submit(
@@ -129,7 +129,7 @@ class ScoreStream:
         new = {number: i for i, number in enumerate(numbers)}
         self._prompts = [self._prompts[number] for number in numbers]
         self._numbers = [new[number] for number in self._numbers]
-        self._held = {new[number]: tokens for number, tokens in self._held.items()}
+        self._unsubmitted = {new[number]: tokens for number, tokens in self._unsubmitted.items()}
         self.episodes = {
             new[number]: self.episodes[number] for number in self.episodes.keys() & new.keys()
         }
@@ -141,9 +141,9 @@ class ScoreStream:
 
         def result() -> dict[int, Score]:
             start = time.perf_counter()
-            own = self._pending.result()
+            local = self._pending.result()
             count(reward_seconds=time.perf_counter() - start)
-            return dict(zip(self._numbers, own, strict=True))
+            return dict(zip(self._numbers, local, strict=True))
 
         by_number: dict[int, Score] = {}
         for part in gather_results(result):
@@ -162,9 +162,9 @@ class ScoreStream:
 
 
 class GroupScores:
-    """The scores of groups of which a step trains on some. A response waits until it is certain
-    that the step trains on its group: none is scored in vain, or twice. Each response that has
-    ended is on one rank."""
+    """The scores of groups when a step trains on some of them. A response waits until the step is
+    certain to train on its group: each trained response is scored exactly once. Each ended response
+    is on one rank."""
 
     def __init__(self, stream: ScoreStream, n: int, first: int = 0) -> None:
         """n: responses of a group. stream: response i of group g has number first + g * n + i."""
@@ -183,7 +183,7 @@ class GroupScores:
             self._stream.episodes[number] = episode
 
     def submit(self, is_taken: np.ndarray) -> None:
-        """Submit the responses to this rank's workers that wait, of groups that are taken: [groups]
+        """Submit the waiting responses of taken groups to this rank's workers. is_taken: [groups]
         bool."""
         ready: dict[int, Sequence[int]] = {}
         for group in sorted(self._waiting.keys() & set(np.flatnonzero(is_taken).tolist())):
@@ -254,9 +254,9 @@ def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.
     for score, start in zip(
         scores, (response_lens.cumsum(0) - response_lens).tolist(), strict=True
     ):
-        for place, reward in () if score.episode is None else score.episode.rewards[:-1]:
-            if place >= 0:
-                rewards[start + place] += reward
+        for position, reward in () if score.episode is None else score.episode.rewards[:-1]:
+            if position >= 0:
+                rewards[start + position] += reward
     return rewards
 
 

@@ -33,8 +33,8 @@ class SkippedUpdates:
     consecutive: dict[str, int] = field(default_factory=dict)
     """Consecutive skipped updates by the model's name."""
 
-    def count(self, engine: ModelEngine, step: int, mini: RaggedBatch, skipped: bool) -> None:
-        """Count one update of the model. Write the samples of a skipped update. Raise UserError
+    def record(self, engine: ModelEngine, step: int, mini: RaggedBatch, skipped: bool) -> None:
+        """Record an update of the model. Write the samples of a skipped update. Raise UserError
         after `limit` consecutive skipped updates. Every rank must call it."""
         name = engine.name
         self.consecutive[name] = self.consecutive.get(name, 0) + 1 if skipped else 0

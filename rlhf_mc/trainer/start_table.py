@@ -1,7 +1,5 @@
-"""The console's table of a run's start: roles, layouts, and the memory that each holds on a rank.
-All numbers come from the engines that are built and from the plan of the weight update; before,
-there are the planner's.
-"""
+"""The console's table of a run's start: roles, layouts, and the memory of each on a rank. All
+numbers are of the built engines and the plan of the weight update, not the planner's."""
 
 from __future__ import annotations
 
@@ -90,11 +88,11 @@ def table(rows: Sequence[ModelRow]) -> list[str]:
         ]
         moved = {name for share in row.shares for name in share.offloaded}
         cells = [
-            size(num_bytes) + ("*" if name in moved else "") if num_bytes else "-"
+            format_bytes(num_bytes) + ("*" if name in moved else "") if num_bytes else "-"
             for name, num_bytes in zip(("params", "grads", "optimizer"), most, strict=True)
         ]
         count = max(share.num_parameters for share in row.shares)
-        lines.append(_line(row.role, (*row.layout, _count(count), *cells)))
+        lines.append(_line(row.role, (*row.layout, _format_count(count), *cells)))
     if any(share.offloaded for row in rows for share in row.shares):
         lines.append("  * on the device in the phases that need it, else offloaded to the host")
     return lines
@@ -121,19 +119,19 @@ def _line(role: str, cells: Sequence[str]) -> str:
     return " ".join(parts).rstrip()
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return bytes in at most 8 characters, as the planner counts them: a GB is 10^9."""
-    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= 0.9995 * one:
-            amount = num_bytes / one
+    for unit, unit_size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * unit_size:
+            amount = num_bytes / unit_size
             digits = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
             return f"{amount:.{digits}f} {unit}"
     return f"{num_bytes:.0f} B"
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     """Return a number in at most 6 characters."""
-    for unit, one in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * one:
-            return f"{number / one:.{2 if number < 9.995 * one else 1}f}{unit}"
+    for unit, unit_size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * unit_size:
+            return f"{number / unit_size:.{2 if number < 9.995 * unit_size else 1}f}{unit}"
     return str(number)

@@ -74,8 +74,7 @@ class StepSchedule:
 
     def is_at_end(self, step: int, num_prompts: int) -> bool:
         """Return whether the step is the last of trainer.total_training_steps, or has trained on
-        the
-        last prompt of trainer.total_epochs."""
+        the last prompt of trainer.total_epochs."""
         return (
             num_prompts >= self.total_prompts if self.ends_by_epochs else step >= self.total_steps
         )

@@ -22,8 +22,8 @@ class Position:
     step: int = 0
     """The last complete step."""
     num_prompts: int = 0
-    """Position in the order of prompts (data/order.py) after those that the steps up to it have
-    drawn. Kept groups do not count, groups that were dropped as too stale do."""
+    """Position in the order of prompts (data/order.py) after the prompts that steps up to this one
+    have drawn. Groups in the pool do not count; groups dropped as too stale do."""
     accuracy: float | None = None
     """Mean validation accuracy after that step; None without a validation."""
     best_step: int | None = None
@@ -34,8 +34,7 @@ class Position:
     """The trainer.best_metric of best_accuracy."""
     last_healthy_step: int | None = None
     """The latest saved step after which the next one was healthy too: the metrics of a step show
-    the weights before
-    its updates."""
+    the weights before its updates."""
 
 
 @dataclass
@@ -47,14 +46,14 @@ class StepState:
     timer: PhaseTimer
     metrics: dict[str, float] = field(default_factory=dict)
     num_prompts: int = 0
-    """Position in the order of prompts (data/order.py) after those that the run has drawn so
+    """Position in the order of prompts (data/order.py) after the prompts that the run has drawn so
     far."""
     num_rollouts: int = 0
     """Rollouts of this step that were replayed (trainer.replay)."""
     num_generated: int = 0
     """Response tokens that this step has generated, greedy ones included."""
-    drawn: Counter[int] = field(default_factory=Counter)
-    """Number of times that this step has drawn each prompt, by its index."""
+    draws: Counter[int] = field(default_factory=Counter)
+    """Draws of each prompt in this step, by its index."""
     prompts: Sequence[Prompt] = ()
     """The prompt of each response of this step's batch."""
     scores: Sequence[Score] = ()

@@ -61,7 +61,7 @@ class ActorTerms:
     """Parts of the actor's loss in one step, beside its settings."""
 
     policy_loss: PolicyLoss
-    """Of actor.policy_loss.loss_mode."""
+    """Function of actor.policy_loss.loss_mode."""
     entropy_coeff: float
     """Coefficient of the entropy bonus in this step."""
     kl_loss_coef: float
@@ -138,7 +138,7 @@ def actor_objective(
     mode = cfg.loss_agg_mode
     selection = terms.policy_loss.selection
     is_geometric = terms.policy_loss.has_geometric_weights
-    takes_own = mini.old_log_probs is None
+    computes_old_log_probs = mini.old_log_probs is None
     per_token = {
         "advantages": mini.advantages,
         "weights": aggregation_weights(
@@ -168,10 +168,10 @@ def actor_objective(
     def loss(
         model: object, states: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        own = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
-        log_probs, entropy = map(micro.all_results, own)
+        local = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
+        log_probs, entropy = map(micro.all_results, local)
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
-        if takes_own:
+        if computes_old_log_probs:
             fields["old_log_probs"] = log_probs.detach()
         if "rollout_log_probs" in fields:
             fields["is_weights"] = weights_of_micro_batch(
@@ -194,7 +194,7 @@ def actor_objective(
             kl_loss_coef=terms.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
         )
-        return value, {**stats, LOG_PROBS: log_probs.detach()} if takes_own else stats
+        return value, {**stats, LOG_PROBS: log_probs.detach()} if computes_old_log_probs else stats
 
     return loss
 
@@ -228,13 +228,13 @@ def update(
     objective: Callable[[RaggedBatch], Loss],
     budget: TokenBudget,
     skipped: SkippedUpdates,
-    takes_own: bool = False,
+    computes_old_log_probs: bool = False,
 ) -> tuple[RaggedBatch, dict[str, float]]:
-    """Take one optimizer step per mini-batch. Return the batch, and the mean of each statistic over
-    the steps that were taken, and the share of steps that were skipped, under
-    "{role}/{statistic}". Every rank must call it.
+    """Take one optimizer step per mini-batch. Return the batch, and by key the mean of each
+    statistic over the steps taken, and the share of skipped steps: "{role}/{statistic}". Every rank
+    must call it.
 
-    takes_own: the batch has no old log-probs; it gets those of its only mini-batch."""
+    computes_old_log_probs: the batch has none yet; it gets those of its only mini-batch."""
     minis = list(mini_batch_indices)
     steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
@@ -242,14 +242,16 @@ def update(
             mini = batch.select(indices)
             step = train_step(engine, mini, objective(mini), budget, number)
         steps.append(step)
-        if takes_own:
-            own = engine.collect_log_probs(step, mini)
-            mini = mini.with_fields(old_log_probs=own)
-            places = ragged_indices(batch.response_lens.numpy(), np.array(indices))
+        if computes_old_log_probs:
+            log_probs = engine.collect_log_probs(step, mini)
+            mini = mini.with_fields(old_log_probs=log_probs)
+            positions = ragged_indices(batch.response_lens.numpy(), np.array(indices))
             batch = batch.with_fields(
-                old_log_probs=own.new_zeros(len(own)).index_put((torch.from_numpy(places),), own)
+                old_log_probs=log_probs.new_zeros(len(log_probs)).index_put(
+                    (torch.from_numpy(positions),), log_probs
+                )
             )
-        skipped.count(engine, budget.step, mini, step.skipped)
+        skipped.record(engine, budget.step, mini, step.skipped)
     metrics = mean_by_key(engine.statistics(steps))
     engine.end_of_ppo_step()
     return batch, {f"{engine.name}/{key}": value for key, value in metrics.items()}
@@ -298,17 +300,19 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             terms=terms,
         )
         budget = token_budget(run, "actor", state.step)
-        takes_own = batch.old_log_probs is None
-        batch, metrics = update(run.actor, batch, minis, objective, budget, run.skipped, takes_own)
+        computes_old_log_probs = batch.old_log_probs is None
+        batch, metrics = update(
+            run.actor, batch, minis, objective, budget, run.skipped, computes_old_log_probs
+        )
         state.metrics |= metrics
-        if takes_own:
+        if computes_old_log_probs:
             compare_with_engine(run, state, batch)
             batch, metrics = corrected(batch, cfg.algorithm.rollout_correction)
             state.metrics |= metrics
         if run.actor.replay is not None:
             state.metrics["actor/expert_choices_diff"] = (
                 state.metrics["training/expert_choices_diff"]
-                if takes_own
+                if computes_old_log_probs
                 else run.actor.replay.differing_shares()[0]
             )
         if run.actor.balance is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.load import flatten_settings
-from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
+from rlhf_mc.config.yaml_reader import parse_yaml, read_limited
 
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 """verl's own configs, and those of recipe/dapo, which have the same defaults."""
@@ -35,12 +35,9 @@ def read_text(path: str) -> str:
     """Return the text of a config or script. Raise UserError if it is none."""
     shown = path if len(path) < 300 else f"{path[:300]}..."
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = read_limited(path)
     except OSError as error:
         raise UserError(f"{shown}: {error_reason(error)}") from error
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; is it a config or a script?")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -49,7 +46,7 @@ def read_text(path: str) -> str:
 
 @dataclass
 class Composition:
-    """Settings of a YAML file and of those that its `defaults:` name."""
+    """Settings of a YAML file and of the files in its `defaults:`."""
 
     choices: dict[str, str] = field(default_factory=dict)
     """Chosen file by config group, as on verl's command line: `model_engine`,
@@ -74,8 +71,8 @@ class Composition:
         return "megatron" if "megatron" in names[-1] else "fsdp"
 
     def _add(self, name: str, package: str, outer: str | None, by: str, depth: int) -> None:
-        """Add the file of a config group by its name, such as actor/dp_actor. outer: the package in
-        which the file's header names another package; None: the header does not count."""
+        """Add the file of a config group by its name, such as actor/dp_actor. outer: the package
+        relative to which the file's header (# @package) is read; None: the header is ignored."""
         path = self._directory / f"{name}.yaml"
         if os.path.isfile(path):
             self._add_file(path, posixpath.dirname(name), package, outer, depth)
@@ -137,13 +134,13 @@ class Composition:
         self, key: str, value: Any, group: str, package: str, by: str, depth: int
     ) -> None:
         """Add the files of `group@package: name`, or of a list of names."""
-        inner, at, to = key.removeprefix("optional ").strip().partition("@")
-        outer = None if at else package
-        package = _inside(package, to if at else inner.strip("./").replace("/", "."))
-        own = _join(group, inner) + (f"@{package}" if at else "")
-        name = self.choices.get(own, value)
+        inner, separator, to = key.removeprefix("optional ").strip().partition("@")
+        outer = None if separator else package
+        package = _inside(package, to if separator else inner.strip("./").replace("/", "."))
+        choice = _join(group, inner) + (f"@{package}" if separator else "")
+        name = self.choices.get(choice, value)
         if isinstance(name, str):
-            self.choices[own] = name
+            self.choices[choice] = name
         for item in name if isinstance(name, list) else [name]:
             if item is None or item == "null":
                 continue
@@ -153,7 +150,7 @@ class Composition:
                 self._add(file, package, outer, by, depth + 1)
 
     def _merge(self, tree: Mapping[str, Any], package: str) -> None:
-        """Replace settings by those of a file."""
+        """Merge the settings of a file over the present ones."""
         sections = {above for key in self.settings for above in _above(key)}
         for name, value in flatten_settings(tree):
             key = f"{package}.{name}" if package else name

@@ -20,7 +20,19 @@ from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.verl import table
 from rlhf_mc.verl.correction import rejection_lower_bound
-from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, number
+from rlhf_mc.verl.keys import (
+    OFF,
+    Kind,
+    MappedSetting,
+    Settings,
+    implied,
+    int_or_default,
+    not_needed,
+    not_supported,
+    renamed,
+    same,
+    verl_default,
+)
 from rlhf_mc.verl.multi_turn import MULTI_TURN, TOOL_PATHS, turn_defaults
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints, named_engine
 from rlhf_mc.verl.values import OF_SEQUENCES, uses_critic
@@ -87,7 +99,7 @@ REFERENCES: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Given:
+class VerlSetting:
     """A setting of verl's as the user gave it."""
 
     value: Any
@@ -101,17 +113,17 @@ class Conversion:
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Value by section.key, in the order of schema.py."""
-    report: list[tuple[str, Line]] = field(default_factory=list)
-    """(verl's key as written, or our key for a default; what becomes of it)."""
+    report: list[tuple[str, MappedSetting]] = field(default_factory=list)
+    """(verl's key as written, or our key for a default; outcome)."""
     notes: list[tuple[str, str]] = field(default_factory=list)
-    """Of the reading, before the report: (kind and subject; what was done)."""
+    """Notes of the reader, printed before the report: (kind and subject, action)."""
     nodes: int = 1
     processes: int = 8
     """Processes per node."""
     hints: list[tuple[str, str]] = field(default_factory=list)
-    """(subject; what holds for all settings, or what to do), before the report."""
+    """Hints printed before the report: (subject, advice)."""
 
-    def refused(self) -> list[tuple[str, Line]]:
+    def refused(self) -> list[tuple[str, MappedSetting]]:
         """Return the lines of the settings that are not supported."""
         return [(key, line) for key, line in self.report if line.kind == "not supported"]
 
@@ -153,7 +165,7 @@ class Conversion:
         return "\n".join(lines) + "\n"
 
 
-def _outcome(key: str, line: Line) -> str:
+def _outcome(key: str, line: MappedSetting) -> str:
     """Return the rest of a line of the report: our setting, and the reason."""
     shown = ""
     if line.ours is not None and line.kind == "renamed":
@@ -167,21 +179,21 @@ def _outcome(key: str, line: Line) -> str:
     )
 
 
-def convert(given: Mapping[str, Given], engine: str | None = None) -> Conversion:
+def convert(given: Mapping[str, VerlSetting], engine: str | None = None) -> Conversion:
     """Return our settings for verl's. given: verl's settings without actor_rollout_ref, with
     references replaced. engine: fsdp or megatron, where no setting names it."""
     verl = {key: item.value for key, item in given.items()}
     if engine is not None and named_engine(verl) is None:
         verl["model_engine"] = engine
     result = Conversion(
-        nodes=number(verl, "trainer.nnodes", 1),
-        processes=number(verl, "trainer.n_gpus_per_node", 8),
+        nodes=int_or_default(verl, "trainer.nnodes", 1),
+        processes=int_or_default(verl, "trainer.n_gpus_per_node", 8),
     )
     settings: dict[str, Any] = {}
     for key, item in given.items():
         line = _line(key, item.value, verl)
         if line.ours in dotted_keys() and (problem := value_problem(str(line.ours), line.value)):
-            line = Line("not supported", problem)
+            line = not_supported(problem)
         result.report.append((item.written, line))
         if line.ours is not None:
             _put(settings, line.ours, line.value)
@@ -215,8 +227,8 @@ def _enclosing_mapping(key: str) -> str | None:
     return next((name for name in mapping_keys() if key.startswith(f"{name}.")), None)
 
 
-def _line(key: str, value: Any, verl: Settings) -> Line:
-    """Return what becomes of one setting."""
+def _line(key: str, value: Any, verl: Settings) -> MappedSetting:
+    """Return the outcome of one setting."""
     if (absent := _absent_section(key, verl)) is not None:
         return absent
     known = dotted_keys()
@@ -226,25 +238,25 @@ def _line(key: str, value: Any, verl: Settings) -> Line:
     if line is not None and (line.ours is None or line.ours in known):
         return line
     if key in known or _enclosing_mapping(key) is not None:
-        return Line("same", "", key, value)
+        return same(key, value)
     row = next((row for row in rows if row.kind is not None), None)
     if row is None or row.kind is None:
         if value in (None, {}, []):
-            return Line("implied", "nothing is given")
+            return implied("nothing is given")
         near = nearest_key(key, known)
         hint = f"; the nearest of ours is {near}" if near else ""
-        return Line("not supported", f"no setting of verl's that is known here{hint}")
+        return not_supported(f"no setting of verl's that is known here{hint}")
     if row.kind == "renamed":
         if value is None:
-            return Line("implied", "null")
+            return implied("null")
         if row.text in known:
-            return Line("renamed", "", row.text, value)
-        return Line("not supported", f"it would be {row.text}")
+            return renamed(row.text, value)
+        return not_supported(f"it would be {row.text}")
     if row.kind == "not supported" and any(_equal(value, off) for off in row.values):
-        return Line("implied", "off")
-    if row.kind == "implied" and not any(_equal(value, implied) for implied in row.values):
-        return Line("not supported", f"{yaml_text(value)}: {row.text}")
-    return Line(row.kind, row.text)
+        return implied("off")
+    if row.kind == "implied" and not any(_equal(value, known) for known in row.values):
+        return not_supported(f"{yaml_text(value)}: {row.text}")
+    return MappedSetting(row.kind, row.text)
 
 
 def _equal(value: Any, other: Any) -> bool:
@@ -252,12 +264,12 @@ def _equal(value: Any, other: Any) -> bool:
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _absent_section(key: str, verl: Settings) -> Line | None:
-    """Return the line of a setting of a model or feature that verl's run does not have, or None."""
+def _absent_section(key: str, verl: Settings) -> MappedSetting | None:
+    """Return the outcome of a setting of a model or feature that verl's run does not have, or
+    None."""
     if key.startswith("critic.") and key != "critic.enable" and not uses_critic(verl):
-        return Line(
-            "not needed",
-            f"algorithm.adv_estimator {verl.get('algorithm.adv_estimator')} has no critic",
+        return not_needed(
+            f"algorithm.adv_estimator {verl.get('algorithm.adv_estimator')} has no critic"
         )
     for section, switches in _SWITCHES.items():
         is_inside = key.startswith(section) and key not in switches
@@ -265,7 +277,7 @@ def _absent_section(key: str, verl: Settings) -> Line | None:
             section == "reward_model." and key.startswith(_REWARD_FUNCTIONS)
         )
         if is_inside and all(verl.get(switch) in OFF for switch in switches):
-            return Line("not needed", f"{switches[0]} is off")
+            return not_needed(f"{switches[0]} is off")
     return None
 
 
@@ -277,18 +289,15 @@ def our_default(key: str) -> Any:
     return get_setting(Config(DataConfig([]), ModelConfig(""), TrainerConfig("")), key)
 
 
-def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[Line]:
+def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[MappedSetting]:
     """Yield verl's defaults that differ from ours, for settings that were not given."""
     for key, value, text in DEFAULTS:
         if key not in settings and (key != "actor.kl_loss_type" or verl.get("actor.use_kl_loss")):
-            yield Line("default", text, key, value)
+            yield verl_default(key, value, text)
     loss = settings.get("actor.policy_loss.loss_mode")
     if loss in SEQUENCE_LOSSES and "actor.loss_agg_mode" not in settings:
-        yield Line(
-            "default",
-            f"verl's {loss} has no other; ours: token-mean",
-            "actor.loss_agg_mode",
-            OF_SEQUENCES,
+        yield verl_default(
+            "actor.loss_agg_mode", OF_SEQUENCES, f"verl's {loss} has no other; ours: token-mean"
         )
     roles = _roles(verl)
     yield from layout_defaults(verl, settings, roles)
@@ -301,17 +310,14 @@ def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[Line]:
             and source in settings
             and settings[source] != our_default(key)
         ):
-            yield Line(
-                "default",
-                f"as {source}; ours: {yaml_text(our_default(key))}",
-                key,
-                settings[source],
+            yield verl_default(
+                key, settings[source], f"as {source}; ours: {yaml_text(our_default(key))}"
             )
     lower = f"{_CORRECTION}rollout_rs_threshold_lower"
     if f"{_CORRECTION}rollout_rs_threshold" in settings and lower not in settings:
         bound = rejection_lower_bound(verl)
         if bound is not None:
-            yield Line("default", "of rollout_rs_threshold", lower, bound)
+            yield verl_default(lower, bound, "of rollout_rs_threshold")
     path = settings.get("reward_model.model_path")
     if (
         "reward_model" in roles
@@ -319,26 +325,21 @@ def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[Line]:
         and "reward_model.model.input_tokenizer" not in verl
     ):
         text = "it reads conversations in its own chat template; ours: the actor's tokens"
-        yield Line("default", text, "reward_model.tokenizer_path", path)
+        yield verl_default("reward_model.tokenizer_path", path, text)
     if settings.get("custom_reward_function.path") is None and "reward.math_rule" not in settings:
         text = (
             "verl's comparison of strings; ours: math, which finds more answers equal "
             "(docs/rewards.md)"
         )
-        yield Line("default", text, "reward.math_rule", "math_string")
+        yield verl_default("reward.math_rule", "math_string", text)
     if settings.get("actor.megatron.param_offload"):
-        yield Line(
-            "default",
-            "weights that vLLM shares cannot be offloaded",
-            "reshard.share_weights",
-            False,
+        yield verl_default(
+            "reshard.share_weights", False, "weights that vLLM shares cannot be offloaded"
         )
     if "trainer.default_local_dir" not in settings:
         project = verl.get("trainer.project_name") or "verl_examples"
         path = f"checkpoints/{project}/{verl.get('trainer.experiment_name') or 'gsm8k'}"
-        yield Line(
-            "default", "of project_name and experiment_name", "trainer.default_local_dir", path
-        )
+        yield verl_default("trainer.default_local_dir", path, "of project_name and experiment_name")
 
 
 def _reward_hints(verl: Settings) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlhf_mc.verl.keys import OFF, Line, Settings, renamed, same
+from rlhf_mc.verl.keys import (
+    OFF,
+    MappedSetting,
+    Settings,
+    implied,
+    not_needed,
+    not_supported,
+    renamed,
+    same,
+)
 
 _SECTION = "algorithm.rollout_correction"
 _EARLIER = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -18,14 +27,14 @@ _EARLIER = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mea
 _NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 
 
-def rejection_statistics(key: str, value: Any, verl: Settings) -> Line:
+def rejection_statistics(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert rollout_rs: a list, each statistic once."""
     if value in OFF:
-        return Line("implied", "none")
+        return implied("none")
     return same(key, _statistics(value))
 
 
-def rejection_thresholds(key: str, value: Any, verl: Settings) -> Line:
+def rejection_thresholds(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert rollout_rs_threshold: one number for each statistic. verl's one number holds for all
     of them."""
     names = _statistics(verl.get(f"{_SECTION}.rollout_rs"))
@@ -35,32 +44,26 @@ def rejection_thresholds(key: str, value: Any, verl: Settings) -> Line:
     if len(specs) != len(names) or not all(
         _is_threshold(*pair) for pair in zip(names, specs, strict=True)
     ):
-        return Line(
-            "not supported",
-            f"expected a number, or lower_upper for ..._k1, for each of {', '.join(names)}",
+        return not_supported(
+            f"expected a number, or lower_upper for ..._k1, for each of {', '.join(names)}"
         )
     if len(_lower_bounds(names, specs)) > 1:
-        return Line(
-            "not supported",
-            "the ..._k1 statistics have one lower bound: rollout_rs_threshold_lower",
+        return not_supported(
+            "the ..._k1 statistics have one lower bound: rollout_rs_threshold_lower"
         )
     text = "bounds of rho; verl's are of 1 / rho" if "_" in str(value) else ""
     return same(key, [_upper(spec) for spec in specs], text)
 
 
-def rejection_lower_threshold(key: str, value: Any, verl: Settings) -> Line:
+def rejection_lower_threshold(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert rollout_rs_threshold_lower, which earlier versions of verl have, as a bound of
     rho."""
     used = _statistics(verl.get(f"{_SECTION}.rollout_rs"))
     return same(key, value) if used and value not in OFF else _unused(value)
 
 
-def _unused(value: Any) -> Line:
-    return (
-        Line("implied", "none")
-        if value in OFF
-        else Line("not needed", f"{_SECTION}.rollout_rs is off")
-    )
+def _unused(value: Any) -> MappedSetting:
+    return implied("none") if value in OFF else not_needed(f"{_SECTION}.rollout_rs is off")
 
 
 def rejection_lower_bound(verl: Settings) -> float | None:
@@ -118,8 +121,8 @@ def _lower_bounds(names: list[str], specs: list[str]) -> set[float | None]:
     return bounds
 
 
-def trainer_mode(key: str, value: Any, verl: Settings) -> Line | None:
-    """Convert verl's mode in which a step continues responses that an earlier one has begun."""
+def trainer_mode(key: str, value: Any, verl: Settings) -> MappedSetting | None:
+    """Convert verl's mode in which a step continues partial responses of earlier steps."""
     if value != "colocate_async":
         return None  # as the table has it
     return renamed(
@@ -129,14 +132,14 @@ def trainer_mode(key: str, value: Any, verl: Settings) -> Line | None:
     )
 
 
-def off_policy_bound(key: str, value: Any, verl: Settings) -> Line:
+def off_policy_bound(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert the bound of the weight versions of a response, and what follows from it."""
     if verl.get("trainer.v1.trainer_mode") != "colocate_async":
-        return Line("not needed", "it is for trainer.v1.trainer_mode colocate_async")
+        return not_needed("it is for trainer.v1.trainer_mode colocate_async")
     return renamed(f"rollout.{key.rpartition('.')[2]}", value)
 
 
-def truncated_weights(key: str, value: Any, verl: Settings) -> Line | None:
+def truncated_weights(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     """Convert the upper bound of the importance weights."""
     if not isinstance(value, str):
         return None
@@ -147,10 +150,10 @@ def truncated_weights(key: str, value: Any, verl: Settings) -> Line | None:
             "IcePop's bounds, between which weights are kept; here they are truncated at one upper "
             "bound"
         )
-        return Line("not supported", f"{value}: {text}")
+        return not_supported(f"{value}: {text}")
 
 
-def router_replay(key: str, value: Any, verl: Settings) -> Line | None:
+def router_replay(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     """Return the line of the actor's router_replay.mode; None where verl replays nothing."""
     mode = (
         {"R2": "recompute", "R3": "rollout"}.get(str(value)) if key.startswith("actor.") else None
@@ -158,13 +161,13 @@ def router_replay(key: str, value: Any, verl: Settings) -> Line | None:
     return None if mode is None else renamed("algorithm.router_replay", mode, f"verl's {value}")
 
 
-def router_balance(key: str, value: Any, verl: Settings) -> Line:
+def router_balance(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert a coefficient of the losses of routers, or the rate of their biases."""
     section, _, name = key.rpartition(".")
     if value in OFF:
-        return Line("implied", "off")
+        return implied("off")
     if name != "moe_aux_loss_coeff":
         return renamed(f"actor.{name}", value)
     if verl.get(f"{section}.moe_router_load_balancing_type", "none") == "none":  # as verl sets it
-        return Line("not needed", "moe_router_load_balancing_type is none")
+        return not_needed("moe_router_load_balancing_type is none")
     return renamed(f"actor.{name}", value, "of each sequence, in verl of each packed micro-batch")

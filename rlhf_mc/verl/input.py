@@ -18,7 +18,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import flatten_settings
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 from rlhf_mc.verl.config_files import BASES, Composition, read_text
-from rlhf_mc.verl.conversion import REFERENCES, Conversion, Given, convert
+from rlhf_mc.verl.conversion import REFERENCES, Conversion, VerlSetting, convert
 from rlhf_mc.verl.keys import plain_key
 from rlhf_mc.verl.parallelism import engine_by_keys
 from rlhf_mc.verl.shell_script import Script, read_script
@@ -34,7 +34,7 @@ _PROGRAMS = (
     "dapo.src.main_dapo",
     "main_dapo.py",
 )
-"""Ends of the words by which a command starts verl."""
+"""Suffixes of the word that starts verl in a command."""
 _REFERENCE = re.compile(
     r"\$\{(?:(oc\.select|oc\.env):)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}"
 )
@@ -78,7 +78,7 @@ class Arguments:
 class Reading:
     """Settings of verl's by plain key, and what the report says besides."""
 
-    settings: dict[str, Given] = field(default_factory=dict)
+    settings: dict[str, VerlSetting] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
     """(kind and subject; what was done)."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -92,17 +92,9 @@ class Reading:
         self.notes += [line] if line not in self.notes else []
 
 
-def read_verl(
-    source: str | None, overrides: Sequence[str], environment: Mapping[str, str] | None = None
-) -> Reading:
-    """Return the settings of a YAML file or shell script (None: no file) and of overrides."""
-    files = [] if source is None else [source]
-    return read_arguments(Arguments(files, list(overrides), dict(environment or {})))
-
-
 def read_arguments(arguments: Arguments) -> Reading:
-    """Return the settings of a YAML file, of a script and of overrides, each of which replace those
-    before. ~key removes a setting, or a section. Raise UserError with the file and line of a
+    """Return the settings of a YAML file, of a script and of overrides; later sources replace
+    earlier ones. ~key removes a setting, or a section. Raise UserError with the file and line of a
     mistake."""
     reading = Reading(environment=arguments.environment)
     given = reading.settings
@@ -133,7 +125,7 @@ def read_arguments(arguments: Arguments) -> Reading:
         }
         composition.read(config)
         given.update(
-            (plain_key(key), Given(value, key)) for key, value in composition.settings.items()
+            (plain_key(key), VerlSetting(value, key)) for key, value in composition.settings.items()
         )
     all_words = [*words, *overrides]
     for part in (range(len(words)), range(len(words), len(all_words))):
@@ -171,7 +163,7 @@ def _add_word(reading: Reading, origin: str, word: Word, later: Sequence[str]) -
     except UserError:
         if not is_replaced or word.text.startswith("~"):
             raise
-        reading.settings[key] = Given(None, word.text.partition("=")[0])
+        reading.settings[key] = VerlSetting(None, word.text.partition("=")[0])
 
 
 def _way(word: Word) -> str:
@@ -182,7 +174,7 @@ def _names_only(key: str, word: Word) -> bool:
     return key in _NAMES or (key in _DIRECTORIES and str(word.problem).startswith("$(date"))
 
 
-def _check_function(given: Mapping[str, Given]) -> None:
+def _check_function(given: Mapping[str, VerlSetting]) -> None:
     """Raise UserError if a reward function is named without its file: the built-in rules would
     decide."""
     for section in (_FUNCTION, f"reward.{_FUNCTION}"):
@@ -245,7 +237,7 @@ def _word_key(word: str) -> str:
     return plain_key(word.partition("=")[0])
 
 
-def _apply(given: dict[str, Given], word: str, origin: str) -> None:
+def _apply(given: dict[str, VerlSetting], word: str, origin: str) -> None:
     """Apply one override."""
     written, equals, text = word.partition("=")
     key = plain_key(written)
@@ -264,7 +256,7 @@ def _apply(given: dict[str, Given], word: str, origin: str) -> None:
         raise UserError(f"{origin}: {_shown(word)!r}: expected key=value, as Hydra reads it")
     value = parse_yaml(text, f"{origin}: {_shown(key)}") if text else ""
     for name, inner in flatten_settings({written: value}):
-        given[plain_key(name)] = Given(inner, name.lstrip("+"))
+        given[plain_key(name)] = VerlSetting(inner, name.lstrip("+"))
 
 
 # ---------------------------------------------------------------- files
@@ -317,9 +309,9 @@ def _chosen(path: str, script: Script, commands: list[list[Word]], number: int |
             f"1 to {len(commands)}"
         )
     others = {
-        words[at + 1].text
+        words[i + 1].text
         for words in script.commands
-        for at, word in enumerate(words[:-1])
+        for i, word in enumerate(words[:-1])
         if word.text == "-m"
     }
     ended = f"; {script.ended}" if script.ended else ""
@@ -330,11 +322,11 @@ def _chosen(path: str, script: Script, commands: list[list[Word]], number: int |
 def _arguments(words: list[Word]) -> list[Word] | None:
     """Return the words after verl's program, or None if the command does not start it."""
     texts = [word.text for word in words]
-    for at, text in enumerate(texts):
+    for i, text in enumerate(texts):
         if text.endswith(_PROGRAMS) and (
-            texts[at - 1] == "-m" or any("python" in other for other in texts[:at])
+            texts[i - 1] == "-m" or any("python" in other for other in texts[:i])
         ):
-            return words[at + 1 :]
+            return words[i + 1 :]
     return None
 
 
@@ -344,9 +336,9 @@ class _ConfigOption:
 
     line: int = 0
     name: str | None = None
-    """Of --config-name."""
+    """Value of --config-name."""
     path: str | None = None
-    """Of --config-path or --config-dir."""
+    """Value of --config-path or --config-dir."""
 
 
 def _without_options(words: list[Word], path: str) -> tuple[list[Word], _ConfigOption]:
@@ -379,19 +371,19 @@ def _named_config(option: _ConfigOption, script: str, composition: Composition) 
     a base."""
     if option.name is None:
         return None
-    places = [base / (option.path or "") for base in (Path(), Path(script).parent)]
+    folders = [base / (option.path or "") for base in (Path(), Path(script).parent)]
     file = next(
         (
-            place / f"{option.name}.yaml"
-            for place in places
-            if os.path.isfile(place / f"{option.name}.yaml")
+            folder / f"{option.name}.yaml"
+            for folder in folders
+            if os.path.isfile(folder / f"{option.name}.yaml")
         ),
         None,
     )
     if file is None and option.name not in BASES:
         raise UserError(
             f"{script}, line {option.line}: --config-name: {_shown(option.name)}.yaml is not in "
-            f"{_shown(' or '.join(dict.fromkeys(map(str, places))), 200)}; give the file before "
+            f"{_shown(' or '.join(dict.fromkeys(map(str, folders))), 200)}; give the file before "
             "the script"
         )
     composition.bases += [option.name] if file is None else []
@@ -401,10 +393,10 @@ def _named_config(option: _ConfigOption, script: str, composition: Composition) 
 # ---------------------------------------------------------------- references
 
 
-def _resolved(reading: Reading) -> dict[str, Given]:
+def _resolved(reading: Reading) -> dict[str, VerlSetting]:
     """Replace references between settings. A setting that takes the value of one that is absent, as
     verl's own default does, is left out, and the report says so."""
-    out: dict[str, Given] = {}
+    out: dict[str, VerlSetting] = {}
     for key, item in reading.settings.items():
         value = _resolved_value(item, reading, _MOST_REFERENCES)
         if value is _ABSENT:
@@ -414,11 +406,11 @@ def _resolved(reading: Reading) -> dict[str, Given]:
                 f"{_shown(str(item.value))} is not given: verl's default of both",
             )
         else:
-            out[key] = Given(value, item.written)
+            out[key] = VerlSetting(value, item.written)
     return out
 
 
-def _resolved_value(item: Given, reading: Reading, rest: int) -> Any:
+def _resolved_value(item: VerlSetting, reading: Reading, rest: int) -> Any:
     """Return the value of a setting without references. rest: references that may follow one
     another."""
     value = _with_home(item.value, item.written, reading)

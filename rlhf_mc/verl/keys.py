@@ -1,4 +1,4 @@
-"""The outcome of one of verl's settings (a Line), and verl's keys without the sections around
+"""The outcomes of verl's settings (MappedSetting), and verl's keys without the sections around
 ours."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ OFF: tuple[Any, ...] = (None, False, 0, "", "null", {}, [])
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of the report: what becomes of a setting of verl's."""
+class MappedSetting:
+    """The outcome of one of verl's settings: a line of the report."""
 
     kind: Kind
     text: str = ""
@@ -29,17 +29,37 @@ Settings = Mapping[str, Any]
 """verl's settings by key, without actor_rollout_ref."""
 
 
-def same(key: str, value: Any, text: str = "") -> Line:
-    """Return the line of a setting that keeps its name."""
-    return Line("same", text, key, value)
+def implied(text: str) -> MappedSetting:
+    """Return the outcome of a setting that holds here anyway."""
+    return MappedSetting("implied", text)
 
 
-def renamed(key: str, value: Any, text: str = "") -> Line:
-    """Return the line of a setting that has another name here."""
-    return Line("renamed", text, key, value)
+def not_needed(text: str) -> MappedSetting:
+    """Return the outcome of a setting that has nothing to change here."""
+    return MappedSetting("not needed", text)
 
 
-def number(verl: Settings, key: str, default: int = 0) -> int:
+def not_supported(text: str) -> MappedSetting:
+    """Return the outcome of a setting that is refused."""
+    return MappedSetting("not supported", text)
+
+
+def verl_default(key: str, value: Any, text: str) -> MappedSetting:
+    """Return the outcome of one of verl's defaults that differs from ours."""
+    return MappedSetting("default", text, key, value)
+
+
+def same(key: str, value: Any, text: str = "") -> MappedSetting:
+    """Return the outcome of a setting that keeps its name."""
+    return MappedSetting("same", text, key, value)
+
+
+def renamed(key: str, value: Any, text: str = "") -> MappedSetting:
+    """Return the outcome of a setting that has another name here."""
+    return MappedSetting("renamed", text, key, value)
+
+
+def int_or_default(verl: Settings, key: str, default: int = 0) -> int:
     """Return a number of verl's settings, or the default where it is null, absent or no number."""
     value = verl.get(key)
     return value if type(value) is int else default

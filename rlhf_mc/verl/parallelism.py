@@ -10,7 +10,18 @@ from typing import Any
 
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.roles import tokens_on_rank
-from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same
+from rlhf_mc.verl.keys import (
+    OFF,
+    MappedSetting,
+    Settings,
+    implied,
+    int_or_default,
+    not_needed,
+    not_supported,
+    renamed,
+    same,
+    verl_default,
+)
 
 _VERL_MEGATRON: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -31,7 +42,7 @@ _VERL_MEGATRON: dict[str, Any] = {
 critic. verl's reference has the actor's sizes and offload, and this type."""
 FULL = "full"
 _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
-"""Those that a role of verl's does not inherit from the actor."""
+"""Settings that a role of verl's does not inherit from the actor."""
 
 
 def is_fsdp(verl: Settings) -> bool:
@@ -40,14 +51,14 @@ def is_fsdp(verl: Settings) -> bool:
 
 
 def without_roles_layouts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of ours without the layouts of the models beside the actor, which then follow
-    the actor's."""
+    """Return settings of ours without the layouts of the other roles: they then follow the
+    actor's."""
     layout = (*_VERL_MEGATRON, "sequence_parallel", "dynamic_context_parallel", "cp_comm_type")
-    kept = ("dtype", "use_distributed_optimizer")
+    not_of_layout = ("dtype", "use_distributed_optimizer")
 
     def is_layout(key: str) -> bool:
         role, _, name = key.partition(".megatron.")
-        return role != "actor" and name in layout and name not in kept
+        return role != "actor" and name in layout and name not in not_of_layout
 
     return {key: value for key, value in settings.items() if not is_layout(key)}
 
@@ -68,10 +79,9 @@ def engine_by_keys(keys: Iterable[str]) -> str:
 
 def layout_defaults(
     verl: Settings, settings: Mapping[str, Any], roles: list[str]
-) -> Iterator[Line]:
+) -> Iterator[MappedSetting]:
     """Yield verl's defaults of each model's layout that differ from what the model would have here.
-    settings:
-    ours. roles: the models besides the actor."""
+    settings: ours. roles: the models besides the actor."""
     if is_fsdp(verl):
         yield from _fsdp_defaults(settings, roles)
     else:
@@ -79,35 +89,28 @@ def layout_defaults(
             name = key.rpartition(".")[2]
             default = _VERL_MEGATRON[name]
             if key not in settings and settings.get(f"actor.megatron.{name}", default) != default:
-                yield Line("default", "ours: the actor's", key, default)
+                yield verl_default(key, default, "ours: the actor's")
     for role in ("actor", *roles):
         key = f"{role}.megatron.sequence_parallel"
         if (
             key not in settings
-            and number(settings, f"{role}.megatron.tensor_model_parallel_size", 1) > 1
+            and int_or_default(settings, f"{role}.megatron.tensor_model_parallel_size", 1) > 1
         ):
-            yield Line(
-                "default", "ours: false" if role == "actor" else "ours: the actor's", key, True
-            )
+            yield verl_default(key, True, "ours: false" if role == "actor" else "ours: the actor's")
 
 
-def _fsdp_defaults(settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
+def _fsdp_defaults(settings: Mapping[str, Any], roles: list[str]) -> Iterator[MappedSetting]:
     actor = "actor.megatron.recompute_granularity"
     critic = "critic.megatron.recompute_granularity"
     if actor not in settings:
-        yield Line(
-            "default", "verl's enable_gradient_checkpointing is true; ours: null", actor, FULL
-        )
+        yield verl_default(actor, FULL, "verl's enable_gradient_checkpointing is true; ours: null")
     if "critic" in roles and critic not in settings and settings.get(actor, FULL) != FULL:
-        yield Line(
-            "default",
-            "verl's enable_gradient_checkpointing is true; ours: the actor's",
-            critic,
-            FULL,
+        yield verl_default(
+            critic, FULL, "verl's enable_gradient_checkpointing is true; ours: the actor's"
         )
     freed = "actor.megatron.grad_offload"
     if freed not in settings:
-        yield Line("default", "FSDP has no gradients outside the update; ours: false", freed, True)
+        yield verl_default(freed, True, "FSDP has no gradients outside the update; ours: false")
 
 
 def layout_hints(verl: Settings, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -128,12 +131,12 @@ def is_dynamic(key: str, verl: Settings) -> bool:
     """Return whether verl's micro-batches of the pass that the key belongs to are by token
     budget."""
     role = key.partition(".")[0]
-    own = (
+    switch = (
         f"{role}.log_prob_use_dynamic_bsz"
         if role in ("rollout", "ref")
         else f"{role}.use_dynamic_bsz"
     )
-    switches = (own, "critic.use_dynamic_bsz") if role == "reward_model" else (own,)
+    switches = (switch, "critic.use_dynamic_bsz") if role == "reward_model" else (switch,)
     values = [
         value
         for switch in (*switches, "actor.use_dynamic_bsz")
@@ -143,17 +146,17 @@ def is_dynamic(key: str, verl: Settings) -> bool:
 
 
 def longest_sequence(verl: Settings) -> int:
-    return number(verl, "data.max_prompt_length", 512) + number(
+    return int_or_default(verl, "data.max_prompt_length", 512) + int_or_default(
         verl, "data.max_response_length", 512
     )
 
 
-def micro_batch(key: str, value: Any, verl: Settings) -> Line:
+def micro_batch(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert a number of sequences to the tokens of as many of the longest ones."""
     if value is None or is_dynamic(key, verl):
-        return Line("implied", "micro-batches are by token budget")
+        return implied("micro-batches are by token budget")
     if type(value) is not int:
-        return Line("not supported", "it is not an integer")
+        return not_supported("it is not an integer")
     name = key.partition("micro_batch_size")[0]
     name = "reward_model.forward_" if name == "reward_model." else name
     longest = tokens_on_rank(longest_sequence(verl), context_size(key, verl))
@@ -162,67 +165,63 @@ def micro_batch(key: str, value: Any, verl: Settings) -> Line:
     )
 
 
-def token_budget(key: str, value: Any, verl: Settings) -> Line:
+def token_budget(key: str, value: Any, verl: Settings) -> MappedSetting:
     if not is_dynamic(key, verl):
-        return Line("not needed", "use_dynamic_bsz is off: the number of sequences is converted")
+        return not_needed("use_dynamic_bsz is off: the number of sequences is converted")
     return same(key, value)
 
 
-def dynamic(key: str, value: Any, verl: Settings) -> Line:
+def dynamic(key: str, value: Any, verl: Settings) -> MappedSetting:
     if value:
-        return Line("implied", "micro-batches are by token budget")
-    return Line(
-        "not needed",
-        "a number of sequences is converted to a token budget; no number depends on it",
+        return implied("micro-batches are by token budget")
+    return not_needed(
+        "a number of sequences is converted to a token budget; no number depends on it"
     )
 
 
-def micro_batch_of_all(key: str, value: Any, verl: Settings) -> Line:
+def micro_batch_of_all(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert a micro-batch size of verl's first versions: the sequences of all GPUs together."""
-    ranks = number(verl, "trainer.nnodes", 1) * number(verl, "trainer.n_gpus_per_node", 8)
+    ranks = int_or_default(verl, "trainer.nnodes", 1) * int_or_default(
+        verl, "trainer.n_gpus_per_node", 8
+    )
     is_used = value not in OFF and not is_dynamic(key, verl)
     if is_used and (type(value) is not int or value % ranks):
-        return Line("not supported", f"it is no multiple of the {ranks} GPUs: use {key}_per_gpu")
+        return not_supported(f"it is no multiple of the {ranks} GPUs: use {key}_per_gpu")
     return micro_batch(key, value // ranks if is_used else None, verl)
 
 
 # ---------------------------------------------------------------- converters
 
 
-def gradient_checkpointing(key: str, value: Any, verl: Settings) -> Line:
+def gradient_checkpointing(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert enable_gradient_checkpointing, which verl reads with FSDP alone."""
     if not is_fsdp(verl):
-        return Line(
-            "not needed",
-            "Megatron's is megatron.override_transformer_config.recompute_granularity, in verl too",
+        return not_needed(
+            "Megatron's is megatron.override_transformer_config.recompute_granularity, in verl too"
         )
     role = "critic" if key.startswith("critic.") else "actor"
     return renamed(f"{role}.megatron.recompute_granularity", FULL if value else None)
 
 
-def fsdp_offload(key: str, value: Any, verl: Settings) -> Line:
+def fsdp_offload(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert param_offload, optimizer_offload and offload_policy of FSDP, and VeOmni's of the same
     meaning."""
     role = key.partition(".")[0]
     name = key.rpartition(".")[2]
     if name in ("offload_policy", "enable_fsdp_offload"):
-        return (
-            renamed(f"{role}.megatron.param_offload", value=True)
-            if value
-            else Line("implied", "off")
-        )
+        return renamed(f"{role}.megatron.param_offload", value=True) if value else implied("off")
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
-        return Line("not needed", "it does nothing for a model that is never trained")
+        return not_needed("it does nothing for a model that is never trained")
     return renamed(f"{role}.megatron.{name}", bool(value))
 
 
-def ulysses(key: str, value: Any, verl: Settings) -> Line:
+def ulysses(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert Ulysses' sequence parallelism, which is context parallelism. A token budget is of one
     rank in both."""
     if value in (None, 1):
-        return Line("implied", "off")
+        return implied("off")
     if not is_fsdp(verl):
-        return Line("not needed", "it is of FSDP")
+        return not_needed("it is of FSDP")
     role = key.partition(".")[0]
     return renamed(f"{role}.megatron.context_parallel_size", value)
 
@@ -243,72 +242,68 @@ def context_size(key: str, verl: Settings) -> int:
     return next((size for size in sizes if type(size) is int), 1)
 
 
-def main_dtype(key: str, value: Any, verl: Settings) -> Line | None:
+def main_dtype(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     """Return the line of the type in which FSDP keeps or reduces a trained model's tensors."""
     if key.startswith("ref.") or value not in ("bf16", "bfloat16"):
         return None  # as the table has it
     text = f"main parameters, gradients and Adam's state are float32, in verl {value}"
-    return Line("implied", text)
+    return implied(text)
 
 
-def in_override(key: str, value: Any, verl: Settings) -> Line | None:
+def in_override(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     """Return the line of a layout setting of Megatron-Core that repeats the one of `megatron`."""
     section, _, name = key.partition(".override_transformer_config.")
     default = _VERL_MEGATRON.get(name, True)
     if value == verl.get(f"{section}.{name}", default):
-        return Line("implied", f"by megatron.{name}")
+        return implied(f"by megatron.{name}")
     return None
 
 
-def virtual_chunks(key: str, value: Any, verl: Settings) -> Line:
+def virtual_chunks(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert virtual_pipeline_model_parallel_size: 1 is none."""
     return same(key, None if value == 1 else value)
 
 
-def sequence_parallel(key: str, value: Any, verl: Settings) -> Line:
+def sequence_parallel(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert sequence_parallel, which needs tensor parallelism."""
     if _size(key, "tensor_model_parallel_size", verl) == 1:
-        return Line("implied", "no effect where the tensor-parallel size is 1")
+        return implied("no effect where the tensor-parallel size is 1")
     return same(key, value)
 
 
-def dynamic_context(key: str, value: Any, verl: Settings) -> Line:
+def dynamic_context(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert dynamic_context_parallel. verl's sizes are up to all replicas, here up to
     context_parallel_size."""
     size = _size(key, "context_parallel_size", verl)
     if value and (size == 1 or size & (size - 1)):
-        return Line(
-            "not supported",
-            "it needs context_parallel_size, the largest size, as a power of two from 2 on",
+        return not_supported(
+            "it needs context_parallel_size, the largest size, as a power of two from 2 on"
         )
     return same(key, value)
 
 
-def expert_parallel(key: str, value: Any, verl: Settings) -> Line:
+def expert_parallel(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert expert_model_parallel_size. Here the tensor-parallel ranks shard experts too."""
     tp = _size(key, "tensor_model_parallel_size", verl)
-    ranks = number(verl, key, 1) * _size(key, "expert_tensor_parallel_size", verl, tp)
+    ranks = int_or_default(verl, key, 1) * _size(key, "expert_tensor_parallel_size", verl, tp)
     if ranks % tp and ranks > tp:
-        return Line(
-            "not supported",
-            f"experts are over {ranks} ranks, no multiple of the tensor-parallel size, {tp}",
+        return not_supported(
+            f"experts are over {ranks} ranks, no multiple of the tensor-parallel size, {tp}"
         )
     text = (
         ""
-        if ranks == number(verl, key, 1) * tp
+        if ranks == int_or_default(verl, key, 1) * tp
         else f"experts are sharded over the {tp} tensor-parallel ranks too"
     )
     return same(key, max(1, ranks // tp), text)
 
 
-def expert_tensor(key: str, value: Any, verl: Settings) -> Line:
+def expert_tensor(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert expert_tensor_parallel_size. Here it is the tensor-parallel size."""
     sharded = "experts are sharded over the tensor-parallel ranks too"
     if value in (None, _size(key, "tensor_model_parallel_size", verl)):
-        return Line("implied", sharded)
-    return Line(
-        "not needed", f"{sharded}; expert_model_parallel_size is converted to as many shards"
-    )
+        return implied(sharded)
+    return not_needed(f"{sharded}; expert_model_parallel_size is converted to as many shards")
 
 
 def _size(key: str, name: str, verl: Settings, default: int = 1) -> int:
@@ -317,4 +312,4 @@ def _size(key: str, name: str, verl: Settings, default: int = 1) -> int:
     role = key.partition(".")[0]
     if role == "ref" and verl.get(f"ref.megatron.{name}") is None:
         role = "actor"
-    return number(verl, f"{role}.megatron.{name}", default)
+    return int_or_default(verl, f"{role}.megatron.{name}", default)

@@ -37,11 +37,11 @@ def _tested(expander: Expander, words: list[Word]) -> bool | None:
     texts = [word.text for word in words]
     for op in ("-o", "-a"):
         if op in texts:
-            at = texts.index(op)
-            rest = words[at + 1 :]
+            i = texts.index(op)
+            rest = words[i + 1 :]
             return _joined(
                 op == "-a",
-                _tested(expander, words[:at]),
+                _tested(expander, words[:i]),
                 functools.partial(_tested, expander, rest),
             )
     if texts[:1] == ["!"]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.yaml_reader import line_too_deep
 from rlhf_mc.verl.shell_words import Node, node_line
 
 _MOST_BYTES = 1 << 15
@@ -51,7 +50,7 @@ def _continued_comments(tree: Any) -> Iterator[int]:
 def _tree(text: str) -> Node:
     if len(text.encode()) > _MOST_BYTES:
         raise UserError(f"line 1: a script of more than {_MOST_BYTES >> 10} KiB")
-    if line := line_too_deep(text, _OPENING, _CLOSING, _DEEPEST):
+    if line := _line_too_deep(text):
         raise UserError(
             f"line {line}: nested too deeply, more than {_DEEPEST} brackets or statements"
         )
@@ -77,6 +76,17 @@ def _tree(text: str) -> Node:
         raise UserError(f"line {match[1]}: {match[2]}" if match else "line 1: nested too deeply")
     tree: Node = json_files.parse(done.stdout)
     return tree
+
+
+def _line_too_deep(text: str) -> int | None:
+    """Return the first line with more than _DEEPEST brackets open, or None. Those in quotes and
+    comments count too: shfmt takes seconds for more than any script has."""
+    depth = 0
+    for bracket in re.finditer(f"({_OPENING})|{_CLOSING}", text, re.MULTILINE):
+        depth = depth + 1 if bracket[1] else max(0, depth - 1)
+        if depth > _DEEPEST:
+            return text.count("\n", 0, bracket.start()) + 1
+    return None
 
 
 def written(tree: Any) -> Iterator[tuple[int, str]]:

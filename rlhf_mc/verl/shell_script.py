@@ -33,7 +33,7 @@ from rlhf_mc.verl.shell_words import (
 )
 
 _STEP = 400
-"""Work of a statement, beside the bytes of its values."""
+"""Work counted for a statement, plus the bytes of its values."""
 _MOST_SHOWN = 3
 _NPU = "import torch_npu"
 """The test of verl's scripts for another kind of accelerator."""

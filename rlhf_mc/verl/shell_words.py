@@ -2,8 +2,7 @@
 Nothing is run.
 
 The words come from shfmt's syntax tree. A part that cannot be known, such as $(date), becomes a
-plain word, with the problem beside it. Statements are in shell_script.py.
-"""
+plain word with a problem. Statements are in shell_script.py."""
 
 from __future__ import annotations
 
@@ -439,9 +438,9 @@ def _trimmed(text: str, op: str, pattern: str) -> str:
     """Return a text without the shortest (#, %) or longest (##, %%) start or end that matches."""
     ends: Iterable[int] = range(len(text) + 1)
     ends = ends if op in ("#", "%%") else reversed(range(len(text) + 1))
-    for at in ends:
-        if op[0] == "#" and matches(text[:at], pattern):
-            return text[at:]
-        if op[0] == "%" and matches(text[at:], pattern):
-            return text[:at]
+    for end in ends:
+        if op[0] == "#" and matches(text[:end], pattern):
+            return text[end:]
+        if op[0] == "%" and matches(text[end:], pattern):
+            return text[:end]
     return text

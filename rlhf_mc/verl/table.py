@@ -1,4 +1,4 @@
-"""The table of verl's settings (table.yaml), and which of its rows is of a key."""
+"""The table of verl's settings (table.yaml), and the lookup of a key's row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 from rlhf_mc.config.yaml_reader import parse_yaml
 from rlhf_mc.verl import correction, multi_turn, parallelism, values
-from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, plain_key
+from rlhf_mc.verl.keys import OFF, Kind, MappedSetting, Settings, plain_key
 
-Converter = Callable[[str, Any, Settings], Line | None]
+Converter = Callable[[str, Any, Settings], MappedSetting | None]
 _MODULES = (values, correction, multi_turn, parallelism)
 
 

@@ -34,13 +34,13 @@ def updates(
     budget: int,
     tokens_in_memory: int | None,
     directory: str,
-    takes_own: bool = False,
+    computes_old_log_probs: bool = False,
 ) -> dict[str, Any]:
     """Take two optimizer steps with micro-batches of at most `budget` tokens, of which rank 1 has
     memory for `tokens_in_memory` in the second. Return the metrics or the error, the weights after
-    them and the budgets used. takes_own: take one, without that memory, which returns the old
-    log-probs."""
-    if takes_own:
+    them and the budgets used. computes_old_log_probs: take one, without that memory,
+    which returns the old log-probs."""
+    if computes_old_log_probs:
         batch = replace(batch, old_log_probs=None)
     used: list[int] = []
     with mesh_groups(1, 1) as groups:
@@ -52,7 +52,11 @@ def updates(
 
         def objective(mini: RaggedBatch) -> Loss:
             # from the second update on
-            if (used or takes_own) and tokens_in_memory is not None and dist.get_rank() == 1:
+            if (
+                (used or computes_old_log_probs)
+                and tokens_in_memory is not None
+                and dist.get_rank() == 1
+            ):
                 limits.enter_context(
                     measure.limited_memory(tokens_in_memory * BYTES_PER_TOKEN + (64 << 20))
                 )
@@ -75,9 +79,9 @@ def updates(
         try:
             with limits:
                 skipped = SkippedUpdates(1, Path(directory))
-                minis = iter([whole] if takes_own else [whole, whole])
+                minis = iter([whole] if computes_old_log_probs else [whole, whole])
                 trained, result["metrics"] = update(
-                    engine, batch, minis, objective, token_budget, skipped, takes_own
+                    engine, batch, minis, objective, token_budget, skipped, computes_old_log_probs
                 )
                 result["old_log_probs"] = trained.old_log_probs
         except UserError as error:

@@ -23,16 +23,16 @@ def waits(
     layout: tuple[int, int, int],
     batch: RaggedBatch,
     reading: bool,
-    takes_own: bool = False,
+    computes_old_log_probs: bool = False,
     **megatron: Any,
 ) -> dict[str, list[dict[str, int]]]:
     """Return for a scoring pass and a gradient what makes the host wait with all sequences in one
     micro-batch, and with one sequence in each. reading: the loss reads a number in each
-    micro-batch. takes_own: it computes the old log-probs.
+    micro-batch. computes_old_log_probs: it computes the old log-probs.
 
     layout: (tensor-parallel, pipeline-parallel, virtual pipeline chunks)."""
     tp, pp, vpp = layout
-    if takes_own:
+    if computes_old_log_probs:
         batch = replace(batch, old_log_probs=None)
     counts_by_pass: dict[str, list[dict[str, int]]] = {"score": [], "gradient": []}
     with mesh_groups(tp, pp, vpp=vpp) as groups:

@@ -39,7 +39,7 @@ def batch() -> RaggedBatch:
     ("world", "role", "layout", "settings"),
     [
         (1, "actor", (1, 1, 1), {"dtype": "bfloat16"}),
-        (1, "actor", (1, 1, 1), {"takes_own": True}),
+        (1, "actor", (1, 1, 1), {"computes_old_log_probs": True}),
         (1, "critic", (1, 1, 1), {"recompute_granularity": "full"}),
         (2, "actor", (2, 1, 1), {"sequence_parallel": True}),
         (2, "actor", (1, 2, 1), {}),

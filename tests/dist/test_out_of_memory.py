@@ -36,7 +36,7 @@ def batch() -> RaggedBatch:
 @pytest.fixture
 def updates(pool: Any, checkpoint: str, batch: RaggedBatch, tmp_path: Path) -> Any:
     def run(
-        name: str, budget: int, tokens_in_memory: int | None, takes_own: bool = False
+        name: str, budget: int, tokens_in_memory: int | None, computes_old_log_probs: bool = False
     ) -> list[dict[str, Any]]:
         directory = tmp_path / name
         directory.mkdir()
@@ -47,7 +47,7 @@ def updates(pool: Any, checkpoint: str, batch: RaggedBatch, tmp_path: Path) -> A
             budget=budget,
             tokens_in_memory=tokens_in_memory,
             directory=str(directory),
-            takes_own=takes_own,
+            computes_old_log_probs=computes_old_log_probs,
         )
         return found
 
@@ -75,8 +75,10 @@ def test_update_is_repeated_with_half_the_budget(updates: Any, batch: RaggedBatc
 def test_old_log_probs_are_those_of_the_repeated_update(updates: Any, batch: RaggedBatch) -> None:
     """Rank 0 has computed some that rank 1 computes in the repetition."""
     budget = 2 * int(batch.seq_lens.max()) + 4
-    halved = updates("own, halved", budget, tokens_in_memory=budget // 2, takes_own=True)
-    plain = updates("own", budget, tokens_in_memory=None, takes_own=True)
+    halved = updates(
+        "own, halved", budget, tokens_in_memory=budget // 2, computes_old_log_probs=True
+    )
+    plain = updates("own", budget, tokens_in_memory=None, computes_old_log_probs=True)
     assert halved[0]["budgets"] == [budget // 2] * 2
     for with_halving, without in zip(halved, plain, strict=True):
         torch.testing.assert_close(

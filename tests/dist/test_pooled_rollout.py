@@ -485,36 +485,10 @@ def _with_length(line: str, length: int) -> str:
             "is no journal of rollouts",
         ),
         (
-            "sizes",
-            lambda lines: [_changed(lines[0], "lens", lambda lens: lens[:-1])],
-            "line 1: positions has 8 groups",
-        ),
-        (
-            "n",
-            lambda lines: [_changed(lines[0], "lens", lambda lens: [lens[0][:1], *lens[1:]])],
-            "[1, 2] responses",
-        ),
-        (
             "taken",
             lambda lines: [_changed(lines[0], "taken", lambda taken: taken[:-1])],
             "taken has 3 groups; this",
         ),
-        (
-            "alone",
-            lambda lines: [_changed(lines[0], "taken", lambda taken: [*taken, 99])],
-            "or in taken alone",
-        ),
-        (
-            "texts",
-            lambda lines: [_changed(lines[0], "positions", lambda all: ["0", *all[1:]])],
-            "not all integers",
-        ),
-        (
-            "long",
-            lambda lines: [_with_length(lines[0], LIMIT + 1)],
-            f"lens has {LIMIT + 1}; a response has at most",
-        ),
-        ("none", lambda lines: [_with_length(lines[0], 0)], "lens has 0 for a group that"),
         ("drawn", lambda lines: [_with_length(lines[0], LIMIT - 1)], "tokens and "),
     ],
 )

@@ -35,21 +35,20 @@ def sampling_seeds(
     step: int,
     prompts: Sequence[Prompt],
     n: int,
-    drawn: Counter[int] | None = None,
+    draws: Counter[int] | None = None,
 ) -> list[int]:
     """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of
     (seed, stream, step, prompt, response 0 to n - 1) alone: neither the number of ranks nor a
-    resume changes it. A prompt that
-    the step draws again (data.train_file_weights, algorithm.filter_groups) has responses n to 2n -
-    1.
+    resume changes it. A prompt that the step draws again (data.train_file_weights,
+    algorithm.filter_groups) has responses n to 2n - 1.
 
-    seed, step and the indices of prompts are below 2^32. drawn: how often the step has drawn each
-    prompt before, by its index. It is brought up to date; None: never."""
-    drawn = Counter() if drawn is None else drawn
+    seed, step and the indices of prompts are below 2^32. draws: draws of each prompt earlier in the
+    step, by its index; updated in place. None: none."""
+    draws = Counter() if draws is None else draws
     earlier = []
     for prompt in prompts:
-        earlier.append(drawn[prompt.index])
-        drawn[prompt.index] += 1
+        earlier.append(draws[prompt.index])
+        draws[prompt.index] += 1
     entropy = np.empty((len(prompts), n, 5), dtype=np.uint32)
     entropy[..., :3] = (seed, stream, step)
     entropy[..., 3] = np.array([prompt.index for prompt in prompts])[:, None]
@@ -67,8 +66,7 @@ def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:
     """Write the actor's weights into the rollout engine's parameters. Each rank receives only the
-    blocks that it
-    lacks."""
+    blocks that it lacks."""
     with run.offload_schedule.phase(timer, "update_weights"):
         run.weight_sync.run(run.actor.params, run.rollout.params)
         run.rollout.weights_updated()
@@ -129,7 +127,7 @@ class CallPlan:
 
 
 class ResponseId(NamedTuple):
-    """Names a response in a call."""
+    """Id of a response in a call."""
 
     group: int
     """Index of its group in the plan."""
@@ -149,14 +147,14 @@ class EngineCall:
         self._ids = [ResponseId(*pair) for pair in self._unfinished()]
         """By the number of the request."""
         groups = plan.groups
-        self._group_of = np.array([one.group for one in self._ids], dtype=np.int64)
+        self._group_of = np.array([g for g, _ in self._ids], dtype=np.int64)
         self._num_unfinished = np.bincount(self._group_of, minlength=len(groups))
-        self._run_ids = [groups[g].number(i) for g, i in self._ids]
+        self._run_ids = [groups[g].response_id(i) for g, i in self._ids]
         """The number of each response in the run."""
         self._prompts = [groups[g].prompt for g, _ in self._ids]
         self._turns: Conversations | None = None
         self.num_sampled = 0
-        """Tokens that the model has drawn in the call."""
+        """Tokens that the model has sampled in the call."""
 
     def sample(self) -> Responses:
         """Sample with the present weights. Return the responses that had not ended, in the order of
@@ -181,7 +179,9 @@ class EngineCall:
         )
         if self._turns is not None:
             self._turns.finish()
-        self.num_sampled = responses.num_drawn - sum(one.partial.num_drawn for one in requests)
+        self.num_sampled = responses.num_drawn - sum(
+            request.partial.num_drawn for request in requests
+        )
         if plan.is_training:
             has_ended = responses.finished | (responses.lens >= self._sampling.max_tokens)
             ended = np.flatnonzero(has_ended).tolist()
@@ -192,8 +192,7 @@ class EngineCall:
 
     def collect(self, responses: Responses, version: int) -> list[Group]:
         """Return the groups with the responses of `sample`. version: of the weights. Every rank
-        must
-        call it."""
+        must call it."""
         groups = self._plan.groups
         new = [list(group.responses) for group in groups]
         for (g, i), response in zip(self._ids, responses.generations(), strict=True):
@@ -205,8 +204,8 @@ class EngineCall:
                 g, i = self._ids[number]
                 conversations[g][i] = conversation
         return [
-            group.continued(each, version, states)
-            for group, each, states in zip(groups, new, conversations, strict=True)
+            group.continued(updated, version, states)
+            for group, updated, states in zip(groups, new, conversations, strict=True)
         ]
 
     def _unfinished(self) -> list[tuple[int, int]]:
@@ -222,7 +221,8 @@ class EngineCall:
         ]
 
     def _requests(self) -> list[Request]:
-        """Return the request of each response; of a conversation that of its first turn."""
+        """Return the request of each response; for a conversation, the request of its first
+        turn."""
         groups = self._plan.groups
         lens = self._plan.max_lens
         limit = self._sampling.max_tokens
@@ -239,7 +239,7 @@ class EngineCall:
         if self._run.environments is None:
             return requests
         states = (groups[g].conversations.get(i) for g, i in self._ids)
-        stored = {number: one for number, one in enumerate(states) if one is not None}
+        stored = {number: state for number, state in enumerate(states) if state is not None}
         self._turns = Conversations(
             self._run.environments,
             requests,
@@ -270,9 +270,9 @@ class EngineCall:
     def _on_ended(self, ended: Mapping[int, Generation]) -> None:
         """Take responses that have ended on this rank's engine, by the numbers of the requests."""
         self._store_experts(ended)
-        for number, one in ended.items():
+        for number, response in ended.items():
             episode = None if self._turns is None else self._turns.episode(number)
-            self._scores.add(*self._ids[number], one.token_ids, episode)
+            self._scores.add(*self._ids[number], response.token_ids, episode)
         if self._plan.enough is None:
             self._scores.submit(self._plan.certain)
 
@@ -282,7 +282,7 @@ class EngineCall:
         replay = self._run.actor.replay
         if self._plan.is_training and replay is not None and replay.mode == "rollout":
             replay.held |= {
-                self._run_ids[number]: one.experts
-                for number, one in responses.items()
-                if one.experts is not None
+                self._run_ids[number]: response.experts
+                for number, response in responses.items()
+                if response.experts is not None
             }

@@ -24,7 +24,7 @@ from rlhf_mc.models.router_replay import ExpertReplay
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The rollout.n responses to one prompt, as far as they are generated."""
+    """The rollout.n responses to one prompt, complete or partial."""
 
     position: int
     """Place in the order in which the run draws its prompts."""
@@ -32,33 +32,36 @@ class Group:
     seeds: Sequence[int]
     responses: Sequence[Generation]
     versions: Sequence[np.ndarray]
-    """The weights that drew each token of each response, as the last step that has updated them:
-    [tokens] int32. Tokens of an observation have those with which it came."""
+    """Weight version (last step that updated the weights) that sampled each token of each response:
+    [tokens] int32. Tokens of an observation have the version at which it arrived."""
     conversations: Mapping[int, ConversationState] = field(default_factory=dict)
-    """With an environment, of each response that has begun, by its place in the group."""
+    """State of each started conversation, by its index in the group; empty without an
+    environment."""
 
-    def number(self, response: int) -> int:
-        """Return the number of a response in the run."""
+    def response_id(self, response: int) -> int:
+        """Return the id of a response in the run."""
         return self.position * len(self.responses) + response
 
     def has_ended(self, max_tokens: int) -> np.ndarray:
         """Return whether each response has ended: [n] bool."""
-        has_ended = [one.finished or len(one.token_ids) >= max_tokens for one in self.responses]
         return np.array(
             [
-                self.conversations[i].ended if i in self.conversations else each
-                for i, each in enumerate(has_ended)
+                self.conversations[i].ended
+                if i in self.conversations
+                else response.finished or len(response.token_ids) >= max_tokens
+                for i, response in enumerate(self.responses)
             ]
         )
 
     @property
     def first_version(self) -> int | None:
-        """The oldest weights that drew a token; None: nothing is generated."""
-        return min((int(each[0]) for each in self.versions if len(each)), default=None)
+        """Oldest weight version that sampled a token; None: nothing is generated."""
+        return min((int(versions[0]) for versions in self.versions if len(versions)), default=None)
 
     @property
     def fingerprint(self) -> int:
-        """Of what a response depends on beside the weights: the prompt's tokens and the seeds."""
+        """CRC-32 of the prompt's tokens and the seeds: all that responses depend on beside the
+        weights."""
         return zlib.crc32(
             np.array(self.seeds, np.int64).tobytes(), zlib.crc32(self.prompt.token_ids.tobytes())
         )
@@ -81,8 +84,8 @@ class Group:
         version: int,
         conversations: Mapping[int, ConversationState] | None = None,
     ) -> Group:
-        """Return the group with these responses, whose new tokens were drawn by weights of this
-        version. conversations: those that have changed."""
+        """Return the group with these responses, whose new tokens were sampled with weights of this
+        version. conversations: changed states."""
         versions = [
             np.concatenate([old, np.full(len(new.token_ids) - len(old), version, np.int32)])
             for old, new in zip(self.versions, responses, strict=True)
@@ -94,12 +97,11 @@ class Group:
 POOL_FILE = "group_pool.npz"
 """File of a checkpoint with the groups of the pool."""
 EXPERTS_FILE = "group_pool_experts_{}.npz"
-"""File with the experts that a rank holds for them."""
+"""File with a rank's stored experts of these groups."""
 
 
 class GroupPool:
-    """The groups that are begun and not trained on yet, the oldest first. The same on every
-    rank."""
+    """The started groups that no step has trained on yet, oldest first. The same on every rank."""
 
     def __init__(self) -> None:
         self.groups: Sequence[Group] = ()
@@ -113,19 +115,21 @@ class GroupPool:
         return {"num_drawn": self.num_drawn, "num_groups": len(self.groups)}
 
     def experts(self, by_number: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return the experts of its responses, of those that a rank holds for router replay, by
-        their numbers in the run."""
-        numbers = {group.number(i) for group in self.groups for i in range(len(group.responses))}
+        """Return the experts of the pool's responses among those that a rank stores for router
+        replay, by response id."""
+        numbers = {
+            group.response_id(i) for group in self.groups for i in range(len(group.responses))
+        }
         return {number: by_number[number] for number in sorted(numbers & by_number.keys())}
 
     def files(self, rank: int, replay: ExpertReplay | None) -> dict[str, Callable[[Path], None]]:
-        """Return the functions with which a rank writes the present groups, and the experts that it
-        holds for them, by the names of the files."""
+        """Return by file name the functions that write this rank's part of a checkpoint: the
+        present groups (rank 0), and the experts that the rank stores for them."""
         files: dict[str, Callable[[Path], None]] = {}
         if self.groups and rank == 0:
             files[POOL_FILE] = functools.partial(_write, self.groups)
-        if replay is not None and (kept := self.experts(replay.held)):
-            files[EXPERTS_FILE.format(rank)] = functools.partial(_write_experts, kept)
+        if replay is not None and (experts := self.experts(replay.held)):
+            files[EXPERTS_FILE.format(rank)] = functools.partial(_write_experts, experts)
         return files
 
 
@@ -154,24 +158,27 @@ def load_experts(arrays: Mapping[str, np.ndarray], num_experts: int) -> dict[int
 
 def _write(groups: Sequence[Group], path: Path) -> None:
     """Write groups to an .npz file, as data/cache.py writes the tokens of prompts: arrays by group
-    [G], by response
-    [G, rollout.n], by token [R] end to end, and the versions of all tokens run-length coded."""
-    responses = [one for group in groups for one in group.responses]
-    versions = np.concatenate([each for group in groups for each in group.versions])
+    [G], by response [G, rollout.n], by token [R] end to end, and the versions of all tokens
+    run-length coded."""
+    responses = [response for group in groups for response in group.responses]
+    versions = np.concatenate([of_tokens for group in groups for of_tokens in group.versions])
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
+    by_response = (len(groups), -1)
     np.savez(
         path,
         positions=np.array([group.position for group in groups]),
         seeds=np.array([group.seeds for group in groups]),
         fingerprints=np.array([group.fingerprint for group in groups]),
-        finished=np.array([[one.finished for one in group.responses] for group in groups]),
-        lens=np.array([[len(one.token_ids) for one in group.responses] for group in groups]),
-        tokens=np.concatenate([np.array(one.token_ids, np.int32) for one in responses]),
-        log_probs=np.concatenate([np.array(one.log_probs, np.float32) for one in responses]),
+        finished=np.array([response.finished for response in responses]).reshape(by_response),
+        lens=np.array([len(response.token_ids) for response in responses]).reshape(by_response),
+        tokens=np.concatenate([np.array(response.token_ids, np.int32) for response in responses]),
+        log_probs=np.concatenate(
+            [np.array(response.log_probs, np.float32) for response in responses]
+        ),
         versions=versions[starts],
         version_lens=np.diff(starts, append=len(versions)),
         conversations=json.dumps(
-            [{i: asdict(one) for i, one in group.conversations.items()} for group in groups]
+            [{i: asdict(state) for i, state in group.conversations.items()} for group in groups]
         ),
     )
 
@@ -214,12 +221,11 @@ def load_groups(
     has_environment: bool,
 ) -> list[Group]:
     """Return the groups of the arrays of _write. new_groups: those of its positions, with nothing
-    generated.
-    A response that is longer than max_tokens, which may be lower than when it was generated, is cut
-    there. A group has nothing generated if its position now has another prompt or another number of
-    responses, if the run had an environment and has none or the reverse, or if a longer response is
-    a conversation: data or settings have changed. Seeds are those of the file, since new ones
-    depend on data.train_batch_size."""
+    generated. A response that is longer than max_tokens, which may be lower than when it was
+    generated, is cut there. A group has nothing generated if its position now has another prompt or
+    another number of responses, if the run had an environment and has none or the reverse, or if a
+    longer response is a conversation: data or settings have changed. Seeds are those of the file,
+    since new ones depend on data.train_batch_size."""
     tokens = arrays["tokens"]
     log_probs = arrays["log_probs"]
     versions = np.repeat(arrays["versions"], arrays["version_lens"])

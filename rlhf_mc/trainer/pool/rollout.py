@@ -42,8 +42,8 @@ PROGRESS_EVERY = 10
 """Batches of a step between two lines on its progress."""
 BATCHES_IN_VAIN = 10
 GROUPS_IN_VAIN = 1000
-"""A step ends in error after as many consecutive batches and groups of which none is kept: a rate
-of usable groups that could fill a batch would have brought one."""
+"""A step fails after this number of consecutive batches, and of groups, without a kept group: any
+rate of usable groups that could fill a batch would have given one."""
 
 
 class TooFewGroups(UserError):
@@ -53,22 +53,22 @@ class TooFewGroups(UserError):
 
 @dataclass
 class SampledGroups:
-    """The groups that a step has drawn. Of dropped groups only the scores are kept."""
+    """The groups that a step has sampled. Dropped groups leave only their scores."""
 
     n: int
     """Responses of each group."""
     metric: GroupMetric
     num_kept: int = 0
     prompts: list[Prompt] = field(default_factory=list)
-    """The prompt of each response of the groups that are kept."""
+    """The prompt of each response of the kept groups."""
     batches: list[RaggedBatch] = field(default_factory=list)
-    """The responses of the groups that are kept, by batch of prompts."""
+    """The responses of the kept groups, by batch of prompts."""
     kept_scores: list[Score] = field(default_factory=list)
-    """Of the same responses."""
+    """The scores of the responses of the kept groups."""
     sources: list[str] = field(default_factory=list)
     """The data source of every response."""
     scores: list[Score] = field(default_factory=list)
-    """Of every response."""
+    """The score of every response."""
     dropped: Counter[float] = field(default_factory=Counter)
     """Number of dropped groups by the value that their responses have in common."""
 
@@ -87,7 +87,7 @@ class SampledGroups:
             self.kept_scores += [scores[i] for i in chosen.tolist()]
 
     def first(self, count: int) -> tuple[list[Prompt], RaggedBatch, list[Score]]:
-        """Return the first `count` groups that are kept: prompts, responses and scores."""
+        """Return the first `count` kept groups: prompts, responses and scores."""
         rows = count * self.n
         return (
             self.prompts[:rows],
@@ -145,8 +145,7 @@ def sample_groups(
     run: Run, state: StepState, needed: int
 ) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
     """Sample groups by the strategy of the run, with the current weights, and greedy responses if
-    the
-    advantage estimator needs them. needed: groups that the step can use; without a pool a whole
+    the advantage estimator needs them. needed: groups that the step can use; without a pool a whole
     batch of prompts is sampled. Return the prompt of each response, the batch, and the scores to
     come. All ranks know which responses have ended, and so decide alike."""
     cfg = run.config
@@ -157,8 +156,11 @@ def sample_groups(
     with run.offload_schedule.phase(state.timer, "gen"):
         plan = strategy.plan(run, state, needed)
         has_greedy = estimator_needs(cfg.algorithm).greedy_baseline
-        drawn = [group.prompt for group in plan.groups]
-        every_prompt = [*repeat_prompts(drawn, n), *(drawn if has_greedy else [])]
+        sampled_prompts = [group.prompt for group in plan.groups]
+        every_prompt = [
+            *repeat_prompts(sampled_prompts, n),
+            *(sampled_prompts if has_greedy else []),
+        ]
         stream = ScoreStream(run.rewards, run.tokenizer, every_prompt)
         scores = GroupScores(stream, n)
         sampling = Sampling(cfg.rollout.temperature, most, run.stop_token_ids)
@@ -178,13 +180,13 @@ def sample_groups(
             scores.submit(is_used)
             selected = [np.repeat(is_used, n), *([is_used] if has_greedy else [])]
             stream.select(np.flatnonzero(np.concatenate(selected)).tolist())
-            responses = Responses.of([one for group in groups for one in group.responses])
-            versions = [one for group in groups for one in group.versions]
+            responses = Responses.of([response for group in groups for response in group.responses])
+            versions = [of_tokens for group in groups for of_tokens in group.versions]
         prompts = repeat_prompts([group.prompt for group in groups], n)
         if has_greedy:
             state.greedy = _greedy(run, state, groups, stream)
     stream.submit({})  # those that waited for all
-    numbers = torch.tensor([group.number(i) for group in groups for i in range(n)])
+    numbers = torch.tensor([group.response_id(i) for group in groups for i in range(n)])
     batch = build_batch(prompts, responses).with_fields(numbers=numbers)
     if plan.is_resumable:
         ages = state.step - 1 - np.concatenate(versions)[responses.drawn]

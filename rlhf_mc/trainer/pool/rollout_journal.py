@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import has_pool
 from rlhf_mc.config.schema import Config
-from rlhf_mc.observability.sinks import best_effort
+from rlhf_mc.observability.sinks import append_line
 from rlhf_mc.run_files import JOURNAL_FILE, checked_line, checked_rows
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.pool.group_pool import Group
@@ -27,7 +27,7 @@ class StepGroups:
 
     step: int
     positions: Sequence[int]
-    """Of each group that the step has generated."""
+    """Position of each group that the step has generated, in the run's order of prompts."""
     lens: Sequence[Sequence[int]]
     """Tokens of each of its responses at the end of the step."""
     taken: Sequence[int]
@@ -72,29 +72,26 @@ class RolloutJournal:
                 f"trainer.replay: {path} has no rows; a run writes it with rollout.tail_batching "
                 "or partial_rollout"
             )
-        for row in rows.values():
+        by_step: dict[int, list[StepGroups]] = defaultdict(list)
+        for number, row in rows.items():
             other = {key: row.pop(key, None) for key in self._settings}
             if other != self._settings:
                 raise UserError(
                     f"trainer.replay: {path} is of a run with {_words(other)}; this run has "
                     f"{_words(self._settings)}"
                 )
-        by_step: dict[int, list[StepGroups]] = defaultdict(list)
-        for number, row in rows.items():
             try:
-                one = StepGroups(**row)
+                groups = StepGroups(**row)
             except TypeError:
                 raise UserError(
                     f"trainer.replay: {path} is no journal of rollouts: it has other fields"
                 ) from None
-            if problem := _problem(
-                one, self._settings["n"], self._num_taken, self._settings["max_response_length"]
-            ):
+            if (num_taken := len(groups.taken)) not in self._num_taken:
                 raise UserError(
-                    f"trainer.replay: {path}, line {number}: {problem}; is it as the run has "
-                    "written it?"
+                    f"trainer.replay: {path}, line {number}: taken has {num_taken} groups; this "
+                    f"run trains on {self._num_taken[-1]}"
                 )
-            by_step[one.step].append(one)
+            by_step[groups.step].append(groups)
         return dict(by_step)
 
     @property
@@ -116,60 +113,24 @@ class RolloutJournal:
 
     def record(self, step: int, groups: Sequence[Group], taken: Sequence[Group]) -> None:
         """Write the row of a step, before its updates. Rank 0 calls it by itself."""
-        lens = [[len(one.token_ids) for one in group.responses] for group in groups]
+        lens = [[len(response.token_ids) for response in group.responses] for group in groups]
         row = StepGroups(
             step, [group.position for group in groups], lens, [group.position for group in taken]
         )
-        line = checked_line({**asdict(row), **self._settings})
-
-        def append() -> None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
-
-        best_effort(JOURNAL_FILE, append)
+        append_line(self._path, checked_line({**asdict(row), **self._settings}))
 
 
 def check_replayed(row: StepGroups, groups: Sequence[Group]) -> None:
     """Raise UserError unless the responses have the lengths of the journal."""
     for group, lens in zip(groups, row.lens, strict=True):
-        for response, (one, wanted) in enumerate(zip(group.responses, lens, strict=True)):
-            if len(one.token_ids) != wanted:
+        for i, (response, wanted) in enumerate(zip(group.responses, lens, strict=True)):
+            if len(response.token_ids) != wanted:
                 raise UserError(
-                    f"trainer.replay: step {row.step}, {group.prompt.where}: response {response} "
-                    f"has {len(one.token_ids)} tokens and {wanted} in the journal; the runs have "
-                    "drawn other tokens: are model, data, settings and versions those of that run?"
+                    f"trainer.replay: step {row.step}, {group.prompt.where}: response {i} "
+                    f"has {len(response.token_ids)} tokens and {wanted} in the journal; the runs "
+                    "have drawn other tokens: are model, data, settings and versions those of that "
+                    "run?"
                 )
-
-
-def _problem(row: StepGroups, n: int, num_taken: range, max_tokens: int) -> str | None:
-    """Return why a step cannot be replayed, or None. n: responses of a group. num_taken: allowed
-    numbers of groups. max_tokens: of a response."""
-    lens: list[Any] = row.lens if isinstance(row.lens, list) else [None]
-    if not all(map(_are_counts, ([row.step], row.positions, row.taken, *lens))):
-        return "step, positions, lens and taken are not all integers from 0 on"
-    if len(lens) != len(row.positions) or any(len(each) != n for each in lens):
-        sizes = sorted({len(each) for each in lens})
-        return (
-            f"positions has {len(row.positions)} groups, and lens {len(lens)} of {sizes} "
-            f"responses; they have {n}"
-        )
-    if len({*row.positions}) < len(row.positions) or not {*row.taken} <= {*row.positions}:
-        return "a group is in positions twice, or in taken alone"
-    if any(length > max_tokens for each in lens for length in each):
-        return f"lens has {max(map(max, lens))}; a response has at most {max_tokens} tokens"
-    if any(
-        0 in each and position in row.taken
-        for position, each in zip(row.positions, lens, strict=True)
-    ):
-        return "lens has 0 for a group that the step has trained on"
-    if len({*row.taken}) not in num_taken:
-        return f"taken has {len({*row.taken})} groups; this run trains on {num_taken[-1]}"
-    return None
-
-
-def _are_counts(values: object) -> bool:
-    """Return whether this is a list of integers from 0 on."""
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _words(settings: dict[str, Any]) -> str:

@@ -31,8 +31,7 @@ def load_pool(
 ) -> int:
     """Load the pool of the checkpoint at path, from which the next step continues. position: the
     checkpoint's. order: with the checkpoint's sizes of a batch. Return position.num_prompts for the
-    present sizes. Every rank must call
-    it."""
+    present sizes. Every rank must call it."""
     if run.environments is not None:
         run.environments.end_retained()  # of later steps, before a roll-back
     run.group_pool.groups = ()
@@ -50,7 +49,7 @@ def load_pool(
         positions = arrays["positions"].tolist()
         # written by an earlier version, which counted without the remainder of each epoch
         if "seeds" not in arrays:
-            positions = [order.position(place) for place in positions]
+            positions = [order.position(count) for count in positions]
         groups = groups_at(run, positions)
         groups = load_groups(
             arrays, groups, run.config.data.max_response_length, run.environments is not None

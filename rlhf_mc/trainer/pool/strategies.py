@@ -1,7 +1,5 @@
 """The strategies of a rollout: which groups a call of the engines samples, when it ends, and what
-becomes
-of the groups that the step does not train on.
-"""
+becomes of the groups that the step does not train on."""
 
 from __future__ import annotations
 
@@ -45,11 +43,11 @@ def choose_strategy(run: Run) -> Strategy:
 
 
 class Strategy(ABC):
-    """Plans a call of the engines, of which the step uses all groups."""
+    """Plans a call of the engines. The step uses all groups of the call."""
 
     @abstractmethod
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
-        """Return the plan of a rollout of which the step can use `needed` groups."""
+        """Return the plan of a rollout. The step can use `needed` of its groups."""
 
 
 class PoolStrategy(Strategy):
@@ -75,9 +73,9 @@ class PlainSampling(Strategy):
         cfg = run.config
         order = prompt_order(run)
         positions = order.next_batch(state.num_prompts)
-        prompts = run.train_prompts.at(order.indices(positions))
+        prompts = run.train_prompts.select(order.indices(positions))
         n = cfg.rollout.n
-        seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, prompts, n, state.drawn)
+        seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, prompts, n, state.draws)
         state.num_prompts = order.next_batch(positions.stop).start
         run.group_pool.num_drawn = 0  # state.num_prompts counts
         return CallPlan.of_all(new_groups(prompts, positions, seeds))
@@ -85,8 +83,7 @@ class PlainSampling(Strategy):
 
 class TailBatching(PoolStrategy):
     """A step samples more groups than it uses, and ends with the first ones that are complete.
-    Later
-    steps sample the others again, with their own weights, without any more."""
+    Later steps sample the others again, with their own weights, without any more."""
 
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
         needed = run.config.data.train_batch_size
@@ -94,9 +91,9 @@ class TailBatching(PoolStrategy):
         if len(retained) >= needed:
             return _pool_plan(retained[:needed], needed, None)
         order = prompt_order(run)
-        per_epoch = order.count(order.epoch_length)
+        per_epoch = order.num_before(order.epoch_length)
         # An epoch ends without retained groups: it has a multiple of `needed`.
-        in_epoch = per_epoch - order.count(run.group_pool.num_drawn) % per_epoch
+        in_epoch = per_epoch - order.num_before(run.group_pool.num_drawn) % per_epoch
         num_new = min(prompts_in_flight(run.config), in_epoch, _num_left(run))
         if num_new < needed:
             # As many, unless changed settings left another number: then some of the next epoch too.
@@ -187,13 +184,13 @@ class Replay(PoolStrategy):
 
 
 def groups_at(run: Run, positions: Sequence[int]) -> list[Group]:
-    """Return the groups at these positions of the order in which the run draws its prompts, without
-    tokens. Their seeds are those of step batch number + 1."""
+    """Return the groups, without tokens, at these positions of the run's order of prompts. Seed
+    step = batch number + 1."""
     order = prompt_order(run)
     n = run.config.rollout.n
     groups: list[Group] = []
     for (number, batch), members in itertools.groupby(positions, order.batch_at):
-        prompts = run.train_prompts.at(order.indices(batch))
+        prompts = run.train_prompts.select(order.indices(batch))
         seeds = sampling_seeds(run.config.trainer.seed, TRAINING, number + 1, prompts, n)
         of_batch = new_groups(prompts, batch, seeds)
         groups += [of_batch[position - batch.start] for position in members]
@@ -201,11 +198,10 @@ def groups_at(run: Run, positions: Sequence[int]) -> list[Group]:
 
 
 def next_position(run: Run) -> int:
-    """Return the position in the order of prompts of a run that has trained on all that it has
-    drawn,
-    except for as many as are in the pool."""
+    """Return the position in the order of prompts as of a run without a pool: the prompts drawn,
+    less one for each group in the pool."""
     order = prompt_order(run)
-    return order.position(order.count(run.group_pool.num_drawn) - len(run.group_pool.groups))
+    return order.position(order.num_before(run.group_pool.num_drawn) - len(run.group_pool.groups))
 
 
 def _pool_plan(groups: Sequence[Group], needed: int, enough: Enough | None) -> CallPlan:
@@ -216,26 +212,27 @@ def _pool_plan(groups: Sequence[Group], needed: int, enough: Enough | None) -> C
 def _draw(run: Run, count: int) -> list[Group]:
     """Return the groups of the next prompts of the run."""
     order = prompt_order(run)
-    first = order.count(run.group_pool.num_drawn)
+    first = order.num_before(run.group_pool.num_drawn)
     run.group_pool.num_drawn = order.position(first + count)
     return groups_at(run, [order.position(i) for i in range(first, first + count)])
 
 
 def _num_left(run: Run) -> float:
-    """Return the number of prompts that the run has yet to draw; infinity if
-    trainer.total_training_steps
-    ends it."""
+    """Return the number of prompts left to draw; infinity if trainer.total_training_steps ends
+    it."""
     order = prompt_order(run)
-    total = order.count(run.schedule.total_prompts) if run.schedule.ends_by_epochs else math.inf
-    return total - order.count(run.group_pool.num_drawn)
+    total = (
+        order.num_before(run.schedule.total_prompts) if run.schedule.ends_by_epochs else math.inf
+    )
+    return total - order.num_before(run.group_pool.num_drawn)
 
 
 def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Return verl's metrics of responses to which several weights have contributed, and the share
-    of tokens by age.
+    """Return verl's metrics of responses of several weight versions, and the share of tokens by
+    age.
 
-    Of each response: trajectory_spans = largest - smallest age + 1; trajectory_staleness = smallest
-    age; trajectory_staleness_worst = largest age."""
+    For each response: trajectory_spans = largest - smallest age + 1; trajectory_staleness =
+    smallest age; trajectory_staleness_worst = largest age."""
     assert batch.token_ages is not None
     ages = batch.token_ages.numpy()
     starts = np.cumsum(batch.response_lens.numpy()) - batch.response_lens.numpy()
@@ -247,8 +244,8 @@ def off_policy_metrics(batch: RaggedBatch) -> dict[str, float]:
         "trajectory_staleness_worst": largest,
     }
     metrics = {
-        f"training/off_policy/{name}/{kind}": float(getattr(each, kind)())
-        for name, each in numbers.items()
+        f"training/off_policy/{name}/{kind}": float(getattr(values, kind)())
+        for name, values in numbers.items()
         for kind in ("mean", "max", "min")
     }
     counts = np.bincount(ages)

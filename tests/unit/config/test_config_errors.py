@@ -106,12 +106,12 @@ ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("data: &a {train_files: *a}\n", "an anchor contains itself"),
-        ("actor: &a\n  <<: *a\n", "an anchor contains itself"),
-        ("data: {train_files: &a [*a, *a]}\n", "an anchor contains itself"),
+        ("data: &a {train_files: *a}\n", "aliases written out"),
+        ("actor: &a\n  <<: *a\n", "aliases written out"),
+        ("data: {train_files: &a [*a, *a]}\n", "aliases written out"),
         (ALIAS_BOMB, "more than 20000 values"),
         ("[" * 5000, "nested too deeply"),
-        ("data: " + "[" * 100 + "]" * 100, "nested too deeply"),
+        ("data: " + "[" * 100 + "]" * 100, "or 32 levels"),
         ("actor: !!int x\n", "not valid YAML"),
         ("actor: !!timestamp x\n", "not valid YAML"),
         ("# " + "x" * (1 << 19), "more than 256 KiB"),

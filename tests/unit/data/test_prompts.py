@@ -519,7 +519,7 @@ def test_positions_without_the_remainder_of_each_epoch(num_prompts: int, size: i
     order = prompt_order(num_prompts, size)
     count = order.batches_per_epoch * size
     positions = [order.position(i) for i in range(3 * count)]
-    assert [order.count(position) for position in positions] == list(range(3 * count))
+    assert [order.num_before(position) for position in positions] == list(range(3 * count))
     assert all(position % num_prompts < count for position in positions)
     numbers = [order.batch_at(position) for position in positions[::size]]
     assert [number for number, _ in numbers] == list(range(3 * order.batches_per_epoch))

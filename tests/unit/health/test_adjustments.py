@@ -35,7 +35,7 @@ def test_learning_rate_factors_multiply_from_their_step_on(tmp_path: Path) -> No
     found.add(Adjustment("learning_rate_factor", 0.5, 8, "KL at step 8"))
     assert (
         reread(tmp_path).learning_rate_factor(9) == 0.125
-        and reread(tmp_path).count("learning_rate_factor") == 3
+        and reread(tmp_path).num_made("learning_rate_factor") == 3
     )
     assert found.kl_coef(9) is None and found.max_token_len("update_actor", 9, 0) is None
 

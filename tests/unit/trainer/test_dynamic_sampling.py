@@ -235,7 +235,7 @@ def stop_after(drawing: Drawing, count: int) -> None:
 class ThreePrompts:
     file_sizes = (3,)
 
-    def at(self, indices: Sequence[int]) -> list[Prompt]:
+    def select(self, indices: Sequence[int]) -> list[Prompt]:
         return [Prompt(index, np.array([index], np.int32), "", None) for index in indices]
 
 

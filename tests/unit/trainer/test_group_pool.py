@@ -198,7 +198,7 @@ class Prompts:
     def __len__(self) -> int:
         return 12
 
-    def at(self, indices: list[int]) -> list[Prompt]:
+    def select(self, indices: list[int]) -> list[Prompt]:
         return [Prompt(i, np.array([i + self._shift], np.int32), "", None) for i in indices]
 
 

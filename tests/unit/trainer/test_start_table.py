@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlhf_mc.models.engine import RankShare
-from rlhf_mc.trainer.start_table import ModelRow, notes, size, table
+from rlhf_mc.trainer.start_table import ModelRow, format_bytes, notes, table
 
 
 def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> None:
@@ -49,7 +49,7 @@ def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> Non
     ],
 )
 def test_size(num_bytes: float, text: str) -> None:
-    assert size(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 @given(

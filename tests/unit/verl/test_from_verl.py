@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.schema import Config, get_setting
 from rlhf_mc.planner.gpus import parse_gpu
 from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
-from rlhf_mc.verl.conversion import DEFAULTS, VERL, Conversion, Given, convert, our_default
-from rlhf_mc.verl.input import converted_arguments, read_verl
+from rlhf_mc.verl.conversion import DEFAULTS, VERL, Conversion, VerlSetting, convert, our_default
+from rlhf_mc.verl.input import Arguments, Reading, converted_arguments, read_arguments
 from rlhf_mc.verl.keys import plain_key
 
 DEFAULTS_OF_VERL = Path(__file__).with_name("verl_defaults")
@@ -28,6 +29,14 @@ DEFAULTS_OF_VERL = Path(__file__).with_name("verl_defaults")
 EXAMPLES = Path(__file__).with_name("verl_examples")
 """verl's published Megatron examples as keys and values, with the place and the commit of each.
 other_settings.txt has the settings of those that are not there as a whole."""
+
+
+def read_verl(
+    source: str | None, overrides: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Reading:
+    """Return the settings of a YAML file or shell script (None: no file) and of overrides."""
+    files = [] if source is None else [source]
+    return read_arguments(Arguments(files, list(overrides), dict(environment or {})))
 
 
 def example(name: str) -> dict[str, Any]:
@@ -46,7 +55,7 @@ WHOLE_RUNS = sorted(path.stem for path in EXAMPLES.glob("*.txt") if path.stem !=
 
 
 def converted(settings: dict[str, Any]) -> Conversion:
-    return convert({plain_key(key): Given(value, key) for key, value in settings.items()})
+    return convert({plain_key(key): VerlSetting(value, key) for key, value in settings.items()})
 
 
 def line_of(key: str, value: Any, **others: Any) -> tuple[str, str | None, Any]:
@@ -995,8 +1004,8 @@ def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "custom_reward_function.name=mine",
             "custom_reward_function.name=mine without custom_reward_function.path",
         ),
-        ("a.b={" + "{" * 5000, "line 1: nested too deeply"),
-        ("a.b=" + "[" * 5000, "line 1: nested too deeply"),
+        ("a.b={" + "{" * 5000, "not valid YAML: nested too deeply"),
+        ("a.b=" + "[" * 5000, "not valid YAML: nested too deeply"),
     ],
 )
 def test_value_that_cannot_be_resolved_is_an_error(override: str, words: str) -> None:
