@@ -76,7 +76,7 @@ class FrozenMegatronConfig:
     float32."""
     share_prompts: bool = True
     """Compute a prompt once for all its responses in a micro-batch (docs/algorithms.md): exact, and
-    for less computation and activation memory where prompts are long beside responses. verl's
+    for less computation and activation memory where prompts are long beside responses. As verl's
     use_prefix_grouper."""
     fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
     """Multiply matrices in fp8 by a recipe of Transformer Engine, with one scale per tensor
