@@ -77,13 +77,6 @@ def forward_flops(
     )
 
 
-def training_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: float) -> float:
-    """Return the FLOPs of a forward and a backward pass. Nothing that is recomputed is counted:
-    neither by recompute_granularity, nor the logits, which models/heads.py computes again in the
-    backward pass."""
-    return (1 + BACKWARD) * forward_flops(shape, seq_lens, num_positions).total
-
-
 CHUNK_LOGITS = 1 << 26
 """Maximum number of logits on a rank at a time: tokens of a chunk times columns of the rank. 256
 MiB in float32, twice as much with the entropy. benchmarks/log_probs.py: larger chunks are no

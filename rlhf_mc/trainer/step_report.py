@@ -232,8 +232,8 @@ def update_flops(
     shape: ModelShape, batch: RaggedBatch, epochs: int, computed: float = 1.0
 ) -> float:
     """Return the FLOPs of an update, summed over all ranks: forward and backward passes over the
-    batch, once an epoch. Frozen tensors count as trained ones, as they do in verl. computed: as
-    log_prob_flops."""
+    batch, once an epoch. Frozen tensors count as trained ones, as they do in verl. Nothing that is
+    recomputed counts. computed: as log_prob_flops."""
     return epochs * ((1 + BACKWARD) * log_prob_flops(shape, batch, computed))
 
 

@@ -15,7 +15,7 @@ from families import BLOCKS, changed, config_of, shape_of, traits
 from rlhf_mc.architectures.attention import num_pairs
 from rlhf_mc.architectures.families import FAMILIES, Activation
 from rlhf_mc.architectures.layer import Layer
-from rlhf_mc.architectures.operations import forward_flops, training_flops
+from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.training_state import check_shape
 from rlhf_mc.config.errors import UserError
@@ -366,4 +366,3 @@ def test_flops_of_70b() -> None:
     assert one.attention == 80 * 4 * 8192
     two = forward_flops(shape, [2.0], 1)
     assert two.total == 2 * (2 * 80 * 855_638_016 + 3 * 80 * 2 * 8192 + 128256 * 8192)
-    assert training_flops(shape, [2.0], 1) == 3 * two.total

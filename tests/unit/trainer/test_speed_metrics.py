@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.architectures.operations import training_flops
+from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.catalog import undeclared
@@ -80,7 +80,9 @@ def test_mfu_is_flops_per_rank_and_second_over_the_peak(
         SimpleNamespace(shape=critic, groups=groups),
     )
     found = step_report.utilization_metrics(*engines, cfg, batch, seconds)
-    of_actor, of_critic = (2 * training_flops(shape, [6, 7, 9], 10) for shape in (actor, critic))
+    of_actor, of_critic = (
+        2 * 3 * forward_flops(shape, [6, 7, 9], 10).total for shape in (actor, critic)
+    )
     assert found == pytest.approx(
         {
             "perf/mfu/actor": of_actor / 0.5 / 4e9,
