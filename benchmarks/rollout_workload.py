@@ -116,7 +116,7 @@ class Prompts:
     def __len__(self) -> int:
         return self.file_sizes[0]
 
-    def at(self, indices: Sequence[int]) -> list[Prompt]:
+    def select(self, indices: Sequence[int]) -> list[Prompt]:
         """Return the prompts of these indices."""
         return [
             Prompt(
