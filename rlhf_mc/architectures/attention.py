@@ -52,8 +52,8 @@ class Attention(Mixer):
         gates = 1 + self.attention_gate
         rows = [
             *(
-                HeadRows("self_attn.q_proj", at * dim, dim, gates * dim, self.num_heads)
-                for at in range(gates)
+                HeadRows("self_attn.q_proj", number * dim, dim, gates * dim, self.num_heads)
+                for number in range(gates)
             ),
             *(HeadRows(f"self_attn.{x}_proj", 0, dim, dim, self.num_kv_heads) for x in "kv"),
         ]

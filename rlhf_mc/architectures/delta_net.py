@@ -107,10 +107,10 @@ class DeltaNet(Mixer):
         starts = itertools.accumulate((0, d_k, d_k, values))
         rows = [
             *(
-                HeadRows(_QKVZ, at, size, 2 * (d_k + values), keys)
-                for at, size in zip(starts, (d_k, d_k, values, values), strict=True)
+                HeadRows(_QKVZ, start, size, 2 * (d_k + values), keys)
+                for start, size in zip(starts, (d_k, d_k, values, values), strict=True)
             ),
-            *(HeadRows(_BA, at, group, 2 * group, keys) for at in (0, group)),
+            *(HeadRows(_BA, start, group, 2 * group, keys) for start in (0, group)),
         ]
         tensors = {_QKVZ: ("linear_qkvz", "hidden"), _BA: ("linear_ba", "hidden")}
         return linear("self_attention.in_proj", tensors, False, rows=rows)
@@ -141,7 +141,7 @@ class DeltaNet(Mixer):
         d_k = self.linear_key_dim
         d_v = self.linear_value_dim
         return [
-            *(HeadRows(module, at * keys * d_k, d_k, d_k, keys) for at in (0, 1)),
+            *(HeadRows(module, part * keys * d_k, d_k, d_k, keys) for part in (0, 1)),
             HeadRows(module, 2 * keys * d_k, d_v, d_v, self.linear_value_heads),
         ]
 

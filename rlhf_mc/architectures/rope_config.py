@@ -108,7 +108,7 @@ def without_sections(config: Mapping[str, Any]) -> dict[str, Any]:
 def _scaling(
     config: Mapping[str, Any], key: str, kind: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    def number(name: str, least: float = 0.0) -> Any:
+    def checked_number(name: str, least: float = 0.0) -> Any:
         value: Any = given.get(name)
         if not is_number(value) or value < least or value == 0:
             expected = f"a number of at least {least:g}" if least else "a positive number"
@@ -117,7 +117,7 @@ def _scaling(
 
     out: dict[str, Any] = {"rope_type": kind}
     for name in _NEEDS[kind]:
-        out[name] = number(name, 1.0 if name == "factor" else 0.0)
+        out[name] = checked_number(name, 1.0 if name == "factor" else 0.0)
     if kind == "linear" and not isinstance(out["factor"], float):
         raise refused(
             f"{key}.factor", out["factor"], f"vLLM requires a float; write {out['factor']}.0"
@@ -129,8 +129,10 @@ def _scaling(
     if kind in ("llama3", "yarn"):
         out["original_max_position_embeddings"] = _original_length(config, key, given)
     if kind == "yarn":
-        out |= {name: number(name) for name in _MAY_HAVE[:2] if name in given}
-        out |= {name: number(name) for name in _MAY_HAVE[2:5] if given.get(name) is not None}
+        out |= {name: checked_number(name) for name in _MAY_HAVE[:2] if name in given}
+        out |= {
+            name: checked_number(name) for name in _MAY_HAVE[2:5] if given.get(name) is not None
+        }
         if "truncate" in given:
             out["truncate"] = flag(given, "truncate", prefix=f"{key}.")
         end = out["factor"] * out["original_max_position_embeddings"]

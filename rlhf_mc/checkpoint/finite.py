@@ -52,7 +52,7 @@ def check_not_zero(params: Mapping[str, torch.Tensor], where: Callable[[str], st
         for name, param in params.items()
         if name.endswith(_NEVER_ZERO) and len(param) > 1
     }
-    zero = {place for place, param in matrices.items() if not param.any()}
+    zero = {index for index, param in matrices.items() if not param.any()}
     suspects = set().union(*gather_objects(zero))
     if suspects:
         suspects -= set().union(*gather_objects(matrices.keys() - zero))

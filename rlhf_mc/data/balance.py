@@ -254,23 +254,24 @@ def plan_shared(
     for size in reversed(sizes):
         blocks = [range(first, first + size) for first in range(0, num_ranks, size)]
         members: list[list[int]] = [[] for _ in blocks]
-        heap = [(max(load[rank] for rank in block), at) for at, block in enumerate(blocks)]
+        heap = [(max(load[rank] for rank in block), number) for number, block in enumerate(blocks)]
         heapq.heapify(heap)
         for i in sorted(
-            (i for i, own in enumerate(chosen) if own == size), key=lambda i: (-costs[i], i)
+            (i for i, of_sequence in enumerate(chosen) if of_sequence == size),
+            key=lambda i: (-costs[i], i),
         ):
-            total, at = heap[0]
-            members[at].append(i)
-            heapq.heapreplace(heap, (total + costs[i] / size, at))
-        loads = {at: total for total, at in heap}
-        for at, block in enumerate(blocks):
-            lens = [tokens_on_rank(seq_lens[i], size) for i in members[at]]
+            total, number = heap[0]
+            members[number].append(i)
+            heapq.heapreplace(heap, (total + costs[i] / size, number))
+        loads = {number: total for total, number in heap}
+        for number, block in enumerate(blocks):
+            lens = [tokens_on_rank(seq_lens[i], size) for i in members[number]]
             shared = [
-                Shared((members[at][i] for i in group), size)
+                Shared((members[number][i] for i in group), size)
                 for group in micro_batches(lens, budget)
             ]
             for rank in block:
-                load[rank] = loads[at]
+                load[rank] = loads[number]
                 plan[rank] += shared
     count = max(map(len, plan))
     return [of_rank + [Shared((), 1)] * (count - len(of_rank)) for of_rank in plan]

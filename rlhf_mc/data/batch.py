@@ -74,7 +74,7 @@ class Generation:
 
     @property
     def num_drawn(self) -> int:
-        """Number of tokens that the model has drawn."""
+        """Number of tokens that the model has sampled."""
         return len(self.log_probs) - self.log_probs.count(OBSERVED)
 
 
@@ -98,14 +98,14 @@ class Responses:
     """[S] bool: as Generation has it."""
 
     @functools.cached_property
-    def drawn(self) -> np.ndarray:
-        """[R] bool: tokens that the model has drawn."""
+    def is_sampled(self) -> np.ndarray:
+        """[R] bool: tokens that the model has sampled."""
         return self.log_probs != OBSERVED
 
     @property
     def num_drawn(self) -> int:
-        """Number of tokens that the model has drawn."""
-        return int(self.drawn.sum())
+        """Number of tokens that the model has sampled."""
+        return int(self.is_sampled.sum())
 
     @staticmethod
     def of(generations: Sequence[Generation]) -> Responses:
@@ -138,9 +138,9 @@ class Responses:
 
     def select(self, indices: np.ndarray) -> Responses:
         """Return these responses, in this order."""
-        at = ragged_indices(self.lens, indices)
+        source = ragged_indices(self.lens, indices)
         return Responses(
-            self.lens[indices], self.tokens[at], self.log_probs[at], self.finished[indices]
+            self.lens[indices], self.tokens[source], self.log_probs[source], self.finished[indices]
         )
 
 
@@ -248,8 +248,8 @@ class RaggedBatch:
         follow it."""
         if self.response_mask is None:
             return self.seq_lens - 1
-        places = self.response_mask.nonzero().flatten()[self.response_lens.cumsum(0) - 1]
-        return places - (self.seq_lens.cumsum(0) - self.seq_lens)
+        positions = self.response_mask.nonzero().flatten()[self.response_lens.cumsum(0) - 1]
+        return positions - (self.seq_lens.cumsum(0) - self.seq_lens)
 
     def responses(self) -> list[list[int]]:
         """Return the response tokens of each sequence, observations included."""
@@ -260,7 +260,7 @@ class RaggedBatch:
 
     @property
     def drawn_tokens(self) -> torch.Tensor:
-        """[R] int32: the tokens that the model has drawn."""
+        """[R] int32: the tokens that the model has sampled."""
         return self.tokens[_with_mask(self).response_mask]
 
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
@@ -275,15 +275,15 @@ class RaggedBatch:
         """Return the batch of these sequences, in this order."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         positions = torch.from_numpy(ragged_indices(self.response_lens.numpy(), rows.numpy()))
-        places = dict.fromkeys(_PER_SEQUENCE, rows)
+        index_of = dict.fromkeys(_PER_SEQUENCE, rows)
         of_sequences = torch.from_numpy(ragged_indices(self.seq_lens.numpy(), rows.numpy()))
-        places |= {"tokens": of_sequences, "response_mask": of_sequences}
+        index_of |= {"tokens": of_sequences, "response_mask": of_sequences}
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return RaggedBatch(
             **{
                 name: None
                 if column is None
-                else column.index_select(0, places.get(name, positions))
+                else column.index_select(0, index_of.get(name, positions))
                 for name, column in columns.items()
             }  # type: ignore[arg-type]
         )
@@ -333,24 +333,24 @@ def build_batch(prompts: Sequence[Prompt], responses: Responses) -> RaggedBatch:
     lens = np.concatenate([prompt_lens, responses.lens])
     tokens = np.concatenate([*(p.token_ids for p in prompts), responses.tokens])
     order = np.arange(2 * count).reshape(2, count).T.ravel()
-    places = ragged_indices(lens, order)
+    source = ragged_indices(lens, order)
     batch = RaggedBatch(
-        tokens=torch.from_numpy(tokens[places]),
+        tokens=torch.from_numpy(tokens[source]),
         prompt_lens=torch.from_numpy(prompt_lens),
         response_lens=torch.from_numpy(responses.lens),
         rollout_log_probs=torch.from_numpy(responses.log_probs),
         finished=torch.from_numpy(responses.finished),
     )
-    if responses.drawn.all():
+    if responses.is_sampled.all():
         return batch
     num_drawn = np.bincount(
-        np.repeat(np.arange(count), responses.lens)[responses.drawn], minlength=count
+        np.repeat(np.arange(count), responses.lens)[responses.is_sampled], minlength=count
     )
-    mask = np.concatenate([np.zeros(prompt_lens.sum(), np.bool_), responses.drawn])[places]
+    mask = np.concatenate([np.zeros(prompt_lens.sum(), np.bool_), responses.is_sampled])[source]
     return replace(
         batch,
         response_lens=torch.from_numpy(num_drawn),
-        rollout_log_probs=torch.from_numpy(responses.log_probs[responses.drawn]),
+        rollout_log_probs=torch.from_numpy(responses.log_probs[responses.is_sampled]),
         observation_lens=torch.from_numpy(responses.lens - num_drawn),
         response_mask=torch.from_numpy(mask),
     )

@@ -59,18 +59,18 @@ class Context:
             np.repeat(lens // chunks, chunks), (first + [self.rank, chunks - 1 - self.rank]).ravel()
         )
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the tensors [size, ...] of all ranks. Every rank of the group must call it."""
-        parts = own.new_empty(self.size, *own.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), own.contiguous(), group=self.group)
+        parts = part.new_empty(self.size, *part.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), part.contiguous(), group=self.group)
         return parts
 
     def sum_scattered(self, parts: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sum of `parts` [size, ...] over all ranks. Every rank of
         the group must call it."""
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts.contiguous().flatten(0, 1), group=self.group)
-        return own
+        part = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(part, parts.contiguous().flatten(0, 1), group=self.group)
+        return part
 
 
 ONE_RANK = Context()
@@ -81,7 +81,7 @@ def _group(groups: ProcessGroups, size: int) -> dist.ProcessGroup:
     return group
 
 
-def rotate_in_context(at: Assembly) -> None:
+def rotate_in_context(assembly: Assembly) -> None:
     """Let each attention of Megatron-Core take the ranks of its micro-batch's context for the
     positions of the tokens. On a CPU the rotation has the positions themselves.
 
@@ -91,9 +91,9 @@ def rotate_in_context(at: Assembly) -> None:
 
     Reason: Megatron-Core's attention takes all context-parallel ranks for those of each
     micro-batch."""
-    if at.groups.mesh.cp == 1:
+    if assembly.groups.mesh.cp == 1:
         return
-    groups = at.groups
+    groups = assembly.groups
     collections = {size: copy.copy(groups.collection) for size in (1, *groups.mesh.context_sizes)}
     for size, collection in collections.items():
         collection.cp = _group(groups, size)
@@ -101,7 +101,7 @@ def rotate_in_context(at: Assembly) -> None:
     def choose(attention: Any, args: Any, kwargs: Any) -> None:
         attention.pg_collection = collections[kwargs["packed_seq_params"].context.size]
 
-    for module in at.model.modules():
+    for module in assembly.model.modules():
         if isinstance(module, Attention):
             module.register_forward_pre_hook(choose, with_kwargs=True)
         # TEDotProductAttention
@@ -115,10 +115,10 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, index: torch.Tensor, size: int, context: Context
+        ctx: Any, results: torch.Tensor, index: torch.Tensor, size: int, context: Context
     ) -> torch.Tensor:
         ctx.save_for_backward(index)
-        out = own.new_zeros(size).index_copy_(0, index, own)
+        out = results.new_zeros(size).index_copy_(0, index, results)
         dist.all_reduce(out, group=context.group)
         return out
 
@@ -127,8 +127,8 @@ class _Joined(torch.autograd.Function):
         return grad[ctx.saved_tensors[0]], None, None, None
 
 
-def joined(own: torch.Tensor, index: torch.Tensor, size: int, context: Context) -> torch.Tensor:
+def joined(results: torch.Tensor, index: torch.Tensor, size: int, context: Context) -> torch.Tensor:
     """Return [size] numbers on all ranks of the context, each from the rank that has its position
     in `index`. Every rank of the context must call it, and compute the same loss of the result."""
-    out: torch.Tensor = _Joined.apply(own, index, size, context)
+    out: torch.Tensor = _Joined.apply(results, index, size, context)
     return out

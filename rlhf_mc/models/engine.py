@@ -345,10 +345,10 @@ class ModelEngine:
         """Return the log-probs (LOG_PROBS) that the loss of an optimizer step on this batch has
         returned: [R] float32, of the weights before the step, on every rank. Every rank must call
         it."""
-        own = step.sums.log_probs
-        if own is None:
-            own = torch.zeros(len(batch.rollout_log_probs), device=platform.device())
-        return sum_over_ranks(own)
+        log_probs = step.sums.log_probs
+        if log_probs is None:
+            log_probs = torch.zeros(len(batch.rollout_log_probs), device=platform.device())
+        return sum_over_ranks(log_probs)
 
     def _step(self, grad_norm: float) -> None:
         """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after
@@ -400,11 +400,13 @@ class ModelEngine:
             if self.shares_prompts:
                 computed = micro.tokens.shape[1] * micro.packed.context.size / num_tokens
                 stats = {**stats, "computed_tokens": value.new_full((), computed)}
-            own = stats.pop(LOG_PROBS, None)
+            log_probs = stats.pop(LOG_PROBS, None)
             if micro.packed.context.rank == 0:
                 sums.add(stats)
-                if own is not None and self._has_loss:
-                    sums.keep_log_probs(own, micro.response_index, len(batch.rollout_log_probs))
+                if log_probs is not None and self._has_loss:
+                    sums.keep_log_probs(
+                        log_probs, micro.response_index, len(batch.rollout_log_probs)
+                    )
             return value * (scale + sums.zero_if_finite())
 
         passes = lambda: self._run(batch, micro_batches, share, self._ddp)  # noqa: E731

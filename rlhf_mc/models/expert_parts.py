@@ -70,37 +70,37 @@ CORRECTION_BIAS = "router.expert_bias"
 """Ending of Megatron-Core's names of the correction biases."""
 
 
-def add_correction_biases(at: Assembly) -> None:
+def add_correction_biases(assembly: Assembly) -> None:
     """Give each router the correction bias by which it chooses experts: a float32 parameter
     without a gradient.
 
     Reason: Megatron-Core's own (moe_router_enable_expert_bias) are buffers, and no checkpoint
     of ours would have them. They are float32 whatever the type of the model."""
-    if not correction_biases(at.shape):
+    if not correction_biases(assembly.shape):
         return
-    for router in (module for module in at.model.modules() if isinstance(module, TopKRouter)):
+    for router in (module for module in assembly.model.modules() if isinstance(module, TopKRouter)):
         del router.expert_bias
         bias = torch.zeros(len(router.weight), dtype=torch.float32, device=router.weight.device)
         router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
-def divide_output_biases(at: Assembly) -> None:
+def divide_output_biases(assembly: Assembly) -> None:
     """Let each tensor-parallel rank add its part of the bias of an expert's output.
 
     Reason: Megatron-Core sums the outputs of the ranks, of which each would add the whole bias,
     and then the parts of the bias's gradient. It also adds the bias to the output of a local
     layer in place, which autograd refuses if the ranks' outputs were summed before."""
-    if not (at.model.config.num_moe_experts and at.model.config.add_bias_linear):
+    if not (assembly.model.config.num_moe_experts and assembly.model.config.add_bias_linear):
         return
-    tp_size = at.groups.mesh.tp
+    tp_size = assembly.groups.mesh.tp
 
     def divide(module: Any, inputs: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         output, bias = out
         if isinstance(bias, list):  # all experts in a module of Transformer Engine
-            return output, [one / tp_size for one in bias]
+            return output, [part / tp_size for part in bias]
         return output.clone(), bias / tp_size
 
-    for name, module in at.model.named_modules():
+    for name, module in assembly.model.named_modules():
         if ".experts." in name and name.endswith("linear_fc2"):
             module.register_forward_hook(divide)
             for kind, param in module.named_parameters():

@@ -57,14 +57,14 @@ class MicroBatch:
         others."""
         return len(self.response_index) == 0
 
-    def all_results(self, own: torch.Tensor) -> torch.Tensor:
+    def all_results(self, results: torch.Tensor) -> torch.Tensor:
         """Return the results [R] of all context-parallel ranks, from this rank's [r]. All of them
         must call it."""
         context = self.packed.context
         return (
-            own
+            results
             if context.size == 1
-            else joined(own, self.own_results, len(self.response_index), context)
+            else joined(results, self.own_results, len(self.response_index), context)
         )
 
 
@@ -136,33 +136,33 @@ def pack_micro_batch(
     if missing := (saved - seq_lens.sum()) % context.multiple(multiple_of):
         seq_lens = np.append(seq_lens, missing)
     tokens = np.zeros(seq_lens.sum(), dtype=np.int64)  # they index embeddings
-    places = _ranges(ends - lens, lens)
+    packed_index = _ranges(ends - lens, lens)
     source = ragged_indices(all_lens, which)
-    tokens[places] = batch.tokens.numpy()[source]
+    tokens[packed_index] = batch.tokens.numpy()[source]
     sources = np.full(len(tokens) if with_sources else 0, -1)
     if with_sources and not is_dummy:
-        sources[places] = source
+        sources[packed_index] = source
     if at_last_token:
         index = which
         position = ends - 1
         targets = tokens[position]
     else:
         index = ragged_indices(batch.response_lens.numpy(), which)
-        position = _before_drawn(batch, which, ends, places, source)
+        position = _before_drawn(batch, which, ends, packed_index, source)
         targets = tokens[position + 1]
     packed = pack(seq_lens.tolist())
     packed.context = context
-    own = np.empty(0, dtype=np.int64)
+    own_results = np.empty(0, dtype=np.int64)
     if context.size > 1:
-        at = context.own_tokens(seq_lens)
-        place = np.full(len(tokens), -1)
-        place[at] = np.arange(len(at))
-        tokens = tokens[at]
-        sources = sources[at] if with_sources else sources
-        packed.positions = packed.positions[at]
-        own = np.flatnonzero(place[position] >= 0)
-        position = place[position[own]]
-        targets = targets[own]
+        on_rank = context.own_tokens(seq_lens)
+        index_on_rank = np.full(len(tokens), -1)
+        index_on_rank[on_rank] = np.arange(len(on_rank))
+        tokens = tokens[on_rank]
+        sources = sources[on_rank] if with_sources else sources
+        packed.positions = packed.positions[on_rank]
+        own_results = np.flatnonzero(index_on_rank[position] >= 0)
+        position = index_on_rank[position[own_results]]
+        targets = targets[own_results]
     if owner is not None and saved:
         prompt_lens = batch.prompt_lens.numpy()[which]
         owners, position, packed.shared = SharedRows.of(
@@ -176,7 +176,7 @@ def pack_micro_batch(
         "logit_positions": position,
         "targets": targets,
         "response_index": index[:0] if is_dummy else index,
-        "own_results": own,
+        "own_results": own_results,
         **({"sources": sources} if with_sources else {}),
     }
     *fields, cu_seqlens, packed.positions = platform.to_device(
@@ -198,14 +198,14 @@ def _before_drawn(
     batch: RaggedBatch,
     which: np.ndarray,
     ends: np.ndarray,
-    places: np.ndarray,
+    packed_index: np.ndarray,
     source: np.ndarray,
 ) -> np.ndarray:
     """Return the places before the drawn tokens of the sequences `which` [S], packed with these
-    ends [S]. places, source: of all their tokens, in the micro-batch and in the batch."""
+    ends [S]. packed_index, source: of all their tokens, in the micro-batch and in the batch."""
     if batch.response_mask is not None:
-        drawn: np.ndarray = places[batch.response_mask.numpy()[source]]
-        return drawn - 1
+        response_tokens: np.ndarray = packed_index[batch.response_mask.numpy()[source]]
+        return response_tokens - 1
     response_lens = batch.response_lens.numpy()[which]
     return _ranges(ends - response_lens, response_lens) - 1
 

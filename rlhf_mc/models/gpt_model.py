@@ -305,16 +305,18 @@ def _local_norm(shape: ModelShape) -> type[torch.nn.Module]:
     return layers.ZeroCenteredRMSNorm if shape.zero_centered_norms else layers.RMSNorm
 
 
-def scale_embeddings(at: Assembly) -> None:
+def scale_embeddings(assembly: Assembly) -> None:
     """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in
     transformers.
 
     Reason: Megatron-Core's embedding has no factor."""
-    if not (at.shape.scaled_embeddings and at.is_first):
+    if not (assembly.shape.scaled_embeddings and assembly.is_first):
         return
     # stays on the CPU: a kernel takes it by value, and no copy is waited for
-    factor = torch.tensor(at.shape.hidden_size**0.5)
-    at.model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out.dtype))
+    factor = torch.tensor(assembly.shape.hidden_size**0.5)
+    assembly.model.embedding.register_forward_hook(
+        lambda module, inputs, out: out * factor.to(out.dtype)
+    )
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
@@ -327,12 +329,12 @@ def enable_input_gradients(embedding: torch.nn.Module) -> None:
     embedding.register_forward_hook(require)
 
 
-def set_rope(at: Assembly) -> None:
+def set_rope(assembly: Assembly) -> None:
     """Take the rotary frequencies from transformers.
 
     Reason: Megatron-Core has only some of transformers' scaling rules."""
-    model = at.model
-    shape = at.shape
+    model = assembly.model
+    shape = assembly.shape
     attention = _attention(shape)
     is_latent = isinstance(attention, LatentAttention)
     head_dim = getattr(attention, "rope_head_dim", attention.head_dim)
@@ -378,11 +380,11 @@ def set_rope(at: Assembly) -> None:
         model.config.apply_rope_fusion = False
 
 
-def set_dtype(at: Assembly) -> None:
+def set_dtype(assembly: Assembly) -> None:
     """Convert the parameters to the model's type.
 
     Reason: modules of our own are float32."""
-    at.model.to(DTYPES[at.megatron.dtype])
+    assembly.model.to(DTYPES[assembly.megatron.dtype])
 
 
 STEPS: tuple[AssemblyStep, ...] = (

@@ -34,13 +34,13 @@ class ValueHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden, self.weight)[:, 0, 0].float()
 
 
-def add_value_head(at: Assembly) -> None:
+def add_value_head(assembly: Assembly) -> None:
     """Put the value head in the place of the output layer.
 
     Reason: Megatron-Core's output layer has the columns of the vocabulary."""
-    if not (at.shape.value_head and at.is_last):
+    if not (assembly.shape.value_head and assembly.is_last):
         return
-    at.model.output_layer = ValueHead(at.shape.hidden_size)
+    assembly.model.output_layer = ValueHead(assembly.shape.hidden_size)
 
 
 class _Logits:

@@ -279,8 +279,14 @@ class _AttentionOverContext(torch.autograd.Function):
         values = context.gather(value).requires_grad_()
         with torch.enable_grad():
             out = _attend_to_all(query, keys, values, ctx.packed, ctx.scale)
-        own, of_keys, of_values = torch.autograd.grad(out, (query, keys, values), grad)
-        return own, context.sum_scattered(of_keys), context.sum_scattered(of_values), None, None
+        of_query, of_keys, of_values = torch.autograd.grad(out, (query, keys, values), grad)
+        return (
+            of_query,
+            context.sum_scattered(of_keys),
+            context.sum_scattered(of_values),
+            None,
+            None,
+        )
 
 
 def _attend_to_all(
@@ -353,7 +359,8 @@ class ReplicatedKVAttention(SelfAttention):
         # of the group; its gates follow its queries
         heads = (group.shape[2] - 2) // (1 + output_gate)
         query, *gate = (
-            group[:, :, at : at + size] for at in range(part * size, group.shape[2] - 2, heads)
+            group[:, :, start : start + size]
+            for start in range(part * size, group.shape[2] - 2, heads)
         )
         key = group[:, :, -2:-1]
         value = group[:, :, -1:]

@@ -134,5 +134,8 @@ def _other_split(
 
 
 def _place(groups: ProcessGroups) -> str:
-    at = groups.coordinate
-    return f"TP rank {at.tp}, CP rank {at.cp}, stage {at.pp}, DP rank {at.dp}, EP rank {at.ep}"
+    coordinate = groups.coordinate
+    return (
+        f"TP rank {coordinate.tp}, CP rank {coordinate.cp}, stage {coordinate.pp}, "
+        f"DP rank {coordinate.dp}, EP rank {coordinate.ep}"
+    )

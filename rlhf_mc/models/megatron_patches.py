@@ -234,12 +234,12 @@ def own_operations() -> AbstractContextManager[None]:
     return context
 
 
-def mark_tensor_parallel(at: Assembly) -> None:
+def mark_tensor_parallel(assembly: Assembly) -> None:
     """Mark the parameters that are sharded over tensor-parallel ranks.
 
     Reason: Megatron-Core marks them only while it initialises weights (perform_initialization).
     It counts an unmarked parameter once in the gradient norm, as if every rank had the same."""
-    for module in at.model.modules():
+    for module in assembly.model.modules():
         dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(
             type(module)
         )
@@ -253,7 +253,7 @@ def mark_tensor_parallel(at: Assembly) -> None:
                 set_tensor_model_parallel_attributes(param, True, dim, 1)
 
 
-def multiply_as_matrices(at: Assembly) -> None:
+def multiply_as_matrices(assembly: Assembly) -> None:
     """Let each linear layer of the model multiply matrices: its input [T, 1, hidden] as [T,
     hidden]. Where nothing is to be communicated or added to main_grad, torch's own linear layer
     does, which adds the bias in the product. Transformer Engine's layers are of other classes,
@@ -265,7 +265,7 @@ def multiply_as_matrices(at: Assembly) -> None:
     T products, for which a CPU copies the matrix T times in bfloat16. A frozen layer after a
     tensor-parallel embedding is such a case: the embedding returns [T, 1, hidden] as a
     transposed [1, T, hidden], whose dimension of size 1 has stride T * hidden."""
-    for module in at.model.modules():
+    for module in assembly.model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module._forward_impl = _on_matrices(module._forward_impl)
 
@@ -294,7 +294,7 @@ _BEYOND_THE_PRODUCT = (
 """Arguments of Megatron-Core's linear layers by which they do more than torch's."""
 
 
-def gate_on_cpu(at: Assembly) -> None:
+def gate_on_cpu(assembly: Assembly) -> None:
     """Let the feed-forward parts of the model compute their gate as GatedSiluMLP does. It is left
     as it is with another activation.
 
@@ -302,11 +302,11 @@ def gate_on_cpu(at: Assembly) -> None:
     whose MLP also weighs tokens, and where its fused function is set."""
     if (
         platform.use_cuda()
-        or at.model.config.bias_activation_fusion
-        or at.model.config.num_moe_experts
+        or assembly.model.config.bias_activation_fusion
+        or assembly.model.config.num_moe_experts
     ):
         return
-    for module in at.model.modules():
+    for module in assembly.model.modules():
         if type(module) is MLP and module.activation_func is silu:
             module.__class__ = GatedSiluMLP
 

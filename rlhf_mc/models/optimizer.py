@@ -44,18 +44,18 @@ def optimizer_parts(
     are no moments."""
     names = {id(param): name for name, param in params.items()}
     parts = []
-    for one in _in_use(optimizer):
-        for param, main, start, end in _main_params(one):
+    for part in _in_use(optimizer):
+        for param, main, start, end in _main_params(part):
             if start == end:
                 continue
             state = {
-                key: one.optimizer.state[main][key].view(-1)
+                key: part.optimizer.state[main][key].view(-1)
                 for key in MOMENTS
-                if main in one.optimizer.state
+                if main in part.optimizer.state
             }
             if main.dtype != param.dtype:
                 state["main"] = main.detach().view(-1)
-            parts.append(OptimizerPart(names[id(param)], start, end, _ranks(one), state))
+            parts.append(OptimizerPart(names[id(param)], start, end, _ranks(part), state))
     return parts
 
 
@@ -63,8 +63,8 @@ def state_bytes(optimizer: Any) -> int:
     """Return the bytes of this rank's state from the first step on: Adam's moments in float32, and
     the float32 copies of parameters of another type. It may be offloaded."""
     num_bytes = 0
-    for one in _in_use(optimizer):
-        for param, main, start, end in _main_params(one):
+    for part in _in_use(optimizer):
+        for param, main, start, end in _main_params(part):
             copy = main.element_size() if main.dtype != param.dtype else 0
             num_bytes += (end - start) * (len(MOMENTS) * torch.float32.itemsize + copy)
     return num_bytes
@@ -73,11 +73,11 @@ def state_bytes(optimizer: Any) -> int:
 def adam_steps(optimizer: Any) -> int:
     """Return the number of steps taken, which Adam's bias correction depends on; 0 on a rank that
     updates nothing."""
-    for one in _in_use(optimizer):
-        for group in one.optimizer.param_groups:
+    for part in _in_use(optimizer):
+        for group in part.optimizer.param_groups:
             if "step" in group:  # Apex and Transformer Engine count by group, torch by parameter
                 return int(group["step"])
-        for state in one.optimizer.state.values():
+        for state in part.optimizer.state.values():
             return int(state["step"])
     return 0
 
@@ -85,18 +85,18 @@ def adam_steps(optimizer: Any) -> int:
 def set_adam_steps(optimizer: Any, count: int) -> None:
     """Set the number of steps and allocate the moments; new ones are zero. With 0 steps the state
     is cleared."""
-    for one in _in_use(optimizer):
+    for part in _in_use(optimizer):
         if count == 0:
-            one.optimizer.state.clear()
-            for group in one.optimizer.param_groups:
+            part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
                 group.pop("step", None)
             continue
-        for group in one.optimizer.param_groups:
-            counts_by_group = type(one.optimizer).__module__.partition(".")[0] != "torch"
+        for group in part.optimizer.param_groups:
+            counts_by_group = type(part.optimizer).__module__.partition(".")[0] != "torch"
             if counts_by_group:
                 group["step"] = count
             for main in group["params"]:
-                state = one.optimizer.state[main]
+                state = part.optimizer.state[main]
                 for key in MOMENTS:
                     state.setdefault(key, torch.zeros_like(main, dtype=torch.float32))
                 if not counts_by_group:
@@ -106,31 +106,33 @@ def set_adam_steps(optimizer: Any, count: int) -> None:
 def _in_use(optimizer: Any) -> list[Any]:
     """Return the optimizers that have a parameter to update on this rank."""
     return [
-        one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)
+        part
+        for part in optimizer.chained_optimizers
+        if not getattr(part, "is_stub_optimizer", False)
     ]
 
 
-def _main_params(one: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+def _main_params(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
     """Yield (model's parameter, tensor that the optimizer updates in its place, first element, one
     past the last)."""
-    if isinstance(one, DistributedOptimizer):
-        for param, (group, order) in one.model_param_group_index_map.items():
-            elements = one._get_model_param_range_map(param)["param"]
+    if isinstance(part, DistributedOptimizer):
+        for param, (group, order) in part.model_param_group_index_map.items():
+            elements = part._get_model_param_range_map(param)["param"]
             yield (
                 param,
-                one.optimizer.param_groups[group]["params"][order],
+                part.optimizer.param_groups[group]["params"][order],
                 elements.start,
                 elements.end,
             )
         return
     # all in float32: the optimizer updates the model's own parameters
-    if not hasattr(one, "float16_groups"):
+    if not hasattr(part, "float16_groups"):
         pairs = (
-            (param, param) for group in one.optimizer.param_groups for param in group["params"]
+            (param, param) for group in part.optimizer.param_groups for param in group["params"]
         )
     else:
-        model = [*one.float16_groups, *one.fp32_from_fp32_groups]
-        main = [*one.fp32_from_float16_groups, *one.fp32_from_fp32_groups]
+        model = [*part.float16_groups, *part.fp32_from_fp32_groups]
+        main = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
         pairs = (
             (p, m) for ps, ms in zip(model, main, strict=True) for p, m in zip(ps, ms, strict=True)
         )
@@ -138,9 +140,9 @@ def _main_params(one: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, in
         yield param, updated, 0, param.numel()
 
 
-def _ranks(one: Any) -> tuple[int, ...]:
-    if isinstance(one, DistributedOptimizer):
-        return tuple(dist.get_process_group_ranks(one.data_parallel_group))
+def _ranks(part: Any) -> tuple[int, ...]:
+    if isinstance(part, DistributedOptimizer):
+        return tuple(dist.get_process_group_ranks(part.data_parallel_group))
     return (dist.get_rank(),)
 
 

@@ -52,8 +52,8 @@ class RouterBalance:
         """Both losses of this rank's tokens in its layers, summed over the mini-batches since
         `losses`."""
         self._steps = 0
-        for place, router in enumerate(self._all):
-            router.routing = functools.partial(self._route, router, place)
+        for index, router in enumerate(self._all):
+            router.routing = functools.partial(self._route, router, index)
 
     def begin(self, batch: RaggedBatch, scale: float) -> None:
         """Begin the passes of a mini-batch, the sequences of all replicas. scale: the factor of a
@@ -80,11 +80,11 @@ class RouterBalance:
             lens = micro.packed.cu_seqlens_q.diff() // micro.packed.context.size
             sequences = torch.repeat_interleave(lens, output_size=len(micro.sources))
         shard = self._groups.coordinate.tp % self._shards
-        own = [each.chunk(self._shards)[shard] for each in (sequences, micro.sources)]
+        local = [tensor.chunk(self._shards)[shard] for tensor in (sequences, micro.sources)]
         for router in self._routers[getattr(model, "module", model)]:
-            self._pending[router].append((micro.packed, *own))
+            self._pending[router].append((micro.packed, *local))
 
-    def _route(self, router: TopKRouter, place: int, logits: torch.Tensor, **kwargs: Any) -> Any:
+    def _route(self, router: TopKRouter, index: int, logits: torch.Tensor, **kwargs: Any) -> Any:
         """Route as the router does, and attach the losses where there is a gradient."""
         probs, chosen = TopKRouter.routing(router, logits, **kwargs)
         if not torch.is_grad_enabled():
@@ -101,7 +101,7 @@ class RouterBalance:
         loads.index_add_(0, sequences, (chosen & is_token).to(loads.dtype))
         if members is not None:  # of each sequence
             loads = (members @ loads.double()).to(loads.dtype)
-        self._loads[place] += loads.sum(0).long()
+        self._loads[index] += loads.sum(0).long()
         if self._shards > 1:
             dist.all_reduce(loads, group=self._groups.collection.tp)
         if packed.context.size > 1:

@@ -55,11 +55,11 @@ class ReplayedRouter(RouterReplay):
         own_choice = (topk, num_groups, group_topk)
         if self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
             given = self.target_topk_idx
-            self.target_topk_idx, own = self._completed(
+            self.target_topk_idx, chosen = self._completed(
                 given, scores, default_compute_topk, own_choice
             )
             is_given = given >= 0
-            differs = is_given & (given[:, :, None] != own[:, None, :]).all(2)
+            differs = is_given & (given[:, :, None] != chosen[:, None, :]).all(2)
             counts = torch.stack([differs.sum(), is_given.sum()])
             self.counts = counts if self.counts is None else self.counts + counts
         elif self.router_replay_action == RouterReplayAction.REPLAY_BACKWARD:
@@ -77,8 +77,8 @@ class ReplayedRouter(RouterReplay):
         given: torch.Tensor, scores: torch.Tensor, compute_topk: Any, own_choice: tuple[Any, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the choices with the router's own where none is given, and the router's own."""
-        own = compute_topk(scores.detach(), *own_choice)[1]
-        return torch.where(given < 0, own, given), own
+        chosen = compute_topk(scores.detach(), *own_choice)[1]
+        return torch.where(given < 0, chosen, given), chosen
 
 
 class ExpertReplay:
@@ -99,7 +99,7 @@ class ExpertReplay:
     ) -> None:
         """Replace the choice of each router of the chunks. They must have experts."""
         self.mode = mode
-        self.held: dict[int, np.ndarray] = {}
+        self.stored: dict[int, np.ndarray] = {}
         """The choices that this rank holds, by the number of the response in the run
         (RaggedBatch.numbers): in all layers with experts, or with R2 in those of this rank's
         stage."""
@@ -118,7 +118,7 @@ class ExpertReplay:
             for stage in of_stage
         ]
         """For each stage the places of its layers among all with experts."""
-        own = 0
+        num_routers = 0
         self._routers: dict[Any, list[tuple[int, ReplayedRouter]]] = {}
         """The routers of each chunk, with their places among the stage's layers with experts."""
         for chunk in chunks:
@@ -126,10 +126,10 @@ class ExpertReplay:
             for router in routers:
                 router.router_replay = ReplayedRouter()
             self._routers[chunk] = [
-                (own + i, router.router_replay) for i, router in enumerate(routers)
+                (num_routers + i, router.router_replay) for i, router in enumerate(routers)
             ]
-            own += len(routers)
-        assert own == len(self._columns[groups.coordinate.pp])
+            num_routers += len(routers)
+        assert num_routers == len(self._columns[groups.coordinate.pp])
         self._copied = torch.zeros(2, dtype=torch.int64, device=platform.device())
         """Choices of a shared prompt's tokens in sequences that do not own them: those which differ
         from the owner's, and all."""
@@ -178,7 +178,7 @@ class ExpertReplay:
                 choices = self._choices.cpu().numpy()
                 lens = self._lens[self._sequences]
                 for i, end, length in zip(self._sequences, lens.cumsum(), lens, strict=True):
-                    self.held[self._numbers[i]] = choices[end - length : end]
+                    self.stored[self._numbers[i]] = choices[end - length : end]
         finally:
             self._clear()
 
@@ -194,7 +194,10 @@ class ExpertReplay:
         )
         lens = zip(self._numbers, self._lens.tolist(), strict=True)
         holds = np.array(
-            [n in self.held and self.held[n].nbytes == length * held_bytes for n, length in lens],
+            [
+                n in self.stored and self.stored[n].nbytes == length * held_bytes
+                for n, length in lens
+            ],
             np.bool_,
         )
         bits = gather_vectors(
@@ -222,7 +225,7 @@ class ExpertReplay:
         has &= has.cumsum(0) == 1
         outgoing = [
             [
-                self.held[self._numbers[i]][:, columns[other]]
+                self.stored[self._numbers[i]][:, columns[other]]
                 for i in np.flatnonzero(has[rank] & wants[other])
             ]
             for other in range(mesh.world)
@@ -230,7 +233,9 @@ class ExpertReplay:
         incoming = [np.flatnonzero(has[other] & wants[rank]) for other in range(mesh.world)]
         self._sequences = np.concatenate(incoming)
         parts = [
-            np.ascontiguousarray(each).view(np.uint8).ravel() for one in outgoing for each in one
+            np.ascontiguousarray(choices).view(np.uint8).ravel()
+            for of_rank in outgoing
+            for choices in of_rank
         ]
         (sent,) = platform.to_device(
             [torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *parts]))]
@@ -239,7 +244,10 @@ class ExpertReplay:
         total = sum(sizes)
         rows = torch.zeros(total + row_bytes, dtype=torch.uint8, device=platform.device())
         dist.all_to_all_single(
-            rows[:total], sent, sizes, [sum(each.nbytes for each in one) for one in outgoing]
+            rows[:total],
+            sent,
+            sizes,
+            [sum(choices.nbytes for choices in of_rank) for of_rank in outgoing],
         )
         count(expert_bytes=total)
         return rows
@@ -261,8 +269,8 @@ class ExpertReplay:
             self._compare_with_owners(self._row_of[shared.sources], rows[shared.rows.index])
         rows = rows.chunk(self._shards)[self._shard]
         choices = self._choices[rows].to(torch.int16).masked_fill_((rows < 0)[:, None, None], -1)
-        for place, router in routers:
-            router.set_target_indices(choices[:, place])
+        for index, router in routers:
+            router.set_target_indices(choices[:, index])
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
         for _, router in routers:
@@ -315,8 +323,8 @@ class ExpertReplay:
         sums[-1] = self._copied
         self._copied.zero_()
         columns = self._columns[self._groups.coordinate.pp]
-        for place, router in itertools.chain(*self._routers.values()):
-            sums[columns[place]] += 0 if router.counts is None else router.counts
+        for index, router in itertools.chain(*self._routers.values()):
+            sums[columns[index]] += 0 if router.counts is None else router.counts
             router.counts = None
         sums = sum_over_ranks(sums).double()
         *of_layers, of_copies = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()

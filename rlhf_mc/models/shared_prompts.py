@@ -135,18 +135,18 @@ class SharedRows:
             owner = np.append(owner, len(owner))
             prompt_lens = np.append(prompt_lens, 0)
         ends = lens.cumsum()
-        place = np.arange(ends[-1])
+        row_token = np.arange(ends[-1])
         count = np.arange(len(lens))
         sequence = np.repeat(count, lens)
-        offset = place - (ends - lens)[sequence]
+        offset = row_token - (ends - lens)[sequence]
         is_prompt = offset < prompt_lens[sequence]
         is_copy = is_prompt & (owner != count)[sequence]
-        of_owner = np.where(is_copy, (ends - lens)[owner[sequence]] + offset, place)
+        of_owner = np.where(is_copy, (ends - lens)[owner[sequence]] + offset, row_token)
         rows = ((~is_copy).cumsum() - 1)[of_owner]
         members = np.zeros((len(lens), 2 * len(lens)))
         members[count, 2 * owner] = 1.0
         members[count, 2 * count + 1] = 1.0
-        owners = place[~is_copy]
+        owners = row_token[~is_copy]
         arrays = (sources, (2 * sequence + ~is_prompt)[owners], members)
         logits = rows[positions]
         return (
@@ -207,20 +207,22 @@ class _GatheredAgain:
         return rows.as_strided(shape, stride, offset - first * size)
 
 
-def attend_over_rows(at: Assembly) -> None:
+def attend_over_rows(assembly: Assembly) -> None:
     """Let each attention of Megatron-Core compute over rows where a micro-batch shares prompts. The
     module around it then has the format "packed", whose rotary angles are those of the positions.
 
     Reason: Megatron-Core's attention takes whole sequences."""
-    if not at.megatron.share_prompts:
+    if not assembly.megatron.share_prompts:
         return
-    for module in at.model.modules():
+    for module in assembly.model.modules():
         if isinstance(module, Attention):
             core = module.core_attention
             recomputes = (
                 module.checkpoint_core_attention or module.config.recompute_granularity == "full"
             )
-            core.forward = functools.partial(_attend, core.forward, at.model.qkv_format, recomputes)
+            core.forward = functools.partial(
+                _attend, core.forward, assembly.model.qkv_format, recomputes
+            )
 
 
 def _attend(

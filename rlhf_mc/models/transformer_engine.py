@@ -205,8 +205,8 @@ def place_by_rank(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int) -> to
     length = (cu_seqlens[sequence + 1] - start) // (2 * cp_size)
     chunk = (token - start) // length
     rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
-    own = start // cp_size + (chunk >= cp_size) * length + (token - start) % length
-    return (rank * (num_tokens // cp_size) + own).long()
+    index = start // cp_size + (chunk >= cp_size) * length + (token - start) % length
+    return (rank * (num_tokens // cp_size) + index).long()
 
 
 def _to_sequences(

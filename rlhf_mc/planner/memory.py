@@ -193,10 +193,10 @@ class _Model:
         """The layout of its ranks."""
         self._megatron = layouts(cfg)[role]
         self._cuda = cuda
-        place = model_coordinate(mesh, rank)
-        self.stage = place.pp
+        coordinate = model_coordinate(mesh, rank)
+        self.stage = coordinate.pp
         freeze = {"actor": cfg.actor.freeze, "critic": cfg.critic.freeze}.get(role)
-        self.state = rank_state(role, shape, self._megatron, mesh, place, freeze, cuda)
+        self.state = rank_state(role, shape, self._megatron, mesh, coordinate, freeze, cuda)
 
     def resident(self, needed: Collection[str]) -> dict[str, float]:
         """Return the bytes of the parts that are on the device in a phase that needs these."""
@@ -340,17 +340,17 @@ def _rollout(
     dtype = cfg.actor.megatron.dtype
     itemsize = ITEMSIZES[dtype]
     tp = settings.tensor_model_parallel_size
-    place = model_coordinate(mesh, rank)
+    coordinate = model_coordinate(mesh, rank)
     layout = engine_factory(settings).layout
     shares = cfg.reshard.share_weights
     contiguous = has_contiguous_experts(cfg)
-    own = own_rollout_weights(
-        shape, mesh, place, tp_rank, tp, layout, dtype, shares, cuda, contiguous
+    weights_of_rank = own_rollout_weights(
+        shape, mesh, coordinate, tp_rank, tp, layout, dtype, shares, cuda, contiguous
     )
-    weights = sum(own.values())
+    weights = sum(weights_of_rank.values())
     staged = 0
     if settings.quantization is not None:
-        staged = sum(size for name, size in own.items() if _QUANTIZED.search(name))
+        staged = sum(size for name, size in weights_of_rank.items() if _QUANTIZED.search(name))
         weights -= staged - staged // itemsize
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     tokens = max(settings.max_num_batched_tokens, longest)

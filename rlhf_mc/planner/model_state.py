@@ -33,7 +33,7 @@ _BUCKET_NUMEL = 40_000_000
 """Elements of a bucket where the reduction of gradients overlaps the backward pass, or 1,000,000
 per data-parallel rank if that is more (distributed/distributed_data_parallel.py)."""
 _ORDER = {
-    name: place
+    name: index
     for names in (
         ("embedding", "decoder", "output_layer"),
         ("layers", "final_layernorm"),
@@ -43,7 +43,7 @@ _ORDER = {
         ("router", "experts", "shared_experts", "gate_weight", "linear_fc1", "linear_fc2"),
         ("layer_norm_weight", "weight", "bias"),
     )
-    for place, name in enumerate(names)
+    for index, name in enumerate(names)
 }
 """Places of Megatron-Core's modules and parameters among their siblings, in the order of
 named_parameters."""

@@ -98,7 +98,7 @@ def largest_states(plan: Sequence[RankMemory]) -> dict[str, ModelState]:
     """Return the state of each model, by role, on the rank that holds most of it."""
     states = [ranks.states for ranks in plan]
     return {
-        role: max((of[role] for of in states), key=lambda one: one.params + one.optimizer)
+        role: max((of[role] for of in states), key=lambda state: state.params + state.optimizer)
         for role in states[0]
     }
 
@@ -387,8 +387,8 @@ def _seconds_by_purpose(
 ) -> dict[str, float]:
     """Return the seconds of the collectives on this rank, by purpose, one after the other."""
     return sum_by_name(
-        (one.name, machine.seconds(*one.received(rank, machine.gpus_per_node)))
-        for one in collectives
+        (collective.name, machine.seconds(*collective.received(rank, machine.gpus_per_node)))
+        for collective in collectives
     )
 
 

@@ -138,8 +138,10 @@ def phase_work(
         dummies = -micro_batches % mesh.pp if mesh.vpp > 1 else 0
         # A reward model has one result for each sequence.
         results = 1.0 if role in reward_models(cfg) else lengths.response
-        own = sequences * computed + dummies * DUMMY_TOKENS
-        tokens = PassTokens(own, sequences * results, count * results, micro_batches + dummies)
+        of_replica = sequences * computed + dummies * DUMMY_TOKENS
+        tokens = PassTokens(
+            of_replica, sequences * results, count * results, micro_batches + dummies
+        )
         return PhasePasses(
             phase,
             role,
@@ -191,7 +193,7 @@ def _pass_collectives(
             once.append(
                 Collective("router replay", "all_to_all", everyone, work.tokens.tokens * choices, 1)
             )
-        yield [one.times(work.passes) for one in once]
+        yield [collective.times(work.passes) for collective in once]
 
 
 def _rollout_collectives(
@@ -225,7 +227,7 @@ def _rollout_collectives(
             Collective("logits", "all_gather", group, logits, steps),
             Collective("responses", "all_gather", everyone, exchanged, 1),
         ]
-        yield [one for one in collectives if len(one.group) > 1]
+        yield [collective for collective in collectives if len(collective.group) > 1]
 
 
 def _received(
@@ -233,18 +235,19 @@ def _received(
 ) -> list[Traffic]:
     """Return the traffic that this rank receives, one for each purpose and kind."""
     received: dict[tuple[str, str], Traffic] = {}
-    for one in collectives:
-        intra, inter = one.received(rank, gpus_per_node)
+    for collective in collectives:
+        intra, inter = collective.received(rank, gpus_per_node)
         before = received.get(
-            (one.name, one.kind), Traffic(phase, one.name, one.kind, 0.0, 0.0, 0.0)
+            (collective.name, collective.kind),
+            Traffic(phase, collective.name, collective.kind, 0.0, 0.0, 0.0),
         )
-        received[one.name, one.kind] = Traffic(
+        received[collective.name, collective.kind] = Traffic(
             phase,
-            one.name,
-            one.kind,
+            collective.name,
+            collective.kind,
             before.intra_node + intra,
             before.inter_node + inter,
-            before.count + one.calls,
+            before.count + collective.calls,
         )
     return list(received.values())
 

@@ -49,7 +49,7 @@ def generate_responses(
         number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks
     )
     ranks = engine.groups[engine_index]
-    place = ranks.index(dist.get_rank())
+    rank_in_engine = ranks.index(dist.get_rank())
     queue = SharedQueue(len(requests), expected_lens, None if turns is None else turns.affinity)
     responses: dict[int, Generation] = {}
     share: list[int] = []
@@ -93,7 +93,7 @@ def generate_responses(
                         {
                             number: response
                             for number, response in over.items()
-                            if number % len(ranks) == place
+                            if number % len(ranks) == rank_in_engine
                         }
                     )
                 # Other engines do not wait for one that waits for environments.

@@ -43,7 +43,7 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
         if param.kv_heads:
             kv_shards = min(tp_size, param.kv_heads)
             kv = even_range(tp_rank * kv_shards // tp_size, kv_shards, shape.dims()["kv"])
-            ranges = [(tensor, kv if "kv" in param.hf[tensor] else own) for tensor, own in ranges]
+            ranges = [(tensor, kv if "kv" in param.hf[tensor] else rows) for tensor, rows in ranges]
         if param.engine_alternates:
             halves = (replace(param, hf={tensor: param.hf[tensor]}) for tensor, _ in ranges)
             for number, (half, rows) in enumerate(zip(halves, ranges, strict=True)):

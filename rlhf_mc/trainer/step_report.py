@@ -129,8 +129,8 @@ def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> d
     round_robin = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
     parts = assign_to_replicas(seq_lens, num_replicas, cost)
     balanced = [sum(seq_lens[i] for i in part) for part in parts]
-    each = sequence_costs(seq_lens, cost)
-    costs = [sum(each[i] for i in part) for part in parts]
+    cost_of = sequence_costs(seq_lens, cost)
+    costs = [sum(cost_of[i] for i in part) for part in parts]
     return {
         "global_seqlen/min": min(round_robin),
         "global_seqlen/max": max(round_robin),

@@ -94,14 +94,14 @@ def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Se
     """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: a
     rank's tokens of one."""
     mesh = engine.groups.mesh
-    at = engine.groups.coordinate
+    coordinate = engine.groups.coordinate
     lens = batch.seq_lens.tolist()
     cost = engine.shape.sequence_cost
     if engine.shares_prompts and mesh.cp == 1:
         groups = PromptGroups(lens, batch.prompt_lens.tolist(), batch.prompt_groups.tolist())
-        return plan_prompt_groups(groups, mesh.dp, budget, cost)[at.dp]
+        return plan_prompt_groups(groups, mesh.dp, budget, cost)[coordinate.dp]
     plan = micro_batches_by_replica(lens, mesh, budget, cost)
-    return plan[at.dp * mesh.cp + at.cp]
+    return plan[coordinate.dp * mesh.cp + coordinate.cp]
 
 
 def micro_batches_by_replica(

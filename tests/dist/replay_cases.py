@@ -100,7 +100,7 @@ def replay(
                 zip(batch.numbers.tolist(), choices[name], strict=True)
             ):
                 if (5 * i + 1) % groups.mesh.world == groups.rank:
-                    engine.replay.held[number] = of_sequence
+                    engine.replay.stored[number] = of_sequence
             rate = (
                 BALANCE.moe_router_bias_update_rate if traits(engine.shape).sigmoid_router else 0.0
             )
@@ -162,7 +162,7 @@ def without_choices(checkpoint: str, batch: RaggedBatch) -> None:
                 len(shape.expert_layers) - (number == last),
                 shape.experts_per_token,
             )
-            engine.replay.held[number] = np.zeros(size, np.uint8)
+            engine.replay.stored[number] = np.zeros(size, np.uint8)
         _log_probs(engine, batch)
 
 
@@ -184,7 +184,7 @@ def counted_choices(engine: ModelEngine) -> Iterator[Callable[[], float]]:
 
     def watched_passes(batch: RaggedBatch, micro_batches: Any, forward_only: bool) -> Any:
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, engine.replay.held)  # type: ignore[union-attr]
+        dist.all_gather_object(parts, engine.replay.stored)  # type: ignore[union-attr]
         # A rank that has begun a continued response may hold the shorter choices of its beginning.
         assert batch.numbers is not None
         lens = dict(zip(batch.numbers.tolist(), batch.last_drawn.tolist(), strict=True))

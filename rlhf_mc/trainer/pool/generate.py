@@ -281,7 +281,7 @@ class EngineCall:
         of the engine calls it for a response."""
         replay = self._run.actor.replay
         if self._plan.is_training and replay is not None and replay.mode == "rollout":
-            replay.held |= {
+            replay.stored |= {
                 self._run_ids[number]: response.experts
                 for number, response in responses.items()
                 if response.experts is not None

@@ -128,7 +128,7 @@ class GroupPool:
         files: dict[str, Callable[[Path], None]] = {}
         if self.groups and rank == 0:
             files[POOL_FILE] = functools.partial(_write, self.groups)
-        if replay is not None and (experts := self.experts(replay.held)):
+        if replay is not None and (experts := self.experts(replay.stored)):
             files[EXPERTS_FILE.format(rank)] = functools.partial(_write_experts, experts)
         return files
 

@@ -130,7 +130,7 @@ def rollout(
     has scored the responses to choose them. Raise StopRequested if a stop is requested."""
     stream: ScoreStream | None = None
     if run.actor.replay is not None:
-        run.actor.replay.held = run.group_pool.experts(run.actor.replay.held)
+        run.actor.replay.stored = run.group_pool.experts(run.actor.replay.stored)
     if run.config.algorithm.filter_groups.enable:
         prompts, batch = filtered_rollout(run, state, stop)
     else:
@@ -189,7 +189,7 @@ def sample_groups(
     numbers = torch.tensor([group.response_id(i) for group in groups for i in range(n)])
     batch = build_batch(prompts, responses).with_fields(numbers=numbers)
     if plan.is_resumable:
-        ages = state.step - 1 - np.concatenate(versions)[responses.drawn]
+        ages = state.step - 1 - np.concatenate(versions)[responses.is_sampled]
         batch = batch.with_fields(token_ages=torch.from_numpy(ages))
     return prompts, batch, stream
 

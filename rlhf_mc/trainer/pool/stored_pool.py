@@ -69,7 +69,7 @@ def load_pool(
                     experts_by_number |= load_experts(read_arrays(file), shape.num_experts)
             return experts_by_number
 
-        replay.held = on_every_rank(experts)
+        replay.stored = on_every_rank(experts)
     pairs = zip(groups, arrays["lens"], strict=True)
     if num_anew := sum(group.first_version is None and lens.any() for group, lens in pairs):
         print_line(
