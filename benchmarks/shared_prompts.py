@@ -32,7 +32,12 @@ from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
-from rlhf_mc.data.balance import PromptGroups, plan_micro_batches, plan_prompt_groups
+from rlhf_mc.data.balance import (
+    PromptGroups,
+    plan_micro_batches,
+    plan_prompt_groups,
+    sequence_costs,
+)
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.forward import MicroBatch
@@ -138,19 +143,16 @@ def plans(replicas: int, prompt: int, response: int, budget: int = 16384) -> str
     groups = PromptGroups(lens, prompts.tolist(), firsts)
     cost = ModelShape.from_hf_config(LLAMA_3_8B).sequence_cost
 
-    def work(plan: list[list[list[int]]], shares: bool) -> list[float]:
-        return [
-            sum(
-                sum(cost(lens[i]) for i in micro)
-                - (cost(1) * groups.saved_if_worth(micro) if shares else 0.0)
-                for micro in replica
-            )
-            for replica in plan
-        ]
-
-    whole = work(plan_micro_batches(lens, replicas, budget, cost), False)
-    shared = work(plan_prompt_groups(groups, replicas, budget, cost), True)
-    idle = [1 - sum(costs) / len(costs) / max(costs) for costs in (whole, shared)]
+    costs = sequence_costs(lens, cost)
+    whole = [
+        groups.cost(replica, costs, 0.0)
+        for replica in plan_micro_batches(lens, replicas, budget, cost)
+    ]
+    shared = [
+        groups.cost(replica, costs, cost(1))
+        for replica in plan_prompt_groups(groups, replicas, budget, cost)
+    ]
+    idle = [1 - sum(work) / len(work) / max(work) for work in (whole, shared)]
     return (
         f"{replicas:8} {prompt:6} {response:8}  {idle[0]:6.1%} {idle[1]:6.1%}"
         f" {max(shared) / max(whole):8.2f} {sum(shared) / sum(whole):8.2f}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rlhf_mc.architectures import hf_config
-from rlhf_mc.architectures.dense import Dense
+from rlhf_mc.architectures.dense import dense_layers
 from rlhf_mc.architectures.hf_config import flag, refused, size
 from rlhf_mc.architectures.layer import FeedForward, FeedForwardActivations, Indivisible
 from rlhf_mc.architectures.rows import HF, MC, Param, linear, norm
@@ -219,14 +219,9 @@ def expert_layers(
         **_router_groups(config, num_experts, per_token),
         **Experts.traits(traits),
     )
-    dense = Dense(
-        hidden_size=hidden_size,
-        ffn_hidden_size=size(config, "intermediate_size"),
-        **Dense.traits(traits),
-    )
+    dense = dense_layers(config, traits)
     is_dense = _dense_layers(config)
-    layers = range(size(config, "num_hidden_layers"))
-    return [dense if layer in is_dense else experts for layer in layers]
+    return [block if layer in is_dense else experts for layer, block in enumerate(dense)]
 
 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

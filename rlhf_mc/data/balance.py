@@ -113,6 +113,12 @@ MIN_RATIO = 1.3
 prompts are shared: below it gathering rows for attention costs more than it saves."""
 
 
+def is_worth_sharing(tokens: float, unique: float) -> bool:
+    """Return whether a micro-batch with these tokens of whole sequences, `unique` of them with each
+    prompt once, shares prompts (MIN_RATIO)."""
+    return tokens >= MIN_RATIO * unique
+
+
 @dataclass(frozen=True)
 class PromptGroups:
     """Sequences with equal prompts, whose tokens a micro-batch has once."""
@@ -133,10 +139,20 @@ class PromptGroups:
         return total
 
     def saved_if_worth(self, sequences: Sequence[int]) -> int:
-        """Return `saved` where it is enough to share prompts (MIN_RATIO), else 0."""
-        total = sum(self.seq_lens[i] for i in sequences)
+        """Return `saved` where it is enough to share prompts, else 0."""
+        tokens = sum(self.seq_lens[i] for i in sequences)
         saved = self.saved(sequences)
-        return saved if saved and total >= MIN_RATIO * (total - saved) else 0
+        return saved if is_worth_sharing(tokens, tokens - saved) else 0
+
+    def cost(
+        self, micro_batches: Iterable[Sequence[int]], costs: Sequence[float], of_token: float
+    ) -> float:
+        """Return the cost of micro-batches: attention has whole sequences, of these costs, and all
+        else of a layer costs `of_token` a token."""
+        return sum(
+            sum(costs[i] for i in sequences) - of_token * self.saved_if_worth(sequences)
+            for sequences in micro_batches
+        )
 
     def parts(self, count: int, budget: int) -> list[list[int]]:
         """Return each group in at least `count` parts, even in their tokens, or single sequences,
@@ -165,28 +181,25 @@ def plan_prompt_groups(
     with each prompt once.
 
     Responses to a prompt stay together, in groups split evenly into 1, 2, 4, ... parts, or each
-    alone as in plan_micro_batches. The plan whose most expensive replica costs least is chosen:
-    attention has whole sequences, and all else of a layer costs cost(1) a token."""
+    alone as in plan_micro_batches. The plan whose most expensive replica costs least is chosen."""
     costs = sequence_costs(groups.seq_lens, cost)
+    of_token = cost(1)
 
-    def replica_cost(replica: Sequence[Sequence[int]]) -> float:
-        return sum(
-            sum(costs[i] for i in sequences) - cost(1) * groups.saved_if_worth(sequences)
-            for sequences in replica
-        )
+    def most_expensive(plan: Sequence[Sequence[Sequence[int]]]) -> float:
+        return max(groups.cost(replica, costs, of_token) for replica in plan)
 
     best = plan_micro_batches(groups.seq_lens, num_replicas, budget, cost)
-    least = max(map(replica_cost, best))
+    least = most_expensive(best)
     count = 1
     while count < max(Counter(groups.firsts).values(), default=0):
         items = groups.parts(count, budget)
-        item_costs = [sum(costs[i] for i in x) - cost(1) * groups.saved(x) for x in items]
+        item_costs = [sum(costs[i] for i in x) - of_token * groups.saved(x) for x in items]
         plan = [
             [[i for item in of_items for i in items[item]] for of_items in replica]
             for replica in _plan(list(map(groups.tokens, items)), item_costs, num_replicas, budget)
         ]
         _fill_empty(plan, costs)
-        most = max(map(replica_cost, plan))
+        most = most_expensive(plan)
         fits = all(
             sum(groups.seq_lens[i] for i in sequences) - groups.saved_if_worth(sequences) <= budget
             for replica in plan

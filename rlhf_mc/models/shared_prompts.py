@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.attention import Attention
 
 from rlhf_mc import platform
-from rlhf_mc.data.balance import MIN_RATIO
+from rlhf_mc.data.balance import is_worth_sharing
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.steps import Assembly
 
@@ -212,8 +212,8 @@ def attend_over_rows(assembly: Assembly) -> None:
     module around it then has the format "packed", whose rotary angles are those of the positions.
 
     Reason: Megatron-Core's attention takes whole sequences."""
-    if not assembly.megatron.share_prompts:
-        return
+    if not assembly.megatron.share_prompts or 1 not in assembly.groups.mesh.context_sizes:
+        return  # sequences that several ranks share have their prompts each
     for module in assembly.model.modules():
         if isinstance(module, Attention):
             core = module.core_attention
@@ -256,11 +256,11 @@ def _attend(
 def repeated_prompts(batch: RaggedBatch, which: np.ndarray) -> tuple[np.ndarray, int]:
     """Return for each of the sequences `which` [S], in their order, the place in `which` of the
     first one with an equal prompt: [S] int64; and the tokens that sharing prompts saves, 0 where
-    they are too few (MIN_RATIO)."""
+    they are too few."""
     firsts, inverse = np.unique(batch.prompt_groups[which], return_index=True, return_inverse=True)[
         1:
     ]
     owner = firsts[inverse]
     tokens = int(batch.seq_lens.numpy()[which].sum())
     saved = int(batch.prompt_lens.numpy()[which][owner != np.arange(len(which))].sum())
-    return owner, saved if tokens >= MIN_RATIO * (tokens - saved) else 0
+    return owner, saved if is_worth_sharing(tokens, tokens - saved) else 0

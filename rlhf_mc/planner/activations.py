@@ -137,7 +137,7 @@ def update_peak(
     gathered = 2 * shape.hidden_size if megatron.sequence_parallel else 0
     backward = 0.0
     for layer in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
-        feed_forward = layer.feed_forward.activations(megatron.tensor_model_parallel_size)
+        _, feed_forward = sizes.of_blocks(layer)
         # A layer's backward pass begins with the gradients of its output, of the residual, and of
         # the MLP's product; of experts also with the gradients of their outputs, twice: in the
         # order of the tokens and of the experts.
@@ -179,7 +179,7 @@ def forward_peak(
     sizes = _Sizes(shape, megatron)
     num_bytes = 0.0
     for layer in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
-        feed_forward = layer.feed_forward.activations(megatron.tensor_model_parallel_size)
+        _, feed_forward = sizes.of_blocks(layer)
         # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up
         # and their product. Of experts also where the tokens went, and their inputs three times: in
         # the order of the tokens, as received, and in the order of the experts; and their outputs.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import Config, MegatronConfig
-from rlhf_mc.data.balance import MIN_RATIO
+from rlhf_mc.data.balance import is_worth_sharing
 
 
 @dataclass(frozen=True)
@@ -51,4 +51,4 @@ def computed_tokens(
         return lengths.total
     fitting = max(1, min(responses, int((budget - lengths.prompt) // lengths.response)))
     computed = lengths.response + lengths.prompt / fitting
-    return computed if lengths.total >= MIN_RATIO * computed else lengths.total
+    return computed if is_worth_sharing(lengths.total, computed) else lengths.total

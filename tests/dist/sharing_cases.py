@@ -31,7 +31,8 @@ def compare(
 
     in_float64: the results alone, and the buffers of gradients, are in float32."""
     count = [0]
-    job = Job(checkpoint, role, "token-mean", budget, tuple(range(batch.num_sequences)))  # type: ignore[arg-type]
+    everything = tuple(range(batch.num_sequences))
+    job = Job(checkpoint, role, "token-mean", budget, everything)  # type: ignore[arg-type]
 
     def passes(share: bool) -> Any:
         scores = (

@@ -76,12 +76,16 @@ runpy.run_path({str(TOOL)!r}, run_name="__main__")
 """
 WRONG_MEGATRON = """
 rows = layout.model_params
-layout.model_params = lambda shape: [replace(row, mcore=row.mcore.replace("fc2", "fc3")) for row in rows(shape)]
-"""  # noqa: E501
+layout.model_params = lambda shape: [
+    replace(row, mcore=row.mcore.replace("fc2", "fc3")) for row in rows(shape)
+]
+"""
 WRONG_VLLM = """
 rows = vllm_layout.engine_params
-vllm_layout.engine_params = lambda shape: [replace(row, engine=row.engine.replace("o_proj", "out_proj")) for row in rows(shape)]
-"""  # noqa: E501
+vllm_layout.engine_params = lambda shape: [
+    replace(row, engine=row.engine.replace("o_proj", "out_proj")) for row in rows(shape)
+]
+"""
 
 
 @pytest.mark.parametrize(

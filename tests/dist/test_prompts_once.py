@@ -94,17 +94,32 @@ def test_each_family(
     check(pool(1), workspaces[family], batch, role=role, in_float64=in_float64, tp=1, pp=1)
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
+LAYOUTS_OF_FAMILIES = {
+    ("qwen3", "gemma", "qwen3_5_text"): [
         (2, {"tp": 2, "pp": 1}),
         (2, {"tp": 1, "pp": 2}),
         (2, {"tp": 1, "pp": 1}),
         (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute_granularity": "selective"}),
         (4, {"tp": 2, "pp": 1, "sequence_parallel": True, "recompute_granularity": "full"}),
     ],
+    ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"): [
+        (4, {"tp": 1, "pp": 2, "ep": 2}),
+        (4, {"tp": 2, "pp": 1, "ep": 2, "sequence_parallel": True}),
+        (2, {"tp": 1, "pp": 1, "ep": 2, "recompute_granularity": "full"}),
+    ],
+}
+"""Families -> (number of ranks, layout)."""
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "layout"),
+    [
+        (family, *layout)
+        for families, layouts in LAYOUTS_OF_FAMILIES.items()
+        for family in families
+        for layout in layouts
+    ],
 )
-@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_5_text"])
 def test_layouts(
     pool: Any,
     workspaces: dict[str, Path],
@@ -129,26 +144,6 @@ def test_a_group_is_split(
     config = json.loads((workspaces["qwen3"] / "model" / "config.json").read_text())
     batch = grouped_batch(config["vocab_size"], groups)
     check(pool(world), workspaces["qwen3"], batch, budget, tp=1, pp=1)
-
-
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (4, {"tp": 1, "pp": 2, "ep": 2}),
-        (4, {"tp": 2, "pp": 1, "ep": 2, "sequence_parallel": True}),
-        (2, {"tp": 1, "pp": 1, "ep": 2, "recompute_granularity": "full"}),
-    ],
-)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
-def test_layouts_of_experts(
-    pool: Any,
-    workspaces: dict[str, Path],
-    batch: RaggedBatch,
-    family: str,
-    world: int,
-    layout: dict[str, Any],
-) -> None:
-    check(pool(world), workspaces[family], batch, budget=120, **layout)
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,9 @@ PAGEABLE_COPIES = {
     (
         "score",
         "models/gpt_model.py:PackedGPT.forward",
-    ): "a number of gpt_oss's activation, one a layer of experts (Megatron-Core's "
+    ): "numbers of chunks before an all-to-all of heads, once a size; "
+    "a number of gpt_oss's activation, one a layer of experts (Megatron-Core's "
     "weighted_bias_quick_geglu_impl)",
-    (
-        "score",
-        "models/shared_prompts.py:_attend",
-    ): "numbers of chunks before an all-to-all of heads, once a size",
     ("gradient", "models/gpt_model.py:PackedGPT.forward"): "a number of gpt_oss's activation",
     ("load_state", "checkpoint/training_tensors.py:read_tensors"): "tensors of the files",
     (
