@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlhf_mc.architectures.families import FAMILIES
+from rlhf_mc.architectures.lora import AdapterRows, adapter_rows, choose_modules
 from rlhf_mc.architectures.rows import Param
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.model_schema import LoraConfig
 
 
 def _outside(shape: ModelShape) -> list[Param]:
@@ -33,19 +35,37 @@ def _outside(shape: ModelShape) -> list[Param]:
 
 def model_params(shape: ModelShape) -> tuple[Param, ...]:
     """Return the rows of the parameters that this model has, each once for each kind of layer."""
-    layers = [
+    adapters = (row for rows in adapters_of(shape) for row in (rows.a, rows.b))
+    return (*_outside(shape), *_in_layers(shape), *adapters)
+
+
+def _in_layers(shape: ModelShape) -> list[Param]:
+    """Return the parameters of the layers, without adapters."""
+    return [
         replace(param, kind=kind)
         for kind, layer in enumerate(shape.kinds)
         for block in layer
         for param in block.params()
     ]
-    return (*_outside(shape), *layers)
+
+
+def adapters_of(shape: ModelShape) -> list[AdapterRows]:
+    """Return the rows of the model's adapters, each once for each kind of layer."""
+    return [] if shape.lora is None else adapter_rows(_in_layers(shape), shape.lora)
+
+
+def with_adapters(shape: ModelShape, key: str, settings: LoraConfig) -> ModelShape:
+    """Return the model with the adapters of the settings `key`: none with rank 0. Raise UserError
+    for a name that is of no linear layer."""
+    if settings.rank == 0:
+        return shape
+    return replace(shape, lora=choose_modules(key, settings, _in_layers(shape)))
 
 
 def engine_params(shape: ModelShape) -> list[Param]:
     """Return the rows as vLLM has them: `engine` is its parameter, one for each."""
     params: dict[tuple[int | None, str], Param] = {}
-    for param in model_params(shape):
+    for param in model_params(shape.base):
         if param.stage == "last_if_not_first":
             continue  # the tied embedding, which vLLM has once
         engine = param.engine

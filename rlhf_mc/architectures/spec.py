@@ -14,6 +14,7 @@ from rlhf_mc.architectures import hf_config, rope_config
 from rlhf_mc.architectures.families import FAMILIES, SAME_FAMILY
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.architectures.layer import Layer, LayerBlock, Mixer
+from rlhf_mc.architectures.lora import RANK, Lora
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this. Megatron's padding follows it, so that vocabulary
@@ -43,6 +44,8 @@ class ModelShape:
     """Embeddings are multiplied by the square root of the hidden size."""
     value_head: bool = False
     """A critic: `score.weight` [1, hidden] replaces the language-model head."""
+    lora: Lora | None = None
+    """The adapters that are trained in place of all other tensors but the value head."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], value_head: bool = False) -> ModelShape:
@@ -84,7 +87,9 @@ class ModelShape:
     def __hash__(self) -> int:
         # Of a part of the fields: caches of layouts and plans look shapes up.
         ends = self.layers[:1] + self.layers[-1:]
-        return hash((self.family, self.num_layers, ends, self.vocab_size, self.value_head))
+        return hash(
+            (self.family, self.num_layers, ends, self.vocab_size, self.value_head, self.lora)
+        )
 
     @property
     def num_layers(self) -> int:
@@ -106,6 +111,11 @@ class ModelShape:
         kinds = self.layer_kinds
         counts = Counter(kinds if layers is None else [kinds[layer] for layer in layers])
         return {self.kinds[kind]: count for kind, count in counts.items()}
+
+    @functools.cached_property
+    def base(self) -> ModelShape:
+        """The model without adapters."""
+        return self if self.lora is None else replace(self, lora=None)
 
     def one_of_each_kind(self) -> ModelShape:
         """Return the model with one layer of each kind."""
@@ -175,6 +185,7 @@ class ModelShape:
     def dims(self) -> dict[str, int]:
         """Return the sizes of the dimensions that parameters.py names."""
         sizes = {"hidden": self.hidden_size, "vocab": self.vocab_size, "one": 1}
+        sizes |= {} if self.lora is None else {RANK: self.lora.rank}
         return functools.reduce(lambda a, b: a | b.dims(), self.blocks, sizes)
 
 

@@ -42,7 +42,7 @@ STAGING = ".incomplete"
 
 
 def export_hf(
-    params: Mapping[str, torch.Tensor],
+    params: Mapping[str, Any],
     layouts: Sequence[Layout],
     shape: ModelShape,
     out_dir: str | os.PathLike[str],
@@ -54,8 +54,8 @@ def export_hf(
     bucket_bytes: int = 256 << 20,
     origin: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model whose parameters are sharded over the group by `layouts` (one per rank), as
-    write_hf does. Every rank must call it."""
+    """Write the model whose parameters (anything that slices to tensors) are sharded over the group
+    by `layouts` (one per rank), as write_hf does. Every rank must call it."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     transport = None if group is None else PointToPoint(group)
 

@@ -3,10 +3,18 @@ is in schema.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from rlhf_mc.config.numbers import CountOrZero, Fraction, Layers, PositiveOrZero, Range, Ranks
+from rlhf_mc.config.numbers import (
+    CountOrZero,
+    Fraction,
+    Layers,
+    Positive,
+    PositiveOrZero,
+    Range,
+    Ranks,
+)
 
 
 @dataclass
@@ -32,6 +40,29 @@ class OptimConfig:
     """Adam's epsilon."""
     clip_grad: Annotated[float, Range(0, 1e30)] = 1.0
     """Maximum global gradient norm; 0: no clipping."""
+
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass
+class LoraConfig:
+    """LoRA: adapters A [rank, in] and B [out, rank] of linear layers are trained, and the model
+    itself is not. The rollout engine gets W + alpha / rank B A, and the reference policy is the
+    actor without its adapters."""
+
+    rank: Annotated[int, Range(0, 1024)] = 0
+    """Rank of the adapters. 0: none, all of the model is trained."""
+    alpha: Positive = 16.0
+    """Adapters are multiplied by alpha / rank."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Linear layers that get adapters, by the ends of their names in the Hugging Face checkpoint:
+    q_proj, gate_proj, ...; all-linear: all of them. Routers, embeddings and heads have none."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Linear layers of target_modules that get none."""
+    adapter_path: str | None = None
+    """Directory with a PEFT adapter of the same rank, alpha and modules, from which training
+    starts; null: A is random, B is 0."""
 
 
 @dataclass

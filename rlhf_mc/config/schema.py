@@ -18,7 +18,12 @@ from rlhf_mc.config.algorithm_schema import (
 )
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.config.model_schema import FrozenMegatronConfig, MegatronConfig, OptimConfig
+from rlhf_mc.config.model_schema import (
+    FrozenMegatronConfig,
+    LoraConfig,
+    MegatronConfig,
+    OptimConfig,
+)
 from rlhf_mc.config.numbers import (
     Count,
     CountOrMinus1,
@@ -163,6 +168,8 @@ class ActorConfig:
     freeze: list[str] = field(default_factory=list)
     """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as
     "model.embed_tokens.*" or "model.layers.0.*"."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters, which are trained in place of the model's tensors."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -194,6 +201,8 @@ class CriticConfig:
     """As actor.loss_scale_factor."""
     freeze: list[str] = field(default_factory=list)
     """As actor.freeze. ["model.*"] trains only the value head, score.weight."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """As actor.lora, for the critic, whose value head is trained too."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """The critic's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)

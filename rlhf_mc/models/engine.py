@@ -5,6 +5,8 @@ The caller passes the head or the loss.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ from rlhf_mc.models.gpt_model import (
     named_parameters,
 )
 from rlhf_mc.models.heads import Head
+from rlhf_mc.models.lora import adapters_off
 from rlhf_mc.models.megatron_patches import (
     fuse_adam,
     gather_parameters_once,
@@ -65,7 +68,7 @@ from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
@@ -108,6 +111,7 @@ class ModelEngine:
         self._scheduler: Any = None
         self._ddp: list[Any] = []
         self._memory_recovery: MemoryRecovery | None = None
+        self._adapters_on = True
         self._exchange = Exchange()
         self.replay: ExpertReplay | None = None
         """The experts that the passes take in place of the routers' choice; None: the routers
@@ -153,6 +157,26 @@ class ModelEngine:
         """The data of named_parameters, written in place by a reshard."""
         self.offload.require(PARAMS)
         return {name: param.data for name, param in self.named_parameters().items()}
+
+    @property
+    def rollout_params(self) -> dict[str, Any]:
+        """The parameters of the model without adapters, of which weights with one are
+        MergedWeights: what the rollout engine and Hugging Face checkpoints get."""
+        params: dict[str, Any] = self.params
+        for number, chunk in enumerate(self.chunks):
+            prefix = chunk_prefix(number, len(self.chunks))
+            for layer in chunk.adapted_layers:
+                params |= {prefix + name: weight for name, weight in layer.merged().items()}
+        return params
+
+    def without_adapters(self) -> ModelEngine:
+        """Return this model as the reference policy: its adapters are off in each pass, and its
+        routers choose."""
+        reference = copy.copy(self)
+        reference.name = "ref"
+        reference.replay = reference.balance = None
+        reference._adapters_on = False
+        return reference
 
     def make_trainable(
         self, optim: OptimConfig, total_steps: int, frozen: Collection[str] = ()
@@ -433,17 +457,19 @@ class ModelEngine:
     ) -> None:
         """Run the schedule with this model's router settings."""
         self.offload.require(PARAMS)
-        self._schedule.run(
-            batch,
-            micro_batches,
-            on_last_stage,
-            replicated,
-            at_last_token,
-            self.replay,
-            self.balance,
-        )
+        with contextlib.nullcontext() if self._adapters_on else adapters_off(self.chunks):
+            self._schedule.run(
+                batch,
+                micro_batches,
+                on_last_stage,
+                replicated,
+                at_last_token,
+                self.replay,
+                self.balance,
+            )
 
 
-def engine_layouts(engine: ModelEngine) -> list[Layout]:
-    """Return each rank's layout of an engine's model."""
-    return training_layouts(engine.shape, engine.groups.mesh, uses_transformer_engine())
+def engine_layouts(engine: ModelEngine, shape: ModelShape | None = None) -> list[Layout]:
+    """Return each rank's layout of an engine's model. shape: in place of the engine's, such as the
+    model without adapters."""
+    return training_layouts(shape or engine.shape, engine.groups.mesh, uses_transformer_engine())

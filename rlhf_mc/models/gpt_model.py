@@ -42,6 +42,7 @@ from rlhf_mc.models.expert_parts import (
 )
 from rlhf_mc.models.gated_delta_net import delta_net_settings, use_delta_net
 from rlhf_mc.models.heads import add_value_head
+from rlhf_mc.models.lora import add_adapters
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
     gate_on_cpu,
@@ -391,6 +392,7 @@ STEPS: tuple[AssemblyStep, ...] = (
     add_value_head,
     scale_embeddings,
     mark_tensor_parallel,
+    add_adapters,
     multiply_as_matrices,
     gate_on_cpu,
     divide_output_biases,
@@ -447,7 +449,7 @@ def assemble_model(
             vp_stage=vp_stage,
         )
         model.qkv_format = qkv_format
-        assembly = Assembly(model, shape, megatron, groups, first, last)
+        assembly = Assembly(model, shape, megatron, groups, layer_numbers, first, last)
         for step in STEPS:
             step(assembly)
     return model

@@ -22,6 +22,8 @@ class Assembly:
     shape: ModelShape
     megatron: MegatronConfig
     groups: ProcessGroups
+    layers: range
+    """Global numbers of the layers."""
     is_first: bool
     """The modules begin the model."""
     is_last: bool

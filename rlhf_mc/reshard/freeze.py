@@ -20,6 +20,8 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
 
     Raise UserError, the same on every rank, if a pattern matches no tensor, if all tensors match,
     or if only a part of the tensors of one Megatron-Core parameter match."""
+    if shape.lora is not None:
+        return frozenset(logical_shapes(shape.base)) - {"score.weight"}
     if not patterns:
         return correction_biases(shape)
     names = list(logical_shapes(shape))

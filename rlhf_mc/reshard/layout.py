@@ -485,7 +485,12 @@ def local_param(
     stacks = param.stage == "expert"
     shards = []
     filled = 0
+    dims = next(iter(param.hf.values()))
+    axis = next((a for a, d in enumerate(dims) if d in SPLIT_DIMS), 0)
     for name, (start, end) in ranges:
+        if name not in param.hf:  # rows of an adapter that is not there
+            filled += end - start
+            continue
         dims = param.hf[name]
         box = [(0, sizes[d]) for d in dims]
         offset = [0] * len(dims)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ launches."""
 @torch.no_grad()
 def verify(
     plan: RankPlan,
-    source: Mapping[str, torch.Tensor],
+    source: Mapping[str, Any],
     target: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
     dtype: torch.dtype | None = None,
@@ -49,7 +50,7 @@ def verify(
 
 def _first_difference(
     plan: RankPlan,
-    source: Mapping[str, torch.Tensor],
+    source: Mapping[str, Any],
     target: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
     dtype: torch.dtype | None,

@@ -4,7 +4,7 @@ engine's. The plan is made once, at the start of the run."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,8 @@ class WeightSync:
     ) -> None:
         """dtype: of the messages; None: the one type of all tensors. biases: the plan of the
         correction biases, which are float32. keep_views: the views of the first update serve the
-        later ones; without it the target's tensors may be temporary."""
+        later ones; without it tensors may be temporary, and those of the source anything that
+        slices to tensors."""
         self.plan = plan.for_rank(rank)
         """This rank's transfers, except the correction biases'."""
         # On GPUs, NCCL chooses between NVLink and the network.
@@ -66,10 +67,10 @@ class WeightSync:
         self.summary = _summary(plans)
         """One line of text for the console."""
 
-    def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    def run(self, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]) -> None:
         """Update the target. Collective. Raise UserError if verification finds a difference."""
         tensors = [*source.values(), *target.values()]
-        bound = self._bound if self._is_bound_to(tensors) else []
+        bound = self._bound if self._bound and self._is_bound_to(tensors) else []
         if not bound:
             self._bound = []  # frees the storages of earlier parameters
             self._tensors = []
@@ -91,7 +92,7 @@ class WeightSync:
         """Return True where the views are of the memory of these tensors. An offload resizes a
         storage, which all of its views follow, and vLLM's sleep keeps addresses."""
         addresses = [tensor.data_ptr() for tensor in tensors]
-        return bool(self._bound) and addresses == [tensor.data_ptr() for tensor in self._tensors]
+        return addresses == [tensor.data_ptr() for tensor in self._tensors]
 
 
 def plan_weight_sync(

@@ -12,6 +12,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from rlhf_mc.checkpoint.hf_export import export_hf
+from rlhf_mc.checkpoint.peft_format import ADAPTER, export_adapters
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.schema import Config, TrainerConfig
@@ -295,10 +296,11 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
     """Write the actor as a Hugging Face checkpoint. run_id: the run that the checkpoint names, None
     for none."""
     with run.offload_schedule.phase(state.timer, "export"):
+        actor = run.actor
         export_hf(
-            run.actor.params,
-            engine_layouts(run.actor),
-            run.actor.shape,
+            actor.rollout_params,
+            engine_layouts(actor, actor.shape.base),
+            actor.shape.base,
             directory,
             run.groups.rank,
             dist.group.WORLD,
@@ -306,6 +308,16 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
             run.config.model.path,
             origin=None if run_id is None else {"run_id": run_id, "step": state.step},
         )
+        if actor.shape.lora is not None:
+            export_adapters(
+                actor.params,
+                engine_layouts(actor),
+                actor.shape,
+                directory / ADAPTER,
+                run.groups.rank,
+                dist.group.WORLD,
+                run.config.model.path,
+            )
 
 
 def _check_no_samples(cfg: TrainerConfig, step: int) -> None:

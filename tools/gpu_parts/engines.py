@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
+from rlhf_mc.architectures.parameters import with_adapters
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import (
     ActorConfig,
     CriticConfig,
+    LoraConfig,
     LossAggMode,
     MegatronConfig,
     OptimConfig,
@@ -92,11 +94,18 @@ def mesh_groups(
     )
 
 
-def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: Any) -> ModelEngine:
+def make_engine(
+    checkpoint: str,
+    role: Role,
+    groups: ProcessGroups,
+    lora: LoraConfig | None = None,
+    **megatron: Any,
+) -> ModelEngine:
     """Build the checkpoint's model as an actor, or as a critic with value_head_weight; not
-    trainable yet."""
+    trainable yet. lora: its adapters, which are left zero."""
     reader = HFReader(checkpoint)
     shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
+    shape = with_adapters(shape, f"{role}.lora", lora or LoraConfig())
     config = MegatronConfig(
         tensor_model_parallel_size=groups.mesh.tp,
         pipeline_model_parallel_size=groups.mesh.pp,
@@ -109,7 +118,7 @@ def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: 
     engine = ModelEngine(role, shape, config, groups)
     check_parameters(engine)
     skip = ("score.weight",) if role == "critic" else ()
-    import_hf(reader, engine_layouts(engine)[groups.rank], engine.params, skip=skip)
+    import_hf(reader, engine_layouts(engine, shape.base)[groups.rank], engine.params, skip=skip)
     if role == "critic" and groups.is_last_stage:
         name = chunk_prefix(groups.mesh.vpp - 1, groups.mesh.vpp) + "output_layer.weight"
         engine.params[name].copy_(value_head_weight(shape.hidden_size))
