@@ -8,26 +8,25 @@ from pathlib import Path
 from rlhf_mc import json_files
 from rlhf_mc.architectures.families import FAMILIES
 from rlhf_mc.architectures.hf_config import check_architecture
-from rlhf_mc.architectures.parameters import model_params
+from rlhf_mc.architectures.parameters import model_params, with_adapters
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.algorithm_schema import RouterReplayMode
 from rlhf_mc.config.errors import NodeError, UserError, error_prefix, error_reason
-from rlhf_mc.config.roles import uses_critic, uses_reference
+from rlhf_mc.config.roles import has_reference_model, uses_critic
 from rlhf_mc.config.schema import Config, reward_models
 
 
 def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
     """Return by role (the setting that names the model's directory, its shape), the actor's first.
     Raise UserError if a config.json cannot be read or is of an unsupported model."""
-    actor = _shape("model.path", cfg.model.path, for_rollout=True)
+    base = _shape("model.path", cfg.model.path, for_rollout=True)
+    actor = with_adapters(base, "actor.lora", cfg.actor.lora)
     roles = {"actor": ("model.path", actor)}
     if uses_critic(cfg):
         key = "model.path" if cfg.critic.model_path is None else "critic.model_path"
-        roles["critic"] = (
-            key,
-            _shape(key, cfg.critic.model_path or cfg.model.path, value_head=True),
-        )
-    if uses_reference(cfg):
+        shape = _shape(key, cfg.critic.model_path or cfg.model.path, value_head=True)
+        roles["critic"] = (key, with_adapters(shape, "critic.lora", cfg.critic.lora))
+    if has_reference_model(cfg):
         roles["ref"] = ("model.path", actor)
     for role, scorer in reward_models(cfg).items():
         key = f"{role}.model_path"

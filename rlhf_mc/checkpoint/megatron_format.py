@@ -40,7 +40,8 @@ def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str,
     return {
         name: value
         for name, value in state.items()
-        if not name.removeprefix("model.").startswith(skip_prefixes)
+        # adapters are in no Megatron checkpoint
+        if not name.removeprefix("model.").startswith(skip_prefixes) and ".lora_" not in name
     }
 
 

@@ -43,7 +43,8 @@ class Block:
 
 
 def model_blocks(model: TrainedModel) -> list[Block]:
-    """Return this rank's blocks of a model. Every rank must call it."""
+    """Return this rank's blocks of a model: with adapters, of what is trained alone. Every rank
+    must call it."""
     rank = dist.get_rank()
     parts = model.engine.optimizer_parts()
     optimizer_ranks = gather_objects({part.local: part.ranks for part in parts})
@@ -53,7 +54,10 @@ def model_blocks(model: TrainedModel) -> list[Block]:
         shards.setdefault(shard.local, []).append(shard)
     writers = _Writers(model.layouts, optimizer_ranks)
     out = []
+    trained = model.engine.named_parameters()
     for local, param in model.engine.params.items():
+        if model.engine.shape.lora is not None and not trained[local].requires_grad:
+            continue  # as in the initial checkpoint
         for shard in shards[local]:
             key = f"{model.engine.name}.weight.{shard.tensor}"
             is_writer = writers.weight_writer(shard) == rank

@@ -218,7 +218,9 @@ def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape
 def _by_name(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a shape, those of layers by the number of the layer, as JSON has them;
     names in Hugging Face checkpoints, which training checkpoints do not follow, are left out."""
-    named = {name: value for name, value in shape.items() if name != "layers"}
+    named = {name: value for name, value in shape.items() if name not in ("layers", "lora")}
+    lora = shape.get("lora") or {"rank": 0}
+    named |= {f"lora.{name}": value for name, value in lora.items()}
     layers = shape.get("layers", ())
     named |= {"num_layers": len(layers)} if layers else {}
     for number, layer in enumerate(layers):

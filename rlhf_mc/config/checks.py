@@ -19,6 +19,7 @@ from rlhf_mc.config.roles import (
     PASSES,
     absent_roles,
     saves_checkpoints,
+    shares_weights,
     tokens_on_rank,
     uses_critic,
     uses_reference,
@@ -46,6 +47,7 @@ def check_config(cfg: Config, world_size: int | None) -> None:
         _optimizers(cfg),
         _layouts(cfg),
         _storage(cfg),
+        _adapters(cfg),
         _engine(cfg),
         _environment(cfg),
         _batches(cfg),
@@ -192,7 +194,7 @@ def _virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> Iterato
 
 
 def _storage(cfg: Config) -> Iterator[str]:
-    if cfg.actor.megatron.param_offload and cfg.reshard.share_weights:
+    if cfg.actor.megatron.param_offload and shares_weights(cfg):
         yield (
             "actor.megatron.param_offload is true and reshard.share_weights is true; weights that "
             "vLLM shares cannot be offloaded: set one of them to false"
@@ -202,11 +204,37 @@ def _storage(cfg: Config) -> Iterator[str]:
     key = f"rollout.quantization is {cfg.rollout.quantization!r} and"
     if cfg.actor.megatron.dtype != "bfloat16":
         yield f"{key} actor.megatron.dtype is {cfg.actor.megatron.dtype}; vLLM quantizes bfloat16"
-    if cfg.reshard.share_weights:
+    if shares_weights(cfg):
         yield (
             f"{key} reshard.share_weights is true; vLLM cannot share weights that it quantizes: set"
             " reshard.share_weights to false"
         )
+
+
+def _adapters(cfg: Config) -> Iterator[str]:
+    for role, section in (("actor", cfg.actor), ("critic", cfg.critic)):
+        if section.lora.rank == 0:
+            continue
+        key = f"{role}.lora.rank is {section.lora.rank} and"
+        if section.freeze:
+            yield f"{key} {role}.freeze is set; all but the adapters is frozen: remove it"
+        if section.megatron.fp8 is not None:
+            yield f"{key} {role}.megatron.fp8 is set; adapters have no fp8: set it to null"
+    if cfg.actor.lora.rank == 0:
+        return
+    key = f"actor.lora.rank is {cfg.actor.lora.rank} and"
+    if cfg.actor.moe_router_bias_update_rate > 0:
+        yield (
+            f"{key} actor.moe_router_bias_update_rate is {cfg.actor.moe_router_bias_update_rate}; "
+            "routers are frozen: set it to 0"
+        )
+    for name in vars(cfg.ref.megatron) if uses_reference(cfg) else ():
+        here = getattr(layouts(cfg)["ref"], name)
+        if here != getattr(cfg.actor.megatron, name):
+            yield (
+                f"{key} ref.megatron.{name} is {here}; the reference is the actor without its "
+                "adapters: remove it"
+            )
 
 
 def _engine(cfg: Config) -> Iterator[str]:

@@ -71,6 +71,18 @@ def uses_reference(cfg: Config) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
 
 
+def has_reference_model(cfg: Config) -> bool:
+    """Return whether the reference policy is a model of its own. It is the actor without its
+    adapters where the actor has any."""
+    return uses_reference(cfg) and cfg.actor.lora.rank == 0
+
+
+def shares_weights(cfg: Config) -> bool:
+    """Return whether weights of the rollout engine are the actor's own. With adapters the engine's
+    are others: those of both together."""
+    return cfg.reshard.share_weights and cfg.actor.lora.rank == 0
+
+
 def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:
     """Return whether a pass before the update computes the actor's old log-probs. Without it they
     are the engine's (bypass_mode), or those of the step's only optimizer step: the policy has not
@@ -137,7 +149,8 @@ def overlaps_reduction(megatron: MegatronConfig, replicas: int, cuda: bool) -> b
 def has_contiguous_experts(cfg: Config) -> bool:
     """Return whether the actor's experts lie in the buffer of the distributed optimizer, which has
     no frozen ones."""
-    return cfg.actor.megatron.use_distributed_optimizer and not cfg.actor.freeze
+    trains_all = not cfg.actor.freeze and cfg.actor.lora.rank == 0
+    return cfg.actor.megatron.use_distributed_optimizer and trains_all
 
 
 def absent_roles(cfg: Config) -> list[str]:

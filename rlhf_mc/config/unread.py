@@ -83,6 +83,10 @@ DEPENDENCES = (
     _switch(
         f"{CORRECTION}.rollout_is", CORRECTION, "rollout_is_threshold rollout_is_batch_normalize"
     ),
+    *(
+        _switch(f"{role}.lora.rank", f"{role}.lora", "alpha exclude_modules adapter_path")
+        for role in ("actor", "critic")
+    ),
     _switch("actor.use_kl_loss", "actor", "kl_loss_coef kl_loss_type"),
     _choice(
         LOSS_MODE, "vanilla gspo geo_mean cispo clip_cov", "actor", "clip_ratio_low clip_ratio_high"

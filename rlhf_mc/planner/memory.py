@@ -18,6 +18,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
+    shares_weights,
     token_budgets,
     tokens_on_rank,
 )
@@ -342,7 +343,7 @@ def _rollout(
     tp = settings.tensor_model_parallel_size
     coordinate = model_coordinate(mesh, rank)
     layout = engine_factory(settings).layout
-    shares = cfg.reshard.share_weights
+    shares = shares_weights(cfg)
     contiguous = has_contiguous_experts(cfg)
     weights_of_rank = own_rollout_weights(
         shape, mesh, coordinate, tp_rank, tp, layout, dtype, shares, cuda, contiguous

@@ -11,7 +11,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
-from rlhf_mc.config.roles import uses_critic
+from rlhf_mc.config.roles import shares_weights, uses_critic
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import Phase, RankMemory, plan_memory, sum_by_name
@@ -256,7 +256,7 @@ def _offload_changes(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
     if not cfg.rollout.free_cache_engine:
         yield ["rollout.free_cache_engine=true"]
     for part in ("grad", "optimizer", "param"):
-        if part == "param" and cfg.reshard.share_weights:
+        if part == "param" and shares_weights(cfg):
             continue  # the actor's weights are then the engine's too
         if unset := _unset(cfg, roles, f"{part}_offload", True):
             yield unset

@@ -19,6 +19,7 @@ from rlhf_mc.config.roles import (
     has_old_log_prob_pass,
     overlaps_reduction,
     prompts_per_batch,
+    shares_weights,
     token_budgets,
     tokens_on_rank,
 )
@@ -275,7 +276,7 @@ def weight_update_plans(
         ITEMSIZES[cfg.actor.megatron.dtype],
         cfg.reshard.bucket_megabytes << 20,
         gpus_per_node,
-        cfg.reshard.share_weights,
+        shares_weights(cfg),
     )
     return [plan for plan in plans if plan is not None]
 

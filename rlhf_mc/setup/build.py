@@ -24,7 +24,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import (
     adapts_kl_loss,
     has_contiguous_experts,
+    shares_weights,
     token_budgets,
+    uses_reference,
 )
 from rlhf_mc.config.schema import (
     Config,
@@ -125,6 +127,10 @@ def build_run(cfg: Config) -> Run:
     for role, model in models.items():
         model.offload.optimizer_stays = role in staying
     actor = models["actor"]
+    reference = models.get("ref")
+    if reference is None and uses_reference(cfg):
+        reference = actor.without_adapters()
+        offload_schedule.share("actor", "ref")
     budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, actor, rank)
     if environments is not None:
@@ -145,7 +151,7 @@ def build_run(cfg: Config) -> Run:
         rewards=rewards,
         actor=actor,
         critic=models.get("critic"),
-        reference=models.get("ref"),
+        reference=reference,
         reward_models=_reward_models(cfg, models, budgets, conversations),
         rollout=rollout,
         environments=environments,
@@ -306,27 +312,27 @@ def _rollout(
     per_node = ranks_per_node()
     tp = cfg.rollout.tensor_model_parallel_size
     engine_ranks = rollout_groups(actor.groups.mesh, tp, per_node)
-    trained = engine_layouts(actor)
+    trained = engine_layouts(actor, actor.shape.base)
     if has_contiguous_experts(cfg):
         trained = with_contiguous_experts(trained, actor.groups.mesh)
     with working("planning the weight update"):
         weight_sync = plan_weight_sync(
             trained,
-            rollout_layouts(actor.shape, engine_ranks, factory.layout),
+            rollout_layouts(actor.shape.base, engine_ranks, factory.layout),
             correction_biases(actor.shape),
             rank,
             DTYPES[cfg.actor.megatron.dtype],
             cfg.reshard.verify,
             cfg.reshard.bucket_megabytes << 20,
             per_node,
-            cfg.reshard.share_weights,
-            # with it each update writes temporary tensors
-            keep_views=cfg.rollout.quantization is None,
+            shares_weights(cfg),
+            # with quantization each update writes temporary tensors, with adapters it reads them
+            keep_views=cfg.rollout.quantization is None and actor.shape.lora is None,
         )
     with working(f"starting {factory.title}"):
         # make_trainable has moved the actor's parameters to their final storage before.
-        storage = aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {}
-        rollout = factory.build(cfg, actor.shape, engine_ranks, rank, storage)
+        storage = aliased_views(weight_sync.plan, actor.params) if shares_weights(cfg) else {}
+        rollout = factory.build(cfg, actor.shape.base, engine_ranks, rank, storage)
     return weight_sync, rollout
 
 

@@ -4,19 +4,29 @@ Every mistake in a checkpoint is an error before the first model is built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc.architectures.parameters import with_adapters
 from rlhf_mc.architectures.run_shapes import balances_experts, router_replay
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.checkpoint.megatron_format import load_mcore
+from rlhf_mc.checkpoint.peft_format import read_adapters, start_adapters
 from rlhf_mc.config.errors import UserError, error_prefix
-from rlhf_mc.config.roles import uses_critic, uses_reference
-from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models
+from rlhf_mc.config.roles import has_reference_model, uses_critic
+from rlhf_mc.config.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    MegatronConfig,
+    OptimConfig,
+    layouts,
+    reward_models,
+)
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.router_balance import RouterBalance
@@ -42,6 +52,8 @@ class ModelStart:
     """None for a model that is never trained."""
     frozen: frozenset[str] = frozenset()
     """Names in the checkpoint of the tensors that are not trained."""
+    adapter: str | None = None
+    """Directory of the PEFT adapter from which its adapters start."""
 
 
 def model_starts(
@@ -62,11 +74,9 @@ def model_starts(
         raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
     _check_checkpoint(cfg, shape, reader, tokenizer)
     starts = {
-        "actor": ModelStart(
-            shape, reader, mcore, cfg.actor.optim, _frozen("actor", cfg.actor.freeze, shape)
-        )
+        "actor": _trained("actor", cfg.actor, shape, reader, mcore),
     }
-    if uses_reference(cfg):
+    if has_reference_model(cfg):
         starts["ref"] = ModelStart(shape, reader, mcore)
     if uses_critic(cfg):
         starts["critic"] = _critic_start(cfg, reader, tokenizer)
@@ -74,7 +84,7 @@ def model_starts(
         reward_model = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
         starts[role] = ModelStart(reward_model.shape(value_head=True), reward_model)
     if "critic" in starts:
-        starts["critic"].reader.check(starts["critic"].shape)
+        starts["critic"].reader.check(starts["critic"].shape.base)
     return starts
 
 
@@ -87,19 +97,25 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     else:
         check_value_head("model.path", reader)
     shape = reader.shape(value_head=True)
-    return ModelStart(
-        shape, reader, mcore, cfg.critic.optim, _frozen("critic", cfg.critic.freeze, shape)
-    )
+    return _trained("critic", cfg.critic, shape, reader, mcore)
 
 
-def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
-    """Return the tensors that a role's patterns freeze. Raise UserError if its model cannot freeze
-    them."""
+def _trained(
+    role: str,
+    settings: ActorConfig | CriticConfig,
+    shape: ModelShape,
+    reader: HFReader,
+    mcore: str | None,
+) -> ModelStart:
+    """Return the start of a model that is trained, with its adapters. Raise UserError if it cannot
+    have them, or cannot freeze the tensors that its settings freeze."""
+    shape = with_adapters(shape, f"{role}.lora", settings.lora)
     key = f"{role}.freeze"
-    frozen = frozen_tensors(key, patterns, shape)
-    if uses_transformer_engine():
+    frozen = frozen_tensors(key, settings.freeze, shape)
+    if uses_transformer_engine() and shape.lora is None:
         check_experts(key, frozen, shape)
-    return frozen
+    adapter = settings.lora.adapter_path
+    return ModelStart(shape, reader, mcore, settings.optim, frozen, adapter)
 
 
 def _check_checkpoint(
@@ -128,7 +144,7 @@ def build_models(
     models: dict[str, ModelEngine] = {}
     for role, start in starts.items():
         with working(f"building {role}"):
-            models[role] = _load(role, start, layouts(cfg)[role], groups[role])
+            models[role] = _load(role, start, layouts(cfg)[role], groups[role], cfg.trainer.seed)
             if start.optim is not None:
                 frozen = frozen_parameters(
                     start.frozen, engine_layouts(models[role])[dist.get_rank()]
@@ -144,11 +160,11 @@ def build_models(
 
 
 def _load(
-    role: str, start: ModelStart, megatron: MegatronConfig, groups: ProcessGroups
+    role: str, start: ModelStart, megatron: MegatronConfig, groups: ProcessGroups, seed: int
 ) -> ModelEngine:
     """Return a role's model in its own layout with its initial weights, from the Megatron
     checkpoint if there is one, else from the safetensors. A value head that the checkpoint lacks
-    stays zero: the first values are 0."""
+    stays zero: the first values are 0. seed: of new adapters."""
     check_fp8(f"{role}.megatron", megatron)
     engine = ModelEngine(role, start.shape, megatron, groups)
     has_head = start.shape.value_head
@@ -159,7 +175,14 @@ def _load(
             )
     else:
         skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
-        import_hf(start.reader, engine_layouts(engine)[groups.rank], engine.params, skip=skip)
+        base = engine_layouts(engine, start.shape.base)[groups.rank]
+        import_hf(start.reader, base, engine.params, skip=skip)
+    layout = engine_layouts(engine)[groups.rank]
+    if start.adapter is not None:
+        key = f"{role}.lora.adapter_path"
+        read_adapters(key, start.adapter, engine.params, layout, start.shape)
+    elif start.shape.lora is not None:
+        start_adapters(engine.params, layout, start.shape, seed)
     return engine
 
 

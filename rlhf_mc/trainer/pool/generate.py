@@ -68,7 +68,7 @@ def update_weights(run: Run, timer: PhaseTimer) -> None:
     """Write the actor's weights into the rollout engine's parameters. Each rank receives only the
     blocks that it lacks."""
     with run.offload_schedule.phase(timer, "update_weights"):
-        run.weight_sync.run(run.actor.params, run.rollout.params)
+        run.weight_sync.run(run.actor.rollout_params, run.rollout.params)
         run.rollout.weights_updated()
 
 
