@@ -60,6 +60,11 @@ def adapter_name(weight: str, part: str) -> str:
     return weight.replace(".weight", part)
 
 
+def adapter_names(weight: str) -> list[str]:
+    """Return the Hugging Face names of the A and the B of a weight."""
+    return [f"{adapter_name(weight, part)}.weight" for part in (A, B)]
+
+
 def is_a(name: str) -> bool:
     """Return whether a Hugging Face name is of an A."""
     return name.endswith(f"{A}.weight")

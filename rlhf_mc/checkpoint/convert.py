@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import logging
 import math
 import os
@@ -17,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mc.architectures.lora import Lora, adapter_names
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.observability.phase_progress import phase_progress
@@ -28,6 +31,8 @@ from rlhf_mc.runtime.work import importing
 
 # Megatron-Core, whose import takes many seconds, is imported after the input has been checked.
 if TYPE_CHECKING:
+    import torch
+
     from rlhf_mc.architectures.spec import ModelShape
     from rlhf_mc.models.gpt_model import PackedGPT
     from rlhf_mc.topology.groups import ProcessGroups
@@ -166,16 +171,12 @@ def training_checkpoint_to_hf(
     from rlhf_mc.models.transformer_engine import import_transformer_engine
 
     import_transformer_engine()
-    import torch
     import torch.distributed as dist
 
     from rlhf_mc.checkpoint import directory
     from rlhf_mc.checkpoint.hf_export import write_hf
     from rlhf_mc.checkpoint.hf_format import read_shape
-    from rlhf_mc.checkpoint.training_blocks import Block
     from rlhf_mc.checkpoint.training_state import check_shape, stored_config, stored_models
-    from rlhf_mc.checkpoint.training_tensors import read_tensors
-    from rlhf_mc.reshard.layout import correction_biases, logical_shapes
     from rlhf_mc.topology.groups import tool_groups
 
     path = Path(checkpoint)
@@ -198,22 +199,14 @@ def training_checkpoint_to_hf(
         shape = replace(
             shape, tie_embeddings=models[role]["shape"].get("tie_embeddings", shape.tie_embeddings)
         )
+        lora = models[role]["shape"].get("lora")
+        shape = replace(shape, lora=lora and Lora(**{**lora, "modules": tuple(lora["modules"])}))
         check_shape(path, role, models, shape)
         dtype_name: str = models[role]["dtype"]
-        shapes = logical_shapes(shape)
-        biases = correction_biases(shape)
-        dtype = getattr(torch, dtype_name)
+        tensors = functools.partial(_stored_tensors, path, role, shape, dtype_name, start)
 
         def read(names_by_rank: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
-            names = names_by_rank[groups.rank]
-            types = {name: torch.float32 if name in biases else dtype for name in names}
-            tensors = {name: torch.empty(shapes[name], dtype=types[name]) for name in names}
-            boxes = {name: tuple((0, size) for size in shapes[name]) for name in names}
-            blocks = [
-                Block(f"{role}.weight.{n}", shapes[n], boxes[n], tensors[n], False) for n in names
-            ]
-            read_tensors(blocks, path)
-            return tensors
+            return tensors(names_by_rank[groups.rank])
 
         manifest = directory.read_manifest(path)
         origin = {"run_id": manifest.run_id, "step": manifest.step}
@@ -221,7 +214,7 @@ def training_checkpoint_to_hf(
         world = groups.mesh.world
         write_hf(
             read,
-            shape,
+            shape.base,
             Path(output),
             rank,
             world,
@@ -232,6 +225,42 @@ def training_checkpoint_to_hf(
             origin,
         )
         _report(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape)
+
+
+def _stored_tensors(
+    path: Path, role: str, shape: ModelShape, dtype_name: str, start: Path, names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Return tensors of a role's model in a training checkpoint. With adapters it has these alone:
+    the others are those of the initial checkpoint `start`, which are merged with them. Every rank
+    must call it."""
+    import torch
+
+    from rlhf_mc.checkpoint.hf_format import HFReader
+    from rlhf_mc.checkpoint.training_blocks import Block
+    from rlhf_mc.checkpoint.training_tensors import read_tensors
+    from rlhf_mc.models.lora import merge
+    from rlhf_mc.reshard.layout import correction_biases, logical_shapes
+
+    shapes = logical_shapes(shape)
+    biases = correction_biases(shape)
+    dtype = getattr(torch, dtype_name)
+    types = {name: torch.float32 if name in biases else dtype for name in shapes}
+    frozen = [name for name in names if shape.lora is not None and name != "score.weight"]
+    pairs = {name: pair for name in frozen if (pair := adapter_names(name))[0] in shapes}
+    stored = [*(name for name in names if name not in frozen), *itertools.chain(*pairs.values())]
+    tensors = {name: torch.empty(shapes[name], dtype=types[name]) for name in stored}
+    boxes = {name: tuple((0, size) for size in shapes[name]) for name in stored}
+    blocks = [Block(f"{role}.weight.{n}", shapes[n], boxes[n], tensors[n], False) for n in stored]
+    read_tensors(blocks, path)
+    reader = HFReader(start)
+    with reader.reading():
+        for name, weight in reader.slices(frozen).items():
+            tensors[name] = weight[:].to(types[name])
+    for name, pair in pairs.items():
+        assert shape.lora is not None
+        a, b = (tensors.pop(part) for part in pair)
+        tensors[name] = merge(tensors[name], a, b, shape.lora.scale)
+    return tensors
 
 
 def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:

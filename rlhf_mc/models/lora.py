@@ -111,11 +111,15 @@ class MergedWeight:
 
     @torch.no_grad()
     def __getitem__(self, block: Sequence[slice]) -> torch.Tensor:
-        """Return a block, computed in float32 and rounded once."""
         rows, columns = block
-        delta = self.joint(self.b)[rows].float() @ self.a[:, columns].float()
-        base = self.weight[rows, columns].float()
-        return torch.add(base, delta, alpha=self.scale).to(self.dtype)
+        b = self.joint(self.b)[rows]
+        return merge(self.weight[rows, columns], self.a[:, columns], b, self.scale)
+
+
+def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return W + s B A, computed in float32 and rounded once."""
+    delta = b.float() @ a.float()
+    return torch.add(weight.float(), delta, alpha=scale).to(weight.dtype)
 
 
 @contextmanager

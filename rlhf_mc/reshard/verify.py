@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
 most four times that: a contiguous copy, one that is padded or aligned, weights, mixed words. A
 chunk fits into a CPU's cache; on a GPU the ten kernels of a chunk should take longer than their
 launches."""
+_READ_BYTES = 1 << 30
+"""Bytes of blocks that are read before they are summed."""
 
 
 @torch.no_grad()
@@ -63,11 +65,11 @@ def _first_difference(
             )
     received = [] if group is None else [t for _, receives in plan.buckets for t in receives]
     sides = Sides(source, target)
-    wanted = [checksums([sides.source_blocks(t) for t in plan.copies])]
+    wanted = [_checksums(plan.copies, sides.source_blocks)]
     if group is not None:
         wanted.append(_checksums_of_senders(plan, sides, received, group))
     written = [*plan.copies, *received]
-    got = checksums([sides.destination(t) for t in written], dtype)
+    got = _checksums(written, sides.destination, dtype)
     different = (torch.cat(wanted) != got).any(dim=1).nonzero().flatten().tolist()
     if not different:
         return None
@@ -85,9 +87,7 @@ def _checksums_of_senders(
     device = message_device(group)
     leaving = by_peer([t for sends, _ in plan.buckets for t in sends], lambda t: t.dst_rank)
     arriving = by_peer(received, lambda t: t.src_rank)
-    outgoing = {
-        p: checksums([sides.source_blocks(t) for t in ts]).to(device) for p, ts in leaving.items()
-    }
+    outgoing = {p: _checksums(ts, sides.source_blocks).to(device) for p, ts in leaving.items()}
     incoming = {
         p: torch.empty(len(ts), 2, dtype=torch.int64, device=device) for p, ts in arriving.items()
     }
@@ -95,6 +95,26 @@ def _checksums_of_senders(
     rows = {p: iter(sums.cpu()) for p, sums in incoming.items()}
     sums = [next(rows[t.src_rank]) for t in received]
     return torch.stack(sums) if sums else checksums([])
+
+
+def _checksums(
+    transfers: Sequence[Transfer],
+    blocks: Callable[[Transfer], list[torch.Tensor]],
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the `checksums` of the blocks of transfers, which are read a part at a time: those of
+    merged weights are computed."""
+    sums = [torch.empty(0, 2, dtype=torch.int64)]
+    part: list[list[torch.Tensor]] = []
+    num_bytes = 0
+    for number, transfer in enumerate(transfers, 1):
+        part.append(blocks(transfer))
+        num_bytes += sum(block.nbytes for block in part[-1])
+        if num_bytes >= _READ_BYTES or number == len(transfers):
+            sums.append(checksums(part, dtype))
+            part = []
+            num_bytes = 0
+    return torch.cat(sums)
 
 
 def checksums(
