@@ -22,6 +22,11 @@ BACKWARD = 2
 input, and one for the gradient of the weight (or, in attention, of the other factor)."""
 
 
+WITH_ADAPTERS = 1
+"""The same of products with frozen weights, which have no gradient. Those with adapters, of which
+each is 2 r / (in + out) of the product with its weight, are not counted."""
+
+
 @dataclass(frozen=True)
 class ForwardFlops:
     """FLOPs of a forward pass through all layers."""
@@ -39,6 +44,16 @@ class ForwardFlops:
     def total(self) -> float:
         """All of them."""
         return self.projections + self.feed_forward + self.attention + self.output
+
+    def backward(self, shape: ModelShape) -> ForwardFlops:
+        """Return the FLOPs of the backward pass."""
+        of_weights = BACKWARD if shape.lora is None else WITH_ADAPTERS
+        return ForwardFlops(
+            of_weights * self.projections,
+            of_weights * self.feed_forward,
+            BACKWARD * self.attention,
+            (BACKWARD if shape.value_head else of_weights) * self.output,
+        )
 
 
 def output_flops(shape: ModelShape) -> float:

@@ -224,7 +224,7 @@ def training_checkpoint_to_hf(
             max_shard_bytes,
             origin,
         )
-        _report(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape)
+        _report(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape.base)
 
 
 def _stored_tensors(

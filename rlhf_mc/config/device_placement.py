@@ -43,11 +43,15 @@ engine's sleep skips them."""
 Row = Mapping[str, frozenset[str]]
 
 
-def parts_on_device(phase: str) -> Row | None:
+def parts_on_device(phase: str, reference_is_actor: bool = False) -> Row | None:
     """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase
-    of a reward model is named after its role, and needs that model."""
+    of a reward model is named after its role, and needs that model. reference_is_actor: as
+    config/roles.py has it."""
     row = TABLE[unnamed(phase)]
     if row is None:
         return None
     roles = (*ROLES[:-1], phase if unnamed(phase) == "reward_model" else "reward_model")
-    return {role: frozenset(names.split()) for role, names in zip(roles, row, strict=True)}
+    parts = {role: frozenset(names.split()) for role, names in zip(roles, row, strict=True)}
+    if reference_is_actor:
+        parts["actor"] |= parts.pop("ref")
+    return parts

@@ -71,10 +71,14 @@ def uses_reference(cfg: Config) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
 
 
+def reference_is_actor(cfg: Config) -> bool:
+    """Return whether the reference policy is the actor without its adapters."""
+    return uses_reference(cfg) and cfg.actor.lora.rank > 0
+
+
 def has_reference_model(cfg: Config) -> bool:
-    """Return whether the reference policy is a model of its own. It is the actor without its
-    adapters where the actor has any."""
-    return uses_reference(cfg) and cfg.actor.lora.rank == 0
+    """Return whether the reference policy is a model of its own."""
+    return uses_reference(cfg) and not reference_is_actor(cfg)
 
 
 def shares_weights(cfg: Config) -> bool:

@@ -60,7 +60,7 @@ def ascending_in_buffer(
     stacks: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in named:
         stack = re.sub(
-            r"(\.experts\.)(local_experts\.\d+\.)?(linear_fc\d\.[a-z]+)\d*$", r"\1\3", name
+            r"(\.experts\.)(local_experts\.\d+\.)?(linear_fc\d\.\w+?)\d*$", r"\1\3", name
         )
         stacks.setdefault(stack, []).append((name, param))
     return [pair for stack in stacks.values() for pair in reversed(stack)]

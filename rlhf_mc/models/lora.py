@@ -26,6 +26,9 @@ from rlhf_mc.models.steps import Assembly
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.layout import Layout, Stack, mcore_layout, name_in_layer
 
+_MERGED_NUMEL = 1 << 24
+"""Elements of a weight that are merged at a time: their float32 copies are 128 MiB."""
+
 
 @dataclass(frozen=True)
 class AdaptedLayer:
@@ -117,9 +120,14 @@ class MergedWeight:
 
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return W + s B A, computed in float32 and rounded once."""
-    delta = b.float() @ a.float()
-    return torch.add(weight.float(), delta, alpha=scale).to(weight.dtype)
+    """Return W + s B A, computed in float32, some rows at a time, and rounded once."""
+    rows = max(1, _MERGED_NUMEL // weight.shape[1])
+    wide = a.float()
+    parts = [
+        torch.add(part.float(), of_b.float() @ wide, alpha=scale).to(weight.dtype)
+        for part, of_b in zip(weight.split(rows), b.split(rows), strict=True)
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from rlhf_mc.architectures.layer import FeedForward, Layer, Mixer
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.planner.model_state import ITEMSIZES, model_buffers
-from rlhf_mc.reshard.freeze import frozen_parameters
-from rlhf_mc.reshard.layout import Layout, correction_biases
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.model_checks import cp_comm_type
 from rlhf_mc.topology.mesh import Axis, Mesh
 
@@ -326,7 +326,7 @@ class Passes:
         ranks, of a tied embedding over both ends of the pipeline. With the distributed optimizer
         new parameters are gathered."""
         shares = self._shape.shares_embeddings
-        frozen = frozen_parameters(correction_biases(self._shape), layout)
+        frozen = frozen_parameters(frozen_tensors("", (), self._shape), layout)
         for buffer in model_buffers(
             layout, self._megatron, self._mesh, self._stage, frozen, overlaps_reduction, shares
         ):

@@ -18,6 +18,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
+    reference_is_actor,
     shares_weights,
     token_budgets,
     tokens_on_rank,
@@ -265,7 +266,7 @@ def _phases(
     # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint
     # does.
     for name in ("update_weights", "gen", *passes, "save_checkpoint", "export"):
-        row = parts_on_device(name)
+        row = parts_on_device(name, reference_is_actor(cfg))
         assert row is not None
         parts: dict[str, float] = {}
         for role, model in models.items():
@@ -293,6 +294,7 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
     peaks = {}
     for phase, budget in token_budgets(cfg).items():
         role = _ROLES_OF_PASSES.get(phase, phase)
+        role = "actor" if phase == "ref" and reference_is_actor(cfg) else role
         if role not in models:
             continue
         model = models[role]

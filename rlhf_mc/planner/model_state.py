@@ -41,7 +41,7 @@ _ORDER = {
         ("linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"),
         ("dt_bias", "A_log", "in_proj", "conv1d", "out_norm", "out_proj"),
         ("router", "experts", "shared_experts", "gate_weight", "linear_fc1", "linear_fc2"),
-        ("layer_norm_weight", "weight", "bias"),
+        ("layer_norm_weight", "weight", "bias", "lora_A", "lora_B"),
     )
     for index, name in enumerate(names)
 }

@@ -23,7 +23,6 @@ from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.measured import Expected, expect_times
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.model_state import ModelState
-from rlhf_mc.planner.rank_layouts import planned_layouts
 from rlhf_mc.planner.search_space import (
     BUCKET,
     EP,
@@ -43,7 +42,6 @@ from rlhf_mc.reshard.layout import logical_shapes
 from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.topology.mesh import training_mesh
 
 MARGIN = 0.05
 """Share of the device memory that a plan leaves: activations are planned within 10 %, fragmentation
@@ -264,10 +262,10 @@ class _Search:
         stages = layout[TP] * layout[PP]
         dp = self._machine.world // stages
         # Weights of two bytes, gradients of four, Adam's moments over all replicas.
+        base = self._space.base
         shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[EP] / dp) / layout[EP]
         if (
-            not self._space.base.actor.freeze
-            and not self._space.base.critic.freeze
+            not any(role.freeze or role.lora.rank for role in (base.actor, base.critic))
             and shared / stages > self._device_bytes
         ):
             return None
@@ -398,11 +396,8 @@ class _Search:
             return None
         weights: list[Traffic] = []
         if machine.world <= MOST_RANKS:
-            shape = self._shapes["actor"]
-            layouts = planned_layouts(
-                shape, training_mesh(choice.cfg.actor.megatron, machine.world), cuda=True
-            )
-            weights = weight_update(choice.cfg, shape, layouts, machine.gpus_per_node)
+            world = machine.world
+            weights = weight_update(choice.cfg, self._shapes["actor"], world, machine.gpus_per_node)
         times = plan_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
         expected = expect_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
         return replace(choice, times=times, expected=expected, fit=fit)

@@ -105,11 +105,12 @@ def pool_bytes(cfg: Config) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, megatron: MegatronConfig, freeze: Sequence[str]) -> int:
-    """Return the bytes of a trained model in a training checkpoint: its weights; for trained
-    weights also Adam's moments and, unless they are float32, a float32 copy. freeze: the patterns
-    of its frozen tensors."""
+    """Return the bytes of a trained model in a training checkpoint: its weights, but with adapters
+    the trained ones alone; for trained weights also Adam's moments and, unless they are float32, a
+    float32 copy. freeze: the patterns of its frozen tensors."""
     sizes = {name: math.prod(size) for name, size in logical_shapes(shape).items()}
     frozen = frozen_tensors("freeze", freeze, shape)
     copies = 2 + (megatron.dtype != "float32")
     trained = sum(numel for name, numel in sizes.items() if name not in frozen)
-    return sum(sizes.values()) * ITEMSIZES[megatron.dtype] + trained * copies * _FLOAT32
+    stored = sum(sizes.values()) if shape.lora is None else trained
+    return stored * ITEMSIZES[megatron.dtype] + trained * copies * _FLOAT32

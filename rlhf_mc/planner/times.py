@@ -276,18 +276,20 @@ class _Model:
         )
         repeated = {layer: n for layer, n in layers.items() if layer.feed_forward.is_recomputed}
         dense = unique * self._flops(0.0, repeated).feed_forward
-        seconds = self._rate.seconds(inner)
-        end = self._rate.seconds(ForwardFlops(0.0, 0.0, 0.0, output))
+        last = ForwardFlops(0.0, 0.0, 0.0, output)
+        seconds = self._rate.seconds(inner) + self._rate.seconds(last)
         if backward:
             # The output layer's logits are computed again in the backward pass (models/heads.py).
-            end *= 1 + BACKWARD + (not shape.value_head)
-            seconds = seconds * (1 + BACKWARD) + self._recomputed_seconds(inner, dense)
+            seconds += 0.0 if shape.value_head else self._rate.seconds(last)
+            seconds += sum(self._rate.seconds(part.backward(shape)) for part in (inner, last))
+            seconds += self._recomputed_seconds(inner, dense)
         head = 0 if stage < mesh.pp - 1 else output_flops(shape) / 2
         of_layers = sum(count * self._layer_weights(layer) for layer, count in layers.items())
         weights = (of_layers + head) / mesh.tp
         itemsize = ITEMSIZES[self._megatron.dtype]
-        read = weights * (2 * itemsize + 2 * _FLOAT32 if backward else itemsize)
-        return max((seconds + end) / mesh.tp, read / self._machine.rates.memory)
+        gradients = 2 * _FLOAT32 if shape.lora is None else 0
+        read = weights * (2 * itemsize + gradients if backward else itemsize)
+        return max(seconds / mesh.tp, read / self._machine.rates.memory)
 
     def _sums_of_gradients(self) -> dict[str, float]:
         """Return the seconds of gradients and of new parameters, on the stage that takes

@@ -19,9 +19,11 @@ from rlhf_mc.config.roles import (
     has_old_log_prob_pass,
     overlaps_reduction,
     prompts_per_batch,
+    reference_is_actor,
     shares_weights,
     token_budgets,
     tokens_on_rank,
+    uses_reference,
 )
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.balance import DUMMY_TOKENS
@@ -77,7 +79,7 @@ def plan_traffic(
         role: planned_layouts(shapes[role], training_mesh(layouts(cfg)[role], world), cuda=True)
         for role in shapes
     }
-    traffic = [weight_update(cfg, shapes["actor"], by_role["actor"], gpus_per_node)]
+    traffic = [weight_update(cfg, shapes["actor"], world, gpus_per_node)]
     steps = [(GEN, _rollout_collectives(cfg, shapes["actor"], world, gpus_per_node, lengths))]
     for work in phase_work(cfg, shapes, world, lengths):
         steps.append(
@@ -159,8 +161,8 @@ def phase_work(
     sampled = cfg.data.train_batch_size * cfg.rollout.n
     if has_old_log_prob_pass(cfg, router_replay(cfg, shapes["actor"])):
         yield work("old_log_prob", "actor", sampled)
-    if "ref" in shapes:
-        yield work("ref", "ref", sampled)
+    if uses_reference(cfg):
+        yield work("ref", "actor" if reference_is_actor(cfg) else "ref", sampled)
     if "critic" in shapes:
         yield work("values", "critic", sampled)
     for role in reward_models(cfg):
@@ -259,12 +261,12 @@ def _load(transfers: Sequence[Traffic]) -> tuple[float, float]:
 
 
 def weight_update_plans(
-    cfg: Config, shape: ModelShape, rank_layouts: Sequence[Layout], gpus_per_node: int
+    cfg: Config, shape: ModelShape, world: int, gpus_per_node: int
 ) -> list[Plan]:
-    """Return the plans of the weight update, as a run makes them. shape, rank_layouts: the actor's
-    shape and
-    the layouts of all ranks."""
-    mesh = training_mesh(cfg.actor.megatron, len(rank_layouts))
+    """Return the plans of the weight update on GPUs, as a run makes them. shape: the actor's."""
+    mesh = training_mesh(cfg.actor.megatron, world)
+    shape = shape.base
+    rank_layouts = planned_layouts(shape, mesh, cuda=True)
     layout = engine_factory(cfg.rollout).layout
     groups = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
     plans = make_plans(
@@ -281,11 +283,9 @@ def weight_update_plans(
     return [plan for plan in plans if plan is not None]
 
 
-def weight_update(
-    cfg: Config, shape: ModelShape, rank_layouts: Sequence[Layout], gpus_per_node: int
-) -> list[Traffic]:
+def weight_update(cfg: Config, shape: ModelShape, world: int, gpus_per_node: int) -> list[Traffic]:
     """Return what the rank that receives most receives in the weight update."""
-    plans = weight_update_plans(cfg, shape, rank_layouts, gpus_per_node)
+    plans = weight_update_plans(cfg, shape, world, gpus_per_node)
 
     def by_rank(name: str) -> list[int]:
         return [

@@ -24,9 +24,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import (
     adapts_kl_loss,
     has_contiguous_experts,
+    reference_is_actor,
     shares_weights,
     token_budgets,
-    uses_reference,
 )
 from rlhf_mc.config.schema import (
     Config,
@@ -122,15 +122,14 @@ def build_run(cfg: Config) -> Run:
     meshes = {role: training_mesh(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
-    offload_schedule = OffloadSchedule()
+    offload_schedule = OffloadSchedule(reference_is_actor(cfg))
     models = build_models(cfg, starts, groups, schedule.total_steps, offload_schedule)
     for role, model in models.items():
         model.offload.optimizer_stays = role in staying
     actor = models["actor"]
     reference = models.get("ref")
-    if reference is None and uses_reference(cfg):
+    if reference_is_actor(cfg):
         reference = actor.without_adapters()
-        offload_schedule.share("actor", "ref")
     budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, actor, rank)
     if environments is not None:

@@ -19,10 +19,10 @@ _NOTHING: frozenset[str] = frozenset()
 class OffloadSchedule:
     """The device placement of a run's models and its rollout engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, reference_is_actor: bool = False) -> None:
+        """reference_is_actor: as parts_on_device has it."""
         self._engines: dict[str, ModelEngine] = {}
-        self._roles: dict[str, tuple[str, ...]] = {}
-        """Roles of each model, by the first of them."""
+        self._reference_is_actor = reference_is_actor
         self._rollout: RolloutEngine | None = None
         self._peak_bytes: dict[str, int] = {}
 
@@ -30,13 +30,8 @@ class OffloadSchedule:
         """Add a model and offload it until a phase needs it, so that the next model can be
         built."""
         self._engines[role] = engine
-        self._roles[role] = (role,)
         engine.offload.offload_all_but(())
         self._record_peak()
-
-    def share(self, role: str, other: str) -> None:
-        """Let the model of a role be another role's too."""
-        self._roles[role] += (other,)
 
     def add_rollout(self, rollout: RolloutEngine) -> None:
         """Add a rollout engine that sleeps between its phases (rollout.free_cache_engine)."""
@@ -46,7 +41,7 @@ class OffloadSchedule:
     def phase(self, timer: PhaseTimer, name: str) -> Iterator[None]:
         """Establish the phase's row of TABLE, then run and time the body. Moves are timed as
         "offload"; without a move there is no such time."""
-        row = parts_on_device(name)
+        row = parts_on_device(name, self._reference_is_actor)
         if row is not None and self._differs(row):
             with timer.phase("offload"):
                 self._enter(row)
@@ -64,25 +59,21 @@ class OffloadSchedule:
 
     def _differs(self, row: Row) -> bool:
         moves = any(
-            engine.offload.differs_from(self._parts(row, role))
+            engine.offload.differs_from(row.get(role, _NOTHING))
             for role, engine in self._engines.items()
         )
         return moves or (self._rollout is not None and self._rollout.awake != row["rollout"])
 
-    def _parts(self, row: Row, role: str) -> frozenset[str]:
-        """Return the parts of a model that any of its roles needs."""
-        return _NOTHING.union(*(row.get(name, _NOTHING) for name in self._roles[role]))
-
     def _enter(self, row: Row) -> None:
         """Establish the row: offload first, to make room, then onload."""
         for role, engine in self._engines.items():
-            engine.offload.offload_all_but(self._parts(row, role))
+            engine.offload.offload_all_but(row.get(role, _NOTHING))
         if self._rollout is not None and self._rollout.awake - row["rollout"]:
             # The engine discards the weights with the KV cache. The one phase that needs the
             # weights alone overwrites them.
             self._rollout.sleep()
         for role, engine in self._engines.items():
-            engine.offload.onload(self._parts(row, role))
+            engine.offload.onload(row.get(role, _NOTHING))
         if self._rollout is not None:
             for part in (WEIGHTS, KV_CACHE):
                 if part in row["rollout"] - self._rollout.awake:

@@ -10,7 +10,7 @@ from rlhf_mc.algorithms.estimators import EstimatorFunction
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.policy_losses import PolicyLoss
 from rlhf_mc.checkpoint.input_fingerprints import Inputs
-from rlhf_mc.config.roles import has_reference_model
+from rlhf_mc.config.roles import reference_is_actor
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.environments.environment_manager import EnvironmentManager
@@ -84,6 +84,6 @@ class Run:
     def models(self) -> list[ModelEngine]:
         """Return the models of all roles; a reference that is the actor without adapters is none of
         them."""
-        reference = self.reference if has_reference_model(self.config) else None
+        reference = None if reference_is_actor(self.config) else self.reference
         frozen = [] if reference is None else [reference]
         return [*self.trained_models(), *frozen, *(model.engine for model in self.reward_models)]

@@ -6,13 +6,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.architectures.operations import BACKWARD, forward_flops
+from rlhf_mc.architectures.operations import ForwardFlops, forward_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.balance import Cost, assign_to_replicas, sequence_costs
@@ -232,16 +232,25 @@ def update_flops(
     shape: ModelShape, batch: RaggedBatch, epochs: int, computed: float = 1.0
 ) -> float:
     """Return the FLOPs of an update, summed over all ranks: forward and backward passes over the
-    batch, once an epoch. Frozen tensors count as trained ones, as they do in verl. Nothing that is
-    recomputed counts. computed: as log_prob_flops."""
-    return epochs * ((1 + BACKWARD) * log_prob_flops(shape, batch, computed))
+    batch, once an epoch. Tensors that actor.freeze names count as trained ones, as they do in verl.
+    Nothing that is recomputed counts. computed: as log_prob_flops."""
+    flops = _pass_flops(shape, batch, computed)
+    return epochs * (flops.total + flops.backward(shape).total)
 
 
 def log_prob_flops(shape: ModelShape, batch: RaggedBatch, computed: float = 1.0) -> float:
     """Return the FLOPs of a pass that computes log-probs, summed over all ranks. computed: share of
     the tokens that all but attention computes, below 1 where prompts are shared."""
+    return _pass_flops(shape, batch, computed).total
+
+
+def _pass_flops(shape: ModelShape, batch: RaggedBatch, computed: float) -> ForwardFlops:
     flops = forward_flops(shape, batch.seq_lens.tolist(), int(batch.response_lens.sum()))
-    return flops.total - (1 - computed) * (flops.projections + flops.feed_forward)
+    return replace(
+        flops,
+        projections=computed * flops.projections,
+        feed_forward=computed * flops.feed_forward,
+    )
 
 
 @lru_cache

@@ -11,7 +11,7 @@ from typing import Any
 from gpu_parts.engines import make_engine, mesh_groups, objective, token_batch
 from gpu_parts.measure import activation_peak
 
-from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.config.schema import LoraConfig, OptimConfig
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
 from rlhf_mc.planner.model_state import ModelState
@@ -27,12 +27,12 @@ PASSES = 9
 
 
 def measured_state(
-    checkpoint: str, mesh: dict[str, int], freeze: Sequence[str], **megatron: Any
+    checkpoint: str, mesh: dict[str, int], freeze: Sequence[str], lora_rank: int, **megatron: Any
 ) -> ModelState:
     """Build a trained actor with Adam's moments and return the bytes of its storages on this
     rank."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
-        engine = make_engine(checkpoint, "actor", groups, **megatron)
+        engine = make_engine(checkpoint, "actor", groups, LoraConfig(lora_rank), **megatron)
         frozen = frozen_tensors("actor.freeze", freeze, engine.shape)
         engine.make_trainable(
             OptimConfig(), 1, frozen_parameters(frozen, engine_layouts(engine)[groups.rank])

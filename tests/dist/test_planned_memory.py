@@ -10,8 +10,9 @@ import planner_cases
 import pytest
 from tiny import make_checkpoint
 
+from rlhf_mc.architectures.parameters import with_adapters
 from rlhf_mc.checkpoint.hf_format import HFReader
-from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.config.model_schema import LoraConfig, MegatronConfig
 from rlhf_mc.planner.activations import Pass, update_peak
 from rlhf_mc.planner.model_state import ModelState, trained_state
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
@@ -49,6 +50,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("world", "model", "mesh", "megatron", "freeze"),
     [
+        # adapters of this rank
+        (2, "untied", {"tp": 2}, BFLOAT16, 4),
+        (4, "moe", {"tp": 2, "ep": 2}, {"sequence_parallel": True, **BFLOAT16}, 2),
+        (4, "latent", {"pp": 2}, BFLOAT16, 3),
+        (2, "delta_net", {}, BFLOAT16, 3),
         (2, "untied", {"tp": 2}, {}, ()),
         (2, "untied", {}, BFLOAT16, ()),
         (2, "untied", {}, {"dtype": "bfloat16"}, ()),
@@ -96,22 +102,25 @@ def test_model_state_is_exact(
     model: str,
     mesh: dict[str, int],
     megatron: dict[str, Any],
-    freeze: Sequence[str],
+    freeze: Sequence[str] | int,
 ) -> None:
     """Compare parameters, gradients and optimizer state of each stage's fullest rank with the bytes
     of its storages."""
+    patterns, lora_rank = ((), freeze) if isinstance(freeze, int) else (freeze, 0)
     measured: list[ModelState] = pool(world).run(
         planner_cases.measured_state,
         checkpoint=str(checkpoints[model]),
         mesh=mesh,
-        freeze=freeze,
+        freeze=patterns,
+        lora_rank=lora_rank,
         **megatron,
     )
     shape = HFReader(str(checkpoints[model])).shape()
+    shape = with_adapters(shape, "actor.lora", LoraConfig(lora_rank))
     config = MegatronConfig(**{"dtype": "float32", "use_distributed_optimizer": False, **megatron})
     ranks = Mesh(world, **{"tp": 1, "pp": 1, **mesh})
     layouts = training_layouts(shape, ranks)
-    frozen = frozen_tensors("actor.freeze", freeze, shape)
+    frozen = frozen_tensors("actor.freeze", patterns, shape)
     for rank, layout in enumerate(layouts):
         at = ranks.coordinate(rank)
         found = trained_state(

@@ -136,9 +136,7 @@ def test_weight_update(
         [],
     )
     shape = HFReader(str(checkpoints["qwen2"])).shape()
-    (plan,) = weight_update_plans(
-        cfg, shape, training_layouts(shape, ranks, transformer_engine=True), 2
-    )
+    (plan,) = weight_update_plans(cfg, shape, world, 2)
     assert list(plan.received_bytes) == measured
     update, *_ = plan_traffic(cfg, {"actor": shape}, world, 2, Lengths(24, 12))
     assert update.intra_node + update.inter_node in measured
