@@ -63,7 +63,7 @@ def _state(engine: ModelEngine) -> ModelState:
 
 
 def measured_peak(
-    checkpoint: str, mesh: dict[str, int], micro_batches: int, **megatron: Any
+    checkpoint: str, mesh: dict[str, int], micro_batches: int, lora_rank: int = 0, **megatron: Any
 ) -> int:
     """Return the peak of the bytes that torch's profiler counts while a gradient is computed, over
     `micro_batches` micro-batches of SEQUENCES sequences on every replica. The gradient buffers
@@ -74,8 +74,11 @@ def measured_peak(
     pass. On several ranks it is the median of PASSES passes: gloo's threads free tensors of
     collectives at different times, and no profile sees it."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
-        engine = make_engine(checkpoint, "actor", groups, **megatron)
-        engine.make_trainable(OptimConfig(), 1)
+        engine = make_engine(checkpoint, "actor", groups, LoraConfig(lora_rank), **megatron)
+        frozen = frozen_tensors("actor.freeze", (), engine.shape)
+        engine.make_trainable(
+            OptimConfig(), 1, frozen_parameters(frozen, engine_layouts(engine)[groups.rank])
+        )
         batch = token_batch(
             250, [PROMPT] * SEQUENCES * micro_batches, [RESPONSE] * SEQUENCES * micro_batches
         )

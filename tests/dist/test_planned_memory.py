@@ -158,6 +158,11 @@ def test_model_state_is_exact(
         (1, "latent", {}, 1, {}),
         (1, "latent", {}, 1, {"recompute_granularity": None}),
         (2, "mixed", {"pp": 2}, 4, {}),
+        (1, "tied", {}, 1, {"lora_rank": 4}),
+        (1, "untied", {}, 2, {"lora_rank": 4, "recompute_granularity": "full"}),
+        (1, "moe", {}, 1, {"lora_rank": 4}),
+        (1, "latent", {}, 1, {"lora_rank": 4}),
+        (1, "delta_net", {}, 1, {"lora_rank": 4}),
         (2, "tied", {"tp": 2}, 1, {"sequence_parallel": True, "dtype": "bfloat16"}),
         (2, "tied", {"tp": 2}, 2, {}),
         (2, "tied", {"pp": 2}, 4, {"dtype": "bfloat16"}),
@@ -192,6 +197,7 @@ def test_activation_peak(
         **megatron,
     )
     shape = HFReader(str(checkpoints[model])).shape()
+    shape = with_adapters(shape, "actor.lora", LoraConfig(megatron.pop("lora_rank", 0)))
     ranks = Mesh(world, **{"tp": 1, "pp": 1, **mesh})
     config = MegatronConfig(
         **{"dtype": "float32", "tensor_model_parallel_size": ranks.tp, **megatron}
