@@ -183,7 +183,7 @@ def planned_bytes(role: TrainedModel) -> float:
     state = trained_state(
         layout, megatron, mesh, stage, (), uses_transformer_engine(), engine.shape.shares_embeddings
     )
-    return saved_bytes(state, mesh)
+    return saved_bytes(state.params, state.optimizer, mesh)
 
 
 def report_variants(

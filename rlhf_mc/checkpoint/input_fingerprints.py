@@ -118,6 +118,9 @@ def _files(cfg: Config) -> Iterator[_File]:
             )
         elif name == "model_path":
             yield from _model_files(setting, path, with_weights=True)
+        elif name == "adapter_path":
+            files = ("adapter_config.json", "adapter_model.safetensors")
+            yield from (_File(setting, file, path / file) for file in files)
         elif name == "dist_checkpointing_path":
             yield from _megatron_files(setting, path)
         elif name == "tokenizer_path":

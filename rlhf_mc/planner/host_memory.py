@@ -14,7 +14,7 @@ from rlhf_mc.config.roles import saves_checkpoints
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.lengths import responses_per_prompt
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
-from rlhf_mc.planner.model_state import ModelState
+from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.planner.storage import TRAINED, weight_bytes
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
@@ -83,7 +83,8 @@ def _rank_bytes(
         if role in TRAINED:
             if settings.optimizer_offload:
                 parts[f"{role} optimizer"] = state.optimizer
-            copies += saved_bytes(state, training_mesh(settings, world))
+            params = state.stored_params(shapes[role], ITEMSIZES[settings.dtype])
+            copies += saved_bytes(params, state.optimizer, training_mesh(settings, world))
     if saves_checkpoints(cfg.trainer) and cfg.trainer.async_save:
         parts["asynchronous save"] = copies
     responses = cfg.data.train_batch_size * responses_per_prompt(cfg)
@@ -94,8 +95,9 @@ def _rank_bytes(
     return parts
 
 
-def saved_bytes(state: ModelState, mesh: Mesh) -> float:
+def saved_bytes(params: float, optimizer: float, mesh: Mesh) -> float:
     """Return the bytes of a trained model that a rank copies for an asynchronous save: its
     optimizer state, and an equal part of the weights that replicas hold. With experts, most weights
-    are theirs, and have fewer replicas."""
-    return state.params * mesh.ep / mesh.replicas + state.optimizer
+    are theirs, and have fewer replicas. params, optimizer: bytes that the rank holds of what is
+    stored."""
+    return params * mesh.ep / mesh.replicas + optimizer

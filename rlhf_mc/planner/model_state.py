@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.topology.mesh import Mesh
@@ -58,6 +59,11 @@ class ModelState:
     """0 for a model that is never trained."""
     optimizer: int
     """Main parameters and Adam's moments: from the first optimizer step on."""
+
+    def stored_params(self, shape: ModelShape, itemsize: int) -> float:
+        """Return the bytes of its parameters in a training checkpoint: with adapters those that are
+        trained alone."""
+        return self.params if shape.lora is None else self.grads / _FLOAT32 * itemsize
 
 
 @dataclass

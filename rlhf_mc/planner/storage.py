@@ -66,10 +66,12 @@ def plan_storage(
     tensors = sum(checkpoint_bytes(shapes[role], *setting) for role, setting in settings.items())
     pool = pool_bytes(cfg)
     nodes = max(1, sum(len(ranks.ranks) for ranks in plan) // gpus_per_node)
-    read: dict[int, int] = {}
+    read: dict[int, float] = {}
     for ranks in plan:
         rank_bytes = sum(
-            ranks.states[role].params + ranks.states[role].optimizer for role in settings
+            ranks.states[role].stored_params(shapes[role], ITEMSIZES[megatron.dtype])
+            + ranks.states[role].optimizer
+            for role, (megatron, _) in settings.items()
         )
         for rank in ranks.ranks:
             read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + rank_bytes

@@ -35,6 +35,7 @@ CLUSTERS: list[tuple[str, int, str, float, float]] = [
     ("ppo_qwen3_30b_a3b", 16, "qwen3-30b-a3b", 15.1, 1033),
     ("ppo_70b", 64, "llama-3-70b", 21.8, 676),
     ("ppo_70b_8b_critic", 64, "llama-3-70b", 21.0, 488),
+    ("grpo_llama3_70b_lora", 8, "llama-3-70b", 12.4, 113.5),
     ("grpo_glm_4.5_air", 64, "glm-4.5-air", 29.0, 530),
     ("grpo_mixtral_8x22b", 64, "mixtral-8x22b", 29.0, 609),
     ("grpo_gpt_oss_120b", 64, "gpt-oss-120b", 27.5, 533),
