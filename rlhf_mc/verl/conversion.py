@@ -19,6 +19,7 @@ from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.verl import table
+from rlhf_mc.verl.adapters import adapter_defaults, has_adapters
 from rlhf_mc.verl.correction import rejection_lower_bound
 from rlhf_mc.verl.keys import (
     OFF,
@@ -43,16 +44,16 @@ VERL = "0.10.0.dev of 2026-08-22"
 ppo_trainer."""
 
 _CORRECTION = "algorithm.rollout_correction."
-_LORA = ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
 _SWITCHES: dict[str, tuple[str, ...]] = {
     "reward_model.sandbox_fusion.": ("reward_model.sandbox_fusion.url",),
     "reward_model.reward_manager.module.": ("reward_model.reward_manager.module.path",),
     "reward_model.": ("reward_model.enable",),
     MULTI_TURN: (f"{MULTI_TURN}enable", *TOOL_PATHS),
     **{
-        f"{model}.{section}": tuple(f"{model}.{name}" for name in _LORA)
+        f"{model}.{part}": (f"{model}.lora{mark}rank", f"{model}.lora{mark}adapter_path")
         for model in ("model", "critic.model")
-        for section in ("lora", "target_modules", "exclude_modules")
+        for part in ("lora.", "lora_", "target_modules", "exclude_modules")
+        for mark in ("." if part == "lora." else "_")
     },
     "model.tiled_mlp.": ("model.tiled_mlp.enabled",),
     "model.mtp.": ("model.mtp.enable",),
@@ -68,6 +69,7 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Sections that have no effect while their switches are off."""
+_REFERENCE_LAYOUT = ("ref.megatron.", "ref.fsdp_config.", "ref.veomni.", "ref.ulysses_")
 _REWARD_FUNCTIONS = tuple(
     f"reward_model.{name}"
     for name in (
@@ -271,6 +273,8 @@ def _absent_section(key: str, verl: Settings) -> MappedSetting | None:
         return not_needed(
             f"algorithm.adv_estimator {verl.get('algorithm.adv_estimator')} has no critic"
         )
+    if key.startswith(_REFERENCE_LAYOUT) and has_adapters(verl):
+        return not_needed("the reference is the actor without its adapters")
     for section, switches in _SWITCHES.items():
         is_inside = key.startswith(section) and key not in switches
         is_inside = is_inside and not (
@@ -300,7 +304,9 @@ def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[MappedSet
             "actor.loss_agg_mode", OF_SEQUENCES, f"verl's {loss} has no other; ours: token-mean"
         )
     roles = _roles(verl)
-    yield from layout_defaults(verl, settings, roles)
+    models = [role for role in roles if role != "ref" or not has_adapters(verl)]
+    yield from layout_defaults(verl, settings, models)
+    yield from adapter_defaults(verl, settings)
     yield from turn_defaults(verl, settings)
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))

@@ -236,6 +236,10 @@ KL = [
         ("fsdp", [*KL, f"{OF_ACTOR}.fsdp_config.param_offload=True",
                   "actor_rollout_ref.ref.fsdp_config.param_offload=True",
                   "actor_rollout_ref.model.enable_gradient_checkpointing=False"]),
+        ("fsdp", [*KL, "actor_rollout_ref.model.lora_rank=8"]),
+        ("fsdp", ["critic.model.path=m", "critic.model.lora_rank=8"]),
+        ("megatron", [*LARGE, *KL, "actor_rollout_ref.model.lora.rank=8"]),
+        ("megatron", [f"{OF_ACTOR}.strategy=megatron", "critic.model.lora.rank=8"]),
     ],
 )  # fmt: skip
 def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_path: Path) -> None:
@@ -424,12 +428,22 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("trainer.v1.sampler.max_off_policy_threshold", 4, ("not needed", None, None)),
         ("trainer.v1.trainer_mode", "separate_async", ("not supported", None, None)),
         ("skip.rollout.enable", True, ("not supported", None, None)),
+        # LoRA of FSDP, which reads model.lora_rank and not model.lora.rank
+        ("actor_rollout_ref.model.lora_rank", 0, ("implied", None, None)),
+        ("actor_rollout_ref.model.lora_rank", None, ("implied", None, None)),
+        ("actor_rollout_ref.model.lora_rank", 32, ("renamed", "actor.lora.rank", 32)),
+        ("critic.model.lora_rank", 8, ("renamed", "critic.lora.rank", 8)),
+        ("actor_rollout_ref.model.lora_rank", -1, ("renamed", "actor.lora.rank", -1)),
+        ("actor_rollout_ref.model.lora_rank", "many", ("not supported", None, None)),
+        ("actor_rollout_ref.model.lora.rank", 8, ("not supported", None, None)),
+        ("actor_rollout_ref.model.lora_alpha", 32, ("not needed", None, None)),
+        ("actor_rollout_ref.model.target_modules", "x", ("not needed", None, None)),
+        ("actor_rollout_ref.model.lora.dropout", 0.1, ("not needed", None, None)),
         ("actor_rollout_ref.model.lora_adapter_path", "adapter", ("not supported", None, None)),
         ("actor_rollout_ref.model.lora.adapter_path", "adapter", ("not supported", None, None)),
-        ("critic.model.lora_rank", 8, ("not supported", None, None)),
-        ("actor_rollout_ref.model.lora_alpha", 32, ("not needed", None, None)),
-        ("actor_rollout_ref.model.lora_rank", 0, ("implied", None, None)),
-        ("actor_rollout_ref.model.lora_rank", 32, ("not supported", None, None)),
+        ("actor_rollout_ref.model.use_rslora", True, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.load_format", "safetensors", ("not needed", None, None)),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_loras", 2, ("not needed", None, None)),
         ("actor_rollout_ref.rollout.top_p", 0.9, ("not supported", None, None)),
         ("actor_rollout_ref.rollout.top_k", -1, ("implied", None, None)),
         ("actor_rollout_ref.rollout.do_sample", False, ("not supported", None, None)),
@@ -513,10 +527,6 @@ def test_settings_that_depend_on_others() -> None:
     off = converted({**given, key: None}).settings
     assert off["reward_model.model_path"] == "rm" and "reward_model.tokenizer_path" not in off
     assert line_of("critic.optim.lr", 1.0, algorithm__adv_estimator="grpo")[0] == "not needed"
-    assert (
-        line_of("actor_rollout_ref.model.lora_alpha", 32, model__lora_adapter_path="a")[0]
-        == "not supported"
-    )
     correction: dict[str, Any] = {"algorithm__rollout_correction__rollout_is": "token"}
     bound = "algorithm.rollout_correction.rollout_is_threshold"
     assert line_of(bound, "0.5_5.0", **correction)[0] == "not supported", "IcePop"
@@ -533,6 +543,143 @@ def test_settings_that_depend_on_others() -> None:
         "trainer.export_freq",
         5,
     )
+
+
+QKV = ["q_proj", "k_proj", "v_proj"]
+LORA_OF_FSDP = [
+    ("lora_alpha", 32, "renamed", 32),
+    ("lora_alpha", 0, "renamed", 0),
+    ("lora_alpha", None, "not supported", None),
+    ("target_modules", "all-linear", "renamed", ["all-linear"]),
+    ("target_modules", ["q_proj", "v_proj"], "renamed", ["q_proj", "v_proj"]),
+    ("target_modules", "q_proj", "renamed", ["q_proj"]),
+    ("target_modules", ["linear_qkv", "frobnicate"], "renamed", ["linear_qkv", "frobnicate"]),
+    ("target_modules", [1], "not supported", None),
+    ("target_modules", {"a": 1}, "not supported", None),
+    ("target_modules", None, "not supported", None),
+    ("exclude_modules", None, "implied", None),
+    ("exclude_modules", "o_proj", "renamed", ["o_proj"]),
+    ("lora_adapter_path", None, "implied", None),
+    ("lora_adapter_path", "dir", "renamed", "dir"),
+    ("lora.merge", True, "not needed", None),
+    ("lora.alpha", 64, "not needed", None),
+    ("lora.rank", 0, "implied", None),
+    ("lora.rank", 8, "not supported", None),
+]  # fmt: skip
+"""Key of verl's in the model's section, value, kind of the answer, our value. model.lora_rank is
+on."""
+LORA_OF_MEGATRON = [
+    ("lora.alpha", 32, "renamed", 32),
+    ("lora.target_modules", ["linear_qkv"], "renamed", QKV),
+    ("lora.target_modules", ["linear_proj", "linear_fc1", "linear_fc2"], "renamed",
+     ["o_proj", "gate_proj", "up_proj", "down_proj"]),
+    ("lora.target_modules", ["linear_q", "linear_k", "linear_v"], "renamed", QKV),
+    ("lora.target_modules", ["linear_fc1_up", "linear_fc1_gate"], "renamed",
+     ["up_proj", "gate_proj"]),
+    ("lora.target_modules", ["linear_kv_up_proj"], "renamed", ["kv_b_proj"]),
+    ("lora.target_modules", ["frobnicate", "*.layers.0.*.linear_qkv"], "renamed",
+     ["frobnicate", "*.layers.0.*.linear_qkv"]),
+    ("lora.target_modules", [["linear_qkv"]], "not supported", None),
+    ("lora.target_modules", [], "renamed", ["all-linear"]),
+    ("lora.exclude_modules", [], "implied", None),
+    ("lora.exclude_modules", ["linear_proj"], "renamed", ["o_proj"]),
+    ("lora.adapter_path", "dir", "renamed", "dir"),
+    ("lora.adapter_path", None, "implied", None),
+    ("lora.dropout", 0.0, "implied", None),
+    ("lora.dropout", 0.05, "not supported", None),
+    ("lora.type", "lora", "implied", None),
+    ("lora.type", "canonical_lora", "implied", None),
+    ("lora.type", "dora", "not supported", None),
+    ("lora.type", "vlm_lora", "not supported", None),
+    ("lora.lora_A_init_method", "kaiming", "implied", None),
+    ("lora.lora_A_init_method", "normal", "not supported", None),
+    ("lora.lora_B_init_method", "zero", "implied", None),
+    ("lora.lora_B_init_method", "xavier", "not supported", None),
+    ("lora.merge", True, "not needed", None),
+    ("lora.a2a_experimental", True, "not needed", None),
+    ("lora.dtype", "fp32", "not needed", None),
+    ("lora.freeze_language_model", False, "not needed", None),
+    ("lora.use_rslora", True, "not supported", None),
+    ("lora.share_expert_adapters", False, "implied", None),
+    ("lora.normalize_moe_lora", True, "not supported", None),
+    ("lora_alpha", 64, "not needed", None),
+    ("target_modules", ["q_proj"], "not needed", None),
+    ("lora_rank", 8, "not supported", None),
+]  # fmt: skip
+"""The same where model.lora.rank is on."""
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.model", "critic.model"])
+@pytest.mark.parametrize(
+    ("engine", "key", "value", "kind", "ours"),
+    [("fsdp", *case) for case in LORA_OF_FSDP] + [("megatron", *case) for case in LORA_OF_MEGATRON],
+)
+def test_lora_has_this_answer(
+    section: str, engine: str, key: str, value: Any, kind: str, ours: Any
+) -> None:
+    rank = f"{section}.{'lora_rank' if engine == 'fsdp' else 'lora.rank'}"
+    conversion = converted({"model_engine": engine, rank: 8, f"{section}.{key}": value})
+    (line,) = (line for name, line in conversion.report if name == f"{section}.{key}")
+    assert (line.kind, line.value) == (kind, ours)
+    role = "critic" if section == "critic.model" else "actor"
+    if ours is not None:
+        name = key.removeprefix("lora.").removeprefix("lora_")
+        assert conversion.settings[f"{role}.lora.{name}"] == ours
+    assert conversion.settings[f"{role}.lora.rank"] == 8
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [("lora_rank", -1, "actor.lora.rank"), ("lora_alpha", 0, "actor.lora.alpha")],
+)
+def test_lora_that_is_out_of_range_is_named_by_our_check(key: str, value: Any, ours: str) -> None:
+    given = {"actor_rollout_ref.model.lora_rank": 8, f"actor_rollout_ref.model.{key}": value}
+    paths = ["data.train_files=[a]", "model.path=m"]
+    with pytest.raises(UserError, match=re.escape(ours)):
+        check_config(load_config(None, [*paths, *converted(given).overrides()]), 8)
+
+
+def test_defaults_of_megatrons_lora_are_written_out() -> None:
+    """Check alpha and modules: verl's default of FSDP's alpha is ours."""
+    on = {"model_engine": "megatron", "critic.model.lora.rank": 8}
+    settings = converted(on).settings
+    assert settings["critic.lora.alpha"] == 32 and "actor.lora.alpha" not in settings
+    assert settings["critic.lora.target_modules"] == [
+        *QKV, "o_proj", "gate_proj", "up_proj", "down_proj"]  # fmt: skip
+    assert (
+        converted({"model_engine": "fsdp", "critic.model.lora_rank": 8})
+        .settings.keys()
+        .isdisjoint({"critic.lora.alpha", "critic.lora.target_modules"})
+    )
+    assert "critic.lora.rank" not in converted({**on, "algorithm.adv_estimator": "grpo"}).settings
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank", "layout"),
+    [
+        ("fsdp", "lora_rank", "fsdp_config.param_offload"),
+        ("megatron", "lora.rank", "megatron.param_offload"),
+    ],
+)
+def test_reference_without_adapters_has_no_layout(
+    engine: str, rank: str, layout: str, tmp_path: Path
+) -> None:
+    """Check verl's usual offload of the reference, which is the actor with LoRA."""
+    given = {
+        "data.train_files": "a",
+        "actor_rollout_ref.model.path": "m",
+        "model_engine": engine,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.actor.megatron.dtype": "float32",  # verl's reference is bfloat16
+        f"actor_rollout_ref.ref.{layout}": True,
+    }
+    assert converted(given).settings["ref.megatron.param_offload"] is True
+    lora = converted({**given, f"actor_rollout_ref.model.{rank}": 8})
+    assert not any(key.startswith("ref.megatron") for key in lora.settings)
+    assert loaded(lora, tmp_path / "ours.yaml").actor.lora.rank == 8
 
 
 def test_tools_become_an_environment() -> None:
