@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_mc import platform
+from rlhf_mc.config.roles import reference_is_actor
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.models.engine import ModelEngine, RankShare
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
@@ -65,16 +66,19 @@ def _row(engine: ModelEngine) -> ModelRow:
 
 
 def _precisions(run: Run) -> list[str]:
-    """Return for each precision and use of sequence parallelism the roles that have it."""
+    """Return for each precision and use of sequence parallelism the roles that have it, and the
+    reference where it is no model."""
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
     roles: dict[str, list[str]] = {}
     for engine in run.models():
         megatron = layouts(run.config)[engine.name]
         kind = f"{megatron.dtype}{', sequence parallel' if megatron.sequence_parallel else ''}"
         roles.setdefault(kind, []).append(engine.name)
+    reference = "; reference: the actor without its adapters"
     return [
         f"{layers} layers; "
         + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in roles.items())
+        + (reference if reference_is_actor(run.config) else "")
     ]
 
 

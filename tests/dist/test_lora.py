@@ -3,15 +3,23 @@ and leave the base and its results as they are."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import cases
+import forked
 import lora_cases
 import pytest
 import torch
 from gpu_parts.engines import Job
 from gpu_parts.reference import Reference, by_checkpoint_names
+from peft import PeftModel
+from safetensors.torch import load_file
 from test_family_models import DENSE, EXPERTS, HYBRID, family_batch, workspaces
+from test_resume import SETTINGS, UninterruptedRuns, assembled, metrics
+from tiny import make_workspace, write_config
+from transformers import AutoModelForCausalLM
 
 from rlhf_mc.data.batch import RaggedBatch
 
@@ -127,3 +135,101 @@ def test_adapters_in_every_layout(
     settings: dict[str, Any],
 ) -> None:
     check(pool(world), workspaces[family], family_batch, tmp_path, layout, **settings)
+
+
+ADAPTERS = ["actor.lora.rank=4", "actor.optim.lr=5e-3", "reshard.verify=always"]
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "layout", "settings"),
+    [
+        (2, "qwen3", (2, 1, 1), []),
+        (2, "qwen3", (1, 2, 2), ["critic.lora.rank=2"]),
+        (2, "gpt_oss", (1, 1, 2), ["actor.megatron.expert_model_parallel_size=2"]),
+        (2, "deepseek_v3", (1, 1, 2), []),
+        (2, "qwen3_5", (1, 1, 1), ["actor.megatron.dtype=bfloat16"]),
+    ],
+)
+def test_vllm_has_the_merged_weights(
+    pool: Any,
+    workspaces: dict[str, Path],
+    tmp_path: Path,
+    world: int,
+    family: str,
+    layout: tuple[int, int, int],
+    settings: list[str],
+) -> None:
+    """Run two PPO steps: vLLM's weights are those of the exported model, its log-probs are
+    Megatron's, the base is unchanged, and the first reference log-probs are the actor's."""
+    directory = workspaces[family]
+    config = write_config(directory, f"lora_{len(settings)}.yaml", actor={"ppo_epochs": 1})
+    results = cases.run_two_steps(pool(world), config, layout, tmp_path, [*ADAPTERS, *settings])
+    most = 1e-4 if "bfloat16" not in str(settings) else 0.1
+    for result in results:
+        assert result["different"] == [] and result["shared"] == []
+        first, second = result["steps"]
+        for step in (first, second):
+            assert step["training/rollout_logprobs_diff_max"] < most
+        kl = "actor/reward_kl_penalty"
+        assert abs(first[kl]) < 1e-6 < abs(second[kl])
+        assert not any(line.startswith("ref") for line in result["headlines"])
+        text = " ".join(line.strip() for line in result["headlines"])
+        assert "reference: the actor without its adapters" in text
+    start, end = (cases.exported_weights(str(path)) for path in (directory / "model", tmp_path))
+    changed = {
+        name
+        for name, weight in end.items()
+        if not torch.equal(start[name].to(weight.dtype), weight)
+    }
+    constant = ("norm", "embed", "lm_head", "router", "bias", "sinks", ".gate.", "conv1d", "A_log")
+    assert changed == {name for name in end if not any(part in name for part in constant)}
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> UninterruptedRuns:
+    """Return runs whose actor and critic have adapters."""
+    root = tmp_path_factory.mktemp("lora")
+    settings = copy.deepcopy(SETTINGS)
+    settings["actor"] |= {"lora": {"rank": 4}}
+    settings["critic"] |= {"lora": {"rank": 3, "exclude_modules": ["down_proj"]}}
+    return UninterruptedRuns(pool, write_config(make_workspace(root), **settings), root)
+
+
+@pytest.mark.parametrize(("source", "layout"), [("TP 2", "TP 2"), ("TP 2", "one rank")])
+def test_resumes_with_adapters(
+    runs: UninterruptedRuns, tmp_path: Path, source: str, layout: str
+) -> None:
+    """The checkpoint has the adapters, the value head and their optimizer state, nothing else."""
+    resumed = runs.resumed(source, layout, tmp_path)
+    then = assembled(resumed, "then")
+    saved = assembled(runs.results(source), "then")
+    assert then.keys() == saved.keys()
+    assert all((then[key] == saved[key]).all() for key in then)
+    tensors = {key.split(".", 2)[2] for key in then if not key.endswith(" is filled")}
+    assert all(".lora_" in name or name == "score.weight" for name in tensors)
+    assert sum("critic.exp_avg_sq" in key for key in then) > 20
+    mine, theirs = metrics(tmp_path), metrics(runs.directory(source))
+    if layout == source:
+        assert mine == theirs
+    for step in (3, 4):
+        for key in ("actor/loss", "critic/vf_loss", "actor/grad_norm", "actor/reward_kl_penalty"):
+            assert mine[step][key] == pytest.approx(theirs[step][key], rel=2e-4, abs=2e-6), key
+
+
+def test_training_checkpoint_is_converted(runs: UninterruptedRuns, tmp_path: Path) -> None:
+    runs.results("TP 2")
+    run = runs.directory("TP 2")
+    tool = str(Path(__file__).parents[2] / "tools" / "convert_mcore_to_hf.py")
+    done = forked.run([tool, "--checkpoint", str(run / "global_step_4"), "--output", str(tmp_path)])
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    exported = load_file(run / "hf" / "model.safetensors")
+    converted = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == converted.keys()
+    for name, tensor in exported.items():
+        assert torch.allclose(tensor, converted[name], rtol=0, atol=1e-7), name
+    base = AutoModelForCausalLM.from_pretrained(runs.config.parent / "model")
+    adapted = PeftModel.from_pretrained(base, run / "hf" / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(run / "hf")
+    tokens = torch.arange(1, 30)[None]
+    with torch.no_grad():
+        assert torch.allclose(adapted(tokens).logits, merged(tokens).logits, rtol=0, atol=1e-5)
