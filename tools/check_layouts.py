@@ -40,7 +40,7 @@ def check(cfg: Config, world: int) -> None:
     """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a
     difference."""
     import_transformer_engine()
-    from rlhf_mc.models.layout_check import check_training_layouts
+    from rlhf_mc.setup.layout_check import check_training_layouts
 
     check_config(cfg, world)
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}

@@ -121,7 +121,7 @@ def choose_modules(key: str, settings: LoraConfig, params: Iterable[Param]) -> L
     linear = list(dict.fromkeys(linear))
 
     def matching(setting: str, names: Sequence[str]) -> set[str]:
-        found: set[str] = set()
+        matched: set[str] = set()
         for name in names:
             chosen = {m for m in linear if name in (m, ALL_LINEAR) or m.endswith(f".{name}")}
             if not chosen:
@@ -131,8 +131,8 @@ def choose_modules(key: str, settings: LoraConfig, params: Iterable[Param]) -> L
                     f"{key}.{setting}: {name!r} is no linear layer that can have an adapter; the "
                     f"nearest is {nearest!r}, and all are {', '.join(known)}"
                 )
-            found |= chosen
-        return found
+            matched |= chosen
+        return matched
 
     chosen = matching("target_modules", settings.target_modules)
     chosen -= matching("exclude_modules", settings.exclude_modules)

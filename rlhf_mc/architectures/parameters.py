@@ -35,7 +35,7 @@ def _outside(shape: ModelShape) -> list[Param]:
 
 def model_params(shape: ModelShape) -> tuple[Param, ...]:
     """Return the rows of the parameters that this model has, each once for each kind of layer."""
-    adapters = (row for rows in adapters_of(shape) for row in (rows.a, rows.b))
+    adapters = (row for rows in model_adapters(shape) for row in (rows.a, rows.b))
     return (*_outside(shape), *_in_layers(shape), *adapters)
 
 
@@ -49,7 +49,7 @@ def _in_layers(shape: ModelShape) -> list[Param]:
     ]
 
 
-def adapters_of(shape: ModelShape) -> list[AdapterRows]:
+def model_adapters(shape: ModelShape) -> list[AdapterRows]:
     """Return the rows of the model's adapters, each once for each kind of layer."""
     return [] if shape.lora is None else adapter_rows(_in_layers(shape), shape.lora)
 

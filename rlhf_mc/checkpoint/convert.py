@@ -238,7 +238,7 @@ def _stored_tensors(
     from rlhf_mc.checkpoint.hf_format import HFReader
     from rlhf_mc.checkpoint.training_blocks import Block
     from rlhf_mc.checkpoint.training_tensors import read_tensors
-    from rlhf_mc.models.lora import merge
+    from rlhf_mc.models.adapted_layers import merge
     from rlhf_mc.reshard.layout import correction_biases, logical_shapes
 
     shapes = logical_shapes(shape)

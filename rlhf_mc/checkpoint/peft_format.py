@@ -135,10 +135,10 @@ def _check_tensors(key: str, directory: Path, shape: ModelShape, stored: Mapping
     for name, size in wanted.items():
         if name not in stored:
             raise UserError(f"{where} has no {name}, which {modules} asks for")
-        found = tuple(stored[name].get_shape())
-        if found != size:
+        stored_size = tuple(stored[name].get_shape())
+        if stored_size != size:
             raise UserError(
-                f"{where}: {name} is {list(found)}, and this model's is {list(size)}: the adapter "
+                f"{where}: {name} is {list(stored_size)}, and this model's is {list(size)}: the adapter "
                 "is of another model"
             )
     if unknown := next((name for name in stored if name not in wanted), None):

@@ -39,7 +39,6 @@ from rlhf_mc.models.gpt_model import (
     named_parameters,
 )
 from rlhf_mc.models.heads import Head
-from rlhf_mc.models.lora import adapters_off
 from rlhf_mc.models.megatron_patches import (
     fuse_adam,
     gather_parameters_once,

@@ -34,6 +34,7 @@ from rlhf_mc.architectures.layer import Layer
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
+from rlhf_mc.models.adapted_layers import add_adapters
 from rlhf_mc.models.context_parallel import rotate_in_context
 from rlhf_mc.models.expert_parts import (
     add_correction_biases,
@@ -42,7 +43,6 @@ from rlhf_mc.models.expert_parts import (
 )
 from rlhf_mc.models.gated_delta_net import delta_net_settings, use_delta_net
 from rlhf_mc.models.heads import add_value_head
-from rlhf_mc.models.lora import add_adapters
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
     gate_on_cpu,

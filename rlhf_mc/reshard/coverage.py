@@ -1,5 +1,5 @@
 """The coverage of a checkpoint by the layouts of all ranks: each element of each tensor is on as
-many ranks as the mesh says, and nothing else is. Arithmetic on shapes only; models/layout_check.py
+many ranks as the mesh says, and nothing else is. Arithmetic on shapes only; setup/layout_check.py
 compares the layouts with real models."""
 
 from __future__ import annotations

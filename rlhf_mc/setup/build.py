@@ -127,9 +127,6 @@ def build_run(cfg: Config) -> Run:
     for role, model in models.items():
         model.offload.optimizer_stays = role in staying
     actor = models["actor"]
-    reference = models.get("ref")
-    if reference_is_actor(cfg):
-        reference = actor.without_adapters()
     budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, actor, rank)
     if environments is not None:
@@ -150,7 +147,7 @@ def build_run(cfg: Config) -> Run:
         rewards=rewards,
         actor=actor,
         critic=models.get("critic"),
-        reference=reference,
+        reference=actor.without_adapters() if reference_is_actor(cfg) else models.get("ref"),
         reward_models=_reward_models(cfg, models, budgets, conversations),
         rollout=rollout,
         environments=environments,

@@ -27,7 +27,8 @@ __all__ = ["family_batch", "workspaces"]
 
 pytestmark = pytest.mark.dist
 
-RANK, ALPHA = 3, 12.0
+RANK = 3
+ALPHA = 12.0
 
 
 def check(
@@ -66,7 +67,8 @@ def check(
         assert (result["reference"] - base).abs().max() < 2e-5, rank
         # B = 0 computes what the base computes
         assert torch.equal(result["zero"], result["reference"]), rank
-        before, after = result["before"], result["after"]
+        before = result["before"]
+        after = result["after"]
         adapters = result["adapters"]
         assert adapters and not any("embed" in name for name in adapters)
         for name, tensor in before.items():
@@ -199,7 +201,7 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> UninterruptedRu
 def test_resumes_with_adapters(
     runs: UninterruptedRuns, tmp_path: Path, source: str, layout: str
 ) -> None:
-    """The checkpoint has the adapters, the value head and their optimizer state, nothing else."""
+    """Resume from a checkpoint with the adapters, the value head and their optimizer state alone."""
     resumed = runs.resumed(source, layout, tmp_path)
     then = assembled(resumed, "then")
     saved = assembled(runs.results(source), "then")
@@ -208,7 +210,8 @@ def test_resumes_with_adapters(
     tensors = {key.split(".", 2)[2] for key in then if not key.endswith(" is filled")}
     assert all(".lora_" in name or name == "score.weight" for name in tensors)
     assert sum("critic.exp_avg_sq" in key for key in then) > 20
-    mine, theirs = metrics(tmp_path), metrics(runs.directory(source))
+    mine = metrics(tmp_path)
+    theirs = metrics(runs.directory(source))
     if layout == source:
         assert mine == theirs
     for step in (3, 4):

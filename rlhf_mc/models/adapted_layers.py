@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch.nn.functional import linear
 
 from rlhf_mc.architectures.lora import AdapterRows, weight_name
-from rlhf_mc.architectures.parameters import adapters_of
+from rlhf_mc.architectures.parameters import model_adapters
 from rlhf_mc.architectures.rows import SPLIT_DIMS, Param
 from rlhf_mc.models.steps import Assembly
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
@@ -42,8 +42,8 @@ class AdaptedLayer:
     """Names in the module of W, A and B."""
     scale: float
     split_axis: int | None
-    """How tensor-parallel ranks share the layer: each has some rows of W and B (0), or some columns
-    of W and A (1); None: each has all of it."""
+    """Axis of W that is split over tensor-parallel ranks: each has some rows of W and B (0), or some
+    columns of W and A (1); None: each has all of them."""
     is_expert: bool
     """The token dispatcher gathers the inputs and sums the outputs of tensor-parallel ranks."""
     sequence_parallel: bool
@@ -166,7 +166,7 @@ def add_adapters(assembly: Assembly) -> None:
         ep_rank=at.ep,
         ep_size=mesh.ep,
     )
-    for rows in adapters_of(assembly.shape):
+    for rows in model_adapters(assembly.shape):
         for number, layer in enumerate(assembly.layers):
             if assembly.shape.layer_kinds[layer] == rows.weight.kind:
                 model.adapted_layers += _adapt(assembly, layout, rows, number)
@@ -258,7 +258,8 @@ def _joint(
             for name, tensor in zip((b, weight), tensors, strict=True)
         ]
         for of_b, of_weight in itertools.product(*parts):
-            (start, end), first = of_weight.box[-2], of_weight.offset[-2]
+            start, end = of_weight.box[-2]
+            first = of_weight.offset[-2]
             for row in range(max(start, of_b.box[-2][0]), min(end, of_b.box[-2][1])):
                 row_of_b[first + row - start] = of_b.offset[-2] + row - of_b.box[-2][0]
                 mask[first + row - start][projection] = True

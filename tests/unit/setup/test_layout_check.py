@@ -18,10 +18,10 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import gpt_model
-from rlhf_mc.models.layout_check import check_training_layouts
 from rlhf_mc.reshard import coverage, layout
 from rlhf_mc.reshard.layout import mcore_layout
 from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.setup.layout_check import check_training_layouts
 from rlhf_mc.topology.mesh import training_mesh
 
 MOE = ModelShape.from_hf_config(
