@@ -138,8 +138,8 @@ def _check_tensors(key: str, directory: Path, shape: ModelShape, stored: Mapping
         stored_size = tuple(stored[name].get_shape())
         if stored_size != size:
             raise UserError(
-                f"{where}: {name} is {list(stored_size)}, and this model's is {list(size)}: the adapter "
-                "is of another model"
+                f"{where}: {name} is {list(stored_size)}, and this model's is {list(size)}: the "
+                "adapter is of another model"
             )
     if unknown := next((name for name in stored if name not in wanted), None):
         raise UserError(f"{where} has {unknown}, which {modules} does not ask for")

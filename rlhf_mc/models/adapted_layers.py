@@ -42,8 +42,8 @@ class AdaptedLayer:
     """Names in the module of W, A and B."""
     scale: float
     split_axis: int | None
-    """Axis of W that is split over tensor-parallel ranks: each has some rows of W and B (0), or some
-    columns of W and A (1); None: each has all of them."""
+    """Axis of W that is split over tensor-parallel ranks: each has some rows of W and B (0), or
+    some columns of W and A (1); None: each has all of them."""
     is_expert: bool
     """The token dispatcher gathers the inputs and sums the outputs of tensor-parallel ranks."""
     sequence_parallel: bool
@@ -54,13 +54,12 @@ class AdaptedLayer:
         """Return s B A x, of the layer's input x [..., in]: [..., out], as the layer returns it.
         splits: tokens of each expert."""
         matrix = x.flatten(0, -2)
-        parts = [matrix] if splits is None else matrix.split(list(splits))
-        out = torch.cat(
-            [
-                self._delta(part, getattr(self.module, a), getattr(self.module, b))
-                for part, (_, a, b) in zip(parts, self.tensors, strict=True)
-            ]
-        )
+        inputs = [matrix] if splits is None else matrix.split(list(splits))
+        outputs = [
+            self._delta(part, getattr(self.module, a), getattr(self.module, b))
+            for part, (_, a, b) in zip(inputs, self.tensors, strict=True)
+        ]
+        out = outputs[0] if splits is None else torch.cat(outputs)
         # sequence parallelism gathers and scatters tokens
         return out.unflatten(0, (-1, *x.shape[1:-1]))
 

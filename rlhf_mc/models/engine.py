@@ -29,6 +29,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.adapted_layers import adapters_off
 from rlhf_mc.models.expert_parts import CORRECTION_BIAS, ascending_in_buffer
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import (

@@ -201,7 +201,8 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> UninterruptedRu
 def test_resumes_with_adapters(
     runs: UninterruptedRuns, tmp_path: Path, source: str, layout: str
 ) -> None:
-    """Resume from a checkpoint with the adapters, the value head and their optimizer state alone."""
+    """Resume from a checkpoint that has the adapters, the value head and their optimizer state
+    alone."""
     resumed = runs.resumed(source, layout, tmp_path)
     then = assembled(resumed, "then")
     saved = assembled(runs.results(source), "then")
