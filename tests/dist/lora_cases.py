@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlhf_mc.checkpoint.peft_format import (
     read_adapters,
     start_adapters,
 )
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import LoraConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -106,3 +108,19 @@ def train_adapters(
             "after": logical_tensors(engine, engine.params),
             "adapters": list(adapter_tensors(shape)),
         }
+
+
+def read_errors(checkpoint: str, lora: dict[str, Any], directories: Sequence[str]) -> list[str]:
+    """Return the error of reading each directory's adapter; "" without one."""
+    errors = []
+    with mesh_groups(1, 1) as groups:
+        engine = make_engine(checkpoint, "actor", groups, LoraConfig(**lora))
+        layout = engine_layouts(engine)[groups.rank]
+        for directory in directories:
+            try:
+                key = "actor.lora.adapter_path"
+                read_adapters(key, directory, engine.params, layout, engine.shape)
+                errors.append("")
+            except UserError as error:
+                errors.append(str(error))
+    return errors

@@ -4,6 +4,7 @@ and leave the base and its results as they are."""
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from gpu_parts.engines import Job
 from gpu_parts.reference import Reference, by_checkpoint_names
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_family_models import DENSE, EXPERTS, HYBRID, family_batch, workspaces
 from test_resume import SETTINGS, UninterruptedRuns, assembled, metrics
 from tiny import make_workspace, write_config
@@ -183,7 +184,18 @@ def test_vllm_has_the_merged_weights(
         for name, weight in end.items()
         if not torch.equal(start[name].to(weight.dtype), weight)
     }
-    constant = ("norm", "embed", "lm_head", "router", "bias", "sinks", ".gate.", "conv1d", "A_log")
+    constant = (
+        "norm",
+        "embed",
+        "lm_head",
+        "router",
+        "bias",
+        "sinks",
+        ".gate.",
+        "conv1d",
+        "A_log",
+        "visual",
+    )
     assert changed == {name for name in end if not any(part in name for part in constant)}
 
 
@@ -237,3 +249,106 @@ def test_training_checkpoint_is_converted(runs: UninterruptedRuns, tmp_path: Pat
     tokens = torch.arange(1, 30)[None]
     with torch.no_grad():
         assert torch.allclose(adapted(tokens).logits, merged(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma"])
+def test_peft_computes_the_same(
+    pool: Any,
+    workspaces: dict[str, Path],
+    family_batch: RaggedBatch,
+    tmp_path: Path,
+    family: str,
+) -> None:
+    """Load the written adapter with PEFT: log-probs, and the gradients of A and B."""
+    checkpoint = str(workspaces[family] / "model")
+    (result,) = pool(1).run(
+        lora_cases.train_adapters,
+        checkpoint=checkpoint,
+        role="actor",
+        lora={"rank": RANK, "alpha": ALPHA, "exclude_modules": ["k_proj"]},
+        batch=family_batch,
+        directory=str(tmp_path),
+        layout={},
+    )
+    reference = Reference(checkpoint)
+    adapter = PeftModel.from_pretrained(reference.model, tmp_path / "adapter", is_trainable=True)
+    assert adapter.peft_config["default"].base_model_name_or_path == checkpoint
+    with torch.no_grad():
+        assert (reference.log_probs(family_batch)[0] - result["scores"]).abs().max() < 2e-5
+    every = tuple(range(family_batch.num_sequences))
+    job = Job(checkpoint, "actor", "token-mean", 24, every)
+    gradients = {
+        name.replace(".default", ""): x
+        for name, x in reference.gradients(family_batch, job)[1].items()
+    }
+    assert {name for name in gradients if ".lora_" in name} == set(result["adapters"])
+    for name in result["adapters"]:
+        error = (gradients[name] - result["gradients"][name]).abs().max() / gradients[
+            name
+        ].abs().max()
+        assert error < 2e-4, name
+
+
+def test_adapters_that_do_not_fit_are_refused(
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, tmp_path: Path
+) -> None:
+    """Read adapters of another rank, model or method, with a NaN, with a tensor too few or too
+    many: one line that names it, on every rank."""
+    checkpoint = str(workspaces["qwen3"] / "model")
+    pool(1).run(
+        lora_cases.train_adapters,
+        checkpoint=checkpoint,
+        role="actor",
+        lora={"rank": RANK, "alpha": ALPHA},
+        batch=family_batch,
+        directory=str(tmp_path),
+        layout={},
+    )
+    whole = tmp_path / "adapter"
+    config = json.loads((whole / "adapter_config.json").read_text())
+    tensors = load_file(whole / "adapter_model.safetensors")
+    first, second, *_ = tensors
+    prefix = "base_model.model.model.layers.0."
+
+    def written(name: str, config: Any, tensors: dict[str, torch.Tensor]) -> str:
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, directory / "adapter_model.safetensors")
+        return str(directory)
+
+    without = {name: x for name, x in tensors.items() if name != second}
+    cases = {
+        str(tmp_path / "nowhere"): "adapter_config.json cannot be read",
+        written("rank", config | {"r": 8}, tensors): "r is 8, and actor.lora.rank is 3",
+        written(
+            "alpha", config | {"lora_alpha": 1}, tensors
+        ): "lora_alpha is 1, and actor.lora.alpha",
+        written("dora", config | {"use_dora": True}, tensors): "use_dora is True, which is not",
+        written("kind", config | {"peft_type": "IA3"}, tensors): "peft_type must be LORA",
+        written("list", [], tensors): "peft_type must be LORA",
+        written("few", config, without): f"has no {second}, which actor.lora.target_modules",
+        written("many", config, tensors | {f"{prefix}x.lora_A.weight": torch.ones(3, 2)}): (
+            f"has {prefix}x.lora_A.weight, which actor.lora.target_modules does not ask for"
+        ),
+        written("nan", config, tensors | {first: tensors[first] * torch.nan}): (
+            f"{first} has {tensors[first].numel()} values that are not finite"
+        ),
+        written("base", config, tensors | {first: tensors[first][:, 1:].contiguous()}): (
+            "the adapter is of another model"
+        ),
+    }
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "cut" / "adapter_model.safetensors").write_bytes(b"\x10")
+    cases[str(tmp_path / "cut")] = "adapter_model.safetensors cannot be read"
+    found = pool(2).run(
+        lora_cases.read_errors,
+        checkpoint=checkpoint,
+        lora={"rank": RANK, "alpha": ALPHA},
+        directories=list(cases),
+    )
+    for errors in found:
+        for error, words in zip(errors, cases.values(), strict=True):
+            assert error.startswith("actor.lora.adapter_path: ") and words in error, error
+            assert "\n" not in error
