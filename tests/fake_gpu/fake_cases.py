@@ -112,6 +112,8 @@ class Case:
     transformer_engine: bool = False
     freeze: tuple[str, ...] = ()
     """Patterns of the frozen tensors, as in actor.freeze."""
+    lora_rank: int = 0
+    """Rank of the adapters; 0: none."""
     fault: str | None = None
     """Name of a function of fake_faults.py that changes what the ranks run."""
 
@@ -217,6 +219,24 @@ CASES: dict[str, Case] = {
         freeze=("model.embed_tokens.*", "model.layers.0.*"),
         megatron={"recompute_granularity": "full", **DISTRIBUTED},
     ),
+    "adapters": Case(
+        "qwen3",
+        world=8,
+        tp=2,
+        pp=2,
+        ranks=(0, 4),
+        lora_rank=4,
+        megatron={"recompute_granularity": "full", **SEQUENCE, **DISTRIBUTED},
+    ),
+    "adapters of experts": Case(
+        "deepseek_v3",
+        world=8,
+        tp=2,
+        ep=2,
+        ranks=(0, 1),
+        lora_rank=4,
+        megatron={**SEQUENCE, **OFFLOAD},
+    ),
     "reward model": Case("qwen2", role="reward_model", world=8, tp=2, ranks=(0,), megatron=OFFLOAD),
     "experts, stages": Case(  # the first stage has a dense layer
         "qwen3_moe",
@@ -258,6 +278,8 @@ TE_RANKS: dict[str, tuple[int, ...]] = {
     "llama": (0,),
     "qwen2 tied, stages": (0, 1, 4),
     "gemma": (0,),
+    "adapters": (0, 4),
+    "adapters of experts": (0,),
     "experts": (0,),
     "experts, parallel": (0, 4),
     "shared expert, parallel": (0,),

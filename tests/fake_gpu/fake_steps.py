@@ -30,7 +30,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import training_tensors
 from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
 from rlhf_mc.checkpoint.training_tensors import HostBuffers, TensorWriter, read_tensors
-from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.config.schema import LoraConfig, OptimConfig
 from rlhf_mc.data.balance import Shared
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -140,7 +140,11 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     groups = build_groups(mesh)
     role: Role = "actor" if case.role == "actor" else "critic"
     engine = make_engine(
-        str(directory / "model"), role, groups, **{"dtype": "bfloat16", **case.megatron}
+        str(directory / "model"),
+        role,
+        groups,
+        LoraConfig(case.lora_rank),
+        **{"dtype": "bfloat16", **case.megatron},
     )
     batch, micro_batches = _batch(engine)
     te_kernels.rotated.clear()
@@ -149,6 +153,8 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
         log_prob_head(engine.shape.vocab_size, TEMPERATURE) if case.role == "actor" else value_head
     )
     scores = engine.my_scores(batch, micro_batches, head, per_sequence=case.role == "reward_model")
+    if case.lora_rank:
+        engine.without_adapters().my_scores(batch, micro_batches, head)
     gpu.phase = "sum_scores"
     scores = sum_over_ranks(scores)
     if case.role != "reward_model":
@@ -244,14 +250,21 @@ def _update_weights(case: Case, gpu: FakeCuda, engine: ModelEngine) -> None:
     world = engine.groups.mesh.world
     size = min(2, world)
     wanted = rollout_layouts(
-        engine.shape, [range(i, i + size) for i in range(0, world, size)], vllm_layout
+        engine.shape.base, [range(i, i + size) for i in range(0, world, size)], vllm_layout
     )
     dtype = DTYPES[engine.dtype]
     gpu.phase = "update_weights"
     biases = correction_biases(engine.shape)
     verify_when: VerifyWhen = "always" if case == CASES["experts, parallel"] else "off"
     sync = plan_weight_sync(
-        engine_layouts(engine), wanted, biases, rank, dtype, verify_when, 1 << 16
+        engine_layouts(engine, engine.shape.base),
+        wanted,
+        biases,
+        rank,
+        dtype,
+        verify_when,
+        1 << 16,
+        keep_views=not case.lora_rank,
     )
     target = {
         name: torch.empty(
@@ -259,4 +272,4 @@ def _update_weights(case: Case, gpu: FakeCuda, engine: ModelEngine) -> None:
         )
         for name, shape in wanted[rank].shapes.items()
     }
-    sync.run(engine.params, target)
+    sync.run(engine.rollout_params, target)
