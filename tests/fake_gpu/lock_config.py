@@ -22,6 +22,8 @@ MODELS = {
     "grpo_kimi_k2": "kimi-k2",
     "grpo_mixtral_8x22b": "mixtral-8x22b",
     "grpo_qwen3_235b_a22b": "qwen3-235b-a22b",
+    "grpo_qwen3_235b_lora": "qwen3-235b-a22b",
+    "grpo_llama3_70b_lora": "llama-3-70b",
     "grpo_qwen3_8b_32k": "qwen3-8b",
     "ppo_70b": "llama-3-70b",
     "ppo_70b_8b_critic": "llama-3-70b",
