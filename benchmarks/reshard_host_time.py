@@ -105,7 +105,7 @@ def measure(model: str, repeats: int) -> list[str]:
     world = NODE * nodes
     mesh = training_mesh(cfg.actor.megatron, world)
     training = planned_layouts(shape, mesh, cuda=True)
-    plan = weight_update_plans(cfg, shape, training, NODE)[0]
+    plan = weight_update_plans(cfg, shape, world, NODE)[0]
     groups = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size, NODE)
     rollout = rollout_layouts(shape, groups, vllm_layout)
     machine = Machine(world, NODE, GPUS["h100"].rates, NETWORK_BANDWIDTH)

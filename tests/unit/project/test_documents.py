@@ -118,6 +118,7 @@ def test_the_page_of_settings_is_made_of_their_dataclasses() -> None:
     rows = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
     sections = set(re.findall(r"^##+ ([\w.]+)$", text, re.MULTILINE))
     repeated = {
+        "critic.lora",
         "critic.optim",
         "critic.megatron",
         "ref.megatron",
