@@ -46,7 +46,8 @@ def check(cfg: Config, world: int) -> None:
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
     check_layouts(cfg, shapes)
     engine = engine_factory(cfg.rollout)
-    engine.check_layout(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
+    base = shapes["actor"].base
+    engine.check_layout(base, cfg.rollout.tensor_model_parallel_size)
     results = check_training_layouts(
         {role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world
     )
@@ -55,9 +56,7 @@ def check(cfg: Config, world: int) -> None:
     start = time.perf_counter()
     tp = cfg.rollout.tensor_model_parallel_size
     groups = [range(first, first + tp) for first in range(0, world, tp)]
-    coverage = rollout_coverage(
-        shapes["actor"], tp, rollout_layouts(shapes["actor"], groups, engine.layout)
-    )
+    coverage = rollout_coverage(base, tp, rollout_layouts(base, groups, engine.layout))
     if cfg.rollout.name == "custom":
         print("rollout: not compared with a model: the engine is the user's")
         return
@@ -66,7 +65,7 @@ def check(cfg: Config, world: int) -> None:
     except UserError as error:
         print(f"rollout: not compared with vLLM: {error}")
         return
-    num_local = check_rollout_layouts(cfg, shapes["actor"])
+    num_local = check_rollout_layouts(cfg, base)
     report(
         "rollout",
         f"{world // tp} engines of TP {tp}",

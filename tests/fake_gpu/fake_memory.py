@@ -19,7 +19,7 @@ from gpu_parts.engines import token_batch
 
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.roles import token_budgets
+from rlhf_mc.config.roles import shares_weights, token_budgets
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import offload
@@ -29,6 +29,7 @@ from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.start import planned_shapes
 from rlhf_mc.reshard.execute import aliased_views
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.weight_sync import WeightSync
@@ -99,7 +100,9 @@ def _run(
         megatron,
         build_groups(training_mesh(megatron, world)),
     )
-    engine.make_trainable(cfg.actor.optim, total_steps=10)
+    frozen = frozen_tensors("actor.freeze", cfg.actor.freeze, engine.shape)
+    layout = engine_layouts(engine)[engine.groups.rank]
+    engine.make_trainable(cfg.actor.optim, 10, frozen_parameters(frozen, layout))
     budgets = token_budgets(cfg)
     peaks = {}
 
@@ -110,7 +113,8 @@ def _run(
         gc.collect()
         gpu.memory.reset_peak()
 
-    update, micro_batches = _batch(engine, budgets["update_actor"])
+    share = cfg.rollout.n == SEQUENCES
+    update, micro_batches = _batch(engine, budgets["update_actor"], share)
     scores = torch.zeros(len(update.rollout_log_probs))
     update = with_targets(update, scores)
     terms = ActorTerms(POLICY_LOSSES["vanilla"], cfg.actor.entropy_coeff, 0.0, 1, torch.Generator())
@@ -124,7 +128,7 @@ def _run(
         peaks["update_actor"] = gpu.memory.peak
     begin("old_log_prob", PARAMS)
     engine.my_scores(
-        *_batch(engine, budgets["old_log_prob"]), log_prob_head(engine.shape.vocab_size, 1.0)
+        *_batch(engine, budgets["old_log_prob"], share), log_prob_head(engine.shape.vocab_size, 1.0)
     )
     peaks["old_log_prob"] = gpu.memory.peak
     begin("update_weights", PARAMS)
@@ -134,15 +138,20 @@ def _run(
     return peaks, gpu.memory.by_origin()
 
 
-def _batch(engine: ModelEngine, budget: int) -> tuple[RaggedBatch, list[list[int]]]:
+def _batch(
+    engine: ModelEngine, budget: int, share: bool = False
+) -> tuple[RaggedBatch, list[list[int]]]:
     """Return a batch whose micro-batches have all tokens of the budget, all but one of each
-    sequence response tokens, and this replica's micro-batches."""
+    sequence response tokens, and this replica's micro-batches. share: half of the tokens are a
+    prompt that all sequences have."""
     mesh = engine.groups.mesh
     count = 2 * mesh.pp
     num = SEQUENCES * count * mesh.dp
-    batch = token_batch(
-        engine.shape.vocab_size, [1] * num, [budget * mesh.cp // SEQUENCES - 1] * num
-    )
+    prompt = budget // 2 if share else 1
+    response = (budget - prompt) // SEQUENCES if share else budget * mesh.cp // SEQUENCES - 1
+    batch = token_batch(engine.shape.vocab_size, [prompt] * num, [response] * num)
+    sequences = batch.tokens.view(num, -1)
+    sequences[:, :prompt] = sequences[0, :prompt].clone()
     of_replica = range(engine.groups.coordinate.dp, num, mesh.dp)
     return batch, [list(of_replica[i::count]) for i in range(count)]
 
@@ -154,15 +163,16 @@ def _update_weights(cfg: Config, engine: ModelEngine) -> None:
     rank = engine.groups.rank
     size = cfg.rollout.tensor_model_parallel_size
     groups: Any = rollout_groups(mesh, size, min(8, mesh.world))
-    wanted = rollout_layouts(engine.shape, groups, vllm_layout)
+    base = engine.shape.base
+    wanted = rollout_layouts(base, groups, vllm_layout)
     plan = make_plan(
-        engine_layouts(engine),
+        engine_layouts(engine, base),
         wanted,
         2,
         cfg.reshard.bucket_megabytes << 20,
-        share=cfg.reshard.share_weights,
+        share=shares_weights(cfg),
     )
-    sync = WeightSync(plan, rank, "off")
+    sync = WeightSync(plan, rank, "off", keep_views=engine.shape.lora is None)
     views = aliased_views(sync.plan, engine.params)
     target = {
         name: views[name]
@@ -170,4 +180,4 @@ def _update_weights(cfg: Config, engine: ModelEngine) -> None:
         else torch.empty(shape, dtype=torch.bfloat16, device="cuda:0")
         for name, shape in wanted[rank].shapes.items()
     }
-    sync.run(engine.params, target)
+    sync.run(engine.rollout_params, target)

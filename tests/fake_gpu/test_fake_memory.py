@@ -33,16 +33,20 @@ class Config(NamedTuple):
 
 
 WITHOUT_OFFLOAD = ("actor.megatron.grad_offload=false", "actor.megatron.optimizer_offload=false")
+SHARED = ("data.max_prompt_length=3072", "data.max_response_length=768", "rollout.n=4")
+"""Lengths with which four responses and their prompt fill a micro-batch (fake_memory.py)."""
 CONFIGS = {
     "0.5B": Config("ppo_qwen2.5_0.5b", "qwen2.5-0.5b", 1, 0),
     "7B": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0),
     "7B without offload": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, WITHOUT_OFFLOAD),
     "7B, state in steps": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, ("trainer.planner=off",)),
+    "7B, shared prompts": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, SHARED),
     "32B, first stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 0),
     "32B, last stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 15),
     "30B-A3B, first stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 0),
     "30B-A3B, last stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 15),
     "8B, context parallel": Config("grpo_qwen3_8b_32k", "qwen3-8b", 8, 0),
+    "70B, LoRA": Config("grpo_llama3_70b_lora", "llama-3-70b", 8, 0),
     "70B, first stage": Config("ppo_70b", "llama-3-70b", 64, 0),
     "70B, last stage": Config("ppo_70b", "llama-3-70b", 64, 63),
 }
