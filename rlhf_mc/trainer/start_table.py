@@ -53,7 +53,7 @@ def start_lines(run: Run) -> list[str]:
         f"{world} ranks on {platform.device().type}; {len(run.train_prompts)} prompts, "
         f"{run.schedule.total_steps} steps at most",
         *table(rows),
-        *notes([run.weight_sync.summary, run.rollout.summary, *_precisions(run)]),
+        *notes([run.weight_sync.summary, run.rollout.summary, *_precisions(run), *_unshared(run)]),
     ]
 
 
@@ -80,6 +80,18 @@ def _precisions(run: Run) -> list[str]:
         + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in roles.items())
         + (reference if reference_is_actor(run.config) else "")
     ]
+
+
+def _unshared(run: Run) -> list[str]:
+    """Return the roles that cannot compute a prompt once for all its responses, if there are
+    any."""
+    roles = [
+        engine.name
+        for engine in run.models()
+        if engine.shares_prompts and engine.groups.mesh.cp > 1 and not engine.groups.mesh.dynamic_cp
+    ]
+    line = "a prompt is computed for each response, since context_parallel_size is fixed: "
+    return [line + ", ".join(roles)] if roles else []
 
 
 def table(rows: Sequence[ModelRow]) -> list[str]:

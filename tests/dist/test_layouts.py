@@ -134,6 +134,10 @@ def test_engine_settings_give_the_same_training(
         ["reshard.verify=always", f"actor.megatron.{setting}"],
     )
     check_same_training(reference, results, export_to)
+    for result in results:
+        text = " ".join(line.strip() for line in result["headlines"])
+        line = "for each response, since context_parallel_size is fixed: actor, critic, ref"
+        assert (line in text) == setting.startswith("context")
 
 
 @pytest.mark.parametrize(
