@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu_parts.tiny import make_checkpoint
 from reduction_cases import training_batch
+from test_prompts_once import grouped_batch
 
 from rlhf_mc.data.batch import RaggedBatch
 
@@ -28,8 +29,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.fixture(scope="module")
-def batch() -> RaggedBatch:
+@pytest.fixture(scope="module", params=["prompts of their own", "shared prompts"])
+def batch(request: pytest.FixtureRequest) -> RaggedBatch:
+    if request.param == "shared prompts":
+        return grouped_batch(250, [(24, (9, 12, 5, 7)), (24, (11, 3, 8, 10)), (20, (6, 6, 9))])
     return training_batch()
 
 
@@ -67,6 +70,11 @@ def test_update_is_repeated_with_half_the_budget(updates: Any, batch: RaggedBatc
         assert with_halving["after_resume"] == [None, budget // 2]
         for name, weight in without["weights"].items():
             torch.testing.assert_close(with_halving["weights"][name], weight, rtol=1e-5, atol=1e-6)
+        computed = [
+            rank["metrics"].pop("actor/computed_tokens") for rank in (with_halving, without)
+        ]
+        # half the budget has room for fewer responses of a prompt
+        assert computed[0] > computed[1] or computed == [1.0, 1.0]
         for key, value in without["metrics"].items():
             assert with_halving["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
     assert equal(halved[0]["weights"], halved[1]["weights"])
