@@ -26,6 +26,7 @@ from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
+from rlhf_mc.config.roles import num_rollout_ranks, num_training_ranks
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.models.transformer_engine import import_transformer_engine
 from rlhf_mc.planner.published import add_model_option, with_model
@@ -34,6 +35,7 @@ from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.runtime.exit_codes import exit_code
+from rlhf_mc.topology.mesh import pool_engines
 
 
 def check(cfg: Config, world: int) -> None:
@@ -49,13 +51,14 @@ def check(cfg: Config, world: int) -> None:
     base = shapes["actor"].base
     engine.check_layout(base, cfg.rollout.tensor_model_parallel_size)
     results = check_training_layouts(
-        {role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world
+        {role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()},
+        num_training_ranks(cfg, world),
     )
     for role, checked in results.items():
         report(role, str(checked.mesh), world, checked.num_local, checked.coverage, checked.seconds)
     start = time.perf_counter()
     tp = cfg.rollout.tensor_model_parallel_size
-    groups = [range(first, first + tp) for first in range(0, world, tp)]
+    groups = pool_engines(0, num_rollout_ranks(cfg, world), tp)
     coverage = rollout_coverage(base, tp, rollout_layouts(base, groups, engine.layout))
     if cfg.rollout.name == "custom":
         print("rollout: not compared with a model: the engine is the user's")
@@ -68,7 +71,7 @@ def check(cfg: Config, world: int) -> None:
     num_local = check_rollout_layouts(cfg, base)
     report(
         "rollout",
-        f"{world // tp} engines of TP {tp}",
+        f"{len(groups)} engines of TP {tp}",
         tp,
         num_local,
         coverage,

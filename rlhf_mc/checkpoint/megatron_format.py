@@ -33,7 +33,9 @@ HF_ASSETS = "hf"
 """Directory in a Megatron checkpoint with the model's config.json and tokenizer."""
 
 
-def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str, Any]:
+def _sharded(model: PackedGPT | None, skip_prefixes: tuple[str, ...] = ()) -> dict[str, Any]:
+    if model is None:
+        return {}
     state = model.sharded_state_dict(
         prefix="model.", metadata={"dp_cp_group": model.pg_collection.dp_cp}
     )
@@ -81,12 +83,12 @@ def _copy_assets(directory: Path, reader: HFReader) -> None:
 
 
 def load_mcore(
-    model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str, ...] = ()
+    model: PackedGPT | None, directory: str | Path, skip_prefixes: tuple[str, ...] = ()
 ) -> None:
     """Load the weights of a checkpoint that save_mcore wrote in any layout. Parameters whose names
     start with one of skip_prefixes are unchanged. Raise UserError on every rank if it is no
     checkpoint, is of another model, has a value that is not finite or a matrix of zeros. Every rank
-    must call it."""
+    must call it. model: None on a rank outside of its mesh."""
     stored = on_every_rank(lambda: _stored_tensors(directory))
     with megatron_calls():
         # Extra states (of fp8) are no weights. Transformer Engine's norms have one, and local norms
@@ -105,7 +107,7 @@ def load_mcore(
                 f"{directory}: a file of weights is missing or truncated ({_cause(error)})"
             ) from error
     with torch.no_grad():
-        params = dict(model.named_parameters())
+        params = {} if model is None else dict(model.named_parameters())
         for name, value in loaded.items():
             name = name.removeprefix("model.")
             if name in params and isinstance(value, torch.Tensor):
@@ -114,7 +116,7 @@ def load_mcore(
     def where(name: str) -> str:
         """Return the place of a tensor, with the layer's number in the whole model."""
         number = re.search(r"\blayers\.(\d+)\.", name)
-        if number is not None:
+        if number is not None and model is not None:
             layer = model.decoder.layers[int(number[1])].layer_number - 1
             name = name.replace(number[0], f"layers.{layer}.")
         return f"{directory}: tensor model.{name}"

@@ -18,6 +18,9 @@ from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import (
     PASSES,
     absent_roles,
+    has_rollout_pool,
+    num_rollout_ranks,
+    num_training_ranks,
     saves_checkpoints,
     shares_weights,
     tokens_on_rank,
@@ -51,6 +54,7 @@ def check_config(cfg: Config, world_size: int | None) -> None:
         _engine(cfg),
         _environment(cfg),
         _batches(cfg),
+        _pools(cfg),
         _processes(cfg, world_size) if world_size is not None else (),
         _token_budgets(cfg),
         algorithm_checks.problems(cfg),
@@ -79,16 +83,66 @@ def _optimizers(cfg: Config) -> Iterator[str]:
             )
 
 
+def _pools(cfg: Config) -> Iterator[str]:
+    pools = cfg.resource_pools
+    if (pools.train is None) != (pools.rollout is None):
+        yield (
+            f"resource_pools.train is {yaml_text(pools.train)} and resource_pools.rollout is "
+            f"{yaml_text(pools.rollout)}; both must be set, or neither"
+        )
+    if not has_rollout_pool(cfg):
+        return
+    if cfg.health.out_of_memory == "halve_tokens":
+        yield (
+            "health.out_of_memory is halve_tokens and resource_pools is set; ranks of the rollout "
+            "pool do not repeat updates: set it to stop"
+        )
+
+
 def _processes(cfg: Config, world_size: int) -> Iterator[str]:
-    works = f"the {world_size} processes of this run; what would: {_divisors(world_size)}"
+    num_training = num_training_ranks(cfg, world_size)
+    num_rollout = num_rollout_ranks(cfg, world_size)
+    if has_rollout_pool(cfg) and num_training + num_rollout != world_size:
+        yield (
+            f"resource_pools.train {num_training} + resource_pools.rollout {num_rollout} = "
+            f"{num_training + num_rollout} ranks; this run has {world_size} processes"
+        )
+    yield from _training_ranks(cfg, num_training)
+    yield from _rollout_ranks(cfg, num_rollout)
+    for rank in cfg.profile.ranks or ():
+        if rank >= world_size:
+            has = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+            yield f"profile.ranks has {rank}; a run of {world_size} processes has {has}"
+
+
+def _works(num_ranks: int, pool: str) -> str:
+    """Return the end of a problem of a size that must divide the ranks of a pool."""
+    return f"the {num_ranks} processes of {pool}; what would: {_divisors(num_ranks)}"
+
+
+def _rollout_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
+    rollout_tp = cfg.rollout.tensor_model_parallel_size
+    if num_ranks % rollout_tp:
+        works = _works(num_ranks, "resource_pools.rollout" if has_rollout_pool(cfg) else "this run")
+        yield f"rollout.tensor_model_parallel_size {rollout_tp} does not divide {works}"
+    tp = cfg.actor.megatron.tensor_model_parallel_size
+    if tp % rollout_tp and rollout_tp % tp:
+        yield (
+            f"rollout.tensor_model_parallel_size {rollout_tp} and "
+            f"actor.megatron.tensor_model_parallel_size {tp}: one must divide the other"
+        )
+
+
+def _training_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
+    works = _works(num_ranks, "resource_pools.train" if has_rollout_pool(cfg) else "this run")
     replicas = {}
     for role, megatron in layouts(cfg).items():
         tp = megatron.tensor_model_parallel_size
         pp = megatron.pipeline_model_parallel_size
         cp = megatron.context_parallel_size
         ep = megatron.expert_model_parallel_size
-        replicas[role] = world_size // (tp * pp * cp)
-        if world_size % (tp * pp * cp):
+        replicas[role] = num_ranks // (tp * pp * cp)
+        if num_ranks % (tp * pp * cp):
             context = f" x {role}.megatron.context_parallel_size {cp}" if cp > 1 else ""
             yield (
                 f"{role}.megatron.tensor_model_parallel_size {tp} x "
@@ -101,20 +155,11 @@ def _processes(cfg: Config, world_size: int) -> Iterator[str]:
                 f"{role}.megatron.dynamic_context_parallel it must"
                 " be a power of two from 2 on, the largest size"
             )
-        if (copies := world_size // (tp * pp)) % ep:
+        if (copies := num_ranks // (tp * pp)) % ep:
             yield (
                 f"{role}.megatron.expert_model_parallel_size {ep} does not divide the {copies} "
                 f"replicas of this run; what would: {_divisors(copies)}"
             )
-    rollout_tp = cfg.rollout.tensor_model_parallel_size
-    if world_size % rollout_tp:
-        yield f"rollout.tensor_model_parallel_size {rollout_tp} does not divide {works}"
-    tp = cfg.actor.megatron.tensor_model_parallel_size
-    if tp % rollout_tp and rollout_tp % tp:
-        yield (
-            f"rollout.tensor_model_parallel_size {rollout_tp} and "
-            f"actor.megatron.tensor_model_parallel_size {tp}: one must divide the other"
-        )
     for role, mini in _mini_batch_sizes(cfg).items():
         if mini * cfg.rollout.n < replicas[role]:
             yield (
@@ -122,10 +167,6 @@ def _processes(cfg: Config, world_size: int) -> Iterator[str]:
                 f"than the {replicas[role]} data-parallel ranks of {role}.megatron, each of which "
                 "needs one"
             )
-    for rank in cfg.profile.ranks or ():
-        if rank >= world_size:
-            has = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
-            yield f"profile.ranks has {rank}; a run of {world_size} processes has {has}"
 
 
 def _divisors(number: int) -> str:

@@ -81,10 +81,25 @@ def has_reference_model(cfg: Config) -> bool:
     return uses_reference(cfg) and not reference_is_actor(cfg)
 
 
+def has_rollout_pool(cfg: Config) -> bool:
+    """Return whether the rollout engines have ranks of their own."""
+    return cfg.resource_pools.rollout is not None
+
+
+def num_training_ranks(cfg: Config, world: int) -> int:
+    """Return the number of ranks that hold models: the first ones of the run."""
+    return cfg.resource_pools.train or world
+
+
+def num_rollout_ranks(cfg: Config, world: int) -> int:
+    """Return the number of ranks that hold rollout engines: the last ones of the run."""
+    return cfg.resource_pools.rollout or world
+
+
 def shares_weights(cfg: Config) -> bool:
     """Return whether weights of the rollout engine are the actor's own. With adapters the engine's
-    are others: those of both together."""
-    return cfg.reshard.share_weights and cfg.actor.lora.rank == 0
+    are others: those of both together. In another pool the engine has no rank with the actor."""
+    return cfg.reshard.share_weights and cfg.actor.lora.rank == 0 and not has_rollout_pool(cfg)
 
 
 def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:

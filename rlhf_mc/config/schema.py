@@ -320,13 +320,27 @@ class RolloutConfig:
 
 
 @dataclass
+class ResourcePoolsConfig:
+    """Ranks of their own for training and rollout. Ranks 0 to train - 1 hold the models, the others
+    the rollout engines, and each pool waits for the other. Memory is not planned, and experts are
+    neither replayed nor balanced."""
+
+    train: Ranks | None = None
+    """Ranks of the training pool; null: all ranks hold models and engines."""
+    rollout: Ranks | None = None
+    """Ranks of the rollout pool, a multiple of rollout.tensor_model_parallel_size; null: as
+    train."""
+
+
+@dataclass
 class ReshardConfig:
     """The weight update from Megatron-Core's parameters to the rollout engine's, before each
     rollout."""
 
     share_weights: bool = True
     """Share the storage of rollout engine and Megatron-Core (zero-copy) for each of the engine's
-    parameters whose layout on the rank is the same in both."""
+    parameters whose layout on the rank is the same in both. With resource_pools no rank has
+    both."""
     bucket_megabytes: Annotated[int, Range(1, 65_536)] = 256
     """Maximum MiB that a rank sends, and receives, at a time. An update needs two such buckets of
     extra memory."""
@@ -371,6 +385,8 @@ class Config:
     """The reference policy."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Generation."""
+    resource_pools: ResourcePoolsConfig = field(default_factory=ResourcePoolsConfig)
+    """Training and rollout on ranks of their own."""
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     """The weight update before each rollout."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

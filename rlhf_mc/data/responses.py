@@ -21,8 +21,9 @@ def exchange_responses(
 ) -> Responses:
     """Return responses 0 to num_responses - 1 on every rank. Every rank must call it.
 
-    local: the responses of this rank's engine, by number. engines: the ranks of each engine. All of
-    them have the engine's responses, and each sends an equal part.
+    local: the responses of this rank's engine, by number; none on a rank without an engine.
+    engines: the ranks of each engine. All of them have the engine's responses, and each sends an
+    equal part.
 
     Every rank receives 8 bytes a token, and the padding to the engine with most tokens. gloo's
     all-gather is a ring: each rank passes every byte on once. Its broadcast is a tree: one from a
@@ -31,7 +32,7 @@ def exchange_responses(
 
     Raise UserError, on all ranks, if the ranks of one engine have different tokens."""
     rank = dist.get_rank()
-    engine = next(e for e, ranks in enumerate(engines) if rank in ranks)
+    own_ranks = next((ranks for ranks in engines if rank in ranks), (rank,))
     numbers = np.array(sorted(local), dtype=np.int32)
     responses = Responses.of([local[number] for number in sorted(local)])
     message = _encode(numbers, responses)
@@ -41,9 +42,9 @@ def exchange_responses(
     _check_same_tokens(engines, heads[:, 2:])
     sizes = [int(heads[ranks[0], 0]) for ranks in engines]
     part = max(-(-size // len(ranks)) for size, ranks in zip(sizes, engines, strict=True))
-    padded = torch.zeros(len(engines[engine]), part, dtype=torch.int32)
+    padded = torch.zeros(len(own_ranks), part, dtype=torch.int32)
     padded.view(-1)[: len(message)] = message
-    parts = gather_vectors(padded[engines[engine].index(rank)])
+    parts = gather_vectors(padded[own_ranks.index(rank)])
     decoded = [
         _decode(parts[list(ranks)].view(-1)[:size], int(heads[ranks[0], 1]))
         for ranks, size in zip(engines, sizes, strict=True)

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer import (
+    ChainedOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
@@ -43,6 +45,7 @@ from rlhf_mc.models.heads import Head
 from rlhf_mc.models.megatron_patches import (
     fuse_adam,
     gather_parameters_once,
+    gathering_objects_in,
     megatron_calls,
     parameters_in_order,
     remove_hooks,
@@ -67,9 +70,9 @@ from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
-from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.reshard.layout import EMPTY, Layout
 from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
-from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
+from rlhf_mc.topology.consensus import from_rank_0, gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -91,7 +94,8 @@ class RankShare:
 
 
 class ModelEngine:
-    """One role's model. Without optimizer settings it is frozen."""
+    """One role's model. Without optimizer settings it is frozen. A rank outside of its mesh holds
+    no part of it, and gets the results of the others."""
 
     def __init__(
         self, name: str, shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups
@@ -100,7 +104,8 @@ class ModelEngine:
         self.shape = shape
         self.groups = groups
         self.chunks = [
-            build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)
+            build_model(shape, megatron, groups, chunk)
+            for chunk in range(groups.mesh.vpp if groups.is_member else 0)
         ]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
@@ -218,13 +223,16 @@ class ModelEngine:
                 params_dtype=dtype,
                 use_distributed_optimizer=self._megatron.use_distributed_optimizer,
             )
-            self._optimizer = get_megatron_optimizer(
-                config,
-                self._ddp,
-                config_overrides=get_standard_config_overrides(config),
-                use_gloo_process_groups=False,
-                pg_collection=self.groups.collection,
-            )
+            self._optimizer = ChainedOptimizer([])
+            if self.groups.is_member:
+                with gathering_objects_in(self.groups.collection.intra_dist_opt):
+                    self._optimizer = get_megatron_optimizer(
+                        config,
+                        self._ddp,
+                        config_overrides=get_standard_config_overrides(config),
+                        use_gloo_process_groups=False,
+                        pg_collection=self.groups.collection,
+                    )
         gather_parameters_once(self._optimizer)
         fuse_adam(self._optimizer)
         self.offload = model_offload(
@@ -339,9 +347,8 @@ class ModelEngine:
         must call it."""
         sums = self._compute_gradient(batch, micro_batches, loss)
         with megatron_calls(), platform.named_range("grad_norm"):
-            self._optimizer.prepare_grads()
-            result = OptimizerStep(float(self._optimizer.get_grad_norm()), self.lr, sums)
-        if not result.skipped:
+            result = OptimizerStep(self._grad_norm(), self.lr, sums)
+        if self.groups.is_member and not result.skipped:
             with (
                 self.offload.optimizer_step(),
                 megatron_calls(),
@@ -373,6 +380,14 @@ class ModelEngine:
         if log_probs is None:
             log_probs = torch.zeros(len(batch.rollout_log_probs), device=platform.device())
         return sum_over_ranks(log_probs)
+
+    def _grad_norm(self) -> float:
+        """Return the norm of the gradient. Every rank must call it."""
+        norm = 0.0
+        if self.groups.is_member:
+            self._optimizer.prepare_grads()
+            norm = float(self._optimizer.get_grad_norm())
+        return norm if self.groups.mesh.world == dist.get_world_size() else from_rank_0(norm)
 
     def _step(self, grad_norm: float) -> None:
         """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after
@@ -456,6 +471,8 @@ class ModelEngine:
         at_last_token: bool = False,
     ) -> None:
         """Run the schedule with this model's router settings."""
+        if not self.groups.is_member:
+            return
         self.offload.require(PARAMS)
         with contextlib.nullcontext() if self._adapters_on else adapters_off(self.chunks):
             self._schedule.run(
@@ -470,6 +487,8 @@ class ModelEngine:
 
 
 def engine_layouts(engine: ModelEngine, shape: ModelShape | None = None) -> list[Layout]:
-    """Return each rank's layout of an engine's model. shape: in place of the engine's, such as the
-    model without adapters."""
-    return training_layouts(shape or engine.shape, engine.groups.mesh, uses_transformer_engine())
+    """Return each rank's layout of an engine's model, EMPTY outside of its mesh. shape: in place of
+    the engine's, such as the model without adapters."""
+    mesh = engine.groups.mesh
+    held = training_layouts(shape or engine.shape, mesh, uses_transformer_engine())
+    return [*held, *[EMPTY] * (dist.get_world_size() - mesh.world)]

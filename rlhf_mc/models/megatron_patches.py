@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -328,6 +329,21 @@ def add_random_states() -> None:
     for seed, name in enumerate(names):
         if name not in tracker.get_states():
             tracker.add(name, seed)
+
+
+def gathering_objects_in(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """Let torch.distributed.all_gather_object gather over this group while an optimizer is built.
+
+    Reason: Megatron-Core gathers the kinds of parameters of all ranks of the world, and ranks of
+    another pool build no optimizer."""
+
+    original = dist.all_gather_object
+
+    def gather(objects: list[Any], own: Any) -> None:
+        del objects[group.size() :]
+        original(objects, own, group)
+
+    return replaced(dist, "all_gather_object", gather)
 
 
 def gather_parameters_once(optimizer: Any) -> None:

@@ -150,13 +150,12 @@ class MicroBatchSchedule:
     def __init__(
         self, chunks: Sequence[PackedGPT], groups: ProcessGroups, megatron: MegatronConfig
     ) -> None:
-        """chunks: this rank's virtual pipeline chunks."""
+        """chunks: this rank's virtual pipeline chunks; none outside of the mesh."""
         self._chunks = chunks
         self._groups = groups
         self._megatron = megatron
-        self._contexts = {
-            size: Context.of(groups, size) for size in (1, *groups.mesh.context_sizes)
-        }
+        sizes = (1, *groups.mesh.context_sizes) if groups.is_member else ()
+        self._contexts = {size: Context.of(groups, size) for size in sizes}
         self.overlaps_reduction = overlaps_reduction(
             megatron, groups.mesh.replicas, platform.use_cuda()
         )

@@ -11,7 +11,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
-from rlhf_mc.config.roles import shares_weights, uses_critic
+from rlhf_mc.config.roles import has_rollout_pool, shares_weights, uses_critic
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import Phase, RankMemory, plan_memory, sum_by_name
@@ -54,7 +54,12 @@ class MemoryFit:
 
 def planned_shapes(cfg: Config) -> dict[str, ModelShape]:
     """Return the shapes of the run's models, by role. Raise UserError if a config.json is not
-    supported."""
+    supported, or if the config has pools."""
+    if has_rollout_pool(cfg):
+        raise UserError(
+            "resource_pools is set; the planner counts ranks that hold models and engines: leave "
+            "it out"
+        )
     return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.reshard.layout import Layout, RankLayout, Stack, mcore_layout
+from rlhf_mc.reshard.layout import EMPTY, Layout, RankLayout, Stack, mcore_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
@@ -93,14 +93,14 @@ def with_contiguous_experts(layouts: Sequence[Layout], mesh: Mesh) -> list[Layou
 def rollout_layouts(
     shape: ModelShape, engine_ranks: Sequence[Sequence[int]], layout: RankLayout
 ) -> list[Layout]:
-    """Return each rank's layout of the rollout engines. engine_ranks: the ranks of each engine, in
-    the order of its TP ranks."""
+    """Return each rank's layout of the rollout engines, EMPTY on ranks before the first one of an
+    engine. engine_ranks: the ranks of each engine, in the order of its TP ranks."""
     by_rank = {
         rank: layout(shape, tp_rank, len(ranks))
         for ranks in engine_ranks
         for tp_rank, rank in enumerate(ranks)
     }
-    return [by_rank[rank] for rank in range(len(by_rank))]
+    return [by_rank.get(rank, EMPTY) for rank in range(max(by_rank) + 1)]
 
 
 def split_layouts(

@@ -29,9 +29,12 @@ def generate_responses(
     enough: Callable[[Set[int]], bool] | None = None,
     on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
     turns: Turns | None = None,
+    pool: dist.ProcessGroup | None = None,
 ) -> Responses:
     """Return the response to each request, on every rank. Every rank must call it with the same
-    arguments. Request i has number i. clock: a new one. expected_lens: see SharedQueue.
+    arguments; one without an engine waits for the responses. Request i has number i. clock: a new
+    one. expected_lens: see SharedQueue. pool: the ranks of all engines, in ascending order; None:
+    all ranks.
 
     enough: whether the call may end, by the numbers of the responses that have ended; true of all
     of them. The call then ends with the first period after which it is true, and other responses
@@ -46,8 +49,10 @@ def generate_responses(
     A response depends on its prompt, its seed and the weights, not on the engine that generates it.
     Raise UserError if the ranks of one engine have drawn different tokens."""
     engine_index = next(
-        number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks
+        (number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks), None
     )
+    if engine_index is None:
+        return exchange_responses({}, engine.groups, len(requests))
     ranks = engine.groups[engine_index]
     rank_in_engine = ranks.index(dist.get_rank())
     queue = SharedQueue(len(requests), expected_lens, None if turns is None else turns.affinity)
@@ -60,7 +65,7 @@ def generate_responses(
             if queue.left or enough is not None:
                 num_awaited = len(requests) if enough is not None else 0
                 nums_left, rooms, step_seconds, ended = _exchange(
-                    engine, clock, responses, num_awaited, len(share)
+                    engine, clock, responses, num_awaited, len(share), pool
                 )
                 queue.end_period(nums_left)
                 if enough is not None and enough(ended):
@@ -177,11 +182,12 @@ def _exchange(
     responses: Mapping[int, Generation],
     num_requests: int,
     num_left: int,
+    pool: dist.ProcessGroup | None,
 ) -> tuple[list[int], list[int], list[float], set[int]]:
     """Return by engine: the requests of its share that it has not begun (num_left), the requests
     that it can begin now, and its seconds per step. Return also the requests that have ended on any
     engine. num_requests: number of requests in the call; 0: leave out the ended requests. Every
-    rank must call it."""
+    rank of the pool must call it."""
     has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
     if num_requests:
         has_ended[list(responses)] = True
@@ -189,7 +195,8 @@ def _exchange(
     vector = torch.from_numpy(np.concatenate([numbers, np.packbits(has_ended).view(np.int64)]))
     if len(engine.groups) > 1:
         # On the CPU: on a GPU it would wait for the step that the engine has begun ahead.
-        vectors = gather_vectors(vector)[[ranks[0] for ranks in engine.groups]]
+        first = min(min(ranks) for ranks in engine.groups)  # of the pool
+        vectors = gather_vectors(vector, pool)[[ranks[0] - first for ranks in engine.groups]]
     else:
         vectors = vector[None]
     bits = np.bitwise_or.reduce(vectors[:, 3:].numpy(), axis=0)

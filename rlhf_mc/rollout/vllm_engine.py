@@ -46,6 +46,7 @@ from rlhf_mc.rollout.vllm_options import (
     sampling_params,
 )
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+from rlhf_mc.topology.groups import pool_group
 from rlhf_mc.topology.shared_gpu import in_turn
 
 
@@ -90,13 +91,14 @@ class VLLMEngine:
         storage: Mapping[str, torch.Tensor] | None = None,
         return_experts: bool = False,
     ) -> None:
-        """Build the engine. Raise UserError, on all ranks, if vLLM's parameters are not the weight
-        update's. Every rank must call it.
+        """Build the engine. Raise UserError, on all ranks of `groups`, if vLLM's parameters are not
+        the weight update's. Every rank of `groups` must call it.
 
         storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM
         allocates. return_experts: responses have the experts that vLLM has chosen
         (Generation.experts)."""
         check_dtype(shape, dtype)
+        pool = pool_group([other for ranks in groups for other in ranks])
         self._group = next(list(g) for g in groups if rank in g)
         self.groups = groups
         self.max_running = cfg.max_num_seqs
@@ -120,7 +122,8 @@ class VLLMEngine:
             _keep_stream()
             shared = storage or {}
             kv_cache = on_every_rank(
-                lambda: kv_cache_share(cfg, self._layout, getattr(torch, dtype), shared)
+                lambda: kv_cache_share(cfg, self._layout, getattr(torch, dtype), shared),
+                group=pool,
             )
             options.update(
                 gpu_options(cfg),
@@ -159,12 +162,15 @@ class VLLMEngine:
             bind_routed_experts_capturer(self._model, self._experts)
         kv_bytes = shape.cached_per_token(len(self._group)) * getattr(torch, dtype).itemsize
         # The ranks of an engine end a period with the same step, so their costs are equal.
-        read_bytes = max(gather_objects(self.weight_bytes)) + _OVERHEAD_BYTES[platform.use_cuda()]
+        read_bytes = max(gather_objects(self.weight_bytes, pool))
+        read_bytes += _OVERHEAD_BYTES[platform.use_cuda()]
         self.cached_token_cost = kv_bytes / read_bytes
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
         shapes = self._quantized.shapes(self._model)
         try:
-            on_every_rank(lambda: check_parameters(model_path, self._layout.shapes, shapes))
+            on_every_rank(
+                lambda: check_parameters(model_path, self._layout.shapes, shapes), group=pool
+            )
         except UserError:
             self.close()
             raise

@@ -278,22 +278,34 @@ def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     """Let vLLM build its tensor-parallel groups of the given ranks, in the given order, while the
     body runs.
 
-    Targets: vllm.distributed.parallel_state.init_model_parallel_group, and
-    torch.distributed.new_group inside it. Reason: vLLM takes consecutive ranks, and torch sorts the
-    ranks of a group; their order is the order of the shards. The groups also get no message queue
-    in shared memory: each rank drives its own engine, so nothing is broadcast, and a process that
-    ends without closing its queue leaks it."""
+    Targets: vllm.distributed.parallel_state.init_model_parallel_group and init_world_group, and
+    torch.distributed.new_group inside them. Reason: vLLM takes consecutive ranks, and torch sorts
+    the ranks of a group; their order is the order of the shards. The groups also get no message
+    queue in shared memory: each rank drives its own engine, so nothing is broadcast, and a process
+    that ends without closing its queue leaks it. Where engines have ranks of their own, the others
+    build no vLLM, and new_group would wait for them: vLLM's world is the ranks of the engines."""
     original = vllm_state.init_model_parallel_group
-    in_order = functools.partial(dist.new_group, sort_ranks=False)
+    original_world = vllm_state.init_world_group
+    engine_ranks = sorted(rank for ranks in groups for rank in ranks)
+    is_pool = dist.is_initialized() and len(engine_ranks) < dist.get_world_size()
+    new_group = functools.partial(dist.new_group, use_local_synchronization=is_pool)
 
     def init_group(group_ranks: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["use_message_queue_broadcaster"] = False
-        if kwargs.get("group_name") != "tp":
+        is_tp = kwargs.get("group_name") == "tp"
+        if is_tp:
+            group_ranks = [list(ranks) for ranks in groups]
+        with replaced(dist, "new_group", functools.partial(new_group, sort_ranks=not is_tp)):
             return original(group_ranks, *args, **kwargs)
-        with replaced(dist, "new_group", in_order):
-            return original([list(ranks) for ranks in groups], *args, **kwargs)
 
-    with replaced(vllm_state, "init_model_parallel_group", init_group):
+    def init_world_group(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        with replaced(dist, "new_group", new_group):
+            return original_world(engine_ranks, *args, **kwargs)
+
+    with (
+        replaced(vllm_state, "init_model_parallel_group", init_group),
+        replaced(vllm_state, "init_world_group", init_world_group),
+    ):
         yield
 
 

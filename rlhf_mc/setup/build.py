@@ -24,6 +24,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import (
     adapts_kl_loss,
     has_contiguous_experts,
+    has_rollout_pool,
+    num_rollout_ranks,
+    num_training_ranks,
     reference_is_actor,
     shares_weights,
     token_budgets,
@@ -56,6 +59,7 @@ from rlhf_mc.reshard.weight_sync import WeightSync, plan_weight_sync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.engines import engine_factory
+from rlhf_mc.rollout.remote_engines import RemoteEngines
 from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.run_directory.lock import check_free
 from rlhf_mc.runtime.console import print_line
@@ -65,8 +69,8 @@ from rlhf_mc.setup.gpu_settings import for_this_device
 from rlhf_mc.setup.model_building import build_models, model_starts
 from rlhf_mc.setup.scorable import check_mixture, print_special_tokens, scorable
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
-from rlhf_mc.topology.groups import build_role_groups, set_timeout_of_all_groups
-from rlhf_mc.topology.mesh import rollout_groups, training_mesh
+from rlhf_mc.topology.groups import build_role_groups, pool_group, set_timeout_of_all_groups
+from rlhf_mc.topology.mesh import pool_engines, rollout_groups, training_mesh
 from rlhf_mc.topology.shared_gpu import shared_gpu_line
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
@@ -119,7 +123,8 @@ def build_run(cfg: Config) -> Run:
     if fit is not None and "console" in cfg.trainer.logger:
         print_line(fit, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
-    meshes = {role: training_mesh(layouts(cfg)[role], world) for role in starts}
+    num_training = num_training_ranks(cfg, world)
+    meshes = {role: training_mesh(layouts(cfg)[role], num_training) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
     offload_schedule = OffloadSchedule(reference_is_actor(cfg))
@@ -131,7 +136,7 @@ def build_run(cfg: Config) -> Run:
     weight_sync, rollout = _rollout(cfg, factory, actor, rank)
     if environments is not None:
         environments.connect(rollout.groups)
-    if cfg.rollout.free_cache_engine:
+    if cfg.rollout.free_cache_engine and not has_rollout_pool(cfg):
         offload_schedule.add_rollout(rollout)
     set_timeout_of_all_groups(cfg.trainer.dist_timeout_seconds)
     return Run(
@@ -150,6 +155,7 @@ def build_run(cfg: Config) -> Run:
         reference=actor.without_adapters() if reference_is_actor(cfg) else models.get("ref"),
         reward_models=_reward_models(cfg, models, budgets, conversations),
         rollout=rollout,
+        rollout_pool=pool_group([rank for ranks in rollout.groups for rank in ranks]),
         environments=environments,
         group_pool=GroupPool(),
         journal=journal,
@@ -266,9 +272,9 @@ def _check_memory(
 ) -> tuple[str | None, frozenset[str]]:
     """Return in one line whether the run fits by the planner, and the roles whose optimizer state
     stays on the device between the steps of an update; None and no role if trainer.planner is
-    "off". Raise UserError on every rank if the run does not fit and trainer.planner is "refuse".
-    Every rank must call it, and gets the same."""
-    if cfg.trainer.planner == "off":
+    "off", or with resource_pools. Raise UserError on every rank if the run does not fit and
+    trainer.planner is "refuse". Every rank must call it, and gets the same."""
+    if cfg.trainer.planner == "off" or has_rollout_pool(cfg):
         return None, frozenset()
     cuda = platform.use_cuda()
     ranks_per_gpu = platform.ranks_per_gpu()
@@ -304,10 +310,15 @@ def _smallest_share() -> int:
 def _rollout(
     cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int
 ) -> tuple[WeightSync, RolloutEngine]:
-    """Return the rollout engine, and the synchronisation of its weights with the actor's."""
+    """Return the rollout engine, and the synchronisation of its weights with the actor's. Raise
+    UserError on all ranks if the engine cannot be built on one. Every rank must call it."""
     per_node = ranks_per_node()
     tp = cfg.rollout.tensor_model_parallel_size
-    engine_ranks = rollout_groups(actor.groups.mesh, tp, per_node)
+    engine_ranks = (
+        pool_engines(actor.groups.mesh.world, num_rollout_ranks(cfg, dist.get_world_size()), tp)
+        if has_rollout_pool(cfg)
+        else rollout_groups(actor.groups.mesh, tp, per_node)
+    )
     trained = engine_layouts(actor, actor.shape.base)
     if has_contiguous_experts(cfg):
         trained = with_contiguous_experts(trained, actor.groups.mesh)
@@ -328,7 +339,13 @@ def _rollout(
     with working(f"starting {factory.title}"):
         # make_trainable has moved the actor's parameters to their final storage before.
         storage = aliased_views(weight_sync.plan, actor.params) if shares_weights(cfg) else {}
-        rollout = factory.build(cfg, actor.shape.base, engine_ranks, rank, storage)
+        rollout = on_every_rank(
+            lambda: (
+                factory.build(cfg, actor.shape.base, engine_ranks, rank, storage)
+                if any(rank in ranks for ranks in engine_ranks)
+                else RemoteEngines(engine_ranks)
+            )
+        )
     return weight_sync, rollout
 
 

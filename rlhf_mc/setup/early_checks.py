@@ -14,6 +14,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.printing import check_not_hidden
+from rlhf_mc.config.roles import has_rollout_pool
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers
@@ -74,8 +75,14 @@ def _check_models(cfg: Config) -> None:
             check_layout(shape, megatron, role)
     _, actor = roles["actor"]
     check_length(actor, cfg.data)
-    router_replay(cfg, actor)
-    balances_experts(cfg, actor)
+    replay = router_replay(cfg, actor)
+    balances = balances_experts(cfg, actor)
+    if has_rollout_pool(cfg) and (replay != "off" or balances):
+        raise UserError(
+            f"resource_pools is set and algorithm.router_replay is {replay}; experts are neither "
+            "replayed nor balanced between pools: set it to off, and actor.moe_aux_loss_coeff, "
+            "moe_z_loss_coeff and moe_router_bias_update_rate to 0"
+        )
     if cfg.rollout.name == "custom":
         return  # its file may import torch
     with _in_section("rollout", "model.path"):

@@ -171,7 +171,9 @@ def _load(
     if start.mcore is not None:
         with error_prefix("model.dist_checkpointing_path:"):
             load_mcore(
-                engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ()
+                engine.model if groups.is_member else None,
+                start.mcore,
+                skip_prefixes=("output_layer.",) if has_head else (),
             )
     else:
         skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()

@@ -42,13 +42,13 @@ def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(everywhere)
 
 
-def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
-    """Return the vectors [n] of all ranks, in rank order, on the CPU of every rank: [ranks, n].
-    `vector` is on the device or the CPU; one collective, one copy to the host. Every rank must call
-    it with the same n."""
-    world = dist.get_world_size()
+def gather_vectors(vector: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the vectors [n] of all ranks of the group, in rank order, on the CPU of each: [ranks,
+    n]. `vector` is on the device or the CPU; one collective, one copy to the host. Every rank of
+    the group must call it with the same n."""
+    world = dist.get_world_size(group)
     out = vector.new_empty(world * len(vector))
-    dist.all_gather_into_tensor(out, vector)
+    dist.all_gather_into_tensor(out, vector, group=group)
     return out.cpu().view(world, -1)
 
 
@@ -100,6 +100,13 @@ def _attempt(action: Callable[[], T], subject: str) -> tuple[T | None, UserError
             return action(), None
     except UserError as error:
         return None, error
+
+
+def from_rank_0(number: float) -> float:
+    """Return rank 0's number. Every rank must call it."""
+    tensor = torch.tensor(number, dtype=torch.float64)  # on the CPU, whatever the device is
+    dist.broadcast(tensor, src=0)
+    return float(tensor)
 
 
 def my_share(count: int) -> range:

@@ -49,7 +49,8 @@ embeddings, which hold the ends of the pipeline, are added in _group_ranks."""
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The mesh of a role, and this rank's coordinate and process groups in it."""
+    """The mesh of a role, of the first ranks of the run, and this rank's coordinate and process
+    groups in it."""
 
     mesh: Mesh
     rank: int
@@ -57,12 +58,18 @@ class ProcessGroups:
     """Megatron-Core's groups (tp, pp, dp, embd, ...), handed to models and optimizers."""
 
     @property
+    def is_member(self) -> bool:
+        """False on the ranks of another pool, which are not in the mesh: their groups are None."""
+        return self.rank < self.mesh.world
+
+    @property
     def coordinate(self) -> Coordinate:
+        assert self.is_member, f"rank {self.rank} is not in {self.mesh}"
         return self.mesh.coordinate(self.rank)
 
     @property
     def is_last_stage(self) -> bool:
-        return self.mesh.is_last_stage(self.rank)
+        return self.is_member and self.mesh.is_last_stage(self.rank)
 
 
 def build_groups(mesh: Mesh) -> ProcessGroups:
@@ -114,9 +121,19 @@ def build_role_groups(
     for mesh, built in of_mesh.items():
         names = ("pp", *(context_group(mesh, size) for size in mesh.context_sizes))
         connected += [getattr(built.collection, name) for name in names]
-    chunked = [made.collection.pp for mesh, made in of_mesh.items() if mesh.vpp > 1]
+    chunked = [
+        made.collection.pp for mesh, made in of_mesh.items() if mesh.vpp > 1 and made.is_member
+    ]
     _connect(connected, chunked, _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds)
     return {role: of_mesh[mesh] for role, mesh in meshes.items()}
+
+
+def pool_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return a group of gloo of these ranks; None: all ranks. Each of these ranks must call it, and
+    the others need not."""
+    if not dist.is_initialized() or len(ranks) == dist.get_world_size():
+        return None
+    return dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True)
 
 
 def _connect(

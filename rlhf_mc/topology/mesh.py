@@ -259,6 +259,13 @@ def rollout_groups(mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list
     ]
 
 
+def pool_engines(first: int, num_ranks: int, rollout_tp: int) -> list[list[int]]:
+    """Return the ranks of each rollout engine of a pool that begins with rank `first`: neighbours,
+    in the order of the engine's tensor-parallel rank."""
+    end = first + num_ranks
+    return [list(range(start, start + rollout_tp)) for start in range(first, end, rollout_tp)]
+
+
 def _groups_of_block(mesh: Mesh, rollout_tp: int, ranks: Sequence[int]) -> list[list[int]]:
     """Return the rollout groups of consecutive ranks. rollout_tp divides the training TP."""
     num_groups = len(ranks) // rollout_tp

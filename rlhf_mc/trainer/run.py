@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.estimators import EstimatorFunction
@@ -55,6 +56,8 @@ class Run:
     reference: ModelEngine | None
     reward_models: list[RewardModel]
     rollout: RolloutEngine
+    rollout_pool: dist.ProcessGroup | None
+    """The ranks with a rollout engine; None: all, or this is none of them."""
     environments: EnvironmentManager | None
     """Environments of rollout.environment; None: none."""
     group_pool: GroupPool

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from rlhf_mc import platform
 from rlhf_mc.config.roles import reference_is_actor
 from rlhf_mc.config.schema import layouts
@@ -44,16 +46,18 @@ def show_start(run: Run) -> None:
 
 def start_lines(run: Run) -> list[str]:
     """Return the size of the run, a row for each role, and notes. Every rank must call it."""
-    world = run.groups.mesh.world
+    world = dist.get_world_size()
+    engines = run.rollout.groups
+    summary = gather_objects(run.rollout.summary)[engines[0][0]]
     tp = run.config.rollout.tensor_model_parallel_size
     rows = [_row(engine) for engine in run.models()]
     rollout = gather_objects(RankShare(run.rollout.num_parameters, run.rollout.weight_bytes))
-    rows.append(ModelRow("rollout", (str(tp), "1", "1", str(world // tp), "-"), rollout))
+    rows.append(ModelRow("rollout", (str(tp), "1", "1", str(len(engines)), "-"), rollout))
     return [
         f"{world} ranks on {platform.device().type}; {len(run.train_prompts)} prompts, "
         f"{run.schedule.total_steps} steps at most",
         *table(rows),
-        *notes([run.weight_sync.summary, run.rollout.summary, *_precisions(run), *_unshared(run)]),
+        *notes([run.weight_sync.summary, summary, *_precisions(run), *_unshared(run)]),
     ]
 
 

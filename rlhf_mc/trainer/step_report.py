@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.operations import ForwardFlops, forward_flops
@@ -67,7 +68,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "training/epoch": (state.num_prompts - 1) // prompt_order(run).epoch_length,
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": seconds,
-            "perf/throughput": tokens / seconds / run.groups.mesh.world,
+            "perf/throughput": tokens / seconds / dist.get_world_size(),
             **memory_metrics(),
             **per_token_metrics(batch, state.num_generated, times),
             **utilization_metrics(

@@ -91,8 +91,10 @@ def train_step(
 
 
 def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Sequence[list[int]]:
-    """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: a
-    rank's tokens of one."""
+    """Return the sequences of each micro-batch of this rank's data-parallel replica; none outside
+    of the model's mesh. budget: a rank's tokens of one."""
+    if not engine.groups.is_member:
+        return []
     mesh = engine.groups.mesh
     coordinate = engine.groups.coordinate
     lens = batch.seq_lens.tolist()

@@ -159,7 +159,9 @@ def params_unlike_export(
     run: Run, checkpoint: Path, config_path: str, rollout_tp: int
 ) -> list[str]:
     """Return the names of vLLM's parameters that differ in any bit from those that vLLM loads from
-    the checkpoint."""
+    the checkpoint; none on a rank without an engine."""
+    if not run.rollout.params:
+        return []
     updated = {name: param.clone() for name, param in run.rollout.params.items()}
     tensors = [
         (name, tensor)

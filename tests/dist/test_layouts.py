@@ -221,6 +221,53 @@ def test_training_changes_every_weight(reference: dict[str, Any], workspace: Pat
     )
 
 
+POOLS = [
+    # (training ranks, tp, pp, rollout TP): as many engines as in the colocated run.
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (2, 2, 1, 1),
+    (2, 1, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("ranks", "tp", "pp", "rollout_tp"), POOLS)
+def test_pools_give_the_bits_of_ranks_that_train_and_generate(
+    pool: Any, run_layout: Run, workspace: Path, ranks: int, tp: int, pp: int, rollout_tp: int
+) -> None:
+    """As many training ranks, and engines, as the colocated run has: metrics without times and
+    without the update's bytes, tokens and weights are equal to the last bit, on all ranks."""
+    colocated, exported = run_layout(ranks, tp, pp, rollout_tp)
+    export_to = workspace / f"pools_{ranks}_{tp}_{pp}_{rollout_tp}"
+    overrides = [
+        "reshard.verify=always",
+        f"resource_pools.train={ranks}",
+        f"resource_pools.rollout={ranks}",
+    ]
+    layout = (tp, pp, rollout_tp)
+    results = cases.run_two_steps(
+        pool(2 * ranks), workspace / "config.yaml", layout, export_to, overrides
+    )
+    wanted = [without_times(step) for step in colocated[0]["steps"]]
+    for rank, result in enumerate(results):
+        assert result["digests"] == colocated[0]["digests"], f"rank {rank} has other tokens"
+        assert [without_times(step) for step in result["steps"]] == wanted, f"rank {rank}"
+        assert result["different"] == [] and result["shared"] == []
+        received = result["steps"][0]["reshard/received_bytes"]
+        assert (received > 0) == (rank >= ranks)
+        assert result["steps"][0]["reshard/copied_bytes"] == 0
+    weights = cases.exported_weights(str(export_to))
+    expected = cases.exported_weights(str(exported))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    """Return a step's metrics without those that depend on a clock, on memory, or on the ranks that
+    hold the engines."""
+    varying = ("timing_", "perf/", "reshard/", "memory/")
+    return {key: value for key, value in metrics.items() if not key.startswith(varying)}
+
+
 # (world, tp, pp, rollout TP): all parameters aliased; some of them; rollout TP ranks in another
 # order than the ranks.
 @pytest.mark.parametrize(

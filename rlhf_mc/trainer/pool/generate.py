@@ -176,6 +176,7 @@ class EngineCall:
             None if plan.enough is None else self._is_enough,
             self._on_ended,
             self._turns,
+            run.rollout_pool,
         )
         if self._turns is not None:
             self._turns.finish()
@@ -254,7 +255,10 @@ class EngineCall:
         groups = self._plan.groups
         all_ids = {(g, i) for g, group in enumerate(groups) for i in range(len(group.responses))}
         ended = sorted(all_ids.difference(self._ids))
-        for g, i in ended[self._run.groups.rank :: self._run.groups.mesh.world] if ended else ():
+        scoring = sorted(rank for ranks in self._run.rollout.groups for rank in ranks)
+        if self._run.groups.rank not in scoring:
+            return
+        for g, i in ended[scoring.index(self._run.groups.rank) :: len(scoring)]:
             conversation = groups[g].conversations.get(i)
             episode = None if conversation is None else conversation.episode
             self._scores.add(g, i, groups[g].responses[i].token_ids, episode)
