@@ -1,5 +1,5 @@
-"""Checks of the settings of algorithm and reward, in the form of checks.py. reward.mixture is
-checked where the rules are known, in rewards/mixture.py."""
+"""Checks of the settings of algorithm, reward and environment, in the form of checks.py.
+reward.mixture is checked where the rules are known, in rewards/mixture.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_mc.config.yaml_reader import yaml_text
 
 
 def problems(cfg: Config) -> Iterator[str]:
-    """Yield the problems of the settings of algorithm, policy loss and reward."""
+    """Yield the problems of the settings of algorithm, policy loss, reward and environment."""
     checks = (
         _estimator,
         _losses,
@@ -33,6 +33,7 @@ def problems(cfg: Config) -> Iterator[str]:
         _in_flight,
         _reward_models,
         _remote,
+        _environment,
     )
     return itertools.chain.from_iterable(check(cfg) for check in checks)
 
@@ -351,3 +352,29 @@ def _url_problem(text: str, has_key: bool) -> str | None:
     if url.userinfo and has_key:
         return "with reward.remote.api_key_env it may have no user: only one of them can be sent"
     return None
+
+
+def _environment(cfg: Config) -> Iterator[str]:
+    environment = cfg.rollout.environment
+    if not environment.is_set:
+        return
+    if environment.path is not None and environment.has_tools:
+        yield (
+            "rollout.environment.path and tools (function_tool_path, tool_config_path) are both "
+            "set; give one of them"
+        )
+    if environment.has_tools and environment.first_observation:
+        yield "rollout.environment.first_observation is true, and tools have none; set it to false"
+    if environment.has_tools and "tools" in cfg.data.apply_chat_template_kwargs:
+        yield (
+            "data.apply_chat_template_kwargs has 'tools', and rollout.environment has tools too; "
+            "remove the former"
+        )
+    if (
+        environment.max_tokens_per_turn is not None
+        and environment.max_tokens_per_turn > cfg.data.max_response_length
+    ):
+        yield (
+            f"rollout.environment.max_tokens_per_turn is {environment.max_tokens_per_turn}; it "
+            f"must be at most data.max_response_length, {cfg.data.max_response_length}"
+        )

@@ -1,6 +1,6 @@
 """Checks of a config. Of several settings together a check is a generator of problems, each one
 line with the key, its value and the values that are allowed. algorithm_checks.py has the checks of
-algorithm and reward, paths.py of paths. Types, unknown keys and required keys are checked in
+algorithm, reward and environment, paths.py of paths. Types, unknown keys and required keys are checked in
 load.py. Checks that need the model or the data (heads divisible by TP, columns of a file) are made
 where these are read."""
 
@@ -19,6 +19,7 @@ from rlhf_mc.config.roles import (
     PASSES,
     absent_roles,
     has_rollout_pool,
+    mini_batch_sizes,
     num_rollout_ranks,
     num_training_ranks,
     saves_checkpoints,
@@ -52,7 +53,6 @@ def check_config(cfg: Config, world_size: int | None) -> None:
         _storage(cfg),
         _adapters(cfg),
         _engine(cfg),
-        _environment(cfg),
         _batches(cfg),
         _pools(cfg),
         _processes(cfg, world_size) if world_size is not None else (),
@@ -160,7 +160,7 @@ def _training_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
                 f"{role}.megatron.expert_model_parallel_size {ep} does not divide the {copies} "
                 f"replicas of this run; what would: {_divisors(copies)}"
             )
-    for role, mini in _mini_batch_sizes(cfg).items():
+    for role, mini in mini_batch_sizes(cfg).items():
         if mini * cfg.rollout.n < replicas[role]:
             yield (
                 f"{role}.ppo_mini_batch_size {mini} x rollout.n {cfg.rollout.n} is fewer sequences "
@@ -171,16 +171,6 @@ def _training_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _mini_batch_sizes(cfg: Config) -> dict[str, int]:
-    """Return the prompts per optimizer step of each model that is trained."""
-    actor = cfg.actor.ppo_mini_batch_size
-    critic = cfg.critic.ppo_mini_batch_size
-    return {
-        "actor": actor,
-        **({"critic": actor if critic is None else critic} if uses_critic(cfg) else {}),
-    }
 
 
 def _layouts(cfg: Config) -> Iterator[str]:
@@ -287,35 +277,9 @@ def _engine(cfg: Config) -> Iterator[str]:
         )
 
 
-def _environment(cfg: Config) -> Iterator[str]:
-    environment = cfg.rollout.environment
-    if not environment.is_set:
-        return
-    if environment.path is not None and environment.has_tools:
-        yield (
-            "rollout.environment.path and tools (function_tool_path, tool_config_path) are both "
-            "set; give one of them"
-        )
-    if environment.has_tools and environment.first_observation:
-        yield "rollout.environment.first_observation is true, and tools have none; set it to false"
-    if environment.has_tools and "tools" in cfg.data.apply_chat_template_kwargs:
-        yield (
-            "data.apply_chat_template_kwargs has 'tools', and rollout.environment has tools too; "
-            "remove the former"
-        )
-    if (
-        environment.max_tokens_per_turn is not None
-        and environment.max_tokens_per_turn > cfg.data.max_response_length
-    ):
-        yield (
-            f"rollout.environment.max_tokens_per_turn is {environment.max_tokens_per_turn}; it "
-            f"must be at most data.max_response_length, {cfg.data.max_response_length}"
-        )
-
-
 def _batches(cfg: Config) -> Iterator[str]:
     batch = cfg.data.train_batch_size
-    for role, mini in _mini_batch_sizes(cfg).items():
+    for role, mini in mini_batch_sizes(cfg).items():
         if batch % mini:
             yield (
                 f"{role}.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size, "

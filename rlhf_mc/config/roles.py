@@ -123,6 +123,16 @@ def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:
     )
 
 
+def mini_batch_sizes(cfg: Config) -> dict[str, int]:
+    """Return the prompts per optimizer step of each model that is trained."""
+    actor = cfg.actor.ppo_mini_batch_size
+    critic = cfg.critic.ppo_mini_batch_size
+    return {
+        "actor": actor,
+        **({"critic": actor if critic is None else critic} if uses_critic(cfg) else {}),
+    }
+
+
 def adapts_kl_loss(cfg: Config) -> bool:
     """Return whether the controller of algorithm.kl_ctrl sets the coefficient of the KL loss."""
     return cfg.algorithm.kl_ctrl.type == "adaptive" and not cfg.algorithm.use_kl_in_reward

@@ -490,5 +490,5 @@ def engine_layouts(engine: ModelEngine, shape: ModelShape | None = None) -> list
     """Return each rank's layout of an engine's model, EMPTY outside of its mesh. shape: in place of
     the engine's, such as the model without adapters."""
     mesh = engine.groups.mesh
-    held = training_layouts(shape or engine.shape, mesh, uses_transformer_engine())
-    return [*held, *[EMPTY] * (dist.get_world_size() - mesh.world)]
+    of_mesh = training_layouts(shape or engine.shape, mesh, uses_transformer_engine())
+    return [*of_mesh, *[EMPTY] * (dist.get_world_size() - mesh.world)]

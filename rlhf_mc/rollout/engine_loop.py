@@ -48,9 +48,7 @@ def generate_responses(
 
     A response depends on its prompt, its seed and the weights, not on the engine that generates it.
     Raise UserError if the ranks of one engine have drawn different tokens."""
-    engine_index = next(
-        (number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks), None
-    )
+    engine_index = _own_engine(engine.groups)
     if engine_index is None:
         return exchange_responses({}, engine.groups, len(requests))
     ranks = engine.groups[engine_index]
@@ -114,13 +112,23 @@ def generate_responses(
     responses |= engine.abort()
     if turns is not None:
         responses |= turns.abort()
+    _count_sampled(requests, responses)
+    if engine_index == 0:
+        responses |= {number: requests[number].partial for number in queue.left}
+    return exchange_responses(responses, engine.groups, len(requests))
+
+
+def _own_engine(groups: Sequence[Sequence[int]]) -> int | None:
+    """Return the index of this rank's engine; None: it has none."""
+    return next((index for index, ranks in enumerate(groups) if dist.get_rank() in ranks), None)
+
+
+def _count_sampled(requests: Sequence[Request], responses: Mapping[int, Generation]) -> None:
+    """Count the responses, and the tokens that were sampled in this call, as work of the phase."""
     num_tokens = sum(
         response.num_drawn - requests[i].partial.num_drawn for i, response in responses.items()
     )
     count(tokens=num_tokens, responses=len(responses))
-    if engine_index == 0:
-        responses |= {number: requests[number].partial for number in queue.left}
-    return exchange_responses(responses, engine.groups, len(requests))
 
 
 def _room(engine: RolloutEngine) -> int:

@@ -86,7 +86,6 @@ def build_run(cfg: Config) -> Run:
     """Build all parts of a run. Every rank must call it, with the same config, which check_early
     has checked, after init_process_group."""
     rank = dist.get_rank()
-    world = dist.get_world_size()
     cfg = for_this_device(cfg)
     for line in filter(None, (shared_gpu_line(), unread_line(cfg))):
         print_line(line, rank_0_only=True)
@@ -123,7 +122,7 @@ def build_run(cfg: Config) -> Run:
     if fit is not None and "console" in cfg.trainer.logger:
         print_line(fit, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
-    num_training = num_training_ranks(cfg, world)
+    num_training = num_training_ranks(cfg, dist.get_world_size())
     meshes = {role: training_mesh(layouts(cfg)[role], num_training) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
@@ -133,11 +132,9 @@ def build_run(cfg: Config) -> Run:
         model.offload.optimizer_stays = role in staying
     actor = models["actor"]
     budgets = token_budgets(cfg)
-    weight_sync, rollout = _rollout(cfg, factory, actor, rank)
+    weight_sync, rollout = _rollout(cfg, factory, actor, offload_schedule)
     if environments is not None:
         environments.connect(rollout.groups)
-    if cfg.rollout.free_cache_engine and not has_rollout_pool(cfg):
-        offload_schedule.add_rollout(rollout)
     set_timeout_of_all_groups(cfg.trainer.dist_timeout_seconds)
     return Run(
         config=cfg,
@@ -308,10 +305,11 @@ def _smallest_share() -> int:
 
 
 def _rollout(
-    cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int
+    cfg: Config, factory: EngineFactory, actor: ModelEngine, offload_schedule: OffloadSchedule
 ) -> tuple[WeightSync, RolloutEngine]:
     """Return the rollout engine, and the synchronisation of its weights with the actor's. Raise
     UserError on all ranks if the engine cannot be built on one. Every rank must call it."""
+    rank = dist.get_rank()
     per_node = ranks_per_node()
     tp = cfg.rollout.tensor_model_parallel_size
     engine_ranks = (
@@ -346,6 +344,8 @@ def _rollout(
                 else RemoteEngines(engine_ranks)
             )
         )
+    if cfg.rollout.free_cache_engine and not has_rollout_pool(cfg):
+        offload_schedule.add_rollout(rollout)
     return weight_sync, rollout
 
 

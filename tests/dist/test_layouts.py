@@ -234,8 +234,8 @@ POOLS = [
 def test_pools_give_the_bits_of_ranks_that_train_and_generate(
     pool: Any, run_layout: Run, workspace: Path, ranks: int, tp: int, pp: int, rollout_tp: int
 ) -> None:
-    """As many training ranks, and engines, as the colocated run has: metrics without times and
-    without the update's bytes, tokens and weights are equal to the last bit, on all ranks."""
+    """Compare with a colocated run of as many training ranks and engines: metrics, tokens and
+    weights are equal to the last bit on all ranks."""
     colocated, exported = run_layout(ranks, tp, pp, rollout_tp)
     export_to = workspace / f"pools_{ranks}_{tp}_{pp}_{rollout_tp}"
     overrides = [

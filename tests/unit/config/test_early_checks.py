@@ -254,6 +254,34 @@ def test_settings_that_do_not_fit_the_world_size_or_files(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        ("train=1", "resource_pools.train is 1 and resource_pools.rollout is null; both must be"),
+        ("train=1 rollout=0", "resource_pools.rollout is 0; it must be"),
+        ("train=1 rollout=2", "train 1 + resource_pools.rollout 2 = 3 ranks; this run has 2 "),
+        ("train=1 rollout=1 rollout.tensor_model_parallel_size=2",
+         "rollout.tensor_model_parallel_size 2 does not divide the 1 processes of "
+         "resource_pools.rollout; what would: 1"),
+        ("train=1 rollout=1 actor.megatron.tensor_model_parallel_size=2",
+         "actor.megatron.tensor_model_parallel_size 2 x actor.megatron.pipeline_model_parallel_size"
+         " 1 = 2 does not divide the 1 processes of resource_pools.train; what would: 1"),
+        ("train=1 rollout=1 health.out_of_memory=halve_tokens",
+         "health.out_of_memory is halve_tokens and resource_pools is set"),
+    ],
+)  # fmt: skip
+def test_pools_that_cannot_be(directory: Path, overrides: str, words: str) -> None:
+    keys = [
+        f"resource_pools.{key}" if key.startswith(("train=", "rollout=")) else key
+        for key in overrides.split()
+    ]
+    assert words in error_of(directory, *keys)
+
+
+def test_pools_cover_the_run(directory: Path) -> None:
+    check(directory, "resource_pools.train=1", "resource_pools.rollout=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
         (["actor.megatron.pipeline_model_parallel_size=2",
           "actor.megatron.num_layers_in_first_pipeline_stage=4"],
          "actor.megatron.num_layers_in_first_pipeline_stage 4"),
