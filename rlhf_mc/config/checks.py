@@ -1,8 +1,8 @@
 """Checks of a config. Of several settings together a check is a generator of problems, each one
 line with the key, its value and the values that are allowed. algorithm_checks.py has the checks of
-algorithm, reward and environment, paths.py of paths. Types, unknown keys and required keys are checked in
-load.py. Checks that need the model or the data (heads divisible by TP, columns of a file) are made
-where these are read."""
+algorithm, reward and environment, paths.py of paths. Types, unknown keys and required keys are
+checked in load.py. Checks that need the model or the data (heads divisible by TP, columns of a
+file) are made where these are read."""
 
 from __future__ import annotations
 

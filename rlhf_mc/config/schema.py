@@ -322,8 +322,9 @@ class RolloutConfig:
 @dataclass
 class ResourcePoolsConfig:
     """Ranks of their own for training and rollout. Ranks 0 to train - 1 hold the models, the others
-    the rollout engines, and each pool waits for the other. Memory is not planned, and experts are
-    neither replayed nor balanced."""
+    the rollout engines, and each pool waits for the other: trainer.dist_timeout_seconds must be
+    above the time of a generation. Memory is not planned, and experts are neither replayed nor
+    balanced."""
 
     train: Ranks | None = None
     """Ranks of the training pool; null: all ranks hold models and engines."""

@@ -71,6 +71,11 @@ class EnvironmentManager:
                 self._ranks = ranks
                 self._group = group
 
+    @property
+    def has_engine(self) -> bool:
+        """False on a rank without an engine, which has no conversation."""
+        return bool(self._ranks)
+
     def begin_call(self, names: Sequence[int], retained: bool) -> list[Key]:
         """Return the keys of a call's conversations. names: unique in the call. retained: a later
         call may continue them, and other retained environments are closed; else the names are the

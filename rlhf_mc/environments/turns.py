@@ -146,7 +146,9 @@ class Conversations:
         """Record the end of the call. Raise UserError, on all ranks, if the conversations are not
         those of the replayed run. Every rank must call it."""
         if not self._journal.is_replay:
-            self._journal.record(CallEnd(self._call, self._environments.engine, self._iteration))
+            if self._environments.has_engine:
+                end = CallEnd(self._call, self._environments.engine, self._iteration)
+                self._journal.record(end)
             return
         problems, nums_unused = zip(*gather_objects((self._problem, self._num_unused)), strict=True)
         problem = next(filter(None, problems), None)

@@ -93,11 +93,13 @@ def train(pool: Any, config: Path) -> Any:
     """Return train(name, *overrides): each rank's steps of a run in the directory of that name, and
     the calls of its environments."""
 
-    def run(name: str, *overrides: str) -> tuple[list[list[dict[str, Any]]], int]:
+    def run(
+        name: str, *overrides: str, world: int = WORLD
+    ) -> tuple[list[list[dict[str, Any]]], int]:
         calls = config.parent / "calls"
         calls.write_text("")
         directory = f"trainer.default_local_dir={config.parent / name}"
-        results = pool(WORLD).run(
+        results = pool(world).run(
             pool_cases.train, config_path=str(config), overrides=[directory, *SETTINGS, *overrides]
         )
         return [rank["steps"] for rank in results], len(calls.read_text().splitlines())
@@ -114,8 +116,13 @@ def _copied(config: Path, name: str, copy: str, last: int) -> Path:
     return directory
 
 
-def _assert_same(ranks: list[list[dict[str, Any]]], others: list[list[dict[str, Any]]]) -> None:
-    """Compare tokens, log-probs and metrics of steps, bit for bit."""
+def _assert_same(
+    ranks: list[list[dict[str, Any]]],
+    others: list[list[dict[str, Any]]],
+    varying: tuple[str, ...] = (),
+) -> None:
+    """Compare tokens, log-probs and metrics of steps, bit for bit. varying: begins of the names of
+    further metrics that differ."""
     for steps, wanted in zip(ranks, others, strict=True):
         for step, other in zip(steps, wanted, strict=True):
             for key in (
@@ -129,7 +136,9 @@ def _assert_same(ranks: list[list[dict[str, Any]]], others: list[list[dict[str, 
             ):
                 assert step[key] == other[key], (step["step"], key)
             same = step["metrics"].keys() & other["metrics"].keys()
-            names = {key for key in same if not key.startswith(("timing", "perf", "memory"))}
+            names = {
+                key for key in same if not key.startswith(("timing", "perf", "memory", *varying))
+            }
             different = {key for key in names if step["metrics"][key] != other["metrics"][key]}
             assert not different, (step["step"], different)
 
@@ -176,6 +185,22 @@ def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(
     replayed, num_again = train("replayed", *TAIL, f"trainer.replay={config.parent / 'tail'}")
     assert num_again == 0
     _assert_same(replayed, steps)
+
+
+def test_environments_run_beside_the_engines_of_a_pool(train: Any, config: Path, tail: Any) -> None:
+    """Replay a colocated run in pools, and a run in pools colocated: no environment is called, and
+    tokens, scores and metrics have the same bits."""
+    pools = ["resource_pools.train=2", "resource_pools.rollout=2"]
+    steps, num_calls = train("pools", *TAIL, *pools, world=4)
+    assert num_calls > N * 4 * STEPS
+    for replayed, wanted, overrides, world in (
+        ("tail", tail[0][0], pools, 4),
+        ("pools", steps[0], [], 2),
+    ):
+        replay = f"trainer.replay={config.parent / replayed}"
+        results, num_again = train(f"{replayed}_again", *TAIL, replay, *overrides, world=world)
+        assert num_again == 0
+        _assert_same(results, [wanted] * world, varying=("reshard",))
 
 
 def test_conversations_of_a_tail_begin_anew(config: Path, tail: Any) -> None:

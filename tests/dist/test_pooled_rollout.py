@@ -385,6 +385,27 @@ def test_a_lower_limit_cuts_kept_responses(
     assert {len(tokens) for step in steps for tokens in step["responses"]} <= set(range(1, 11))
 
 
+def test_pools_of_ranks_train_on_the_same_tokens(train: Any, partial: list[dict[str, Any]]) -> None:
+    """Compare a run with partial rollouts and training ranks of their own with a colocated one:
+    tokens, scores and weights to the last bit, and only ranks with an engine score."""
+    pools = ["resource_pools.train=2", "resource_pools.rollout=2"]
+    results = train(4, "pools", *PARTIAL, *pools)
+    for rank, result in enumerate(results):
+        wanted = partial[rank % 2]["steps"]
+        for step, other in zip(result["steps"], wanted, strict=True):
+            assert _decisions(step) == _decisions(other)
+            assert step["scores"] == other["scores"]
+            for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", KEPT):
+                assert step["metrics"][key] == other["metrics"][key]
+            assert step["submitted"] == (
+                other["submitted"] if rank >= 2 else {"all": 0, "early": 0}
+            )
+        weights = partial[rank]["last"] if rank < 2 else []
+        assert [block[:3] for block in result["last"]] == [block[:3] for block in weights]
+        pairs = zip(result["last"], weights, strict=True)
+        assert all((block[3] == other[3]).all() for block, other in pairs)
+
+
 @pytest.mark.parametrize("world", [1, 4])
 def test_another_layout_replays_the_run(
     train: Any, config: Path, partial: list[dict[str, Any]], world: int

@@ -50,6 +50,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP 2 x DP 2": (4, ["tensor_model_parallel_size=2"]),
 }
 """Number of ranks, settings of actor.megatron."""
+POOLS = "pools of one rank"
+LAYOUTS[POOLS] = (2, ["dtype=bfloat16"])
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,7 @@ class UninterruptedRuns:
         overrides = [
             *overrides,
             *(f"actor.megatron.{s}" for s in settings),
+            *(("resource_pools.train=1", "resource_pools.rollout=1") if layout == POOLS else ()),
             f"trainer.default_local_dir={directory}",
         ]
         results: list[dict[str, Any]] = self.pool(world).run(
@@ -161,6 +164,28 @@ def test_resume_on_same_layout_is_bit_exact(
         for when in ("then", "last"):
             assert [b[:3] for b in mine[when]] == [b[:3] for b in theirs[when]]
             assert all((a[3] == b[3]).all() for a, b in zip(mine[when], theirs[when], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [(POOLS, POOLS), (POOLS, "one rank, bfloat16"), ("one rank, bfloat16", POOLS)],
+)
+def test_resume_in_pools_and_out_of_them_is_bit_exact(
+    runs: UninterruptedRuns, tmp_path: Path, source: str, layout: str
+) -> None:
+    resumed = runs.resumed(source, layout, tmp_path)
+    whole = runs.results("one rank, bfloat16")
+    assert all(rank["marked"] and rank["steps"] == [3, 4] for rank in resumed)
+    for directory in (tmp_path, runs.directory(source)):
+        for step, row in metrics(runs.directory("one rank, bfloat16")).items():
+            other = metrics(directory)[step]
+            assert all(other[key] == row[key] for key in row if not key.startswith("reshard/"))
+    for when in ("then", "last"):
+        mine, theirs = (assembled(results, when) for results in (resumed, whole))
+        assert mine.keys() == theirs.keys()
+        assert all((mine[key] == theirs[key]).all() for key in mine)
+    if layout == POOLS:
+        assert resumed[1]["last"] == [], "a rank of the rollout pool holds no weight"
 
 
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2"])
