@@ -4,6 +4,7 @@ are collected. And what precedes it: the weight update, and the seeds of the sam
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -255,10 +256,9 @@ class EngineCall:
         groups = self._plan.groups
         all_ids = {(g, i) for g, group in enumerate(groups) for i in range(len(group.responses))}
         ended = sorted(all_ids.difference(self._ids))
-        scoring = sorted(rank for ranks in self._run.rollout.groups for rank in ranks)
-        if self._run.groups.rank not in scoring:
-            return
-        for g, i in ended[scoring.index(self._run.groups.rank) :: len(scoring)]:
+        rank = self._run.groups.rank
+        scoring = sorted(itertools.chain(*self._run.rollout.groups)) if ended else []
+        for g, i in ended[scoring.index(rank) :: len(scoring)] if rank in scoring else ():
             conversation = groups[g].conversations.get(i)
             episode = None if conversation is None else conversation.episode
             self._scores.add(g, i, groups[g].responses[i].token_ids, episode)

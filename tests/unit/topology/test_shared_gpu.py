@@ -17,7 +17,7 @@ from gpu_parts import catalog
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import NodeError, UserError
-from rlhf_mc.config.schema import RolloutConfig
+from rlhf_mc.config.schema import ResourcePoolsConfig, RolloutConfig
 from rlhf_mc.planner.start import Capacity
 from rlhf_mc.rollout import vllm_limits
 from rlhf_mc.setup import build
@@ -125,7 +125,8 @@ def test_the_planner_divides_a_gpu(shared: pytest.MonkeyPatch) -> None:
     shared.setattr(build, "ranks_per_node", lambda: 4)
     shared.setattr(build.dist, "get_world_size", lambda: 4)
     shared.setattr(build, "check_start", lambda cfg, shapes, capacity: found.append(capacity))
-    cfg: Any = SimpleNamespace(trainer=SimpleNamespace(planner="refuse"))
+    trainer = SimpleNamespace(planner="refuse")
+    cfg: Any = SimpleNamespace(trainer=trainer, resource_pools=ResourcePoolsConfig())
     build._check_memory(cfg, {})
     assert found == [Capacity(4, 70 << 30, True, 4, transformer_engine=False, ranks_per_gpu=2)]
 

@@ -248,6 +248,7 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(
     run, _, _ = run_with(config_file, "data.gen_batch_size=2")
     run.train_prompts = ThreePrompts()
     run.rollout = SimpleNamespace(awake={WEIGHTS, KV_CACHE})
+    run.rollout_pool = None
     run.offload_schedule = SimpleNamespace(phase=lambda *args: contextlib.nullcontext())
     run.stop_token_ids = ()
     run.response_lengths = ResponseLengths()

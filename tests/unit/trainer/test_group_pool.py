@@ -448,7 +448,7 @@ def test_responses_that_have_begun_are_generated_first(
     run.response_lengths = ResponseLengths()
     run.response_lengths.record([0, 1, 2], [3, 3, 3])
     run.offload_schedule = SimpleNamespace(phase=lambda timer, name: nullcontext())
-    run.rollout = run.stop_token_ids = None
+    run.rollout = run.rollout_pool = run.stop_token_ids = None
     run.groups = SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1))
     new = strategies.groups_at(run, range(2))
     begun = new[1].continued([Generation([7] * 9, [-1.0] * 9, False), NOTHING], 0)
