@@ -80,6 +80,11 @@ class Run:
     adjustments: Adjustments
     """Settings that the run has changed by itself."""
 
+    @property
+    def rollout_ranks(self) -> list[int]:
+        """The ranks with a rollout engine, in ascending order."""
+        return sorted(rank for ranks in self.rollout.groups for rank in ranks)
+
     def trained_models(self) -> list[ModelEngine]:
         """Return the models that are updated and saved, the actor first."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]

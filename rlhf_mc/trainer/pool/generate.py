@@ -4,7 +4,6 @@ are collected. And what precedes it: the weight update, and the seeds of the sam
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -256,9 +255,9 @@ class EngineCall:
         groups = self._plan.groups
         all_ids = {(g, i) for g, group in enumerate(groups) for i in range(len(group.responses))}
         ended = sorted(all_ids.difference(self._ids))
-        rank = self._run.groups.rank
-        scoring = sorted(itertools.chain(*self._run.rollout.groups)) if ended else []
-        for g, i in ended[scoring.index(rank) :: len(scoring)] if rank in scoring else ():
+        if not ended or self._run.groups.rank not in (ranks := self._run.rollout_ranks):
+            return
+        for g, i in ended[ranks.index(self._run.groups.rank) :: len(ranks)]:
             conversation = groups[g].conversations.get(i)
             episode = None if conversation is None else conversation.episode
             self._scores.add(g, i, groups[g].responses[i].token_ids, episode)
