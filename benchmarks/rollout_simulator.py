@@ -261,7 +261,7 @@ class SimulatedEngines:
             yield
         self._threads.shutdown()
 
-    def _gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
+    def _gather_vectors(self, vector: torch.Tensor, group: None) -> torch.Tensor:
         self._vectors[self._thread.rank] = vector
         self._gather.wait()
         return self._gathered

@@ -37,10 +37,10 @@ def exchange(
     engines: Sequence[Sequence[int]], count: int, max_tokens: int, other_token_on: int | None = None
 ) -> tuple[list[Generation], int]:
     """Exchange the responses of make_responses. Return the result, and how many bytes this rank has
-    sent for each rank.
+    sent for each rank. Ranks in no engine have none.
 
     other_token_on: the rank whose engine has drawn another last token there."""
-    engine = next(e for e, ranks in enumerate(engines) if dist.get_rank() in ranks)
+    engine = next((e for e, ranks in enumerate(engines) if dist.get_rank() in ranks), None)
     # Engine e has numbers 2e and 2e + 1, then 2(e + engines) and so on.
     mine = {
         i: one
@@ -52,9 +52,9 @@ def exchange(
     sent: list[int] = []
     original = dist.all_gather_into_tensor
 
-    def all_gather(out: Any, value: torch.Tensor) -> None:
+    def all_gather(out: Any, value: torch.Tensor, group: None) -> None:
         sent.append(value.nbytes)
-        original(out, value)
+        original(out, value, group)
 
     with replaced(dist, "all_gather_into_tensor", all_gather):
         return exchange_responses(mine, engines, count).generations(), sum(sent)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import response_cases
 
-ENGINES = [[[0]], [[0], [1]], [[1, 0]], [[0, 2], [3, 1]], [[0, 1, 2, 3]]]
+ENGINES = [[[0]], [[0], [1]], [[1, 0]], [[0, 2], [3, 1]], [[0, 1, 2, 3]], [[1]], [[2], [3]]]
+"""Ranks before the first one of an engine have none."""
 
 
 @pytest.mark.parametrize("engines", ENGINES, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 7, 32])
 def test_every_rank_has_all_responses(pool: Any, engines: list[list[int]], count: int) -> None:
-    world = sum(map(len, engines))
+    world = 1 + max(map(max, engines))
     wanted = response_cases.make_responses(count, 40)
     for responses, _ in pool(world).run(
         response_cases.exchange, engines=engines, count=count, max_tokens=40

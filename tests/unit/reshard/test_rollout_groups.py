@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import pytest
 from simulated_ranks import make_shape
 
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.reshard.layout import EMPTY
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rollout.vllm_layout import vllm_layout
-from rlhf_mc.topology.mesh import Mesh, rollout_groups
+from rlhf_mc.topology.mesh import Mesh, pool_engines, rollout_groups
 
 NODE = 8
 
@@ -100,3 +102,32 @@ def test_engines_span_no_more_nodes_than_consecutive_ranks(ranks_per_node: int) 
         groups = rollout_groups(Mesh(32, tp, 1), rollout_tp, ranks_per_node)
         consecutive = [list(range(start, start + rollout_tp)) for start in range(0, 32, rollout_tp)]
         assert num_nodes(groups) == num_nodes(consecutive), (tp, rollout_tp)
+
+
+@pytest.mark.parametrize(
+    ("num_training", "num_rollout", "tp", "pp", "rollout_tp"),
+    [(2, 2, 1, 1, 1), (4, 2, 2, 2, 1), (2, 8, 1, 1, 4), (8, 4, 2, 1, 2), (4, 4, 4, 1, 2)],
+)
+def test_between_pools_an_engines_rank_receives_its_shard_once(
+    num_training: int, num_rollout: int, tp: int, pp: int, rollout_tp: int
+) -> None:
+    """Check too that no rank copies or shares, and that replicas send equally much. The ranks of
+    the rollout pool, which are on one node, get a block that several of them need once."""
+    shape = make_shape(num_layers=2, num_heads=8, num_kv_heads=8, hidden_size=1024, head_dim=128)
+    engines = pool_engines(num_training, num_rollout, rollout_tp)
+    assert sorted(itertools.chain(*engines)) == list(
+        range(num_training, num_training + num_rollout)
+    )
+    assert {len(ranks) for ranks in engines} == {rollout_tp}
+    source = [*training_layouts(shape, Mesh(num_training, tp, pp)), *[EMPTY] * num_rollout]
+    target = rollout_layouts(shape, engines, vllm_layout)
+    assert target[:num_training] == [EMPTY] * num_training
+    plan = make_plan(source, target, 2, 1 << 30, ranks_per_node=num_training, share=True)
+    shards = [
+        2 * sum(math.prod(b - a for a, b in shard.box) for shard in layout.shards)
+        for layout in target
+    ]
+    assert list(plan.received_bytes) == shards and sum(shards) > 0
+    assert not any(plan.shared_bytes) and not any(plan.copied_bytes)
+    sent = plan.sent_bytes[:num_training]
+    assert max(sent) < 1.2 * min(sent)
