@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import estimator_needs, prompts_in_flight, prompts_per_batch, uses_critic
+from rlhf_mc.config.roles import (
+    estimator_needs,
+    prompts_in_flight,
+    prompts_per_batch,
+    trains_on_older_weights,
+    uses_critic,
+)
 from rlhf_mc.config.schema import (
     ActorConfig,
     Config,
@@ -167,11 +173,15 @@ def _kl_controller(cfg: Config) -> Iterator[str]:
 def _in_flight(cfg: Config) -> Iterator[str]:
     rollout = cfg.rollout
     correction = cfg.algorithm.rollout_correction
-    modes = [name for name in ("tail_batching", "partial_rollout") if getattr(rollout, name)]
-    if len(modes) == 2:
-        yield "rollout.tail_batching and rollout.partial_rollout are true; set one of them"
+    modes = [
+        f"rollout.{name}"
+        for name in ("tail_batching", "partial_rollout", "one_step_off")
+        if getattr(rollout, name)
+    ]
+    if len(modes) > 1:
+        yield f"{' and '.join(modes)} are true; set one of them"
     if rollout.prompts_in_flight is not None:
-        if not modes:
+        if not modes or rollout.one_step_off:
             yield (
                 f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; that needs "
                 "rollout.tail_batching or rollout.partial_rollout: true"
@@ -196,27 +206,25 @@ def _in_flight(cfg: Config) -> Iterator[str]:
         )
     if cfg.trainer.replay is not None and not modes and not rollout.environment.is_set:
         yield (
-            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or "
-            "partial_rollout: true, or an"
+            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching, "
+            "partial_rollout or one_step_off: true, or an"
             " environment (other runs draw the same tokens in any layout)"
         )
-    if rollout.tail_batching and cfg.algorithm.filter_groups.enable:
+    if modes and not rollout.partial_rollout and cfg.algorithm.filter_groups.enable:
         yield (
-            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of "
+            f"{modes[0]} is true and algorithm.filter_groups.enable is true; set one of "
             "them, or rollout.partial_rollout"
         )
-    if rollout.partial_rollout and correction.rollout_is is None and not correction.bypass_mode:
+    if not trains_on_older_weights(rollout):
+        return
+    if correction.rollout_is is None and not correction.bypass_mode:
         yield (
-            "rollout.partial_rollout is true, which trains on tokens of older weights; that needs"
+            f"{modes[0]} is true, which trains on tokens of older weights; that needs"
             " algorithm.rollout_correction.rollout_is (token or sequence), or bypass_mode: true"
         )
-    if (
-        rollout.partial_rollout
-        and correction.bypass_mode
-        and cfg.actor.policy_loss.loss_mode == "gpg"
-    ):
+    if correction.bypass_mode and cfg.actor.policy_loss.loss_mode == "gpg":
         yield (
-            "rollout.partial_rollout is true and actor.policy_loss.loss_mode is gpg, which has no "
+            f"{modes[0]} is true and actor.policy_loss.loss_mode is gpg, which has no "
             "ratio to the policy that drew a token; set algorithm.rollout_correction.rollout_is in "
             "place of bypass_mode, or another loss"
         )

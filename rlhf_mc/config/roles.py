@@ -150,16 +150,21 @@ def prompts_per_batch(data: DataConfig) -> int:
 
 def has_pool(rollout: RolloutConfig) -> bool:
     """Return whether groups are generated over several steps."""
-    return rollout.tail_batching or rollout.partial_rollout
+    return rollout.tail_batching or trains_on_older_weights(rollout)
+
+
+def trains_on_older_weights(rollout: RolloutConfig) -> bool:
+    """Return whether steps train on tokens that earlier weights have sampled."""
+    return rollout.partial_rollout or rollout.one_step_off
 
 
 def prompts_in_flight(cfg: Config) -> int:
-    """Return the number of prompts that a step generates for: one batch without
-    rollout.tail_batching or partial_rollout."""
+    """Return the number of prompts that a step generates for, those included whose responses it
+    continues or trains on alone: one batch without a pool."""
     size = cfg.data.train_batch_size
     default = (
         2 * size
-        if cfg.rollout.partial_rollout
+        if trains_on_older_weights(cfg.rollout)
         else -(-5 * size // 4)
         if cfg.rollout.tail_batching
         else size

@@ -295,6 +295,10 @@ class RolloutConfig:
     """Begin more prompts than a step needs, train on those whose responses end first, and continue
     the others in the next steps with new weights. algorithm.rollout_correction then has to correct
     for the older weights."""
+    one_step_off: bool = False
+    """Train on the responses that the step before has sampled with its weights, as verl's
+    one_step_off. The first step samples its own too. algorithm.rollout_correction then has to
+    correct for the older weights."""
     prompts_in_flight: Sequences | None = None
     """Prompts that are generated for at once with tail_batching (null: 5/4 of
     data.train_batch_size) or partial_rollout (null: twice data.train_batch_size). A larger number

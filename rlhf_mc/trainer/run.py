@@ -61,7 +61,7 @@ class Run:
     environments: EnvironmentManager | None
     """Environments of rollout.environment; None: none."""
     group_pool: GroupPool
-    """Pool of rollout.tail_batching and rollout.partial_rollout."""
+    """Pool of rollout.tail_batching, partial_rollout and one_step_off."""
     journal: RolloutJournal
     """Journal of pooled steps."""
     response_lengths: ResponseLengths

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from cases import built_run
 from resume_cases import blocks
 
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import loop
+from rlhf_mc.trainer.run import Run
 
 
 @contextmanager
@@ -29,6 +33,21 @@ def submitted_rows(run: Any) -> Iterator[Counter[str]]:
 
     run.rewards.submit = counting
     yield rows
+
+
+def train_with_older_weights(config_path: str, overrides: list[str]) -> dict[str, Any]:
+    """Run `train` with an engine that gets in each step, from the second on, the weights that the
+    actor had a step before."""
+    actors: list[dict[str, torch.Tensor]] = []
+
+    def update_weights(run: Run, timer: PhaseTimer) -> None:
+        params = run.actor.rollout_params
+        actors.append({name: param.clone() for name, param in params.items()})
+        run.weight_sync.run(actors[-2:][0], run.rollout.params)
+        run.rollout.weights_updated()
+
+    with replaced(loop, "update_weights", update_weights):
+        return train(config_path, overrides)
 
 
 def train(config_path: str, overrides: list[str]) -> dict[str, Any]:

@@ -36,6 +36,9 @@ PARTIAL = [
 ]
 
 
+ONE_STEP_OFF = ["rollout.one_step_off=true", "algorithm.rollout_correction.rollout_is=token"]
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a config whose responses end after 20 tokens on average: twelve tokens are end
@@ -385,6 +388,56 @@ def test_a_lower_limit_cuts_kept_responses(
     assert {len(tokens) for step in steps for tokens in step["responses"]} <= set(range(1, 11))
 
 
+@pytest.fixture(scope="module")
+def one_step_off(train: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = train(2, "off", *ONE_STEP_OFF, "trainer.save_freq=1")
+    return results
+
+
+def test_one_step_off_trains_on_samples_of_the_weights_before(
+    pool: Any, config: Path, one_step_off: list[dict[str, Any]]
+) -> None:
+    """Compare with plain sampling by an engine whose weights are one step older: tokens, scores,
+    losses and weights to the last bit. The first step samples with its own weights."""
+    settings = [*ONE_STEP_OFF[1:], "reshard.share_weights=false"]
+    directory = f"trainer.default_local_dir={config.parent / 'older'}"
+    plain = pool(2).run(
+        pool_cases.train_with_older_weights,
+        config_path=str(config),
+        overrides=[directory, *settings],
+    )
+    for rank, wanted in zip(one_step_off, plain, strict=True):
+        for step, other in zip(rank["steps"], wanted["steps"], strict=True):
+            assert _decisions(step) == {**_decisions(other), "ages": step["ages"]}
+            assert {*step["ages"]} == {int(step["step"] > 1)}
+            assert step["scores"] == other["scores"]
+            for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "training/epoch"):
+                assert step["metrics"][key] == other["metrics"][key]
+        _assert_same_weights(rank, wanted)
+    ratios = [weight for step in plain[0]["steps"] for weight in step["is_weights"]]
+    assert max(ratios) > 1.01 and min(ratios) < 0.99, "the weights change"
+    kept = [step["metrics"][KEPT] for step in one_step_off[0]["steps"]]
+    assert kept == [NEEDED] * (PER_EPOCH - 1) + [0], "the last step samples nothing"
+
+
+def test_one_step_off_in_pools_and_resumed_has_the_same_bits(
+    train: Any, config: Path, one_step_off: list[dict[str, Any]]
+) -> None:
+    pools = ["resource_pools.train=2", "resource_pools.rollout=2"]
+    start = f"trainer.resume_from_path={config.parent / 'off' / 'global_step_3'}"
+    resume = ["trainer.resume_mode=resume_path", start]
+    for name, overrides, first in (("off_pools", [], 0), ("off_resumed", resume, 3)):
+        results = train(4, name, *ONE_STEP_OFF, *pools, *overrides)
+        for rank, result in enumerate(results):
+            wanted = one_step_off[rank % 2]["steps"][first:]
+            for step, other in zip(result["steps"], wanted, strict=True):
+                assert _decisions(step) == _decisions(other)
+                assert step["scores"] == other["scores"]
+                assert step["metrics"]["actor/loss"] == other["metrics"]["actor/loss"]
+            if rank < 2:
+                _assert_same_weights(result, one_step_off[rank])
+
+
 def test_pools_of_ranks_train_on_the_same_tokens(train: Any, partial: list[dict[str, Any]]) -> None:
     """Compare a run with partial rollouts and training ranks of their own with a colocated one:
     tokens, scores and weights to the last bit, and only ranks with an engine score."""
@@ -400,10 +453,7 @@ def test_pools_of_ranks_train_on_the_same_tokens(train: Any, partial: list[dict[
             assert step["submitted"] == (
                 other["submitted"] if rank >= 2 else {"all": 0, "early": 0}
             )
-        weights = partial[rank]["last"] if rank < 2 else []
-        assert [block[:3] for block in result["last"]] == [block[:3] for block in weights]
-        pairs = zip(result["last"], weights, strict=True)
-        assert all((block[3] == other[3]).all() for block, other in pairs)
+        _assert_same_weights(result, partial[rank] if rank < 2 else {"last": []})
 
 
 @pytest.mark.parametrize("world", [1, 4])

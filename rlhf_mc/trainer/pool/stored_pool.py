@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_mc.checkpoint.training_state import read_arrays, reading_state
-from rlhf_mc.config.roles import has_pool
+from rlhf_mc.config.roles import has_pool, trains_on_older_weights
 from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
@@ -54,7 +54,7 @@ def load_pool(
         groups = load_groups(
             arrays, groups, run.config.data.max_response_length, run.environments is not None
         )
-    if not run.config.rollout.partial_rollout:
+    if not trains_on_older_weights(run.config.rollout):
         groups = [group.restarted() for group in groups]
     run.group_pool.groups = groups
     if (replay := run.actor.replay) is not None:

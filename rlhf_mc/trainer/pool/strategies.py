@@ -34,6 +34,8 @@ def choose_strategy(run: Run) -> Strategy:
     """Return the strategy of the next rollout."""
     if run.config.rollout.partial_rollout:
         strategy: PoolStrategy = PartialRollout()
+    elif run.config.rollout.one_step_off:
+        strategy = OneStepOff()
     elif has_pool(run.config.rollout) or run.group_pool.groups:
         # Groups of a run that had a pool before a resume: none is lost, or trained on twice.
         strategy = TailBatching()
@@ -144,6 +146,19 @@ class PartialRollout(PoolStrategy):
             DROPPED: state.metrics.get(DROPPED, 0) + len(before) - num_continued,
         }
         run.group_pool.groups = others
+
+
+class OneStepOff(PartialRollout):
+    """A step trains on the groups that the step before has sampled, and samples those of the next
+    step. The first step samples both, and the last one none."""
+
+    def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
+        retained = run.group_pool.groups
+        is_last = state.step >= run.schedule.total_steps
+        in_flight = needed if is_last else prompts_in_flight(run.config)
+        num_new = max(needed - len(retained), min(in_flight - len(retained), _num_left(run)), 0)
+        groups = [*retained, *_draw(run, int(num_new))]
+        return replace(_pool_plan(groups, needed, None), is_resumable=True)
 
 
 class Replay(PoolStrategy):

@@ -217,6 +217,7 @@ def _run(config_file: Path, *overrides: str, shift: int = 0) -> Any:
 
 PARTIAL = "rollout.partial_rollout=true"
 TAIL = "rollout.tail_batching=true"
+ONE_STEP_OFF = "rollout.one_step_off=true"
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,7 @@ TAIL = "rollout.tail_batching=true"
         ((PARTIAL,), 1, "1 groups that earlier steps have begun are generated anew"),
         ((PARTIAL, "rollout.n=3"), 0, "1 groups"),
         ((PARTIAL, "trainer.seed=7"), 0, "1 groups"),
+        ((ONE_STEP_OFF,), 0, ""),
         ((TAIL,), 0, "1 groups"),
         ((), 0, "1 groups"),
     ],
@@ -522,6 +524,22 @@ def test_metrics_of_older_weights() -> None:
         (
             ("rollout.tail_batching=true", "rollout.partial_rollout=true", CORRECTION),
             "rollout.tail_batching and rollout.partial_rollout are true; set one of them",
+        ),
+        (
+            (PARTIAL, ONE_STEP_OFF, CORRECTION),
+            "rollout.partial_rollout and rollout.one_step_off are true; set one of them",
+        ),
+        (
+            (ONE_STEP_OFF,),
+            "rollout.one_step_off is true, which trains on tokens of older weights; that needs",
+        ),
+        (
+            (ONE_STEP_OFF, CORRECTION, "rollout.prompts_in_flight=64"),
+            "rollout.prompts_in_flight is 64; that needs rollout.tail_batching",
+        ),
+        (
+            (ONE_STEP_OFF, CORRECTION, "rollout.n=2", "algorithm.filter_groups.enable=true"),
+            "rollout.one_step_off is true and algorithm.filter_groups.enable is true; set one of",
         ),
         (
             ("rollout.partial_rollout=true",),
