@@ -72,6 +72,12 @@ def test_the_line_names_what_is_taken_for_something_else() -> None:
         verdict_on(custom, small)
 
 
+def test_pools_are_not_planned() -> None:
+    cfg = config("resource_pools.train=1", "resource_pools.rollout=1")
+    with pytest.raises(UserError, match="resource_pools is set; the planner counts ranks that"):
+        planned_shapes(cfg)
+
+
 def test_refused_or_warned() -> None:
     """Check that both lines name the memory and settings with which the run fits."""
     capacity = Capacity(1, 22 * GB)
