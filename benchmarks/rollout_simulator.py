@@ -218,6 +218,7 @@ class SimulatedEngines:
         enough: Callable[[Set[int]], bool] | None = None,
         on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
         turns: None = None,
+        pool: None = None,
     ) -> Responses:
         """Run engine_loop.generate_responses on every engine. Return what it returns."""
         answers: dict[int, bool] = {}

@@ -233,6 +233,8 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
     return SimpleNamespace(
         config=config,
         rollout=engine,
+        rollout_pool=None,
+        rollout_ranks=[0],
         environments=None,
         actor=SimpleNamespace(replay=None),
         train_prompts=Prompts(count),

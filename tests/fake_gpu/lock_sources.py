@@ -22,7 +22,8 @@ CALLED = """
     vllm.config.model:ModelConfig.maybe_untie_word_embeddings ModelConfig.head_dtype
     vllm.device_allocator.alloc_conf:expandable_segments_enabled_from_env
     vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector
-    vllm.distributed.parallel_state:init_model_parallel_group destroy_distributed_environment
+    vllm.distributed.parallel_state:init_model_parallel_group init_world_group
+        destroy_distributed_environment
         get_tp_group
         initialize_model_parallel destroy_model_parallel _WORLD _NODE_COUNT
         GroupCoordinator.__init__ GroupCoordinator.destroy
