@@ -36,7 +36,11 @@ PARTIAL = [
 ]
 
 
-ONE_STEP_OFF = ["rollout.one_step_off=true", "algorithm.rollout_correction.rollout_is=token"]
+ONE_STEP_OFF = [
+    "rollout.one_step_off=true",
+    "algorithm.rollout_correction.rollout_is=token",
+    "trainer.critic_warmup=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +402,8 @@ def test_one_step_off_trains_on_samples_of_the_weights_before(
     pool: Any, config: Path, one_step_off: list[dict[str, Any]]
 ) -> None:
     """Compare with plain sampling by an engine whose weights are one step older: tokens, scores,
-    losses and weights to the last bit. The first step samples with its own weights."""
+    losses and weights to the last bit. The first step samples two batches at once, whose log-probs
+    are equal but for rounding; so the actor's updates begin with the third."""
     settings = [*ONE_STEP_OFF[1:], "reshard.share_weights=false"]
     directory = f"trainer.default_local_dir={config.parent / 'older'}"
     plain = pool(2).run(
@@ -408,11 +413,14 @@ def test_one_step_off_trains_on_samples_of_the_weights_before(
     )
     for rank, wanted in zip(one_step_off, plain, strict=True):
         for step, other in zip(rank["steps"], wanted["steps"], strict=True):
-            assert _decisions(step) == {**_decisions(other), "ages": step["ages"]}
             assert {*step["ages"]} == {int(step["step"] > 1)}
-            assert step["scores"] == other["scores"]
+            mine, theirs = _decisions(step), {**_decisions(other), "ages": step["ages"]}
+            if step["step"] <= 2:
+                for key in ("rollout_log_probs", "is_weights"):
+                    assert mine.pop(key) == pytest.approx(theirs.pop(key), abs=1e-5)
+            assert mine == theirs and step["scores"] == other["scores"]
             for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "training/epoch"):
-                assert step["metrics"][key] == other["metrics"][key]
+                assert step["metrics"].get(key) == other["metrics"].get(key)
         _assert_same_weights(rank, wanted)
     ratios = [weight for step in plain[0]["steps"] for weight in step["is_weights"]]
     assert max(ratios) > 1.01 and min(ratios) < 0.99, "the weights change"
@@ -433,7 +441,8 @@ def test_one_step_off_in_pools_and_resumed_has_the_same_bits(
             for step, other in zip(result["steps"], wanted, strict=True):
                 assert _decisions(step) == _decisions(other)
                 assert step["scores"] == other["scores"]
-                assert step["metrics"]["actor/loss"] == other["metrics"]["actor/loss"]
+                for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss"):
+                    assert step["metrics"].get(key) == other["metrics"].get(key)
             if rank < 2:
                 _assert_same_weights(result, one_step_off[rank])
 

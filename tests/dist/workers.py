@@ -77,6 +77,10 @@ def _destroy_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    # A group of use_local_synchronization is named by its ranks and the number of groups. One of
+    # the next function must have another name: in the store it would read this one's addresses.
+    names: Any = dist.distributed_c10d._world.pg_names
+    names.update((f"group {n}", "") for n in range(len(names), len(names) + 1000))
     del group
     gc.collect()  # its connections end with the last reference to a group
 
