@@ -152,13 +152,14 @@ def export_adapters(
     directory: Path,
     rank: int,
     group: dist.ProcessGroup | None,
+    dtype_name: str,
     base_path: str,
 ) -> None:
     """Write the adapters, sharded over the group by `layouts`, as a PEFT adapter of the model in
     base_path. Rank 0 writes. Every rank must call it."""
     names = list(adapter_tensors(shape))
     targets = [hf_layout(shape, names), *[EMPTY] * (len(layouts) - 1)]
-    dtype = next(params[shard.local].dtype for shard in layouts[rank].shards)
+    dtype: torch.dtype = getattr(torch, dtype_name)
     plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes=256 << 20)
     tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
     transport = None if group is None else PointToPoint(group)

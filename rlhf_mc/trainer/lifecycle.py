@@ -316,6 +316,7 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
                 directory / ADAPTER,
                 run.groups.rank,
                 dist.group.WORLD,
+                actor.dtype,
                 run.config.model.path,
             )
 

@@ -74,7 +74,7 @@ def train_adapters(
             dtype = str(engine.dtype)
             export_hf(engine.rollout_params, base, shape.base, directory, *files, dtype, checkpoint)
         adapter = Path(directory) / "adapter"
-        export_adapters(engine.params, layouts, shape, adapter, *files, checkpoint)
+        export_adapters(engine.params, layouts, shape, adapter, *files, engine.dtype, checkpoint)
         before = logical_tensors(engine, engine.params)
         for name, param in engine.params.items():
             if ".lora_" in name:

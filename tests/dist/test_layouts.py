@@ -261,6 +261,20 @@ def test_pools_give_the_bits_of_ranks_that_train_and_generate(
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
+def test_pools_train_adapters_with_greedy_baselines(pool: Any, workspace: Path) -> None:
+    """Compare metrics, merged weights and adapters with a colocated rank, to the last bit."""
+    settings = ["actor.lora.rank=4", "algorithm.adv_estimator=remax"]
+    pools = ["resource_pools.train=1", "resource_pools.rollout=1"]
+    config = workspace / "config.yaml"
+    found = []
+    for world, overrides in ((1, settings), (2, [*settings, *pools])):
+        export_to = workspace / f"adapters_{world}"
+        results = cases.run_two_steps(pool(world), config, (1, 1, 1), export_to, overrides)
+        files = [path.read_bytes() for path in sorted(export_to.rglob("*.safetensors"))]
+        found.append(([without_times(step) for step in results[0]["steps"]], files))
+    assert len(found[0][1]) == 2 and found[0] == found[1]
+
+
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
     """Return a step's metrics without those that depend on a clock, on memory, or on the ranks that
     hold the engines."""
