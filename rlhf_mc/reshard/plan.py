@@ -45,12 +45,14 @@ class Plan:
     received_bytes: tuple[int, ...]
     received_from_other_nodes: tuple[int, ...]
     """Bytes; included in received_bytes."""
+    source_ranks: tuple[int, ...]
+    """Ranks that hold a block of the source. Others may forward blocks."""
 
     @property
     def sender_imbalance(self) -> float:
-        """Maximum over mean of the bytes that the ranks send; 1 if nothing is sent."""
-        total = sum(self.sent_bytes)
-        return max(self.sent_bytes) * len(self.sent_bytes) / total if total else 1.0
+        """Maximum over mean of the bytes that the source's ranks send; 1 if they send nothing."""
+        sent = [self.sent_bytes[rank] for rank in self.source_ranks]
+        return max(sent) * len(sent) / sum(sent) if any(sent) else 1.0
 
     def bucket_maxima(self) -> list[tuple[int, int]]:
         """Return for each bucket the bytes that a rank sends or receives at most within its node,
@@ -149,6 +151,7 @@ def make_plan(
         sent,
         received,
         from_other_nodes,
+        tuple(rank for rank, layout in enumerate(source) if layout.stacked),
     )
 
 

@@ -177,7 +177,7 @@ def test_senders_on_the_same_node_come_first() -> None:
         } == senders
         other_node = {r for r in senders if senders[r] // ranks_per_node != r // ranks_per_node}
         assert plan.received_from_other_nodes == tuple(32 * (r in other_node) for r in range(6))
-        assert plan.sender_imbalance == 3.0  # two of six ranks send equally much
+        assert plan.source_ranks == (0, 4) and plan.sender_imbalance == 1.0
 
 
 def test_node_receives_a_block_once_and_its_ranks_forward_it() -> None:
