@@ -414,7 +414,8 @@ def test_one_step_off_trains_on_samples_of_the_weights_before(
     for rank, wanted in zip(one_step_off, plain, strict=True):
         for step, other in zip(rank["steps"], wanted["steps"], strict=True):
             assert {*step["ages"]} == {int(step["step"] > 1)}
-            mine, theirs = _decisions(step), {**_decisions(other), "ages": step["ages"]}
+            mine = _decisions(step)
+            theirs = {**_decisions(other), "ages": step["ages"]}
             if step["step"] <= 2:
                 for key in ("rollout_log_probs", "is_weights"):
                     assert mine.pop(key) == pytest.approx(theirs.pop(key), abs=1e-5)
