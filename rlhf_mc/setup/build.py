@@ -269,10 +269,12 @@ def _check_memory(
 ) -> tuple[str | None, frozenset[str]]:
     """Return in one line whether the run fits by the planner, and the roles whose optimizer state
     stays on the device between the steps of an update; None and no role if trainer.planner is
-    "off", or with resource_pools. Raise UserError on every rank if the run does not fit and
-    trainer.planner is "refuse". Every rank must call it, and gets the same."""
-    if cfg.trainer.planner == "off" or has_rollout_pool(cfg):
+    "off". Raise UserError on every rank if the run does not fit and trainer.planner is "refuse".
+    Every rank must call it, and gets the same."""
+    if cfg.trainer.planner == "off":
         return None, frozenset()
+    if has_rollout_pool(cfg):
+        return "memory is not planned with resource_pools", frozenset()
     cuda = platform.use_cuda()
     ranks_per_gpu = platform.ranks_per_gpu()
     smallest = (

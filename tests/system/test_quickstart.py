@@ -13,6 +13,7 @@ import forked
 import pyarrow.parquet as pq
 import pytest
 import torch
+from runs import VARIES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,6 +52,28 @@ def test_printed_config_starts(quickstart_overrides: list[str], tmp_path: Path) 
     done = forked.run(["-m", "rlhf_mc", f"{tmp_path}/printed.yaml"])
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads((tmp_path / "run" / "success.json").read_text())["step"] == 1
+
+
+def test_pools_have_the_bits_of_a_rank_that_trains_and_generates(
+    quickstart_overrides: list[str], tmp_path: Path
+) -> None:
+    """Run two steps with a training rank and a rollout rank, from a Megatron checkpoint, and on one
+    rank: metrics and exported weights are equal to the last bit."""
+    found = []
+    for name, pools in (
+        ("one", []),
+        ("pools", ["resource_pools.train=1", "resource_pools.rollout=1"]),
+    ):
+        out = tmp_path / name
+        given = [str(ROOT / "configs/quickstart.yaml"), *quickstart_overrides, *pools]
+        given += [f"trainer.default_local_dir={out}", "trainer.total_training_steps=2"]
+        done = forked.run_ranks(1 + len(pools) // 2, ["-m", "rlhf_mc", *given])
+        assert done.returncode == 0, done.stderr[-4000:]
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        varying = (*VARIES, "reshard/", "memory/")
+        metrics = [{k: v for k, v in row.items() if not k.startswith(varying)} for row in rows]
+        found.append((metrics, (out / "hf" / "model.safetensors").read_bytes()))
+    assert len(found[0][0]) == 3 and found[0] == found[1]
 
 
 @pytest.fixture(scope="module")
