@@ -204,6 +204,12 @@ PARTIAL = [
     "algorithm.rollout_correction.rollout_is=token",
     "rollout.max_num_seqs=16",
 ]
+IN_POOLS = [
+    "rollout.one_step_off=true",
+    "algorithm.rollout_correction.rollout_is=token",
+    "resource_pools.train=1",
+    "resource_pools.rollout=1",
+]
 TURNS = [
     "custom_reward_function.path=null",
     "rollout.environment.max_turns=4",
@@ -216,15 +222,17 @@ batches, and these on when an environment answers."""
 
 
 # Each kind of fault, with saves in the background and without. Responses are conversations that end
-# in their step, responses that later steps continue, and both. KILL_SEED moves the points.
+# in their step, responses that later steps continue, both, and in pools those of the step before.
+# KILL_SEED moves the points.
 @pytest.mark.parametrize(
     ("seed", "settings", "kinds"),
     [
         (0, TURNS, KINDS[2:5]),
         (1, PARTIAL, KINDS[:3]),
         (2, [*PARTIAL, *TURNS, *REPLAYABLE], KINDS[4:]),
+        (3, IN_POOLS, KINDS[:4]),
     ],
-    ids=["turns", "partial", "partial turns"],
+    ids=["turns", "partial", "partial turns", "pools"],
 )
 def test_killed_anywhere(
     config: Path, tmp_path: Path, seed: int, settings: Sequence[str], kinds: Sequence[str]
@@ -271,7 +279,8 @@ def test_killed_anywhere(
         assert result[key] == value, key
     rows = [row for _, row in read_rows(run / "metrics.jsonl")]
     ages = [row.get("training/off_policy/trajectory_staleness_worst/max", 0) for row in rows]
-    assert (max(ages) > 0) == (PARTIAL[0] in settings), "responses were continued"
+    are_older = PARTIAL[0] in settings or IN_POOLS[0] in settings
+    assert (max(ages) > 0) == are_older, "responses were continued"
     assert not has_turns or min(row["num_turns/mean"] for row in rows) > 1
 
 
