@@ -54,6 +54,11 @@ LAYOUTS: dict[str, list[str]] = {
         "actor.megatron.tensor_model_parallel_size=2",
         "critic.megatron.tensor_model_parallel_size=1",
     ],
+    "TP 2, adapters": [
+        "actor.megatron.tensor_model_parallel_size=2",
+        "actor.lora.rank=4",
+        "critic.lora.rank=4",
+    ],
 }
 REWARD = """
 import os
