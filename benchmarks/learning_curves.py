@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,6 +90,18 @@ VARIANTS = (
     _without_critic("gpg"),
     Variant("smollm2_grpo", "configs/smollm2_grpo.yaml", least=0.60),
     Variant("smollm2_ppo", "configs/smollm2_ppo.yaml", least=0.60),
+    Variant(
+        "smollm2_lora",
+        "configs/smollm2_grpo.yaml",
+        ("actor.lora.rank=32", "actor.lora.alpha=64", "actor.optim.lr=1e-4"),
+        least=0.60,
+    ),
+    Variant(
+        "smollm2_bfloat16",
+        "configs/smollm2_grpo.yaml",
+        ("actor.megatron.dtype=bfloat16", "actor.optim.lr=5e-5"),
+        least=0.60,
+    ),
 )
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
@@ -136,14 +149,12 @@ def run_command(
 
 
 def greedy_accuracies(metrics_file: Path) -> list[tuple[int, float]]:
-    """Return (step, accuracy) of each validation in a metrics.jsonl; an empty list if there is no
-    such file."""
+    """Return (step, mean accuracy of the data sources) of each validation in a metrics.jsonl; an
+    empty list if there is no such file."""
     if not metrics_file.is_file():
         return []
-    points = []
-    for row in json_objects(metrics_file):
-        points += [(row["step"], accuracy) for accuracy in validation_accuracies(row).values()]
-    return points
+    by_step = [(row["step"], validation_accuracies(row)) for row in json_objects(metrics_file)]
+    return [(step, fmean(of_source.values())) for step, of_source in by_step if of_source]
 
 
 def run(variant: Variant, seed: int, num_steps: int, output: Path, launch: str) -> Result:
