@@ -224,6 +224,14 @@ class AlgorithmConfig:
     """Discount per token; of gae and reinforce_plus_plus."""
     lam: Fraction = 1.0
     """GAE's lambda."""
+    gae_lambda_value: Fraction | None = None
+    """GAE's lambda of the returns, the targets of the critic (decoupled GAE, arXiv 2503.01491);
+    null: lam."""
+    gae_lambda_policy: Fraction | None = None
+    """GAE's lambda of the advantages; null: lam."""
+    length_adaptive_alpha: PositiveOrZero = 0.0
+    """GAE's lambda of the advantages of a response of l drawn tokens is 1 - 1 / (alpha l), at least
+    0 (VAPO, arXiv 2504.05118), in place of gae_lambda_policy; 0: it does not depend on l."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL(actor, reference) from each token's reward."""
     kl_penalty: KLEstimator = "k1"

@@ -52,6 +52,13 @@ def _uses_kl(cfg: Config) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.algorithm.kl_ctrl.type == "adaptive"
 
 
+def _uses_lam(cfg: Config) -> bool:
+    lambdas = cfg.algorithm
+    return lambdas.gae_lambda_value is None or (
+        lambdas.gae_lambda_policy is None and lambdas.length_adaptive_alpha == 0
+    )
+
+
 ESTIMATOR = "algorithm.adv_estimator"
 CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor.policy_loss"
@@ -67,7 +74,19 @@ DEPENDENCES = (
     _switch("data.val_files", "trainer", "log_val_generations"),
     _zero("trainer.total_training_steps", "trainer", "total_epochs", "null"),
     _choice(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
-    _choice(ESTIMATOR, "gae", "algorithm", "lam"),
+    _choice(
+        ESTIMATOR,
+        "gae",
+        "algorithm",
+        "lam gae_lambda_value gae_lambda_policy length_adaptive_alpha",
+    ),
+    _zero("algorithm.length_adaptive_alpha", "algorithm", "gae_lambda_policy"),
+    Dependence(
+        "algorithm",
+        "lam",
+        "algorithm.gae_lambda_value null, or gae_lambda_policy null and length_adaptive_alpha 0",
+        _uses_lam,
+    ),
     _choice(ESTIMATOR, "grpo grpo_passk", "algorithm", "norm_adv_by_std_in_grpo"),
     Dependence(
         "algorithm",

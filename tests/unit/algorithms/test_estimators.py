@@ -135,6 +135,48 @@ def test_gae_is_whitened_and_has_the_returns_of_the_values() -> None:
     assert found.returns is not None and torch.equal(found.returns, returns)
 
 
+def test_lambdas_of_returns_and_advantages_match_the_definition() -> None:
+    """Compare with sums over each response in float64: the returns with one lambda, the advantages
+    with another, or with the response's own."""
+    base = random_inputs(seed=5)
+    assert base.values is not None and base.response_lens.min() < 3 < base.response_lens.max()
+    inputs = replace(base, rewards=base.rewards.double(), values=base.values.double())
+    settings: list[tuple[dict[str, float], float, Callable[[int], float]]] = [
+        ({}, 0.8, lambda _: 0.8),
+        ({"gae_lambda_value": 1.0}, 1.0, lambda _: 0.8),
+        ({"gae_lambda_policy": 0.3}, 0.8, lambda _: 0.3),
+        ({"gae_lambda_value": 0.0, "gae_lambda_policy": 1.0}, 0.0, lambda _: 1.0),
+        # 1 - 1 / (0.5 l) is below 0 for a response of one token
+        ({"length_adaptive_alpha": 0.5}, 0.8, lambda n: max(0.0, 1 - 2 / n)),
+        (
+            {"length_adaptive_alpha": 0.7, "gae_lambda_policy": 0.1, "gae_lambda_value": 0.9},
+            0.9,
+            lambda n: max(0.0, 1 - 1 / (0.7 * n)),
+        ),
+    ]
+    for given, lambda_value, lambda_policy in settings:
+        found = ADVANTAGE_ESTIMATORS["gae"](replace(inputs, **given))  # type: ignore[arg-type]
+        advantages: list[float] = []
+        returns: list[float] = []
+        for rewards, values in zip(
+            responses_of(inputs.rewards, inputs), responses_of(inputs.values, inputs), strict=True
+        ):
+            following = [*values[1:], 0.0]
+            deltas = [r + 0.9 * n - v for r, n, v in zip(rewards, following, values, strict=True)]
+            for lam, results, added in (
+                (lambda_policy(len(values)), advantages, [0.0] * len(values)),
+                (lambda_value, returns, values),
+            ):
+                results += [
+                    sum((0.9 * lam) ** k * d for k, d in enumerate(deltas[t:])) + added[t]
+                    for t in range(len(deltas))
+                ]
+        expected = whiten(torch.tensor(advantages, dtype=torch.float64))
+        assert found.returns is not None
+        torch.testing.assert_close(found.advantages, expected, rtol=0, atol=1e-12)
+        assert found.returns.tolist() == pytest.approx(returns, abs=1e-12)
+
+
 @pytest.mark.parametrize("statistic", ["sum", "mean", "max", "min", "std"])
 def test_statistics_match_plain_python(statistic: str) -> None:
     functions = {
