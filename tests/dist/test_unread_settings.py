@@ -68,6 +68,7 @@ where they are not read."""
 ALWAYS = {
     "actor.entropy_coeff",
     "actor.entropy_coeff_end",
+    "actor.positive_nll_coef",
     "critic.cliprange_value",
     "algorithm.rollout_correction.rollout_token_veto_threshold",
 }

@@ -15,7 +15,7 @@ ACTOR = Section(
         Metric(
             "actor/loss",
             "the minimised loss: policy loss − `entropy_coeff` · entropy + `kl_loss_coef` · KL "
-            "loss",
+            "loss + `positive_nll_coef` · NLL",
             "–",
             _LOSS,
         ),
@@ -101,6 +101,12 @@ ACTOR = Section(
             "([algorithms.md](algorithms.md)); with `use_kl_loss`",
             "nats",
             _LOSS,
+        ),
+        Metric(
+            "actor/positive_nll",
+            "−log-prob of the tokens of right responses; with `positive_nll_coef`",
+            "nats",
+            "mean over these tokens, 0 without one, then over mini-batches",
         ),
         Metric(
             "actor/kl_coef",

@@ -146,8 +146,8 @@ def test_lambdas_of_returns_and_advantages_match_the_definition() -> None:
         ({"gae_lambda_value": 1.0}, 1.0, lambda _: 0.8),
         ({"gae_lambda_policy": 0.3}, 0.8, lambda _: 0.3),
         ({"gae_lambda_value": 0.0, "gae_lambda_policy": 1.0}, 0.0, lambda _: 1.0),
-        # 1 - 1 / (0.5 l) is below 0 for a response of one token
-        ({"length_adaptive_alpha": 0.5}, 0.8, lambda n: max(0.0, 1 - 2 / n)),
+        # below 0 for responses of fewer than 4 tokens
+        ({"length_adaptive_alpha": 0.25}, 0.8, lambda n: max(0.0, 1 - 4 / n)),
         (
             {"length_adaptive_alpha": 0.7, "gae_lambda_policy": 0.1, "gae_lambda_value": 0.9},
             0.9,
