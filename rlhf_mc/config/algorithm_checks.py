@@ -86,6 +86,11 @@ def _losses(cfg: Config) -> Iterator[str]:
             f"{key}, a loss of sequences; actor.loss_agg_mode is {mode}; it must be "
             "seq-mean-token-mean"
         )
+    if loss.loss_mode == "sao" and not cfg.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{key}, whose ratio is to the engine's policy; that needs "
+            "algorithm.rollout_correction.bypass_mode: true"
+        )
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         yield (
             f"actor.policy_loss.clip_cov_lb is {loss.clip_cov_lb}; it must be below clip_cov_ub, "

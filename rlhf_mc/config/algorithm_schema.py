@@ -26,7 +26,18 @@ KLLossType = Literal[
     "k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse", "k1+", "k3+", "low_var_kl+", "kl+", "abs+"
 ]
 LossMode = Literal[
-    "vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"
+    "vanilla",
+    "gspo",
+    "geo_mean",
+    "sapo",
+    "cispo",
+    "sao",
+    "dppo_tv",
+    "dppo_kl",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "custom",
 ]
 RejectionStatistic = Literal[
     "token_k1",
@@ -137,10 +148,13 @@ class PolicyLossConfig:
     loss_mode: LossMode = "vanilla"
     """vanilla: PPO's clipped surrogate. gspo, geo_mean (GMPO): with one ratio per sequence, for
     actor.loss_agg_mode seq-mean-token-mean. sapo: a smooth gate in place of the clip, for
-    seq-mean-token-mean too. cispo: clipped weights of the policy gradient. gpg: the policy
-    gradient. clip_cov, kl_cov: a few tokens of high covariance between log-prob and advantage are
-    left out, or get a KL penalty. custom: custom_loss. All but sapo, gpg and kl_cov use
-    actor.clip_ratio_low and clip_ratio_high (docs/algorithms.md)."""
+    seq-mean-token-mean too. cispo: clipped weights of the policy gradient. sao: the policy gradient
+    of the tokens whose ratio to the engine's policy is within the clip range; needs
+    algorithm.rollout_correction.bypass_mode. dppo_tv, dppo_kl: the policy gradient without tokens
+    whose probability has moved too far. gpg: the policy gradient. clip_cov, kl_cov: a few tokens of
+    high covariance between log-prob and advantage are left out, or get a KL penalty. custom:
+    custom_loss. All but sapo, gpg and kl_cov use actor.clip_ratio_low and clip_ratio_high
+    (docs/algorithms.md)."""
     clip_cov_ratio: FractionAbove0 = 0.0002
     """clip_cov: share of the tokens of a mini-batch that are left out."""
     clip_cov_lb: Number = 1.0

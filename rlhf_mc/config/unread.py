@@ -108,9 +108,12 @@ DEPENDENCES = (
     ),
     _switch("actor.use_kl_loss", "actor", "kl_loss_coef kl_loss_type"),
     _choice(
-        LOSS_MODE, "vanilla gspo geo_mean cispo clip_cov", "actor", "clip_ratio_low clip_ratio_high"
+        LOSS_MODE,
+        "vanilla gspo geo_mean cispo sao dppo_tv dppo_kl clip_cov",
+        "actor",
+        "clip_ratio_low clip_ratio_high",
     ),
-    _choice(LOSS_MODE, "vanilla", "actor", "clip_ratio_c"),
+    _choice(LOSS_MODE, "vanilla dppo_tv dppo_kl", "actor", "clip_ratio_c"),
     _choice(LOSS_MODE, "clip_cov", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub"),
     _choice(LOSS_MODE, "kl_cov", LOSS, "kl_cov_ratio ppo_kl_coef"),
     _choice(LOSS_MODE, "sapo", LOSS, "tau_pos tau_neg"),

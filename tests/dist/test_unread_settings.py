@@ -35,6 +35,8 @@ LOSSES = {
     name: [
         f"actor.policy_loss.loss_mode={name}",
         *([BY_SEQUENCES] if name in SEQUENCE_LOSSES else []),
+        # of probabilities, which are small in a model that has learned nothing
+        *(["actor.clip_ratio_high=0.005"] if name.startswith("dppo") else []),
         "actor.policy_loss.clip_cov_ratio=0.9",
         "actor.policy_loss.kl_cov_ratio=0.5",
     ]

@@ -29,7 +29,7 @@ ACTOR = Section(
         Metric(
             "actor/pg_clipfrac",
             "share of tokens where the ratio clip holds back the update; with `clip_cov` and "
-            "`kl_cov` share of selected tokens",
+            "`kl_cov` share of selected tokens, with `sao` and `dppo_...` of tokens left out",
             "share",
             _TOKENS,
             "above about 0.2: steps too large",
@@ -37,7 +37,8 @@ ACTOR = Section(
         Metric(
             "actor/pg_clipfrac_lower",
             "share of tokens where the dual clip (`clip_ratio_c`) limits the loss, A < 0 only; "
-            "with `geo_mean` of tokens clipped from below",
+            "with `geo_mean` of tokens clipped from below; with `dppo_...` of tokens where it "
+            "limits the ratio",
             "share",
             _TOKENS,
             "normally near 0",

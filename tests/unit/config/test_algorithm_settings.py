@@ -119,6 +119,11 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
             "actor.policy_loss.custom_loss.path is null; set both",
         ),
         (
+            ("actor.policy_loss.loss_mode=sao",),
+            "actor.policy_loss.loss_mode is sao, whose ratio is to the engine's policy; that needs "
+            "algorithm.rollout_correction.bypass_mode: true",
+        ),
+        (
             ("actor.policy_loss.loss_mode=gspo",),
             "actor.loss_agg_mode is token-mean; it must be seq-mean-token-mean",
         ),
