@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 STD_EPS = 1e-6
-"""Added to the standard deviation of a group's scores, as in verl."""
+"""Added to the standard deviation of a group's scores, as in verl, and to its mean in maxrl."""
 WHITEN_EPS = 1e-8
 
 
@@ -263,6 +263,19 @@ def grpo_passk(inputs: EstimatorInputs) -> Estimate:
     )
 
 
+def maxrl(inputs: EstimatorInputs) -> Estimate:
+    """Return A = (R - mean of the group) / (mean of the group + 1e-6), 0 in a group whose mean is
+    not above 0.
+
+    R must be 0 or more. With R of 0 and 1 it is an unbiased gradient of a truncated series of the
+    log of the prompt's success probability. Source: MaxRL (arXiv 2602.02710), as the authors' code
+    has it (github.com/tajwarfahim/maxrl, p_normalization).
+    """
+    means = inputs.per_prompt(_compared(inputs))
+    advantages = _centred(inputs) / (means + STD_EPS)
+    return Estimate(inputs.per_token(torch.where(means > 0, advantages, 0.0)))
+
+
 def rloo(inputs: EstimatorInputs) -> Estimate:
     """Return A = R - mean of the other responses of the group (leave-one-out), equal to (R - mean)
     * n / (n - 1).
@@ -335,6 +348,7 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
     "gae": whitened_gae,
     "grpo": grpo,
     "grpo_passk": grpo_passk,
+    "maxrl": maxrl,
     "rloo": rloo,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

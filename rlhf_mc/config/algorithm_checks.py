@@ -58,6 +58,11 @@ def _estimator(cfg: Config) -> Iterator[str]:
             f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it "
             "must be at least 2"
         )
+    if name == "maxrl" and cfg.algorithm.use_kl_in_reward:
+        yield (
+            f"{key}, whose rewards must be 0 or more, and algorithm.use_kl_in_reward is true; set "
+            "it to false, and actor.use_kl_loss to true"
+        )
     if needs.critic:
         return
     if cfg.critic.model_path is not None:

@@ -62,6 +62,7 @@ AdvEstimator = Literal[
     "gae",
     "grpo",
     "grpo_passk",
+    "maxrl",
     "rloo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -88,6 +89,7 @@ ESTIMATOR_NEEDS: dict[str, EstimatorNeeds] = {
     "gae": EstimatorNeeds(critic=True),
     "grpo": EstimatorNeeds(group=True),
     "grpo_passk": EstimatorNeeds(group=True),
+    "maxrl": EstimatorNeeds(group=True),
     "rloo": EstimatorNeeds(group=True),
     "reinforce_plus_plus": EstimatorNeeds(),
     "reinforce_plus_plus_baseline": EstimatorNeeds(group=True),
@@ -226,9 +228,9 @@ class AlgorithmConfig:
 
     adv_estimator: AdvEstimator = "gae"
     """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo,
-    grpo_passk, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n responses of a
-    prompt. remax compares each with one more response, generated at temperature 0. custom:
-    custom_estimator."""
+    grpo_passk, maxrl, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n
+    responses of a prompt. remax compares each with one more response, generated at temperature 0.
+    custom: custom_estimator."""
     custom_estimator: CustomEstimatorConfig = field(default_factory=CustomEstimatorConfig)
     """A user-defined advantage estimator."""
     norm_adv_by_std_in_grpo: bool = True

@@ -92,9 +92,14 @@ def slow(name: str, inputs: EstimatorInputs) -> Rows:
         lens = [lengths[j] for j in members]
         return total[i] - sum(n * r for n, r in zip(lens, of(members), strict=True)) / sum(lens)
 
+    def by_mean(i: int, members: list[int]) -> float:
+        mean = statistics.mean(of(members))
+        return (total[i] - mean) / (mean + 1e-6) if mean > 0 else 0.0
+
     per_response: dict[str, Callable[[int, list[int]], float]] = {
         "grpo": lambda i, m: (total[i] - statistics.mean(of(m))) / deviation(m),
         "grpo_passk": best_of,
+        "maxrl": by_mean,
         "rloo": lambda i, m: total[i] - statistics.mean(total[j] for j in m if j != i),
         "opo": weighted,
         "gpg": lambda i, m: total[i] - statistics.mean(of(m)),  # no group has equal rewards
@@ -286,6 +291,19 @@ def test_equal_scores_with_unequal_rewards_of_turns_give_nothing(name: str) -> N
 def test_groups_of_one_response_are_refused(name: str) -> None:
     with pytest.raises(AssertionError):
         ADVANTAGE_ESTIMATORS[name](inputs_of([1.0, 2.0, 3.0], [1, 1, 1], [0, 0, 1]))
+
+
+def test_maxrl_by_hand() -> None:
+    """Compare two groups: K right responses of 4 have (4 - K) / K each, the wrong ones -1; without
+    a right one all have 0."""
+    scores = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    inputs = inputs_of(scores, [1] * 12, [g for g in range(3) for _ in range(4)])
+    third = 1 / 3
+    assert first_tokens(estimators.maxrl(inputs), inputs) == pytest.approx(
+        [3, -1, -1, -1, third, third, -1, third, 0, 0, 0, 0], rel=1e-5
+    )
+    below = inputs_of([1.0, -2.0], [1, 1], [0, 0])
+    assert first_tokens(estimators.maxrl(below), below) == [0.0, 0.0]
 
 
 def test_passk_gives_nothing_to_several_best_responses() -> None:
