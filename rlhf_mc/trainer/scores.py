@@ -244,7 +244,8 @@ def await_rewards(
     scores = scores[: len(prompts)]
     if run.environments is not None:
         batch = batch.with_fields(turn_rewards=turn_rewards(scores, batch.response_lens))
-    return batch.with_fields(scores=numbers[: len(prompts)]), scores
+    accuracies = torch.tensor([score.accuracy for score in scores], dtype=torch.float32)
+    return batch.with_fields(scores=numbers[: len(prompts)], accuracies=accuracies), scores
 
 
 def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.Tensor:
