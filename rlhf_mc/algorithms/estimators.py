@@ -284,7 +284,8 @@ def decoupled_scores(
 
 def gdpo(inputs: EstimatorInputs) -> Estimate:
     """Return the decoupled score of a response on each token, whitened over the tokens of the
-    batch. Source: GDPO (arXiv 2601.05242), batch-wise normalisation."""
+    batch. Source: GDPO (arXiv 2601.05242), batch-wise normalisation. Mean and deviation are over
+    tokens, as in verl, in NeMo-RL over responses."""
     assert inputs.decoupled_scores is not None
     return Estimate(whiten(inputs.per_token(inputs.decoupled_scores)))
 
