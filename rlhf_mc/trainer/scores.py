@@ -250,13 +250,13 @@ def await_rewards(
     algorithm = run.config.algorithm
     if estimator_needs(algorithm).parts:
         by_std = algorithm.norm_adv_by_std_in_grpo
-        normalised = decoupled(run.rewards.mixture, prompts, scores, n, by_std)
+        normalised = normalised_parts(run.rewards.mixture, prompts, scores, n, by_std)
         batch = batch.with_fields(decoupled_scores=normalised)
     accuracies = torch.tensor([score.accuracy for score in scores], dtype=torch.float32)
     return batch.with_fields(scores=numbers[: len(prompts)], accuracies=accuracies), scores
 
 
-def decoupled(
+def normalised_parts(
     mixture: Mixture, prompts: Sequence[Prompt], scores: Sequence[Score], n: int, norm_by_std: bool
 ) -> torch.Tensor:
     """Return decoupled_scores of the parts of each score before their weights: [S] float32.

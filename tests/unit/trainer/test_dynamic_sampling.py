@@ -33,7 +33,7 @@ from rlhf_mc.trainer.pool.rollout import (
     filtered_rollout,
     metric_values,
 )
-from rlhf_mc.trainer.scores import decoupled
+from rlhf_mc.trainer.scores import normalised_parts
 from rlhf_mc.trainer.step_state import StepState, begin_step
 
 FILTER = "algorithm.filter_groups"
@@ -116,12 +116,12 @@ def test_groups_that_differ_in_a_part_are_kept_for_gdpo(reads_parts: bool) -> No
     ]
     scores = [Score(sum(of.values()), of, {"acc": 1.0}) for of in parts]
     mixture = SimpleNamespace(training=lambda _: {"math": 2.0, "format": 0.5})
-    found = decoupled(mixture, prompts, scores, 2, norm_by_std=True)  # type: ignore[arg-type]
+    found = normalised_parts(mixture, prompts, scores, 2, norm_by_std=True)  # type: ignore[arg-type]
     half = math.sqrt(0.5)  # each part's distance from the mean of two, over their deviation
     assert found.tolist() == pytest.approx(
         [0.0, 0.0, 0.5 * half, -0.5 * half, -half, half], rel=1e-5
     )
-    centred = decoupled(mixture, prompts, scores, 2, norm_by_std=False)  # type: ignore[arg-type]
+    centred = normalised_parts(mixture, prompts, scores, 2, norm_by_std=False)  # type: ignore[arg-type]
     assert centred.tolist() == [0.0, 0.0, 0.25, -0.25, -0.25, 0.25]
     groups = SampledGroups(2, "acc")
     groups.add(prompts, batch.with_fields(decoupled_scores=found) if reads_parts else batch, scores)
