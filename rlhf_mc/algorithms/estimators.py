@@ -39,6 +39,8 @@ class EstimatorInputs:
     greedy_scores: torch.Tensor | None = None
     """[S] float32: score of the response to the same prompt at temperature 0; None if it is not
     needed."""
+    decoupled_scores: torch.Tensor | None = None
+    """[S] float32: of decoupled_scores; None if they are not needed."""
     gamma: float = 1.0
     """Discount per token, 0 to 1."""
     lam: float = 1.0
@@ -263,6 +265,31 @@ def grpo_passk(inputs: EstimatorInputs) -> Estimate:
     )
 
 
+def decoupled_scores(
+    parts: torch.Tensor, weights: torch.Tensor, responses_per_prompt: int, norm_by_std: bool
+) -> torch.Tensor:
+    """Return sum_k w_k (r_k - mean of the group) / (std of the group + 1e-6) for each response: [S]
+    float32, 0 where no part differs in the group.
+
+    parts: [K, S] float32, the rewards r_k of a response, whose groups are one after the other.
+    weights: [K, S], w_k. std is the unbiased one; without norm_by_std there is no division. Source:
+    GDPO (arXiv 2601.05242), group-wise normalisation of each reward, as verl has it.
+    """
+    grouped = parts.double().unflatten(1, (-1, responses_per_prompt))
+    centred = grouped - grouped.mean(dim=-1, keepdim=True)
+    if norm_by_std:
+        centred = centred / (grouped.std(dim=-1, keepdim=True) + STD_EPS)
+    return (weights * centred.flatten(1)).sum(dim=0).float()
+
+
+def gdpo(inputs: EstimatorInputs) -> Estimate:
+    """Return the decoupled score of a response on each token, whitened over the tokens of the
+    batch. Source: GDPO (arXiv 2601.05242), batch-wise normalisation. Mean and deviation are over
+    tokens, as in verl, in NeMo-RL over responses."""
+    assert inputs.decoupled_scores is not None
+    return Estimate(whiten(inputs.per_token(inputs.decoupled_scores)))
+
+
 def maxrl(inputs: EstimatorInputs) -> Estimate:
     """Return A = (R - mean of the group) / (mean of the group + 1e-6), 0 in a group whose mean is
     not above 0.
@@ -348,6 +375,7 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
     "gae": whitened_gae,
     "grpo": grpo,
     "grpo_passk": grpo_passk,
+    "gdpo": gdpo,
     "maxrl": maxrl,
     "rloo": rloo,
     "reinforce_plus_plus": reinforce_plus_plus,

@@ -63,6 +63,11 @@ def _estimator(cfg: Config) -> Iterator[str]:
             f"{key}, whose rewards must be 0 or more, and algorithm.use_kl_in_reward is true; set "
             "it to false, and actor.use_kl_loss to true"
         )
+    if needs.parts and cfg.algorithm.use_kl_in_reward:
+        yield (
+            f"{key}, which reads the parts of the score alone, and algorithm.use_kl_in_reward is "
+            "true; set it to false, and actor.use_kl_loss to true"
+        )
     if needs.critic:
         return
     if cfg.critic.model_path is not None:

@@ -62,6 +62,7 @@ AdvEstimator = Literal[
     "gae",
     "grpo",
     "grpo_passk",
+    "gdpo",
     "maxrl",
     "rloo",
     "reinforce_plus_plus",
@@ -83,12 +84,15 @@ class EstimatorNeeds:
     """Several responses to each prompt: rollout.n of at least 2."""
     greedy_baseline: bool = False
     """The score of one more response to each prompt, generated at temperature 0."""
+    parts: bool = False
+    """The parts of each score (reward.mixture), normalised in their groups."""
 
 
 ESTIMATOR_NEEDS: dict[str, EstimatorNeeds] = {
     "gae": EstimatorNeeds(critic=True),
     "grpo": EstimatorNeeds(group=True),
     "grpo_passk": EstimatorNeeds(group=True),
+    "gdpo": EstimatorNeeds(group=True, parts=True),
     "maxrl": EstimatorNeeds(group=True),
     "rloo": EstimatorNeeds(group=True),
     "reinforce_plus_plus": EstimatorNeeds(),
@@ -228,13 +232,13 @@ class AlgorithmConfig:
 
     adv_estimator: AdvEstimator = "gae"
     """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo,
-    grpo_passk, maxrl, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n
-    responses of a prompt. remax compares each with one more response, generated at temperature 0.
-    custom: custom_estimator."""
+    grpo_passk, gdpo, maxrl, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n
+    responses of a prompt, gdpo each part of the score by itself. remax compares each with one more
+    response, generated at temperature 0. custom: custom_estimator."""
     custom_estimator: CustomEstimatorConfig = field(default_factory=CustomEstimatorConfig)
     """A user-defined advantage estimator."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk: divide a prompt's advantages by the standard deviation of its scores.
+    """grpo, grpo_passk, gdpo: divide a prompt's advantages by the standard deviation of its scores.
     false, with actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
     gamma: Fraction = 1.0
     """Discount per token; of gae and reinforce_plus_plus."""

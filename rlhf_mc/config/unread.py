@@ -87,7 +87,7 @@ DEPENDENCES = (
         "algorithm.gae_lambda_value null, or gae_lambda_policy null and length_adaptive_alpha 0",
         _uses_lam,
     ),
-    _choice(ESTIMATOR, "grpo grpo_passk", "algorithm", "norm_adv_by_std_in_grpo"),
+    _choice(ESTIMATOR, "grpo grpo_passk gdpo", "algorithm", "norm_adv_by_std_in_grpo"),
     Dependence(
         "algorithm",
         "kl_penalty",

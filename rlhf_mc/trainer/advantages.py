@@ -51,6 +51,7 @@ def advantages_and_returns(
         group=torch.arange(batch.num_sequences) // responses_per_prompt,
         values=batch.values,
         greedy_scores=batch.greedy_scores,
+        decoupled_scores=batch.decoupled_scores,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         gae_lambda_value=algorithm.gae_lambda_value,

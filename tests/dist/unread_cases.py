@@ -66,6 +66,7 @@ def _batch(run: Run) -> RaggedBatch:
         values=batch.values + noise[2],
         scores=batch.scores + torch.linspace(0, 1, len(batch.scores)),
         accuracies=(torch.arange(len(batch.scores)) % 2).float(),
+        decoupled_scores=batch.scores,
         greedy_scores=batch.scores,
     )
 

@@ -105,6 +105,10 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
             "algorithm.adv_estimator is maxrl, whose rewards must be 0 or more",
         ),
         (
+            ("algorithm.adv_estimator=gdpo", "rollout.n=4", "algorithm.use_kl_in_reward=true"),
+            "algorithm.adv_estimator is gdpo, which reads the parts of the score alone",
+        ),
+        (
             (*GROUPS, "critic.model_path=x"),
             "critic.model_path is x and algorithm.adv_estimator is grpo",
         ),
