@@ -69,7 +69,15 @@ VARIANTS = (
         "gae_tail_batching", "configs/quickstart.yaml", ("rollout.tail_batching=true", _FEW_PLACES)
     ),
     Variant("gae_partial_rollout", "configs/quickstart.yaml", (*_PARTIAL, _FEW_PLACES)),
+    Variant(
+        "gae_decoupled",
+        "configs/quickstart.yaml",
+        ("algorithm.gae_lambda_value=1.0", "algorithm.gae_lambda_policy=0.9"),
+    ),
+    Variant("gae_adaptive", "configs/quickstart.yaml", ("algorithm.length_adaptive_alpha=1.0",)),
     _without_critic("grpo"),
+    _without_critic("maxrl"),
+    _without_critic("gdpo"),
     _without_critic("grpo_passk"),
     # As many responses in groups of 2: a group of 8 seldom has exactly one right response, and no
     # gradient otherwise.
