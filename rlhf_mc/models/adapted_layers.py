@@ -186,11 +186,11 @@ def _adapt(
         modules.setdefault(parts[0][0], []).append([name for *_, name in parts])
     dims = next(iter(rows.weight.hf.values()))
     split_axis = next((axis for axis, dim in enumerate(dims) if dim in SPLIT_DIMS), None)
+    joint = _joint(layout, rows, local, assembly.layers[number])
     for path, tensors in modules.items():
         module: Any = assembly.model.get_submodule(path)
         for weight, *adapter in tensors:
             _register(assembly, module, weight, dict(zip(adapter, sizes, strict=True)), split_axis)
-        joint = _joint(layout, rows, local, assembly.layers[number])
         for name, buffer in zip(("lora_rows", "lora_mask"), joint, strict=True):
             module.register_buffer(name, buffer, persistent=False)
         normalises = hasattr(module, "return_layernorm_output")
