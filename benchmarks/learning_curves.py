@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -68,7 +69,15 @@ VARIANTS = (
         "gae_tail_batching", "configs/quickstart.yaml", ("rollout.tail_batching=true", _FEW_PLACES)
     ),
     Variant("gae_partial_rollout", "configs/quickstart.yaml", (*_PARTIAL, _FEW_PLACES)),
+    Variant(
+        "gae_decoupled",
+        "configs/quickstart.yaml",
+        ("algorithm.gae_lambda_value=1.0", "algorithm.gae_lambda_policy=0.9"),
+    ),
+    Variant("gae_adaptive", "configs/quickstart.yaml", ("algorithm.length_adaptive_alpha=1.0",)),
     _without_critic("grpo"),
+    _without_critic("maxrl"),
+    _without_critic("gdpo"),
     _without_critic("grpo_passk"),
     # As many responses in groups of 2: a group of 8 seldom has exactly one right response, and no
     # gradient otherwise.
@@ -89,6 +98,18 @@ VARIANTS = (
     _without_critic("gpg"),
     Variant("smollm2_grpo", "configs/smollm2_grpo.yaml", least=0.60),
     Variant("smollm2_ppo", "configs/smollm2_ppo.yaml", least=0.60),
+    Variant(
+        "smollm2_lora",
+        "configs/smollm2_grpo.yaml",
+        ("actor.lora.rank=32", "actor.lora.alpha=64", "actor.optim.lr=1e-4"),
+        least=0.60,
+    ),
+    Variant(
+        "smollm2_bfloat16",
+        "configs/smollm2_grpo.yaml",
+        ("actor.megatron.dtype=bfloat16", "actor.optim.lr=5e-5"),
+        least=0.60,
+    ),
 )
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
@@ -136,14 +157,12 @@ def run_command(
 
 
 def greedy_accuracies(metrics_file: Path) -> list[tuple[int, float]]:
-    """Return (step, accuracy) of each validation in a metrics.jsonl; an empty list if there is no
-    such file."""
+    """Return (step, mean accuracy of the data sources) of each validation in a metrics.jsonl; an
+    empty list if there is no such file."""
     if not metrics_file.is_file():
         return []
-    points = []
-    for row in json_objects(metrics_file):
-        points += [(row["step"], accuracy) for accuracy in validation_accuracies(row).values()]
-    return points
+    by_step = [(row["step"], validation_accuracies(row)) for row in json_objects(metrics_file)]
+    return [(step, fmean(of_source.values())) for step, of_source in by_step if of_source]
 
 
 def run(variant: Variant, seed: int, num_steps: int, output: Path, launch: str) -> Result:

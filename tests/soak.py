@@ -54,6 +54,11 @@ LAYOUTS: dict[str, list[str]] = {
         "actor.megatron.tensor_model_parallel_size=2",
         "critic.megatron.tensor_model_parallel_size=1",
     ],
+    "TP 2, adapters": [
+        "actor.megatron.tensor_model_parallel_size=2",
+        "actor.lora.rank=4",
+        "critic.lora.rank=4",
+    ],
 }
 REWARD = """
 import os
@@ -140,7 +145,7 @@ class Attempt:
         running = [rank for rank in ranks if self.ranks[rank].is_alive()]
         require(not running, f"ranks {running} have not ended within {ENDS_WITHIN_SECONDS} s")
         for rank in ranks:
-            require(gone(self.ranks[rank].pid or 0, 30), f"rank {rank} has left processes behind")
+            require(gone(self.ranks[rank].pid or 0), f"rank {rank} has left processes behind")
         return [self.ranks[rank].exitcode or 0 for rank in ranks]
 
     def said(self) -> str:
@@ -313,7 +318,7 @@ def kill_the_agent(campaign: Campaign) -> str:
         time.sleep(at)
         agent.kill()
         agent.wait()
-        require(gone(agent.pid, 60), "ranks are left 60 s after torchrun was killed")
+        require(gone(agent.pid), "ranks are left 60 s after torchrun was killed")
     finally:
         for pid in members(agent.pid):
             os.kill(pid, signal.SIGKILL)

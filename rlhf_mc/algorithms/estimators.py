@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 STD_EPS = 1e-6
-"""Added to the standard deviation of a group's scores, as in verl."""
+"""Added to the standard deviation of a group's scores, as in verl, and to its mean in maxrl."""
 WHITEN_EPS = 1e-8
 
 
@@ -39,12 +39,34 @@ class EstimatorInputs:
     greedy_scores: torch.Tensor | None = None
     """[S] float32: score of the response to the same prompt at temperature 0; None if it is not
     needed."""
+    decoupled_scores: torch.Tensor | None = None
+    """[S] float32: of decoupled_scores; None if they are not needed."""
     gamma: float = 1.0
     """Discount per token, 0 to 1."""
     lam: float = 1.0
     """GAE's lambda, 0 to 1."""
+    gae_lambda_value: float | None = None
+    """algorithm.gae_lambda_value."""
+    gae_lambda_policy: float | None = None
+    """algorithm.gae_lambda_policy."""
+    length_adaptive_alpha: float = 0.0
+    """algorithm.length_adaptive_alpha."""
     norm_by_std: bool = True
     """Divide a group's advantages by the standard deviation of its scores (grpo, grpo_passk)."""
+
+    @property
+    def lambda_value(self) -> float:
+        """GAE's lambda of the returns."""
+        return self.lam if self.gae_lambda_value is None else self.gae_lambda_value
+
+    @property
+    def lambda_policy(self) -> float | torch.Tensor:
+        """GAE's lambda of the advantages, with length_adaptive_alpha of each response: [S]
+        float64."""
+        if self.length_adaptive_alpha > 0:
+            horizons = self.length_adaptive_alpha * self.response_lens.double()
+            return 1.0 - 1.0 / horizons.clamp(min=1.0)
+        return self.lam if self.gae_lambda_policy is None else self.gae_lambda_policy
 
     @property
     def response_rewards(self) -> torch.Tensor:
@@ -117,17 +139,20 @@ def token_rewards(
     return rewards if kl is None else rewards - kl_coef * kl
 
 
-def discounted_sums(x: torch.Tensor, response_lens: torch.Tensor, factor: float) -> torch.Tensor:
+def discounted_sums(
+    x: torch.Tensor, response_lens: torch.Tensor, factor: float | torch.Tensor
+) -> torch.Tensor:
     """Return y_t = x_t + factor * y_next, where y_next is 0 after a response's last token. x, y:
-    [R]."""
+    [R]. factor: of all responses, or [S] of each."""
     lens, order = response_lens.sort(descending=True)
+    factors = factor[order].to(x.dtype) if isinstance(factor, torch.Tensor) else None
     last = (response_lens.cumsum(0) - 1)[order]
     # Responses by length: those with a token this far before the last one are the first `count`.
     counts = len(lens) - lens.bincount().cumsum(0)
     sums = x.clone()
     for back, count in enumerate(counts[1:].tolist(), start=1):
         tokens = last[:count] - back
-        sums[tokens] += factor * sums[tokens + 1]
+        sums[tokens] += (factor if factors is None else factors[:count]) * sums[tokens + 1]
     return sums
 
 
@@ -152,14 +177,15 @@ def gae(
     values: torch.Tensor,
     response_lens: torch.Tensor,
     gamma: float,
-    lam: float,
+    lam: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (advantages, returns) by generalised advantage estimation (arXiv 1506.02438), each
     [R].
 
     delta_t = r_t + gamma * V_next - V_t;  A_t = delta_t + gamma * lam * A_next;  returns = A + V.
     After a response's last token V and A are 0. Returns are computed from unwhitened advantages:
-    whiten them afterwards. rewards, values: [R], same dtype; gamma, lam: per token, 0 to 1.
+    whiten them afterwards. rewards, values: [R], same dtype; gamma, lam: per token, 0 to 1;
+    lam: of all responses, or [S] of each.
     """
     next_values = values.roll(-1)
     next_values[response_lens.cumsum(0) - 1] = 0.0
@@ -168,11 +194,19 @@ def gae(
 
 
 def whitened_gae(inputs: EstimatorInputs) -> Estimate:
-    """Return the advantages of `gae`, whitened over the tokens of the batch, and its returns."""
+    """Return the advantages of `gae`, whitened over the tokens of the batch, and its returns.
+
+    Each has its own lambda with gae_lambda_value or gae_lambda_policy: decoupled GAE, VC-PPO (arXiv
+    2503.01491). With length_adaptive_alpha the advantages of a response of l tokens have lambda =
+    max(0, 1 - 1 / (alpha l)): VAPO (arXiv 2504.05118). The coefficients lambda^k of the temporal
+    differences then sum to 1 / (1 - lambda) = alpha l.
+    """
     assert inputs.values is not None
-    advantages, returns = gae(
-        inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma, inputs.lam
-    )
+    terms = inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma
+    lam = inputs.lambda_policy
+    advantages, returns = gae(*terms, lam)
+    if isinstance(lam, torch.Tensor) or lam != inputs.lambda_value:
+        _, returns = gae(*terms, inputs.lambda_value)
     return Estimate(whiten(advantages), returns)
 
 
@@ -229,6 +263,44 @@ def grpo_passk(inputs: EstimatorInputs) -> Estimate:
     return Estimate(
         inputs.per_token(_by_std(torch.where(is_only_best, best - second, 0.0), inputs))
     )
+
+
+def decoupled_scores(
+    parts: torch.Tensor, weights: torch.Tensor, responses_per_prompt: int, norm_by_std: bool
+) -> torch.Tensor:
+    """Return sum_k w_k (r_k - mean of the group) / (std of the group + 1e-6) for each response: [S]
+    float32, 0 where no part differs in the group.
+
+    parts: [K, S] float32, the rewards r_k of a response, whose groups are one after the other.
+    weights: [K, S], w_k. std is the unbiased one; without norm_by_std there is no division. Source:
+    GDPO (arXiv 2601.05242), group-wise normalisation of each reward, as verl has it.
+    """
+    grouped = parts.double().unflatten(1, (-1, responses_per_prompt))
+    centred = grouped - grouped.mean(dim=-1, keepdim=True)
+    if norm_by_std:
+        centred = centred / (grouped.std(dim=-1, keepdim=True) + STD_EPS)
+    return (weights * centred.flatten(1)).sum(dim=0).float()
+
+
+def gdpo(inputs: EstimatorInputs) -> Estimate:
+    """Return the decoupled score of a response on each token, whitened over the tokens of the
+    batch. Source: GDPO (arXiv 2601.05242), batch-wise normalisation. Mean and deviation are over
+    tokens, as in verl, in NeMo-RL over responses."""
+    assert inputs.decoupled_scores is not None
+    return Estimate(whiten(inputs.per_token(inputs.decoupled_scores)))
+
+
+def maxrl(inputs: EstimatorInputs) -> Estimate:
+    """Return A = (R - mean of the group) / (mean of the group + 1e-6), 0 in a group whose mean is
+    not above 0.
+
+    R must be 0 or more. With R of 0 and 1 it is an unbiased gradient of a truncated series of the
+    log of the prompt's success probability. Source: MaxRL (arXiv 2602.02710), as the authors' code
+    has it (github.com/tajwarfahim/maxrl, p_normalization).
+    """
+    means = inputs.per_prompt(_compared(inputs))
+    advantages = _centred(inputs) / (means + STD_EPS)
+    return Estimate(inputs.per_token(torch.where(means > 0, advantages, 0.0)))
 
 
 def rloo(inputs: EstimatorInputs) -> Estimate:
@@ -303,6 +375,8 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
     "gae": whitened_gae,
     "grpo": grpo,
     "grpo_passk": grpo_passk,
+    "gdpo": gdpo,
+    "maxrl": maxrl,
     "rloo": rloo,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

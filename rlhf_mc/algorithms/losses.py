@@ -70,6 +70,21 @@ def aggregation_weights(
     return torch.repeat_interleave(per_sequence, response_lens)
 
 
+def right_token_weights(
+    accuracies: torch.Tensor, response_lens: torch.Tensor, is_kept: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the weight of each response token of the WHOLE mini-batch in VAPO's language-model
+    loss: [R] float32.
+
+    accuracies: [S]. The n drawn tokens of the responses of an accuracy of at least 1 have weight
+    1 / n, all others 0. is_kept: as of aggregation_weights; other tokens do not count.
+    """
+    is_right = torch.repeat_interleave(accuracies >= 1, response_lens)
+    if is_kept is not None:
+        is_right &= is_kept
+    return aggregation_weights(response_lens, "token-mean", is_kept=is_right)
+
+
 @dataclass(frozen=True)
 class ActorLossInputs:
     """Inputs of the actor's loss for one micro-batch, all [r]."""
@@ -82,6 +97,8 @@ class ActorLossInputs:
     """Entropy of the policy at each position, in nats; None for no bonus and no statistic."""
     ref_log_probs: torch.Tensor | None = None
     """Log-probs of the reference at the sampling temperature; None for no KL loss."""
+    right_weights: torch.Tensor | None = None
+    """This micro-batch's slice of right_token_weights; None for no language-model loss."""
 
 
 def actor_loss(
@@ -91,17 +108,23 @@ def actor_loss(
     entropy_coeff: float = 0.0,
     kl_loss_coef: float = 0.0,
     kl_loss_type: KLLossType = "k3",
+    positive_nll_coef: float = 0.0,
 ) -> tuple[torch.Tensor, Stats]:
-    """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), and its
-    statistics.
+    """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) +
+    positive_nll_coef * NLL(right responses), and its statistics.
 
-    All terms are aggregated by the weights; a term whose input is None is omitted. Statistics: the
-    ones of policy_loss, loss (the sum), entropy (mean over tokens), entropy_loss and kl_loss
-    (aggregated as the loss, without coefficients).
+    NLL = -sum of log_prob over the tokens of right responses / number of these tokens in the
+    mini-batch. Source: VAPO (arXiv 2504.05118), positive-example language-model loss. All other
+    terms are aggregated by the weights. A term whose input is None is omitted. Statistics: the ones
+    of policy_loss, loss (the sum), entropy (mean over tokens), entropy_loss, kl_loss and
+    positive_nll (aggregated as in the loss, without coefficients).
     """
     assert entropy_coeff == 0.0 or inputs.entropy is not None, "an entropy bonus needs the entropy"
     assert kl_loss_coef == 0.0 or inputs.ref_log_probs is not None, (
         "a KL loss needs the reference's log-probs"
+    )
+    assert positive_nll_coef == 0.0 or inputs.right_weights is not None, (
+        "a language-model loss needs its weights"
     )
     loss, stats = policy_loss(inputs.policy)
     stats = dict(stats)
@@ -118,6 +141,10 @@ def actor_loss(
         ).sum()
         loss = loss + kl_loss_coef * kl
         stats["kl_loss"] = kl.detach()
+    if inputs.right_weights is not None:
+        nll = -(inputs.right_weights * inputs.policy.log_probs).sum()
+        loss = loss + positive_nll_coef * nll
+        stats["positive_nll"] = nll.detach()
     stats["loss"] = loss.detach()
     return loss, stats
 

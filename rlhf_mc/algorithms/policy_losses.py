@@ -23,6 +23,8 @@ Stats = dict[str, torch.Tensor]
 
 SEQUENCE_LOG_RATIO_BOUND = 10.0
 """Largest log-ratio of a sequence in gspo; verl's constant."""
+BINARY_EPS = 1e-8
+"""Added to the probability of all other tokens in dppo_kl; verl's constant."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,50 @@ def cispo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     )
 
 
+def sao(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return -A r log_prob, without a gradient through r, where 1 - clip_low <= r <= 1 + clip_high,
+    else 0, whatever the sign of A.
+
+    r is the ratio to the policy that has sampled: the old log-probs must be the rollout engine's
+    (algorithm.rollout_correction.bypass_mode). Source: double-sided importance sampling of SAO
+    (arXiv 2607.07508), as EasyDeL's page on its SAO trainer describes it. Statistic: pg_clipfrac
+    (share of tokens of loss 0).
+    """
+    ratio = inputs.log_ratio.detach().exp()
+    is_inside = (ratio >= 1.0 - inputs.clip_low) & (ratio <= 1.0 + inputs.clip_high)
+    return _masked_policy_gradient(inputs, ratio, is_inside)
+
+
+def dppo_tv(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return -A min(r, clip_c) log_prob, without a gradient through r; 0 where the probability p of
+    the token has moved too far from the old one q on the side that A favours.
+
+    That is p - q > clip_high where A > 0, else p - q < -clip_low: the total variation of the token
+    against all others. Source: DPPO (arXiv 2602.04879), equations 12 and 13. The bound clip_c and a
+    threshold for each side are verl's. The paper's q is that of the rollout engine
+    (algorithm.rollout_correction.bypass_mode). Statistics: pg_clipfrac (share of tokens of loss 0);
+    pg_clipfrac_lower (share of others where r > clip_c).
+    """
+    difference = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
+    return _dppo(inputs, difference, -difference)
+
+
+def dppo_kl(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return dppo_tv's loss with another measure of how far p has moved from q: 0 where D >
+    clip_high and p > q for A > 0, else where D > clip_low and p < q.
+
+    D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with 1e-8 added to 1 - q and 1 - p, as in
+    verl: the KL of the token against all others. Source: DPPO (arXiv 2602.04879), equations 12 and
+    14. Statistics: as of dppo_tv.
+    """
+    log_probs = inputs.log_probs.detach()
+    p = log_probs.exp()
+    q = inputs.old_log_probs.exp()
+    others = (1.0 - torch.stack((q, p))).clamp(min=0.0) + BINARY_EPS
+    kl = q * (inputs.old_log_probs - log_probs) + (1.0 - q) * (others[0] / others[1]).log()
+    return _dppo(inputs, torch.where(p > q, kl, 0.0), torch.where(p < q, kl, 0.0))
+
+
 def gpg(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     """Return the policy gradient's loss -A log_prob. Source: GPG (arXiv 2504.02546)."""
     return inputs.result(-inputs.advantages * inputs.log_probs)
@@ -264,6 +310,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "geo_mean": PolicyLoss(geo_mean, has_geometric_weights=True),
     "sapo": PolicyLoss(sapo),
     "cispo": PolicyLoss(cispo),
+    "sao": PolicyLoss(sao),
+    "dppo_tv": PolicyLoss(dppo_tv),
+    "dppo_kl": PolicyLoss(dppo_kl),
     "gpg": PolicyLoss(gpg),
     "clip_cov": PolicyLoss(clip_cov, select_in_band),
     "kl_cov": PolicyLoss(kl_cov, select_highest),
@@ -276,3 +325,29 @@ def _surrogates(inputs: PolicyLossInputs, ratio: torch.Tensor) -> tuple[torch.Te
     [r]."""
     clipped = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high)
     return -inputs.advantages * ratio, -inputs.advantages * clipped
+
+
+def _dppo(
+    inputs: PolicyLossInputs, above: torch.Tensor, below: torch.Tensor
+) -> tuple[torch.Tensor, Stats]:
+    """Return the loss of DPPO. above, below: [r], how far a token's probability is above and below
+    the old one; 0 or less on the other side."""
+    is_inside = torch.where(
+        inputs.advantages > 0, above <= inputs.clip_high, below <= inputs.clip_low
+    )
+    ratio = inputs.log_ratio.detach().exp()
+    return _masked_policy_gradient(
+        inputs,
+        ratio.clamp(max=inputs.clip_c),
+        is_inside,
+        pg_clipfrac_lower=is_inside & (ratio > inputs.clip_c),
+    )
+
+
+def _masked_policy_gradient(
+    inputs: PolicyLossInputs, ratio: torch.Tensor, is_inside: torch.Tensor, **stats: torch.Tensor
+) -> tuple[torch.Tensor, Stats]:
+    """Return -A ratio log_prob of the tokens inside, 0 of all others. ratio: [r], without gradient.
+    is_inside: bool [r]. stats: as of result."""
+    token_loss = -inputs.advantages * ratio * inputs.log_probs
+    return inputs.result(torch.where(is_inside, token_loss, 0.0), pg_clipfrac=~is_inside, **stats)

@@ -195,7 +195,7 @@ def expert_layers(
         (key for key in ("num_experts", "n_routed_experts") if config.get(key)), "num_local_experts"
     )
     if config.get("num_local_experts") not in (None, config.get(key)):
-        other = f"{key} is {config[key]}, and they are two names of one number"
+        other = f"{key} is {str(config[key])[:80]}, and they are two names of one number"
         raise refused("num_local_experts", config["num_local_experts"], other)
     num_experts = size(config, key)
     ffn = size(config, names.ffn_key)

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhf_mc import json_files
+from rlhf_mc.checkpoint import peft_format
 from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, error_reason
@@ -119,7 +120,7 @@ def _files(cfg: Config) -> Iterator[_File]:
         elif name == "model_path":
             yield from _model_files(setting, path, with_weights=True)
         elif name == "adapter_path":
-            files = ("adapter_config.json", "adapter_model.safetensors")
+            files = (peft_format.CONFIG, peft_format.WEIGHTS)
             yield from (_File(setting, file, path / file) for file in files)
         elif name == "dist_checkpointing_path":
             yield from _megatron_files(setting, path)

@@ -77,6 +77,7 @@ def read_adapters(
     """Fill this rank's adapters from a PEFT adapter. key: the setting that names its directory.
     Raise UserError on every rank if it is not of these adapters. Every rank must call it."""
     directory = Path(path)
+    names = {tensor: _PREFIX + file_name(shape.family, tensor) for tensor in adapter_tensors(shape)}
 
     def read() -> None:
         assert shape.lora is not None
@@ -84,23 +85,23 @@ def read_adapters(
         try:
             with safe_open(directory / WEIGHTS, framework="pt") as file:
                 stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                _check_tensors(key, directory, shape, stored)
+                _check_tensors(key, directory, shape, names, stored)
                 for shard in layout.shards:
-                    name = _PREFIX + file_name(shape.family, shard.tensor)
-                    if name in stored and shard.tensor in sizes:
-                        block = stored[name][_slices(shard.box)]
-                        if count := num_not_finite(block):
-                            raise UserError(
-                                f"{key}: {directory / WEIGHTS}: {name} has {count} values that are "
-                                "not finite"
-                            )
-                        _fill(params, shard.local, shard.offset, block)
+                    if shard.tensor not in names:
+                        continue
+                    name = names[shard.tensor]
+                    block = stored[name][_slices(shard.box)]
+                    if count := num_not_finite(block):
+                        raise UserError(
+                            f"{key}: {directory / WEIGHTS}: {name} has {count} values that are not "
+                            "finite"
+                        )
+                    _fill(params, shard.local, shard.offset, block)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{key}: {directory / WEIGHTS} cannot be read ({first_line(error)})"
             ) from error
 
-    sizes = adapter_tensors(shape)
     on_every_rank(read)
 
 
@@ -125,11 +126,16 @@ def _check_config(key: str, directory: Path, lora: Lora) -> None:
             )
 
 
-def _check_tensors(key: str, directory: Path, shape: ModelShape, stored: Mapping[str, Any]) -> None:
-    wanted = {
-        _PREFIX + file_name(shape.family, name): size
-        for name, size in adapter_tensors(shape).items()
-    }
+def _check_tensors(
+    key: str,
+    directory: Path,
+    shape: ModelShape,
+    names: Mapping[str, str],
+    stored: Mapping[str, Any],
+) -> None:
+    """Raise UserError if the file has other tensors than the model. names: logical tensor -> its
+    name in the file."""
+    wanted = {names[tensor]: size for tensor, size in adapter_tensors(shape).items()}
     modules = f"{key.rpartition('.')[0]}.target_modules"
     where = f"{key}: {directory / WEIGHTS}"
     for name, size in wanted.items():

@@ -65,6 +65,16 @@ def _estimator(cfg: Config) -> Iterator[str]:
             f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it "
             "must be at least 2"
         )
+    if name == "maxrl" and cfg.algorithm.use_kl_in_reward:
+        yield (
+            f"{key}, whose rewards must be 0 or more, and algorithm.use_kl_in_reward is true; set "
+            "it to false, and actor.use_kl_loss to true"
+        )
+    if needs.parts and cfg.algorithm.use_kl_in_reward:
+        yield (
+            f"{key}, which reads the parts of the score alone, and algorithm.use_kl_in_reward is "
+            "true; set it to false, and actor.use_kl_loss to true"
+        )
     if needs.critic:
         return
     if cfg.critic.model_path is not None:
@@ -92,6 +102,11 @@ def _losses(cfg: Config) -> Iterator[str]:
         yield (
             f"{key}, a loss of sequences; actor.loss_agg_mode is {mode}; it must be "
             "seq-mean-token-mean"
+        )
+    if loss.loss_mode == "sao" and not cfg.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{key}, whose ratio is to the engine's policy; that needs "
+            "algorithm.rollout_correction.bypass_mode: true"
         )
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         yield (

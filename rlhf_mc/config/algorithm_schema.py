@@ -26,7 +26,18 @@ KLLossType = Literal[
     "k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse", "k1+", "k3+", "low_var_kl+", "kl+", "abs+"
 ]
 LossMode = Literal[
-    "vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"
+    "vanilla",
+    "gspo",
+    "geo_mean",
+    "sapo",
+    "cispo",
+    "sao",
+    "dppo_tv",
+    "dppo_kl",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "custom",
 ]
 RejectionStatistic = Literal[
     "token_k1",
@@ -51,6 +62,8 @@ AdvEstimator = Literal[
     "gae",
     "grpo",
     "grpo_passk",
+    "gdpo",
+    "maxrl",
     "rloo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -71,12 +84,16 @@ class EstimatorNeeds:
     """Several responses to each prompt: rollout.n of at least 2."""
     greedy_baseline: bool = False
     """The score of one more response to each prompt, generated at temperature 0."""
+    parts: bool = False
+    """The parts of each score (reward.mixture), normalised in their groups."""
 
 
 ESTIMATOR_NEEDS: dict[str, EstimatorNeeds] = {
     "gae": EstimatorNeeds(critic=True),
     "grpo": EstimatorNeeds(group=True),
     "grpo_passk": EstimatorNeeds(group=True),
+    "gdpo": EstimatorNeeds(group=True, parts=True),
+    "maxrl": EstimatorNeeds(group=True),
     "rloo": EstimatorNeeds(group=True),
     "reinforce_plus_plus": EstimatorNeeds(),
     "reinforce_plus_plus_baseline": EstimatorNeeds(group=True),
@@ -137,10 +154,13 @@ class PolicyLossConfig:
     loss_mode: LossMode = "vanilla"
     """vanilla: PPO's clipped surrogate. gspo, geo_mean (GMPO): with one ratio per sequence, for
     actor.loss_agg_mode seq-mean-token-mean. sapo: a smooth gate in place of the clip, for
-    seq-mean-token-mean too. cispo: clipped weights of the policy gradient. gpg: the policy
-    gradient. clip_cov, kl_cov: a few tokens of high covariance between log-prob and advantage are
-    left out, or get a KL penalty. custom: custom_loss. All but sapo, gpg and kl_cov use
-    actor.clip_ratio_low and clip_ratio_high (docs/algorithms.md)."""
+    seq-mean-token-mean too. cispo: clipped weights of the policy gradient. sao: the policy gradient
+    of the tokens whose ratio to the engine's policy is within the clip range; needs
+    algorithm.rollout_correction.bypass_mode. dppo_tv, dppo_kl: the policy gradient without tokens
+    whose probability has moved too far. gpg: the policy gradient. clip_cov, kl_cov: a few tokens of
+    high covariance between log-prob and advantage are left out, or get a KL penalty. custom:
+    custom_loss. All but sapo, gpg and kl_cov use actor.clip_ratio_low and clip_ratio_high
+    (docs/algorithms.md)."""
     clip_cov_ratio: FractionAbove0 = 0.0002
     """clip_cov: share of the tokens of a mini-batch that are left out."""
     clip_cov_lb: Number = 1.0
@@ -212,18 +232,26 @@ class AlgorithmConfig:
 
     adv_estimator: AdvEstimator = "gae"
     """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo,
-    grpo_passk, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n responses of a
-    prompt. remax compares each with one more response, generated at temperature 0. custom:
-    custom_estimator."""
+    grpo_passk, gdpo, maxrl, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n
+    responses of a prompt, gdpo each part of the score by itself. remax compares each with one more
+    response, generated at temperature 0. custom: custom_estimator."""
     custom_estimator: CustomEstimatorConfig = field(default_factory=CustomEstimatorConfig)
     """A user-defined advantage estimator."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk: divide a prompt's advantages by the standard deviation of its scores.
+    """grpo, grpo_passk, gdpo: divide a prompt's advantages by the standard deviation of its scores.
     false, with actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
     gamma: Fraction = 1.0
     """Discount per token; of gae and reinforce_plus_plus."""
     lam: Fraction = 1.0
     """GAE's lambda."""
+    gae_lambda_value: Fraction | None = None
+    """GAE's lambda of the returns, the targets of the critic (decoupled GAE, arXiv 2503.01491);
+    null: lam."""
+    gae_lambda_policy: Fraction | None = None
+    """GAE's lambda of the advantages; null: lam."""
+    length_adaptive_alpha: PositiveOrZero = 0.0
+    """GAE's lambda of the advantages of a response of l drawn tokens is 1 - 1 / (alpha l), at least
+    0 (VAPO, arXiv 2504.05118), in place of gae_lambda_policy; 0: it does not depend on l."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL(actor, reference) from each token's reward."""
     kl_penalty: KLEstimator = "k1"

@@ -149,6 +149,9 @@ class ActorConfig:
     entropy_coeff_end: Number | None = None
     """Coefficient of the entropy bonus in the last step, reached linearly from entropy_coeff in the
     first; null: it is constant."""
+    positive_nll_coef: PositiveOrZero = 0.0
+    """Coefficient of VAPO's language-model loss on right responses, the mean of -log-prob over
+    their drawn tokens in the mini-batch (docs/algorithms.md). 0: none."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(actor, reference) to the policy loss."""
     kl_loss_coef: PositiveOrZero = 0.001

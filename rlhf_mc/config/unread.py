@@ -52,6 +52,13 @@ def _uses_kl(cfg: Config) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.algorithm.kl_ctrl.type == "adaptive"
 
 
+def _uses_lam(cfg: Config) -> bool:
+    lambdas = cfg.algorithm
+    return lambdas.gae_lambda_value is None or (
+        lambdas.gae_lambda_policy is None and lambdas.length_adaptive_alpha == 0
+    )
+
+
 ESTIMATOR = "algorithm.adv_estimator"
 CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor.policy_loss"
@@ -67,8 +74,20 @@ DEPENDENCES = (
     _switch("data.val_files", "trainer", "log_val_generations"),
     _zero("trainer.total_training_steps", "trainer", "total_epochs", "null"),
     _choice(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
-    _choice(ESTIMATOR, "gae", "algorithm", "lam"),
-    _choice(ESTIMATOR, "grpo grpo_passk", "algorithm", "norm_adv_by_std_in_grpo"),
+    _choice(
+        ESTIMATOR,
+        "gae",
+        "algorithm",
+        "lam gae_lambda_value gae_lambda_policy length_adaptive_alpha",
+    ),
+    _zero("algorithm.length_adaptive_alpha", "algorithm", "gae_lambda_policy"),
+    Dependence(
+        "algorithm",
+        "lam",
+        "algorithm.gae_lambda_value null, or gae_lambda_policy null and length_adaptive_alpha 0",
+        _uses_lam,
+    ),
+    _choice(ESTIMATOR, "grpo grpo_passk gdpo", "algorithm", "norm_adv_by_std_in_grpo"),
     Dependence(
         "algorithm",
         "kl_penalty",
@@ -89,9 +108,12 @@ DEPENDENCES = (
     ),
     _switch("actor.use_kl_loss", "actor", "kl_loss_coef kl_loss_type"),
     _choice(
-        LOSS_MODE, "vanilla gspo geo_mean cispo clip_cov", "actor", "clip_ratio_low clip_ratio_high"
+        LOSS_MODE,
+        "vanilla gspo geo_mean cispo sao dppo_tv dppo_kl clip_cov",
+        "actor",
+        "clip_ratio_low clip_ratio_high",
     ),
-    _choice(LOSS_MODE, "vanilla", "actor", "clip_ratio_c"),
+    _choice(LOSS_MODE, "vanilla dppo_tv dppo_kl", "actor", "clip_ratio_c"),
     _choice(LOSS_MODE, "clip_cov", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub"),
     _choice(LOSS_MODE, "kl_cov", LOSS, "kl_cov_ratio ppo_kl_coef"),
     _choice(LOSS_MODE, "sapo", LOSS, "tau_pos tau_neg"),

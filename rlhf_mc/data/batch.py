@@ -151,6 +151,8 @@ _PER_SEQUENCE = (
     "finished",
     "numbers",
     "scores",
+    "accuracies",
+    "decoupled_scores",
     "greedy_scores",
 )
 """Fields of RaggedBatch with one entry per sequence."""
@@ -187,6 +189,11 @@ class RaggedBatch:
     None: all are 0."""
     scores: torch.Tensor | None = None
     """[S] float32: by the reward function or the reward model."""
+    accuracies: torch.Tensor | None = None
+    """[S] float32: "acc" of the reward function or else its score; at least 1: a right response."""
+    decoupled_scores: torch.Tensor | None = None
+    """[S] float32: the parts of the score, each normalised in its group, summed; None: not
+    needed."""
     greedy_scores: torch.Tensor | None = None
     """[S] float32: scores of the responses to the same prompts at temperature 0."""
     old_log_probs: torch.Tensor | None = None

@@ -50,34 +50,34 @@ class AdaptedLayer:
     group: Any
     """The tensor-parallel ranks."""
 
-    def add(self, x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Tensor:
-        """Return s B A x, of the layer's input x [..., in]: [..., out], as the layer returns it.
+    def product(self, x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Tensor:
+        """Return B A x, of the layer's input x [..., in]: [..., out], as the layer returns it.
         splits: tokens of each expert."""
         matrix = x.flatten(0, -2)
         inputs = [matrix] if splits is None else matrix.split(list(splits))
         outputs = [
-            self._delta(part, getattr(self.module, a), getattr(self.module, b))
+            self._product(part, getattr(self.module, a), getattr(self.module, b))
             for part, (_, a, b) in zip(inputs, self.tensors, strict=True)
         ]
         out = outputs[0] if splits is None else torch.cat(outputs)
         # sequence parallelism gathers and scatters tokens
         return out.unflatten(0, (-1, *x.shape[1:-1]))
 
-    def _delta(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        product = linear(x, a)
+    def _product(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        inner = linear(x, a)
         if self.split_axis == 0 and not self.is_expert:
-            product = (
-                mappings.gather_from_sequence_parallel_region(product, group=self.group)
+            inner = (
+                mappings.gather_from_sequence_parallel_region(inner, group=self.group)
                 if self.sequence_parallel
-                else mappings.copy_to_tensor_model_parallel_region(product, group=self.group)
+                else mappings.copy_to_tensor_model_parallel_region(inner, group=self.group)
             )
         if self.split_axis == 1 and not self.is_expert:
-            product = (
-                mappings.reduce_scatter_to_sequence_parallel_region(product, group=self.group)
+            inner = (
+                mappings.reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
                 if self.sequence_parallel
-                else mappings.reduce_from_tensor_model_parallel_region(product, group=self.group)
+                else mappings.reduce_from_tensor_model_parallel_region(inner, group=self.group)
             )
-        return self.scale * linear(product, self._joint(b))
+        return linear(inner, self._joint(b))
 
     def _joint(self, b: torch.Tensor) -> torch.Tensor:
         """Return B for the products of all projections: [out, projections x r]."""
@@ -186,11 +186,11 @@ def _adapt(
         modules.setdefault(parts[0][0], []).append([name for *_, name in parts])
     dims = next(iter(rows.weight.hf.values()))
     split_axis = next((axis for axis, dim in enumerate(dims) if dim in SPLIT_DIMS), None)
+    joint = _joint(layout, rows, local, assembly.layers[number])
     for path, tensors in modules.items():
         module: Any = assembly.model.get_submodule(path)
         for weight, *adapter in tensors:
             _register(assembly, module, weight, dict(zip(adapter, sizes, strict=True)), split_axis)
-        joint = _joint(layout, rows, local, assembly.layers[number])
         for name, buffer in zip(("lora_rows", "lora_mask"), joint, strict=True):
             module.register_buffer(name, buffer, persistent=False)
         normalises = hasattr(module, "return_layernorm_output")
@@ -276,6 +276,8 @@ def _hook(model: Any, layer: AdaptedLayer, normalises: bool) -> Any:
         output, bias = out[:2]
         if normalises:
             (output, x), bias = out if len(out) == 2 else ((out[0], out[2]), out[1])
-        return (output + layer.add(x, *splits) if model.has_adapters_on else output), bias
+        if model.has_adapters_on:
+            output = torch.add(output, layer.product(x, *splits), alpha=layer.scale)
+        return output, bias
 
     return add

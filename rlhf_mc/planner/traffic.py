@@ -23,7 +23,6 @@ from rlhf_mc.config.roles import (
     shares_weights,
     token_budgets,
     tokens_on_rank,
-    uses_reference,
 )
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.balance import DUMMY_TOKENS
@@ -161,7 +160,7 @@ def phase_work(
     sampled = cfg.data.train_batch_size * cfg.rollout.n
     if has_old_log_prob_pass(cfg, router_replay(cfg, shapes["actor"])):
         yield work("old_log_prob", "actor", sampled)
-    if uses_reference(cfg):
+    if "ref" in shapes or reference_is_actor(cfg):
         yield work("ref", "actor" if reference_is_actor(cfg) else "ref", sampled)
     if "critic" in shapes:
         yield work("values", "critic", sampled)

@@ -118,6 +118,9 @@ def _example_inputs(algorithm: AlgorithmConfig) -> EstimatorInputs:
         greedy_scores=torch.tensor([1.0, 1.0, 0.0, 0.0]) if needs.greedy_baseline else None,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
+        gae_lambda_value=algorithm.gae_lambda_value,
+        gae_lambda_policy=algorithm.gae_lambda_policy,
+        length_adaptive_alpha=algorithm.length_adaptive_alpha,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
     )
 

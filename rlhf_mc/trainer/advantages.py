@@ -51,8 +51,12 @@ def advantages_and_returns(
         group=torch.arange(batch.num_sequences) // responses_per_prompt,
         values=batch.values,
         greedy_scores=batch.greedy_scores,
+        decoupled_scores=batch.decoupled_scores,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
+        gae_lambda_value=algorithm.gae_lambda_value,
+        gae_lambda_policy=algorithm.gae_lambda_policy,
+        length_adaptive_alpha=algorithm.length_adaptive_alpha,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
     )
     estimate = estimator(inputs)

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc.algorithms.estimators import decoupled_scores
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.mixture import Mixture
 from rlhf_mc.rewards.results import Episode, Score, penalize_overlong, reward_metrics
 from rlhf_mc.run_files import TRAIN_GENERATIONS
 from rlhf_mc.runtime.preemption import StopRequests
@@ -244,7 +247,33 @@ def await_rewards(
     scores = scores[: len(prompts)]
     if run.environments is not None:
         batch = batch.with_fields(turn_rewards=turn_rewards(scores, batch.response_lens))
-    return batch.with_fields(scores=numbers[: len(prompts)]), scores
+    algorithm = run.config.algorithm
+    if estimator_needs(algorithm).parts:
+        by_std = algorithm.norm_adv_by_std_in_grpo
+        normalised = normalised_parts(run.rewards.mixture, prompts, scores, n, by_std)
+        batch = batch.with_fields(decoupled_scores=normalised)
+    accuracies = torch.tensor([score.accuracy for score in scores], dtype=torch.float32)
+    return batch.with_fields(scores=numbers[: len(prompts)], accuracies=accuracies), scores
+
+
+def normalised_parts(
+    mixture: Mixture, prompts: Sequence[Prompt], scores: Sequence[Score], n: int, norm_by_std: bool
+) -> torch.Tensor:
+    """Return decoupled_scores of the parts of each score before their weights: [S] float32.
+    prompts: of each response. n: responses of a group. A part that a score lacks is 0; one that the
+    mixture does not list, such as a penalty, has weight 1."""
+    names = sorted({part for score in scores for part in score.parts})
+    weighted = [[score.parts.get(part, 0.0) for score in scores] for part in names]
+    weights = torch.tensor(
+        [
+            [mixture.training(prompt.data_source).get(part, 1.0) for prompt in prompts]
+            for part in names
+        ],
+        dtype=torch.float64,
+    ).view(len(names), len(scores))
+    values = torch.tensor(weighted, dtype=torch.float64).view(len(names), len(scores))
+    parts = torch.where(weights != 0.0, values / weights, 0.0).float()
+    return decoupled_scores(parts, weights, n, norm_by_std)
 
 
 def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,13 @@ import torch
 
 from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import KLController
-from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.algorithms.losses import (
+    ActorLossInputs,
+    actor_loss,
+    aggregation_weights,
+    right_token_weights,
+    value_loss,
+)
 from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from rlhf_mc.algorithms.rollout_correction import geometric_means, weights_of_micro_batch
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
@@ -163,6 +169,11 @@ def actor_objective(
         )
     if cfg.use_kl_loss and mini.ref_log_probs is not None:
         per_token["ref_log_probs"] = mini.ref_log_probs
+    if cfg.positive_nll_coef > 0:
+        assert mini.accuracies is not None
+        per_token["right_weights"] = right_token_weights(
+            mini.accuracies, mini.response_lens, mini.kept
+        )
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
 
     def loss(
@@ -186,6 +197,7 @@ def actor_objective(
             weights=fields["weights"],
             entropy=entropy if terms.entropy_coeff != 0.0 else entropy.detach(),
             ref_log_probs=fields.get("ref_log_probs"),
+            right_weights=fields.get("right_weights"),
         )
         value, stats = actor_loss(
             inputs,
@@ -193,6 +205,7 @@ def actor_objective(
             entropy_coeff=terms.entropy_coeff,
             kl_loss_coef=terms.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
+            positive_nll_coef=cfg.positive_nll_coef,
         )
         return value, {**stats, LOG_PROBS: log_probs.detach()} if computes_old_log_probs else stats
 

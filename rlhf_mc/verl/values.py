@@ -65,6 +65,11 @@ def kl_estimator(key: str, value: Any, verl: Settings) -> MappedSetting:
 
 def estimator(key: str, value: Any, verl: Settings) -> MappedSetting:
     ours = _ESTIMATORS.get(value, value) if isinstance(value, str) else value
+    if ours == "gdpo":
+        return not_supported(
+            "verl's rewards are numbers of the reward function (gdpo_reward_keys), here they are "
+            "the parts of reward.mixture"
+        )
     return same(key, ours, "" if ours == value else f"verl's {value}")
 
 

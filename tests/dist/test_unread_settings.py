@@ -35,6 +35,8 @@ LOSSES = {
     name: [
         f"actor.policy_loss.loss_mode={name}",
         *([BY_SEQUENCES] if name in SEQUENCE_LOSSES else []),
+        # of probabilities, which are small in a model that has learned nothing
+        *(["actor.clip_ratio_high=0.005"] if name.startswith("dppo") else []),
         "actor.policy_loss.clip_cov_ratio=0.9",
         "actor.policy_loss.kl_cov_ratio=0.5",
     ]
@@ -45,6 +47,8 @@ CHANGES = {
     "actor.clip_ratio_c": "2.0",
     "actor.policy_loss.clip_cov_lb": "-1.0",
     "actor.policy_loss.clip_cov_ub": "2.0",
+    "algorithm.gae_lambda_value": "0.7",
+    "algorithm.gae_lambda_policy": "0.7",
     "algorithm.rollout_correction.rollout_token_veto_threshold": "0.5",
     "actor.entropy_coeff_end": "0.02",
 }
@@ -54,6 +58,7 @@ ELSEWHERE = (
     "ppo_epochs",
     "token_len",
     "moe_",
+    ".lora.",
     ".optim.",
     ".megatron.",
     "loss_scale_factor",
@@ -65,6 +70,7 @@ where they are not read."""
 ALWAYS = {
     "actor.entropy_coeff",
     "actor.entropy_coeff_end",
+    "actor.positive_nll_coef",
     "critic.cliprange_value",
     "algorithm.rollout_correction.rollout_token_veto_threshold",
 }
@@ -149,6 +155,18 @@ def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
         ),
         ("data.val_max_samples=8 data.val_files=[]", "data.val_files=[a]"),
         ("rollout.val_kwargs.temperature=0.5 data.val_files=[]", "data.val_files=[a]"),
+        (
+            "algorithm.gae_lambda_policy=0.9 algorithm.length_adaptive_alpha=0.05",
+            "algorithm.length_adaptive_alpha=0",
+        ),
+        (
+            "algorithm.lam=0.9 algorithm.gae_lambda_value=1 algorithm.length_adaptive_alpha=0.05",
+            "algorithm.gae_lambda_value=null",
+        ),
+        (
+            "algorithm.lam=0.9 algorithm.gae_lambda_value=1 algorithm.gae_lambda_policy=0.8",
+            "algorithm.gae_lambda_policy=null",
+        ),
         ("health.patience=3 health.enable=false", "health.enable=true"),
         ("reward.remote.template=x reward.remote.url=http://a", "reward.remote.api=openai"),
         ("rollout.environment.first_observation=true", "rollout.environment.path=game.py"),

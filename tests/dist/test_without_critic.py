@@ -72,8 +72,15 @@ def test_grpo_saves_and_resumes_without_a_critic(pool: Any, config: Path, tmp_pa
             "actor.loss_agg_mode=seq-mean-token-sum-norm",
             "actor.entropy_coeff_end=0.0",
         ],
+        [
+            "algorithm.adv_estimator=gdpo",
+            "rollout.n=3",
+            *KL_LOSS,
+            "actor.policy_loss.loss_mode=dppo_tv",
+            "actor.positive_nll_coef=0.1",
+        ],
     ],
-    ids=["grpo, gspo", "remax, clip_cov"],
+    ids=["grpo, gspo", "remax, clip_cov", "gdpo, dppo, nll"],
 )
 def test_layouts_agree_without_a_critic(
     pool: Any, config: Path, tmp_path: Path, overrides: list[str]

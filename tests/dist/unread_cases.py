@@ -65,6 +65,8 @@ def _batch(run: Run) -> RaggedBatch:
         ref_log_probs=batch.old_log_probs + 1.5 * noise[0] - 0.1 + 0.01 * noise[1],
         values=batch.values + noise[2],
         scores=batch.scores + torch.linspace(0, 1, len(batch.scores)),
+        accuracies=(torch.arange(len(batch.scores)) % 2).float(),
+        decoupled_scores=batch.scores,
         greedy_scores=batch.scores,
     )
 

@@ -96,7 +96,8 @@ MFU (model FLOPs utilization) is verl's quotient: FLOPs of the model / seconds o
 of ranks / peak. Products of matrices count (`rlhf_mc/architectures/operations.py`). A causal
 sequence of n tokens counts n (n + 1) / 2 pairs of attention, and the output layer counts at
 response tokens. verl counts n² pairs, and embedding and output layer at all tokens, so that its MFU
-is higher. What is recomputed does not count, and frozen tensors count as trained ones, in verl too.
+is higher. What is recomputed does not count, and tensors of actor.freeze count as trained ones, in
+verl too; with adapters a frozen weight has one product in the backward pass, and adapters none.
 
 The peak of a GPU is the data sheet's rate of dense bfloat16 products (`rlhf_mc/planner/gpus.py`),
 whatever the dtype. Of a CPU, and of a GPU that is not in that table, each rank measures it at its

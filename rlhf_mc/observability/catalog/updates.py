@@ -15,7 +15,7 @@ ACTOR = Section(
         Metric(
             "actor/loss",
             "the minimised loss: policy loss − `entropy_coeff` · entropy + `kl_loss_coef` · KL "
-            "loss",
+            "loss + `positive_nll_coef` · NLL",
             "–",
             _LOSS,
         ),
@@ -29,7 +29,7 @@ ACTOR = Section(
         Metric(
             "actor/pg_clipfrac",
             "share of tokens where the ratio clip holds back the update; with `clip_cov` and "
-            "`kl_cov` share of selected tokens",
+            "`kl_cov` share of selected tokens, with `sao` and `dppo_...` of tokens left out",
             "share",
             _TOKENS,
             "above about 0.2: steps too large",
@@ -37,7 +37,8 @@ ACTOR = Section(
         Metric(
             "actor/pg_clipfrac_lower",
             "share of tokens where the dual clip (`clip_ratio_c`) limits the loss, A < 0 only; "
-            "with `geo_mean` of tokens clipped from below",
+            "with `geo_mean` of tokens clipped from below; with `dppo_...` of tokens where it "
+            "limits the ratio",
             "share",
             _TOKENS,
             "normally near 0",
@@ -101,6 +102,12 @@ ACTOR = Section(
             "([algorithms.md](algorithms.md)); with `use_kl_loss`",
             "nats",
             _LOSS,
+        ),
+        Metric(
+            "actor/positive_nll",
+            "−log-prob of the tokens of right responses; with `positive_nll_coef`",
+            "nats",
+            "mean over these tokens, 0 without one, then over mini-batches",
         ),
         Metric(
             "actor/kl_coef",

@@ -76,6 +76,8 @@ class SampledGroups:
         """Add the groups of one batch of prompts. prompts, scores: one entry per response."""
         values = metric_values(scores, self.metric).view(-1, self.n)
         is_kept = differ(values)
+        if batch.decoupled_scores is not None:
+            is_kept |= differ(batch.decoupled_scores.view(-1, self.n))
         self.dropped.update(values[~is_kept, 0].tolist())
         self.sources += [prompt.data_source for prompt in prompts]
         self.scores += scores

@@ -28,7 +28,9 @@ from rlhf_mc.rewards.results import Episode, Score
 from rlhf_mc.trainer.advantages import advantages_and_returns
 from rlhf_mc.trainer.scores import turn_rewards
 
-OF_GROUPS = sorted(name for name, needs in ESTIMATOR_NEEDS.items() if needs.group)
+OF_GROUPS = sorted(
+    name for name, needs in ESTIMATOR_NEEDS.items() if needs.group and not needs.parts
+)
 Rows = list[list[float]]
 
 
@@ -58,6 +60,7 @@ def random_inputs(seed: int) -> EstimatorInputs:
         group=torch.arange(15)[torch.randperm(15, generator=g)] % 5,
         values=torch.randn(int(lens.sum()), generator=g),
         greedy_scores=torch.randn(15, generator=g),
+        decoupled_scores=torch.randn(15, generator=g),
         gamma=0.9,
         lam=0.8,
     )
@@ -92,9 +95,16 @@ def slow(name: str, inputs: EstimatorInputs) -> Rows:
         lens = [lengths[j] for j in members]
         return total[i] - sum(n * r for n, r in zip(lens, of(members), strict=True)) / sum(lens)
 
+    def by_mean(i: int, members: list[int]) -> float:
+        mean = statistics.mean(of(members))
+        return (total[i] - mean) / (mean + 1e-6) if mean > 0 else 0.0
+
+    decoupled = [] if inputs.decoupled_scores is None else inputs.decoupled_scores.tolist()
     per_response: dict[str, Callable[[int, list[int]], float]] = {
         "grpo": lambda i, m: (total[i] - statistics.mean(of(m))) / deviation(m),
         "grpo_passk": best_of,
+        "gdpo": lambda i, _: decoupled[i],
+        "maxrl": by_mean,
         "rloo": lambda i, m: total[i] - statistics.mean(total[j] for j in m if j != i),
         "opo": weighted,
         "gpg": lambda i, m: total[i] - statistics.mean(of(m)),  # no group has equal rewards
@@ -117,7 +127,7 @@ def slow(name: str, inputs: EstimatorInputs) -> Rows:
 def test_estimator_matches_plain_python(name: str, norm_by_std: bool) -> None:
     inputs = replace(random_inputs(seed=len(name)), norm_by_std=norm_by_std)
     expected = torch.tensor([x for row in slow(name, inputs) for x in row])
-    if name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+    if name in ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         expected = whiten(expected)
     found = ADVANTAGE_ESTIMATORS[name](inputs)
     assert found.advantages.dtype == torch.float32
@@ -133,6 +143,48 @@ def test_gae_is_whitened_and_has_the_returns_of_the_values() -> None:
     found = ADVANTAGE_ESTIMATORS["gae"](inputs)
     assert torch.equal(found.advantages, whiten(raw))
     assert found.returns is not None and torch.equal(found.returns, returns)
+
+
+def test_lambdas_of_returns_and_advantages_match_the_definition() -> None:
+    """Compare with sums over each response in float64: the returns with one lambda, the advantages
+    with another, or with the response's own."""
+    base = random_inputs(seed=5)
+    assert base.values is not None and base.response_lens.min() < 3 < base.response_lens.max()
+    inputs = replace(base, rewards=base.rewards.double(), values=base.values.double())
+    settings: list[tuple[dict[str, float], float, Callable[[int], float]]] = [
+        ({}, 0.8, lambda _: 0.8),
+        ({"gae_lambda_value": 1.0}, 1.0, lambda _: 0.8),
+        ({"gae_lambda_policy": 0.3}, 0.8, lambda _: 0.3),
+        ({"gae_lambda_value": 0.0, "gae_lambda_policy": 1.0}, 0.0, lambda _: 1.0),
+        # below 0 for responses of fewer than 4 tokens
+        ({"length_adaptive_alpha": 0.25}, 0.8, lambda n: max(0.0, 1 - 4 / n)),
+        (
+            {"length_adaptive_alpha": 0.7, "gae_lambda_policy": 0.1, "gae_lambda_value": 0.9},
+            0.9,
+            lambda n: max(0.0, 1 - 1 / (0.7 * n)),
+        ),
+    ]
+    for given, lambda_value, lambda_policy in settings:
+        found = ADVANTAGE_ESTIMATORS["gae"](replace(inputs, **given))  # type: ignore[arg-type]
+        advantages: list[float] = []
+        returns: list[float] = []
+        for rewards, values in zip(
+            responses_of(inputs.rewards, inputs), responses_of(inputs.values, inputs), strict=True
+        ):
+            following = [*values[1:], 0.0]
+            deltas = [r + 0.9 * n - v for r, n, v in zip(rewards, following, values, strict=True)]
+            for lam, results, added in (
+                (lambda_policy(len(values)), advantages, [0.0] * len(values)),
+                (lambda_value, returns, values),
+            ):
+                results += [
+                    sum((0.9 * lam) ** k * d for k, d in enumerate(deltas[t:])) + added[t]
+                    for t in range(len(deltas))
+                ]
+        expected = whiten(torch.tensor(advantages, dtype=torch.float64))
+        assert found.returns is not None
+        torch.testing.assert_close(found.advantages, expected, rtol=0, atol=1e-12)
+        assert found.returns.tolist() == pytest.approx(returns, abs=1e-12)
 
 
 @pytest.mark.parametrize("statistic", ["sum", "mean", "max", "min", "std"])
@@ -244,6 +296,62 @@ def test_equal_scores_with_unequal_rewards_of_turns_give_nothing(name: str) -> N
 def test_groups_of_one_response_are_refused(name: str) -> None:
     with pytest.raises(AssertionError):
         ADVANTAGE_ESTIMATORS[name](inputs_of([1.0, 2.0, 3.0], [1, 1, 1], [0, 0, 1]))
+
+
+def test_maxrl_by_hand() -> None:
+    """Compare two groups: K right responses of 4 have (4 - K) / K each, the wrong ones -1; without
+    a right one all have 0."""
+    scores = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    inputs = inputs_of(scores, [1] * 12, [g for g in range(3) for _ in range(4)])
+    third = 1 / 3
+    assert first_tokens(estimators.maxrl(inputs), inputs) == pytest.approx(
+        [3, -1, -1, -1, third, third, -1, third, 0, 0, 0, 0], rel=1e-5
+    )
+    below = inputs_of([1.0, -2.0], [1, 1], [0, 0])
+    assert first_tokens(estimators.maxrl(below), below) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+def test_decoupled_scores_match_gdpos_definition(norm_by_std: bool) -> None:
+    """Compare with loops over the groups in float64: each reward normalised in its group, then
+    summed with its weight."""
+    g = torch.Generator().manual_seed(6)
+    parts = torch.randn(3, 12, generator=g)
+    parts[1, :4] = 0.1  # a part that does not differ in the first group
+    weights = torch.randn(3, 12, generator=g, dtype=torch.float64)
+    expected = [0.0] * 12
+    for k, row in enumerate(parts.tolist()):
+        for first in range(0, 12, 4):
+            of_group = row[first : first + 4]
+            scale = statistics.stdev(of_group) + 1e-6 if norm_by_std else 1.0
+            for i in range(first, first + 4):
+                normalised = (row[i] - statistics.fmean(of_group)) / scale
+                expected[i] += float(weights[k, i]) * normalised
+    found = estimators.decoupled_scores(parts, weights, 4, norm_by_std)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    equal = torch.full((2, 7), 0.1)
+    alike = estimators.decoupled_scores(equal, torch.ones(2, 7).double(), 7, norm_by_std)
+    assert alike.tolist() == [0.0] * 7
+
+
+def test_gdpo_keeps_apart_what_grpo_joins() -> None:
+    """Compare two groups of the paper's example, rewards (0, 1) and (0, 2) in sum: grpo gives both
+    the same advantages, gdpo twice as much to the second."""
+    parts = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+    scores = parts.sum(dim=0)
+    inputs = inputs_of(
+        scores.tolist(),
+        [1] * 4,
+        [0, 0, 1, 1],
+        decoupled_scores=estimators.decoupled_scores(parts, torch.ones(2, 4).double(), 2, True),
+    )
+    joined = first_tokens(estimators.grpo(inputs), inputs)
+    assert joined[:2] == pytest.approx(joined[2:], rel=1e-5)
+    apart = first_tokens(estimators.gdpo(inputs), inputs)
+    assert apart[2:] == pytest.approx([2 * x for x in apart[:2]], rel=1e-5)
+    assert inputs.decoupled_scores is not None
+    assert apart == whiten(inputs.decoupled_scores).tolist()
 
 
 def test_passk_gives_nothing_to_several_best_responses() -> None:

@@ -2,6 +2,7 @@
 gradients, and invariance to the split into micro-batches."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,13 @@ import pytest
 import torch
 
 from rlhf_mc.algorithms.kl import kl_estimate
-from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.algorithms.losses import (
+    ActorLossInputs,
+    actor_loss,
+    aggregation_weights,
+    right_token_weights,
+    value_loss,
+)
 from rlhf_mc.algorithms.policy_losses import PolicyLossInputs, Stats, vanilla
 from rlhf_mc.data.batch import ragged_indices
 
@@ -266,7 +273,35 @@ def test_actor_loss_without_the_optional_terms_is_the_policy_loss() -> None:
     assert t["entropy"].grad is None  # a coefficient of 0 costs no backward pass
 
 
-@pytest.mark.parametrize("coefficient", ["entropy_coeff", "kl_loss_coef"])
+@pytest.mark.parametrize("accuracies", [[1.0, 0.0, 2.0, 0.99, 1.0], [0.0, 0.5, -1.0, 0.0, 0.0]])
+@pytest.mark.parametrize("has_rejected", [False, True])
+def test_language_model_loss_is_the_mean_over_the_tokens_of_right_responses(
+    accuracies: list[float], has_rejected: bool
+) -> None:
+    """Compare loss and gradient with sums over each response by VAPO's definition in float64."""
+    t = random_tokens(seed=3)
+    is_kept = torch.arange(NUM_TOKENS) % 4 != 1 if has_rejected else None
+    weights = aggregation_weights(LENS, "seq-mean-token-mean").double()
+    rights = right_token_weights(torch.tensor(accuracies), LENS, is_kept).double()
+    t["log_probs"].requires_grad_()
+    inputs = replace(actor_inputs(t, weights), right_weights=rights)
+    loss, stats = actor_loss(inputs, vanilla, positive_nll_coef=0.1)
+    (gradient,) = torch.autograd.grad(loss, t["log_probs"])
+    counted = [
+        place
+        for place, sequence in enumerate(torch.repeat_interleave(LENS).tolist())
+        if accuracies[sequence] >= 1 and (is_kept is None or bool(is_kept[place]))
+    ]
+    nll = -sum(t["log_probs"][place] for place in counted) / max(len(counted), 1)
+    expected = policy_loss(t, weights)[0] + 0.1 * nll
+    (expected_gradient,) = torch.autograd.grad(expected, t["log_probs"])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=0)
+    assert stats["positive_nll"].item() == pytest.approx(float(nll), rel=1e-6)
+    assert bool(counted) == any(x >= 1 for x in accuracies)
+
+
+@pytest.mark.parametrize("coefficient", ["entropy_coeff", "kl_loss_coef", "positive_nll_coef"])
 def test_coefficient_without_its_input_is_rejected(coefficient: str) -> None:
     inputs = actor_inputs(random_tokens(), torch.ones(NUM_TOKENS))
     with pytest.raises(AssertionError):
@@ -319,6 +354,7 @@ def summed_over_micro_batches(
     )
     parameters = torch.full((4, 3), 0.2, dtype=torch.float64, requires_grad=True)
     weights = aggregation_weights(LENS, mode, SCALE).double()
+    rights = right_token_weights(torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]), LENS).double()
     totals: dict[str, float] = {}
     for micro_batch in split:
         at = torch.from_numpy(ragged_indices(LENS.numpy(), np.array(micro_batch, dtype=np.int64)))
@@ -327,8 +363,12 @@ def summed_over_micro_batches(
         micro |= {"log_probs": micro["log_probs"] + shift, "entropy": entropy.square()}
         actor, actor_stats = actor_loss(
             # clip_c is low, so that some of the few tokens reach it.
-            actor_inputs(micro, weights[at], "entropy", "ref_log_probs", clip_c=1.2),
+            replace(
+                actor_inputs(micro, weights[at], "entropy", "ref_log_probs", clip_c=1.2),
+                right_weights=rights[at],
+            ),
             vanilla,
+            positive_nll_coef=0.4,
             entropy_coeff=0.3,
             kl_loss_coef=0.7,
         )

@@ -48,7 +48,9 @@ def mini_batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
     advantages = torch.randn(count, generator=g, dtype=torch.float64)
     selection = POLICY_LOSSES[name].selection
     fields = {
-        "log_probs": old + 0.5 * torch.randn(count, generator=g, dtype=torch.float64),
+        "log_probs": (old + 0.5 * torch.randn(count, generator=g, dtype=torch.float64)).clamp(
+            max=-0.01
+        ),
         "old_log_probs": old,
         "advantages": advantages,
         "weights": aggregation_weights(LENS, "seq-mean-token-mean").double(),
@@ -119,6 +121,15 @@ def slow(name: str, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict
             upper += clipped != float(ratio.detach())
         elif name == "gpg":
             loss = -a * log_prob
+        elif name in ("sao", "dppo_tv", "dppo_kl"):
+            r = float(ratio.detach())
+            inside = (
+                1 - LOW <= r <= 1 + HIGH if name == "sao" else in_trust_region(name, a, r, old[t])
+            )
+            bound = math.inf if name == "sao" else CLIP_C
+            loss = -a * min(r, bound) * log_prob if inside else number(0.0)
+            upper += not inside
+            lower += inside and r > bound
         else:
             kept = []
             for u in mine:
@@ -138,6 +149,20 @@ def slow(name: str, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict
     return sum(terms), counts
 
 
+def in_trust_region(name: str, advantage: float, ratio: float, old_log_prob: float) -> bool:
+    """Return the mask of DPPO's equation 12, with a threshold for each side."""
+    q = math.exp(old_log_prob)
+    p = q * ratio
+    divergence = abs(q - p)
+    if name == "dppo_kl":
+        others = math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        divergence = q * math.log(q / p) + (1 - q) * others
+    return not (
+        (advantage > 0 and ratio > 1 and divergence > HIGH)
+        or (advantage < 0 and ratio < 1 and divergence > LOW)
+    )
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_loss_and_gradient_match_plain_python(name: str, seed: int) -> None:
@@ -155,6 +180,40 @@ def test_loss_and_gradient_match_plain_python(name: str, seed: int) -> None:
         assert float(stats.get(key, 0.0)) == pytest.approx(expected), key
     assert float(stats["pg_loss"]) == loss
     assert not any(value.requires_grad for value in stats.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [
+        # r is 2, 0.5, 1.25, 100, 0.76, 0.76, 1.25
+        ("sao", [False, False, True, False, False, False, True]),
+        # p - q is 0.4, -0.3, 0.1, 0.0099, -0.24, -0.24, 0.2
+        ("dppo_tv", [False, False, True, True, False, True, True]),
+        # D is 0.382, 0.192, 0.020, 0.0095, 0.243, 0.243, 3.18
+        ("dppo_kl", [False, True, True, True, False, True, False]),
+    ],
+)
+def test_masks_of_tokens_by_hand(name: str, inside: list[bool]) -> None:
+    """Compare the tokens of a gradient at clip_low 0.2 and clip_high 0.3. sao leaves out tokens
+    whatever the advantage is; dppo only where the advantage pulls away from the old policy."""
+    old = torch.tensor([0.4, 0.6, 0.4, 0.0001, 0.99, 0.99, 0.8]).double().log()
+    new = torch.tensor([0.8, 0.3, 0.5, 0.01, 0.75, 0.75, 1.0]).double().log().requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 1.0, 1.0]).double()
+    fields = {
+        "log_probs": new,
+        "old_log_probs": old,
+        "advantages": advantages,
+        "weights": torch.ones(7).double(),
+        "sequence": torch.zeros(7, dtype=torch.int64),
+    }
+    loss, stats = POLICY_LOSSES[name].function(inputs_of(fields, clip_c=2.5, num_tokens=7))
+    (gradient,) = torch.autograd.grad(loss, new)
+    ratio = (new.detach() - old).exp()
+    expected = -advantages * (ratio if name == "sao" else ratio.clamp(max=2.5))
+    torch.testing.assert_close(gradient, torch.where(torch.tensor(inside), expected, 0.0))
+    assert float(stats["pg_clipfrac"]) == pytest.approx(inside.count(False) / 7)
+    lower = 0.0 if name == "sao" else 1 / 7
+    assert float(stats.get("pg_clipfrac_lower", 0.0)) == pytest.approx(lower)
 
 
 def test_gspo_and_geo_mean_by_hand() -> None:

@@ -101,6 +101,14 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
             "is 1; it must be at least 2",
         ),
         (
+            ("algorithm.adv_estimator=maxrl", "rollout.n=4", "algorithm.use_kl_in_reward=true"),
+            "algorithm.adv_estimator is maxrl, whose rewards must be 0 or more",
+        ),
+        (
+            ("algorithm.adv_estimator=gdpo", "rollout.n=4", "algorithm.use_kl_in_reward=true"),
+            "algorithm.adv_estimator is gdpo, which reads the parts of the score alone",
+        ),
+        (
             (*GROUPS, "critic.model_path=x"),
             "critic.model_path is x and algorithm.adv_estimator is grpo",
         ),
@@ -117,6 +125,11 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
         (
             ("actor.policy_loss.loss_mode=custom",),
             "actor.policy_loss.custom_loss.path is null; set both",
+        ),
+        (
+            ("actor.policy_loss.loss_mode=sao",),
+            "actor.policy_loss.loss_mode is sao, whose ratio is to the engine's policy; that needs "
+            "algorithm.rollout_correction.bypass_mode: true",
         ),
         (
             ("actor.policy_loss.loss_mode=gspo",),

@@ -32,6 +32,7 @@ CLUSTERS: list[tuple[str, int, str, float, float]] = [
     ("ppo_qwen2.5_0.5b", 8, "qwen2.5-0.5b", 29.7, 68),
     ("ppo_qwen2.5_7b", 8, "qwen2.5-7b", 14.7, 450),
     ("ppo_qwen2.5_32b", 16, "qwen2.5-32b", 13.8, 1142),
+    ("ppo_vapo_qwen2.5_32b", 16, "qwen2.5-32b", 13.8, 1090),
     ("ppo_qwen3_30b_a3b", 16, "qwen3-30b-a3b", 15.1, 1033),
     ("ppo_70b", 64, "llama-3-70b", 21.8, 676),
     ("ppo_70b_8b_critic", 64, "llama-3-70b", 21.0, 488),
@@ -290,6 +291,7 @@ def test_memory_of_other_settings(change: str, gb: float) -> None:
         ("ppo_1node.sh", "ppo_qwen2.5_7b", 1),
         ("ppo_1node.sh", "grpo_llama3_70b_lora", 1),
         ("ppo_2nodes.sh", "ppo_qwen2.5_32b", 2),
+        ("ppo_2nodes.sh", "ppo_vapo_qwen2.5_32b", 2),
         ("ppo_2nodes.sh", "ppo_qwen3_30b_a3b", 2),
         *(
             ("ppo_2nodes.sh", name, world // 8)

@@ -4,6 +4,7 @@ that go together."""
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from rlhf_mc.trainer.pool.rollout import (
     filtered_rollout,
     metric_values,
 )
+from rlhf_mc.trainer.scores import normalised_parts
 from rlhf_mc.trainer.step_state import StepState, begin_step
 
 FILTER = "algorithm.filter_groups"
@@ -97,6 +99,33 @@ def test_groups_that_differ_are_kept_in_order() -> None:
     # of dropped groups no tokens are held
     assert [found.num_sequences for found in groups.batches] == [4, 4]
     assert len(groups.scores) == len(groups.sources) == 14
+
+
+@pytest.mark.parametrize("reads_parts", [False, True])
+def test_groups_that_differ_in_a_part_are_kept_for_gdpo(reads_parts: bool) -> None:
+    """Draw three groups of equal accuracies: the second differs in the format alone, the third in
+    the penalty of long responses alone."""
+    prompts, batch, _ = groups_of(0, [1.0] * 6)
+    parts = [
+        {"math": 2.0, "format": 0.5},
+        {"math": 2.0, "format": 0.5},
+        {"math": 2.0, "format": 0.5},
+        {"math": 2.0, "format": 0.0},
+        {"math": 2.0, "format": 0.5, "overlong": -0.5},
+        {"math": 2.0, "format": 0.5, "overlong": 0.0},
+    ]
+    scores = [Score(sum(of.values()), of, {"acc": 1.0}) for of in parts]
+    mixture = SimpleNamespace(training=lambda _: {"math": 2.0, "format": 0.5})
+    found = normalised_parts(mixture, prompts, scores, 2, norm_by_std=True)  # type: ignore[arg-type]
+    half = math.sqrt(0.5)  # each part's distance from the mean of two, over their deviation
+    assert found.tolist() == pytest.approx(
+        [0.0, 0.0, 0.5 * half, -0.5 * half, -half, half], rel=1e-5
+    )
+    centred = normalised_parts(mixture, prompts, scores, 2, norm_by_std=False)  # type: ignore[arg-type]
+    assert centred.tolist() == [0.0, 0.0, 0.25, -0.25, -0.25, 0.25]
+    groups = SampledGroups(2, "acc")
+    groups.add(prompts, batch.with_fields(decoupled_scores=found) if reads_parts else batch, scores)
+    assert groups.num_kept == (2 if reads_parts else 0)
 
 
 class Drawing:
