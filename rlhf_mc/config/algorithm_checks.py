@@ -11,6 +11,7 @@ from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import (
+    depends_on_time,
     estimator_needs,
     prompts_in_flight,
     prompts_per_batch,
@@ -219,16 +220,23 @@ def _in_flight(cfg: Config) -> Iterator[str]:
             f"{rollout.max_off_policy_threshold} x {cfg.data.train_batch_size} = {most}: later "
             "steps train on the others too late"
         )
-    if cfg.trainer.replay is not None and not modes and not rollout.environment.is_set:
+    is_replayable = depends_on_time(rollout) or rollout.environment.is_set
+    if cfg.trainer.replay is not None and not is_replayable:
         yield (
-            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching, "
-            "partial_rollout or one_step_off: true, or an"
+            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or "
+            "partial_rollout: true, or an"
             " environment (other runs draw the same tokens in any layout)"
         )
     if modes and not rollout.partial_rollout and cfg.algorithm.filter_groups.enable:
         yield (
             f"{modes[0]} is true and algorithm.filter_groups.enable is true; set one of "
             "them, or rollout.partial_rollout"
+        )
+    if rollout.one_step_off and estimator_needs(cfg.algorithm).greedy_baseline:
+        yield (
+            f"rollout.one_step_off is true and algorithm.adv_estimator "
+            f"{cfg.algorithm.adv_estimator} needs greedy responses of the trained weights; set "
+            "one_step_off to false"
         )
     if not trains_on_older_weights(rollout):
         return

@@ -153,6 +153,11 @@ def has_pool(rollout: RolloutConfig) -> bool:
     return rollout.tail_batching or trains_on_older_weights(rollout)
 
 
+def depends_on_time(rollout: RolloutConfig) -> bool:
+    """Return whether the groups of a step depend on the (virtual) time of their generation."""
+    return rollout.tail_batching or rollout.partial_rollout
+
+
 def trains_on_older_weights(rollout: RolloutConfig) -> bool:
     """Return whether steps train on tokens that earlier weights have sampled."""
     return rollout.partial_rollout or rollout.one_step_off

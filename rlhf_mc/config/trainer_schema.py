@@ -64,7 +64,7 @@ class TrainerConfig:
     layout. Once this run has its own checkpoints, the same command resumes from the newest of
     those."""
     replay: str | None = None
-    """Directory of a run with rollout.tail_batching, partial_rollout, one_step_off or environment,
+    """Directory of a run with rollout.tail_batching, partial_rollout or environment,
     whose decisions this run takes: from its rollouts.jsonl the groups of each step, and the token
     at which each response was cut; from its observations/ the answers of environments. So a run in
     another layout draws the same tokens."""

@@ -72,7 +72,7 @@ from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, Statis
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.layout import EMPTY, Layout
 from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
-from rlhf_mc.topology.consensus import from_rank_0, gather_objects, sum_over_ranks
+from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -95,7 +95,7 @@ class RankShare:
 
 class ModelEngine:
     """One role's model. Without optimizer settings it is frozen. A rank outside of its mesh holds
-    no part of it, and gets the results of the others."""
+    no part of it, and calls neither its passes nor its updates."""
 
     def __init__(
         self, name: str, shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups
@@ -117,7 +117,7 @@ class ModelEngine:
         self._ddp: list[Any] = []
         self._memory_recovery: MemoryRecovery | None = None
         self._adapters_on = True
-        self._exchange = Exchange()
+        self._exchange = Exchange(groups)
         self.replay: ExpertReplay | None = None
         """The experts that the passes take in place of the routers' choice; None: the routers
         choose."""
@@ -302,9 +302,10 @@ class ModelEngine:
         its logit position: [R] float32, on every rank. With per_sequence: for each sequence, from
         the state of its last token: [S].
 
-        micro_batches: the sequences of this rank's data-parallel replica. Every rank must call
-        it."""
-        return sum_over_ranks(self.my_scores(batch, micro_batches, head, per_sequence))
+        micro_batches: the sequences of this rank's data-parallel replica. Every rank of the mesh
+        must call it."""
+        mine = self.my_scores(batch, micro_batches, head, per_sequence)
+        return sum_over_ranks(mine, self.groups.members)
 
     @torch.no_grad()
     def my_scores(
@@ -315,8 +316,7 @@ class ModelEngine:
         per_sequence: bool = False,
     ) -> torch.Tensor:
         """Return what this rank has of `score`, on the device: 0 for all other tokens. The sum over
-        all ranks is
-        exact. Every rank must call it."""
+        the ranks of the mesh is exact. Each of them must call it."""
         size = batch.num_sequences if per_sequence else len(batch.rollout_log_probs)
         result = torch.zeros(size, device=platform.device())
 
@@ -343,12 +343,13 @@ class ModelEngine:
         loss: Loss,
     ) -> OptimizerStep:
         """Compute the gradient of a mini-batch as `backward` does and take one optimizer step.
-        Where loss, statistics or gradient are not finite on any rank, no rank steps. Every rank
-        must call it."""
+        Where loss, statistics or gradient are not finite on any rank, no rank steps. Every rank of
+        the mesh must call it."""
         sums = self._compute_gradient(batch, micro_batches, loss)
         with megatron_calls(), platform.named_range("grad_norm"):
-            result = OptimizerStep(self._grad_norm(), self.lr, sums)
-        if self.groups.is_member and not result.skipped:
+            self._optimizer.prepare_grads()
+            result = OptimizerStep(float(self._optimizer.get_grad_norm()), self.lr, sums)
+        if not result.skipped:
             with (
                 self.offload.optimizer_step(),
                 megatron_calls(),
@@ -361,7 +362,7 @@ class ModelEngine:
 
     def statistics(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
         """Return for each step its statistics over all ranks, grad_norm, lr and "skipped": 0; for a
-        skipped one {"skipped": 1}. Every rank must call it, with the same steps."""
+        skipped one {"skipped": 1}. Every rank of the mesh must call it, with the same steps."""
         taken = [step for step in steps if not step.skipped]
         sums = iter(self._exchange.over_ranks([step.sums for step in taken], self._has_loss))
         return [
@@ -371,23 +372,14 @@ class ModelEngine:
             for step in steps
         ]
 
-    @staticmethod
-    def collect_log_probs(step: OptimizerStep, batch: RaggedBatch) -> torch.Tensor:
+    def collect_log_probs(self, step: OptimizerStep, batch: RaggedBatch) -> torch.Tensor:
         """Return the log-probs (LOG_PROBS) that the loss of an optimizer step on this batch has
-        returned: [R] float32, of the weights before the step, on every rank. Every rank must call
-        it."""
+        returned: [R] float32, of the weights before the step, on every rank. Every rank of the mesh
+        must call it."""
         log_probs = step.sums.log_probs
         if log_probs is None:
             log_probs = torch.zeros(len(batch.rollout_log_probs), device=platform.device())
-        return sum_over_ranks(log_probs)
-
-    def _grad_norm(self) -> float:
-        """Return the norm of the gradient. Every rank must call it."""
-        norm = 0.0
-        if self.groups.is_member:
-            self._optimizer.prepare_grads()
-            norm = float(self._optimizer.get_grad_norm())
-        return norm if self.groups.mesh.world == dist.get_world_size() else from_rank_0(norm)
+        return sum_over_ranks(log_probs, self.groups.members)
 
     def _step(self, grad_norm: float) -> None:
         """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after
@@ -409,7 +401,7 @@ class ModelEngine:
         """Write into each parameter's main_grad the gradient of the sum of the shares that `loss`
         returns, over all micro-batches of all replicas (with the distributed optimizer, into the
         part that this rank updates).
-        Return the sums of the statistics. Every rank must call it."""
+        Return the sums of the statistics. Every rank of the mesh must call it."""
         sums = self._compute_gradient(batch, micro_batches, loss)
         return self._exchange.over_ranks([sums], self._has_loss)[0]
 
@@ -471,8 +463,6 @@ class ModelEngine:
         at_last_token: bool = False,
     ) -> None:
         """Run the schedule with this model's router settings."""
-        if not self.groups.is_member:
-            return
         self.offload.require(PARAMS)
         with contextlib.nullcontext() if self._adapters_on else adapters_off(self.chunks):
             self._schedule.run(

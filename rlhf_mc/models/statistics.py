@@ -12,6 +12,7 @@ import torch
 
 from rlhf_mc import platform
 from rlhf_mc.topology.consensus import gather_objects, gather_vectors
+from rlhf_mc.topology.groups import ProcessGroups
 
 LOG_PROBS = "log_probs"
 """The statistic of a loss that is not summed: the log-probs [r] of the micro-batch's tokens."""
@@ -73,7 +74,8 @@ class OptimizerStep:
 class Exchange:
     """The exchange of sums between ranks, of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
         self._agreed: tuple[str, ...] = ()
         """The names of the statistics, the same on every rank: ranks without the output layer see
         no loss."""
@@ -82,19 +84,19 @@ class Exchange:
         self, mini_batches: Sequence[StatisticSums], contributes: bool
     ) -> list[dict[str, float]]:
         """Return for each mini-batch the sums over the ranks that contribute, added in the order of
-        the ranks. Every rank must call it, with the same number of mini-batches."""
+        the ranks. Every rank of the mesh must call it, with the same number of mini-batches."""
         if not mini_batches:
             return []
         names = {sums.names for sums in mini_batches if sums.names and contributes}
-        rows = gather_vectors(self._rows(mini_batches, names)).tolist()
+        rows = gather_vectors(self._rows(mini_batches, names), self._groups.members).tolist()
         if not all(row[0] for row in rows):
             # A rank has statistics whose names the others do not know: in the first update, and
             # with another loss.
-            (self._agreed, *others) = set().union(*gather_objects(names))
+            (self._agreed, *others) = set().union(*gather_objects(names, self._groups.members))
             assert not others, (
                 f"ranks or mini-batches have different statistics: {self._agreed}, {others}"
             )
-            rows = gather_vectors(self._rows(mini_batches, names)).tolist()
+            rows = gather_vectors(self._rows(mini_batches, names), self._groups.members).tolist()
         totals = iter([sum(column) for column in zip(*rows, strict=True)][1:])
         return [{name: next(totals) for name in self._agreed} for _ in mini_batches]
 

@@ -82,6 +82,10 @@ class PhaseTimer:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def set(self, name: str, seconds: float) -> None:
+        """Set the time of a phase to that of other ranks."""
+        self._seconds[name] = seconds
+
     def result(self) -> dict[str, float]:
         """Return `{timing_s/<phase>: seconds}` of the phases that have ended."""
         return {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}

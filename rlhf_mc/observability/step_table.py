@@ -51,6 +51,8 @@ COLUMNS = (
     Column("left", (), 6, 0),
     Column("val", (), 5, 3),
     Column("gen", ("train/num_gen_batches",), 3, 0, always=False),
+    Column("idle_t", ("perf/idle_share/train",), 6, 3, always=False),
+    Column("idle_r", ("perf/idle_share/rollout",), 6, 3, always=False),
     Column("grad", ("actor/grad_norm",), 7, 3),
     Column("trunc", ("response_length/clip_ratio",), 5, 3),
     Column("tok/s", ("perf/throughput",), 7, 0),

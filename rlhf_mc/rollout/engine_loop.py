@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhf_mc.data.batch import Generation, Responses
-from rlhf_mc.data.responses import exchange_responses
+from rlhf_mc.data.batch import Generation
 from rlhf_mc.rollout.base import Arrivals, Request, RolloutEngine, Sampling, Turns
 from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, period_length
 from rlhf_mc.runtime.work import count, working
@@ -30,11 +29,11 @@ def generate_responses(
     on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
     turns: Turns | None = None,
     pool: dist.ProcessGroup | None = None,
-) -> Responses:
-    """Return the response to each request, on every rank. Every rank must call it with the same
-    arguments; one without an engine waits for the responses. Request i has number i. clock: a new
-    one. expected_lens: see SharedQueue. pool: the ranks of all engines, in ascending order; None:
-    all ranks.
+) -> dict[int, Generation]:
+    """Return the responses that this rank's engine has generated, by number: every rank of the
+    engine has them. Every rank with an engine must call it with the same arguments; another one
+    returns at once. Request i has number i. clock: a new one. expected_lens: see SharedQueue. pool:
+    the ranks of all engines, in ascending order; None: all ranks.
 
     enough: whether the call may end, by the numbers of the responses that have ended; true of all
     of them. The call then ends with the first period after which it is true, and other responses
@@ -46,11 +45,11 @@ def generate_responses(
     turns: where responses are conversations with an environment. A request is then the first turn
     of one. Conversations that come back begin before new ones.
 
-    A response depends on its prompt, its seed and the weights, not on the engine that generates it.
-    Raise UserError if the ranks of one engine have drawn different tokens."""
+    A response depends on its prompt, its seed and the weights, not on the engine that generates
+    it."""
     engine_index = _own_engine(engine.groups)
     if engine_index is None:
-        return exchange_responses({}, engine.groups, len(requests))
+        return {}
     ranks = engine.groups[engine_index]
     rank_in_engine = ranks.index(dist.get_rank())
     queue = SharedQueue(len(requests), expected_lens, None if turns is None else turns.affinity)
@@ -115,7 +114,7 @@ def generate_responses(
     _count_sampled(requests, responses)
     if engine_index == 0:
         responses |= {number: requests[number].partial for number in queue.left}
-    return exchange_responses(responses, engine.groups, len(requests))
+    return responses
 
 
 def _own_engine(groups: Sequence[Sequence[int]]) -> int | None:

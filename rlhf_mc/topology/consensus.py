@@ -102,13 +102,6 @@ def _attempt(action: Callable[[], T], subject: str) -> tuple[T | None, UserError
         return None, error
 
 
-def from_rank_0(number: float) -> float:
-    """Return rank 0's number. Every rank must call it."""
-    tensor = torch.tensor(number, dtype=torch.float64)  # on the CPU, whatever the device is
-    dist.broadcast(tensor, src=0)
-    return float(tensor)
-
-
 def my_share(count: int) -> range:
     """Return this rank's consecutive part of `count` items; all of them without a process group.
     The parts follow one another in rank order."""
@@ -127,13 +120,16 @@ def ranks_per_node() -> int:
     return count if even else 1
 
 
-def start_max_over_ranks(value: float) -> Callable[[], float]:
-    """Start to compute the largest of all ranks' values, and return the function that waits for it.
-    Without a process group this process is the only rank. Every rank must call both."""
+def start_max_over_ranks(
+    value: float, group: dist.ProcessGroup | None = None
+) -> Callable[[], float]:
+    """Start to compute the largest of the values of the group's ranks, and return the function that
+    waits for it. Without a process group this process is the only rank. Every rank of the group
+    must call both."""
     if not dist.is_initialized():
         return lambda: value
     largest = torch.tensor(value, dtype=torch.float64)  # on the CPU, whatever the device is
-    work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)
+    work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result() -> float:
         work.wait()
@@ -164,9 +160,9 @@ def all_have_left(step: int) -> bool:
     return True
 
 
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the element-wise sum over all ranks, on the CPU of every rank. It is exact if each
-    element is non-zero on one rank only. Every rank must call it."""
+def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the element-wise sum over the ranks of the group, on the CPU of each. It is exact if
+    each element is non-zero on one rank only. Every rank of the group must call it."""
     out = tensor.detach().to(platform.device())
-    dist.all_reduce(out)
+    dist.all_reduce(out, group=group)
     return out.cpu()

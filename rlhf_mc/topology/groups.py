@@ -63,6 +63,12 @@ class ProcessGroups:
         return self.rank < self.mesh.world
 
     @property
+    def members(self) -> dist.ProcessGroup:
+        """The group of all ranks of the mesh, of which this rank must be one."""
+        assert self.is_member, f"rank {self.rank} is not in {self.mesh}"
+        return self.collection.intra_dist_opt
+
+    @property
     def coordinate(self) -> Coordinate:
         assert self.is_member, f"rank {self.rank} is not in {self.mesh}"
         return self.mesh.coordinate(self.rank)

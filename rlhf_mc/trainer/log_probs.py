@@ -38,12 +38,12 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             micro_batches = my_micro_batches(engine, batch, run.token_budgets[phase])
             parts[name] = engine.my_scores(batch, micro_batches, pass_head)
     if "old_log_probs" in parts:
-        start_slowest_rank(state, "old_log_prob")
+        start_slowest_rank(state, "old_log_prob", run.groups.members)
     if parts:
         # Once for all passes: a rank that is the slower one in the first may be the faster one in
         # the next.
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):
-            summed = sum_over_ranks(torch.stack(list(parts.values())))
+            summed = sum_over_ranks(torch.stack(list(parts.values())), run.groups.members)
         batch = batch.with_fields(**dict(zip(parts, summed, strict=True)))
     if "old_log_probs" in parts:
         compare_with_engine(run, state, batch)
@@ -54,7 +54,7 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
 def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
     """Check the old log-probs against the rollout engine's. With router replay of the engine's
     experts, add the shares of choices that the routers themselves would not have made. Every rank
-    must call it."""
+    that trains must call it."""
     if run.actor.replay is not None and run.actor.replay.mode == "rollout":
         share, by_layer, of_prompts = run.actor.replay.differing_shares()
         state.metrics["training/expert_choices_diff"] = share

@@ -16,6 +16,7 @@ from rlhf_mc.trainer.advantages import compute_advantages
 from rlhf_mc.trainer.evaluate import validate
 from rlhf_mc.trainer.lifecycle import Lifecycle
 from rlhf_mc.trainer.log_probs import log_probs
+from rlhf_mc.trainer.pool.ahead import pools_at_work
 from rlhf_mc.trainer.pool.generate import update_weights
 from rlhf_mc.trainer.pool.rollout import rollout
 from rlhf_mc.trainer.run import Run
@@ -32,11 +33,13 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     with state.timer.phase("step"):
         update_weights(run, state.timer)  # the actor's, into the engine's parameters
         prompts, batch, pending = rollout(run, state, stop)  # reward workers score what has ended
-        batch = log_probs(run, state, batch)  # reference log-probs, values, old log-probs if read
-        batch = rewards(run, state, prompts, batch, pending, stop)
-        batch = compute_advantages(run, state, batch)
-        update_critic(run, state, batch)
-        batch = update_actor(run, state, batch)
+        with pools_at_work(run, state):
+            if run.trains:  # ranks of a rollout pool may generate meanwhile
+                batch = log_probs(run, state, batch)  # reference's, values, old ones if read
+                batch = rewards(run, state, prompts, batch, pending, stop)
+                batch = compute_advantages(run, state, batch)
+                update_critic(run, state, batch)
+                batch = update_actor(run, state, batch)
     step_metrics(run, state, batch)
     return batch
 

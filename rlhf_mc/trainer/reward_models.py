@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.roles import longest_sequence
@@ -75,7 +74,7 @@ def score(
     indices: Sequence[int],
 ) -> ModelScores:
     """Return the model's scores of the sequences `indices`. Raise UserError if a conversation
-    cannot be rendered. Every rank must call it.
+    cannot be rendered. Every rank of its mesh must call it.
 
     tokenizer: the actor's. prompts: of each sequence of the batch."""
     values = torch.zeros(batch.num_sequences)
@@ -85,9 +84,7 @@ def score(
     if model.conversations is not None:
         responses = batch.responses()
         pairs = [(prompts[i], responses[i]) for i in indices]
-        sequences, num_truncated = _conversations(
-            model.conversations, tokenizer, pairs, model.max_tokens
-        )
+        sequences, num_truncated = _conversations(model, tokenizer, pairs)
     else:
         sequences = batch.select(indices)
     values[list(indices)] = score_sequences(model.engine, sequences, model.budget)
@@ -95,16 +92,18 @@ def score(
 
 
 def _conversations(
-    conversations: ConversationTokenizer,
+    model: RewardModel,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[tuple[Prompt, list[int]]],
-    max_tokens: int,
 ) -> tuple[RaggedBatch, int]:
     """Return the conversations of (prompt, response of the actor's tokens), each of its last
-    `max_tokens` tokens, and the number of longer ones. Each rank renders a share: every rank must
-    call it."""
-    rank = dist.get_rank()
-    world = dist.get_world_size()
+    `model.max_tokens` tokens, and the number of longer ones. Each rank renders a share: every rank
+    of the mesh must call it."""
+    conversations = model.conversations
+    assert conversations is not None
+    rank = model.engine.groups.rank
+    world = model.engine.groups.mesh.world
+    max_tokens = model.max_tokens
 
     def share() -> list[np.ndarray]:
         my_pairs = pairs[rank::world]
@@ -117,7 +116,7 @@ def _conversations(
         ]
 
     read: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
-    for r, part in enumerate(gather_results(share)):
+    for r, part in enumerate(gather_results(share, group=model.engine.groups.members)):
         read[r::world] = part
     num_truncated = sum(len(tokens) > max_tokens for tokens in read)
     groups = [prompt.index for prompt, _ in pairs]

@@ -11,7 +11,7 @@ from rlhf_mc.algorithms.estimators import EstimatorFunction
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.policy_losses import PolicyLoss
 from rlhf_mc.checkpoint.input_fingerprints import Inputs
-from rlhf_mc.config.roles import reference_is_actor
+from rlhf_mc.config.roles import has_rollout_pool, reference_is_actor
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.environments.environment_manager import EnvironmentManager
@@ -84,6 +84,16 @@ class Run:
     def rollout_ranks(self) -> list[int]:
         """The ranks with a rollout engine, in ascending order."""
         return sorted(rank for ranks in self.rollout.groups for rank in ranks)
+
+    @property
+    def has_rollout_pool(self) -> bool:
+        """The rollout engines have ranks of their own."""
+        return has_rollout_pool(self.config)
+
+    @property
+    def trains(self) -> bool:
+        """This rank holds models: it is not one of a rollout pool."""
+        return self.groups.is_member
 
     def trained_models(self) -> list[ModelEngine]:
         """Return the models that are updated and saved, the actor first."""

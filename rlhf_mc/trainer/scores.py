@@ -91,6 +91,7 @@ class ScoreStream:
         self.episodes: dict[int, Episode] = {}
         """Episodes of responses not yet submitted, where there is an environment."""
         self._pending = rewards.submit([], [], training)
+        self._scores: list[Score] | None = None
 
     def submit(self, responses: Mapping[int, Sequence[int]], others_follow: bool = False) -> None:
         """Submit the tokens of responses to this rank's workers, by number. With others_follow,
@@ -139,7 +140,9 @@ class ScoreStream:
 
     def collect(self) -> list[Score]:
         """Return the scores of all responses on every rank. Raise UserError on all ranks if a
-        response on any cannot be scored. Every rank must call it."""
+        response on any cannot be scored. Every rank must call it; a second time any may."""
+        if self._scores is not None:
+            return self._scores
         count(responses=len(self._numbers))
 
         def result() -> dict[int, Score]:
@@ -154,9 +157,10 @@ class ScoreStream:
         assert len(by_number) == len(self._prompts), (
             f"{len(by_number)} scores of {len(self._prompts)} responses"
         )
-        return self._pending.names.limit(
+        self._scores = self._pending.names.limit(
             [by_number[number] for number in range(len(self._prompts))]
         )
+        return self._scores
 
     def hidden_seconds(self) -> float:
         """Return the seconds since the first submission, or up to the last score, in which the rank
@@ -203,14 +207,15 @@ def rewards(
     stop: StopRequests,
 ) -> RaggedBatch:
     """Return the batch with its scores, and record them. pending: of `rollout`; None: the batch has
-    its scores. Raise StopRequested if a stop is requested: no update has begun."""
-    end_check = stop.start_check()
+    its scores. Raise StopRequested if a stop is requested, unless engines have ranks of their own,
+    which do not call it: no update has begun."""
+    end_check = None if run.has_rollout_pool else stop.start_check()
     if pending is not None:
         batch, scores = await_rewards(run, state, prompts, batch, pending)
         state.metrics |= reward_metrics([prompt.data_source for prompt in prompts], scores)
         record_samples(run, state, prompts, batch, scores)
-    end_check()
-    state.prompts = prompts
+    if end_check is not None:
+        end_check()
     return batch
 
 
@@ -223,10 +228,18 @@ def await_rewards(
     too."""
     n = run.config.rollout.n
     greedy_prompts = [] if state.greedy is None else prompts[::n]
-    by_model = {
-        model.part: score_by_reward_model(run, state, model, [*prompts, *greedy_prompts], batch)
-        for model in run.reward_models
-    }
+
+    def scores_by_model() -> dict[str, list[float | None]]:
+        """Return the contributions of each reward model's part; none on a rank without models."""
+        return {
+            model.part: score_by_reward_model(run, state, model, [*prompts, *greedy_prompts], batch)
+            for model in (run.reward_models if run.trains else ())
+        }
+
+    if run.has_rollout_pool and run.config.algorithm.filter_groups.enable:
+        by_model = gather_results(scores_by_model)[0]  # ranks of the rollout pool choose groups too
+    else:
+        by_model = scores_by_model()
     hidden = state.metrics.get("timing_s/reward_hidden", 0.0)
     state.metrics["timing_s/reward_hidden"] = hidden + pending.hidden_seconds()
     with run.offload_schedule.phase(state.timer, "reward"):

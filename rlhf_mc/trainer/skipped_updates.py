@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from rlhf_mc import json_files
@@ -35,18 +34,22 @@ class SkippedUpdates:
 
     def record(self, engine: ModelEngine, step: int, mini: RaggedBatch, skipped: bool) -> None:
         """Record an update of the model. Write the samples of a skipped update. Raise UserError
-        after `limit` consecutive skipped updates. Every rank must call it."""
+        after `limit` consecutive skipped updates. Every rank of the mesh must call it."""
         name = engine.name
         self.consecutive[name] = self.consecutive.get(name, 0) + 1 if skipped else 0
         if not skipped:
             return
         path = self.directory / NONFINITE_FILE.format(step)
-        on_rank_0(lambda: write_samples(path, name, mini), f"{path}: cannot be written")
+        on_rank_0(
+            lambda: write_samples(path, name, mini),
+            f"{path}: cannot be written",
+            engine.groups.members,
+        )
         if self.consecutive[name] >= self.limit:
             raise UserError(
                 f"{name}: loss or gradient not finite in {self.limit} consecutive updates, the "
                 f"last in step {step}; their samples are in {path}; "
-                f"{_find_not_finite(name, mini, engine.params)}"
+                f"{_find_not_finite(engine, mini)}"
             )
 
     def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
@@ -58,11 +61,11 @@ class SkippedUpdates:
                 path.unlink()
 
 
-def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
+def _find_not_finite(engine: ModelEngine, mini: RaggedBatch) -> str:
     """Return a description of the values that are not finite: weights, fields of the batch, or
-    neither. Every rank must call it."""
-    first = next((local for local, param in params.items() if num_not_finite(param)), None)
-    for rank, local in enumerate(gather_objects(first)):
+    neither. Every rank of the mesh must call it."""
+    first = next((local for local, param in engine.params.items() if num_not_finite(param)), None)
+    for rank, local in enumerate(gather_objects(first, engine.groups.members)):
         if local is not None:
             return (
                 f"the model's weights are not finite ({local} on rank {rank}): resume from an "
@@ -87,7 +90,7 @@ def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Te
         )
     return (
         "weights and batch are finite, so the loss or its gradient overflows: try a smaller "
-        f"{name}.optim.lr"
+        f"{engine.name}.optim.lr"
     )
 
 

@@ -25,7 +25,7 @@ from rlhf_mc.observability.metrics import summarize_lengths
 from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.planner.gpus import device_bfloat16
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.topology.consensus import on_every_rank
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.pool.generate import prompt_order
 from rlhf_mc.trainer.run import Run
@@ -34,8 +34,16 @@ from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
-    """Add the metrics of the step as a whole: lengths, balance, throughput, memory. Every rank must
-    call it."""
+    """Add the metrics of the step as a whole: lengths, balance, throughput, memory. The ranks of a
+    rollout pool get the metrics of rank 0. Every rank must call it."""
+    if run.trains:
+        _add_step_metrics(run, state, batch)
+    if run.has_rollout_pool:
+        state.metrics = gather_objects(state.metrics if run.groups.rank == 0 else {})[0]
+
+
+def _add_step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """Add the metrics of `step_metrics` on a rank that trains."""
     data = run.config.data
     lens = batch.conversation_lens
     state.metrics |= summarize_lengths(
@@ -69,6 +77,10 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds / dist.get_world_size(),
+            **{
+                f"perf/idle_share/{pool}": idle / seconds
+                for pool, idle in state.idle_seconds.items()
+            },
             **memory_metrics(),
             **per_token_metrics(batch, state.num_generated, times),
             **utilization_metrics(

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.data.batch import Prompt, RaggedBatch
@@ -13,6 +16,9 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import start_max_over_ranks
+
+if TYPE_CHECKING:
+    from rlhf_mc.trainer.pool.generate import EngineCall
 
 
 @dataclass
@@ -60,6 +66,10 @@ class StepState:
     """The score of each response of this step's batch, with its parts."""
     greedy: RaggedBatch | None = None
     """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
+    idle_seconds: dict[str, float] = field(default_factory=dict)
+    """By pool the seconds that its ranks have waited for the other one, on average."""
+    ahead: EngineCall | None = None
+    """The call that samples the batch of the next step, with rollout.one_step_off."""
     slowest: dict[str, Callable[[], float]] = field(default_factory=dict)
     """By `timing_s/<phase>` the function that returns the seconds of the slowest rank."""
 
@@ -71,11 +81,12 @@ def begin_step(step: int, status: RankStatus, num_prompts: int = 0) -> StepState
     return StepState(step, PhaseTimer(platform.synchronize, status), num_prompts=num_prompts)
 
 
-def start_slowest_rank(state: StepState, phase: str) -> None:
-    """Start to compute the time of a phase that has ended on its slowest rank. Only phases at whose
-    end no rank waits for the others need it. Every rank must call it."""
+def start_slowest_rank(state: StepState, phase: str, group: dist.ProcessGroup) -> None:
+    """Start to compute the time of a phase that has ended on the slowest rank of the group. Only
+    phases at whose end no rank waits for the others need it. Every rank of the group must call
+    it."""
     key = f"timing_s/{phase}"
-    state.slowest[key] = start_max_over_ranks(state.timer.result()[key])
+    state.slowest[key] = start_max_over_ranks(state.timer.result()[key], group)
 
 
 def slowest_rank_times(state: StepState) -> dict[str, float]:

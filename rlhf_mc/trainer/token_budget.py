@@ -91,10 +91,8 @@ def train_step(
 
 
 def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Sequence[list[int]]:
-    """Return the sequences of each micro-batch of this rank's data-parallel replica; none outside
-    of the model's mesh. budget: a rank's tokens of one."""
-    if not engine.groups.is_member:
-        return []
+    """Return the sequences of each micro-batch of this rank's data-parallel replica.
+    budget: a rank's tokens of one."""
     mesh = engine.groups.mesh
     coordinate = engine.groups.coordinate
     lens = batch.seq_lens.tolist()

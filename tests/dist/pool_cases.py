@@ -72,7 +72,9 @@ def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
                         step.batch.responses(), skip_special_tokens=True
                     ),
                     "truths": [prompt.ground_truth for prompt in step.prompts],
-                    "scores": step.batch.scores.tolist(),
+                    "scores": None
+                    if step.batch.scores is None  # on a rank of a rollout pool
+                    else step.batch.scores.tolist(),
                     "greedy_scores": None
                     if step.batch.greedy_scores is None
                     else step.batch.greedy_scores.tolist(),

@@ -57,7 +57,8 @@ OFF_POLICY = Section(
             "–",
         ),
     ],
-    "With `rollout.partial_rollout` or `one_step_off`; the last one with `tail_batching`.\n"
+    "With `rollout.partial_rollout`; the last one with `tail_batching`, and "
+    "with `one_step_off` all but refilled and dropped groups.\n"
     "`training/rollout_logprobs_diff_*` is then of the tokens that the trained weights drew, and "
     "absent without any;\n"
     "`training/rollout_probs_diff_*` and `rollout_corr/*` are of all tokens.",

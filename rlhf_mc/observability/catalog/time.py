@@ -54,6 +54,20 @@ TIME = Section(
             "s",
             _SUM,
         ),
+        Metric(
+            "timing_s/idle",
+            "with `resource_pools`, the wait of rank 0 for the rollout ranks",
+            "s",
+            _SUM,
+        ),
+        Metric(
+            "perf/idle_share/{train,rollout}",
+            "with `resource_pools`, the share of the step in which ranks of this pool wait for "
+            "those of the other",
+            "share",
+            "mean over the ranks of the pool",
+            "above 0.1: give the other pool more ranks",
+        ),
         Metric("timing_s/adv", "rewards to advantages", "s", _SUM),
         Metric("timing_s/{update_critic,update_actor}", "the updates", "s", _SUM),
         Metric("timing_s/testing", "validation", "s", _SUM),

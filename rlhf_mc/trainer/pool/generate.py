@@ -13,6 +13,7 @@ import numpy as np
 
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
 from rlhf_mc.data.order import PromptOrder
+from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.observability.metrics import PhaseTimer
@@ -153,23 +154,30 @@ class EngineCall:
         """The number of each response in the run."""
         self._prompts = [groups[g].prompt for g, _ in self._ids]
         self._turns: Conversations | None = None
+        self._all_requests: list[Request] = []
+        self._own: Mapping[int, Generation] = {}
+        """The responses of this rank's engine, by number of the request."""
         self.num_sampled = 0
         """Tokens that the model has sampled in the call."""
 
     def sample(self) -> Responses:
         """Sample with the present weights. Return the responses that had not ended, in the order of
         the groups; of a plan of new groups these are all."""
+        self.begin()
+        return self.end()
+
+    def begin(self) -> None:
+        """Generate this rank's share of the responses; without an engine, return at once."""
         run = self._run
         plan = self._plan
-        requests = self._requests()
+        self._all_requests = self._requests()
         self._add_ended_before()
-        rows = [prompt.index for prompt in self._prompts]
         expected = None
         if plan.is_training and not plan.is_resumable:  # there the oldest responses begin first
-            expected = run.response_lengths.expected(rows)
-        responses = generate_responses(
+            expected = run.response_lengths.expected([prompt.index for prompt in self._prompts])
+        self._own = generate_responses(
             run.rollout,
-            requests,
+            self._all_requests,
             self._sampling,
             CLOCKS[run.config.rollout.clock](),
             expected,
@@ -178,12 +186,19 @@ class EngineCall:
             self._turns,
             run.rollout_pool,
         )
+
+    def end(self) -> Responses:
+        """Exchange the responses of `begin`. Return those of `sample`."""
+        run = self._run
+        plan = self._plan
+        responses = exchange_responses(self._own, run.rollout.groups, len(self._ids))
         if self._turns is not None:
             self._turns.finish()
         self.num_sampled = responses.num_drawn - sum(
-            request.partial.num_drawn for request in requests
+            request.partial.num_drawn for request in self._all_requests
         )
         if plan.is_training:
+            rows = [prompt.index for prompt in self._prompts]
             has_ended = responses.finished | (responses.lens >= self._sampling.max_tokens)
             ended = np.flatnonzero(has_ended).tolist()
             run.response_lengths.record(

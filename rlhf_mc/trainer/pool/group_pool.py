@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.models.router_replay import ExpertReplay
+
+if TYPE_CHECKING:
+    from rlhf_mc.trainer.scores import ScoreStream
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +112,9 @@ class GroupPool:
         self.num_drawn = 0
         """Position of the next prompt that the run draws; 0 where it draws whole batches, without a
         pool."""
+        self.stream: ScoreStream | None = None
+        """The scores of the next batch of rollout.one_step_off, to come; None: it is not
+        sampled."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the checkpoint, without the groups."""

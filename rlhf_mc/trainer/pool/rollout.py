@@ -20,6 +20,7 @@ from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.trainer.pool import ahead
 from rlhf_mc.trainer.pool.generate import (
     CallPlan,
     EngineCall,
@@ -135,11 +136,16 @@ def rollout(
         run.actor.replay.stored = run.group_pool.experts(run.actor.replay.stored)
     if run.config.algorithm.filter_groups.enable:
         prompts, batch = filtered_rollout(run, state, stop)
+    elif run.config.rollout.one_step_off:
+        prompts, batch, stream = ahead.next_batch(run, state)
     else:
         prompts, batch, stream = sample_groups(run, state, run.config.data.train_batch_size)
     if batch.token_ages is not None:
         state.metrics |= off_policy_metrics(batch)
+    state.prompts = prompts
     stop.check()
+    if stream is not None and run.has_rollout_pool:
+        stream.collect()  # from workers beside the engines: these ranks do not wait for updates
     return prompts, batch, stream
 
 

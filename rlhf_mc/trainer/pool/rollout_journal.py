@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import has_pool, trains_on_older_weights
+from rlhf_mc.config.roles import depends_on_time, trains_on_older_weights
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.sinks import append_line
 from rlhf_mc.run_files import JOURNAL_FILE, checked_line, checked_rows
@@ -51,7 +51,7 @@ class RolloutJournal:
         least = 1 if cfg.algorithm.filter_groups.enable else cfg.data.train_batch_size
         self._num_taken = range(least, cfg.data.train_batch_size + 1)
         self._replayed: dict[int, list[StepGroups]] | None = None
-        if cfg.trainer.replay is not None and has_pool(cfg.rollout):
+        if cfg.trainer.replay is not None and depends_on_time(cfg.rollout):
             self._replayed = self._read(Path(cfg.trainer.replay) / JOURNAL_FILE)
 
     def _read(self, path: Path) -> dict[int, list[StepGroups]]:

@@ -31,11 +31,9 @@ DROPPED = "training/off_policy/dropped_groups"
 
 
 def choose_strategy(run: Run) -> Strategy:
-    """Return the strategy of the next rollout."""
+    """Return the strategy of the next rollout, unless it is one step ahead (ahead.py)."""
     if run.config.rollout.partial_rollout:
         strategy: PoolStrategy = PartialRollout()
-    elif run.config.rollout.one_step_off:
-        strategy = OneStepOff()
     elif has_pool(run.config.rollout) or run.group_pool.groups:
         # Groups of a run that had a pool before a resume: none is lost, or trained on twice.
         strategy = TailBatching()
@@ -99,9 +97,9 @@ class TailBatching(PoolStrategy):
         num_new = min(prompts_in_flight(run.config), in_epoch, _num_left(run))
         if num_new < needed:
             # As many, unless changed settings left another number: then some of the next epoch too.
-            return _pool_plan([*retained, *_draw(run, needed - len(retained))], needed, None)
+            return _pool_plan([*retained, *draw(run, needed - len(retained))], needed, None)
         return _pool_plan(
-            _draw(run, int(num_new)), needed, lambda is_complete: is_complete.sum() >= needed
+            draw(run, int(num_new)), needed, lambda is_complete: is_complete.sum() >= needed
         )
 
     def keep(
@@ -124,7 +122,7 @@ class PartialRollout(PoolStrategy):
         # The last epoch ends with its own prompts, unless too few for a step are left of them.
         most = min(prompts_in_flight(cfg) - len(retained), _num_left(run))
         num_new = max(needed - len(retained), most, 0)
-        groups = [*retained, *_draw(run, int(num_new))]
+        groups = [*retained, *draw(run, int(num_new))]
         spans = np.array([group.span(version) for group in groups])
         size = cfg.data.train_batch_size
 
@@ -146,19 +144,6 @@ class PartialRollout(PoolStrategy):
             DROPPED: state.metrics.get(DROPPED, 0) + len(before) - num_continued,
         }
         run.group_pool.groups = others
-
-
-class OneStepOff(PartialRollout):
-    """A step trains on the groups that the step before has sampled, and samples those of the next
-    step. The first step samples both, and the last one none."""
-
-    def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
-        retained = run.group_pool.groups
-        is_last = state.step >= run.schedule.total_steps
-        in_flight = needed if is_last else prompts_in_flight(run.config)
-        num_new = max(needed - len(retained), min(in_flight - len(retained), _num_left(run)), 0)
-        groups = [*retained, *_draw(run, int(num_new))]
-        return replace(_pool_plan(groups, needed, None), is_resumable=True)
 
 
 class Replay(PoolStrategy):
@@ -224,7 +209,7 @@ def _pool_plan(groups: Sequence[Group], needed: int, enough: Enough | None) -> C
     return CallPlan(groups, needed, np.arange(len(groups)) < needed, enough)
 
 
-def _draw(run: Run, count: int) -> list[Group]:
+def draw(run: Run, count: int) -> list[Group]:
     """Return the groups of the next prompts of the run."""
     order = prompt_order(run)
     first = order.num_before(run.group_pool.num_drawn)
