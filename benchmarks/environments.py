@@ -109,7 +109,7 @@ def generated(run: Run, control: Path, seconds: tuple[float, float] | None) -> t
         run.rollout, requests, Sampling(1.0, limit, ()), clock, turns=turns
     )
     took = time.perf_counter() - start
-    return took, responses.num_drawn
+    return took, sum(response.num_drawn for response in responses.values())
 
 
 def watch(timed: Timed, memory: Callable[[], tuple[float, float]] | None = None) -> Any:

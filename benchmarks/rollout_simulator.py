@@ -219,8 +219,8 @@ class SimulatedEngines:
         on_ended: Callable[[Mapping[int, Generation]], None] | None = None,
         turns: None = None,
         pool: None = None,
-    ) -> Responses:
-        """Run engine_loop.generate_responses on every engine. Return what it returns."""
+    ) -> dict[int, Generation]:
+        """Run engine_loop.generate_responses on every engine. Return all responses by number."""
         answers: dict[int, bool] = {}
 
         def is_enough(ended: Set[int]) -> bool:
@@ -230,10 +230,10 @@ class SimulatedEngines:
                 answers[len(ended)] = enough(ended)
             return answers[len(ended)]
 
-        def run(rank: int) -> Responses:
+        def run(rank: int) -> dict[int, Generation]:
             self._thread.rank = rank
             try:
-                return engine_loop.generate_responses(
+                self._own[rank] = engine_loop.generate_responses(
                     self.engines[rank],
                     requests,
                     sampling,
@@ -241,6 +241,8 @@ class SimulatedEngines:
                     expected_lens,
                     enough and is_enough,
                 )
+                self._end.wait()
+                return self._merged
             except BaseException:
                 self._gather.abort()
                 self._end.abort()
@@ -257,7 +259,7 @@ class SimulatedEngines:
             replaced(generate, "generate_responses", self.generate_responses),
             replaced(engine_loop, "dist", ranks),
             replaced(engine_loop, "gather_vectors", self._gather_vectors),
-            replaced(engine_loop, "exchange_responses", self._exchange_responses),
+            replaced(generate, "exchange_responses", _in_order),
         ):
             yield
         self._threads.shutdown()
@@ -267,26 +269,22 @@ class SimulatedEngines:
         self._gather.wait()
         return self._gathered
 
-    def _exchange_responses(
-        self, own: Mapping[int, Generation], engines: Any, num_responses: int
-    ) -> Responses:
-        self._own[self._thread.rank] = own
-        self._end.wait()
-        return self._responses
-
     def _stack(self) -> None:
         self._gathered = torch.stack(self._vectors)
         self._end_segment(self._exchange_seconds)
 
     def _merge(self) -> None:
-        merged = {number: response for own in self._own for number, response in own.items()}
-        self._responses = Responses.of([merged[number] for number in range(len(merged))])
+        self._merged = {number: response for own in self._own for number, response in own.items()}
         self._end_segment(0.0)
 
     def _end_segment(self, seconds_of_next: float) -> None:
         self.segments.append([engine.seconds for engine in self.engines])
         for engine in self.engines:
             engine.seconds = seconds_of_next
+
+
+def _in_order(merged: Mapping[int, Generation], engines: Any, num_responses: int) -> Responses:
+    return Responses.of([merged[number] for number in range(num_responses)])
 
 
 def simulate(workload: Workload, variant: Variant, costs: Costs) -> Figures:

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from cases import built_run
 from resume_cases import blocks
 
+from rlhf_mc.data.batch import Generation, RaggedBatch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.patching import replaced
+from rlhf_mc.rollout import engine_loop
+from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop
+from rlhf_mc.trainer import loop, update
+from rlhf_mc.trainer.pool import generate
 from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.step_state import StepState
 
 
 @contextmanager
@@ -47,6 +54,36 @@ def train_with_older_weights(config_path: str, overrides: list[str]) -> dict[str
         run.rollout.weights_updated()
 
     with replaced(loop, "update_weights", update_weights):
+        return train(config_path, overrides)
+
+
+def train_while_generating(config_path: str, overrides: list[str]) -> dict[str, Any]:
+    """Run `train` where in the first step the actor's update waits for the generation of the next
+    batch to begin, and that generation for the update to begin. Raise an error where one begins
+    only after the other has ended."""
+    store = dist.distributed_c10d._get_default_store()
+    num_calls = 0
+
+    def meet(own: str, other: str) -> None:
+        store.set(f"{config_path}/{own}", "")
+        store.wait([f"{config_path}/{other}"], timedelta(seconds=60))
+
+    def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
+        if state.step == 1:
+            meet("update", "generation")
+        return update.update_actor(run, state, batch)
+
+    def generate_responses(engine: RolloutEngine, *args: Any) -> dict[int, Generation]:
+        nonlocal num_calls
+        num_calls += 1
+        if engine.max_running and num_calls == 2:  # the first one generates the step's own batch
+            meet("generation", "update")
+        return engine_loop.generate_responses(engine, *args)
+
+    with (
+        replaced(loop, "update_actor", update_actor),
+        replaced(generate, "generate_responses", generate_responses),
+    ):
         return train(config_path, overrides)
 
 

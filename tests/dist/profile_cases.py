@@ -47,7 +47,7 @@ def times_of_the_slowest_rank() -> dict[str, float]:
     rank = dist.get_rank()
     state = begin_step(1, RankStatus())
     state.timer._seconds = {"old_log_prob": 1.0 + rank, "update_actor": 2.0 - rank}
-    start_slowest_rank(state, "old_log_prob")
+    start_slowest_rank(state, "old_log_prob", dist.group.WORLD)
     return {**state.timer.result(), **slowest_rank_times(state)}
 
 

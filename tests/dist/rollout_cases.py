@@ -27,6 +27,7 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.schema import DataConfig, RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
+from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.journal import ObservationJournal
@@ -38,7 +39,7 @@ from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.rollout.vllm_scheduler import DecodeScheduler
-from rlhf_mc.rollout.work_sharing import CLOCKS, VirtualClock
+from rlhf_mc.rollout.work_sharing import CLOCKS, Clock, VirtualClock
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import evaluate, logprob_check, loop, step_state
@@ -85,6 +86,18 @@ def built_engine(
         engine.close()
 
 
+def all_responses(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    clock: Clock,
+    **kwargs: Any,
+) -> Responses:
+    """Return the response to each request on every rank. kwargs: of generate_responses."""
+    own = generate_responses(engine, requests, sampling, clock, **kwargs)
+    return exchange_responses(own, engine.groups, len(requests))
+
+
 def respond(
     engine: RolloutEngine, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
 ) -> Responses:
@@ -93,7 +106,7 @@ def respond(
         Request(i, prompt, seed, NOTHING)
         for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
-    return generate_responses(engine, requests, sampling, VirtualClock())
+    return all_responses(engine, requests, sampling, VirtualClock())
 
 
 def generate(
@@ -240,7 +253,7 @@ def shared(
             taken: list[int] = []
             with replaced(engine, "add", _recording(engine.add, taken)):
                 sampling = Sampling(1.0, 64, (1, 2, 3))
-                responses = generate_responses(engine, requests, sampling, CLOCKS[clock]())
+                responses = all_responses(engine, requests, sampling, CLOCKS[clock]())
             out.append((responses.generations(), taken))
     return out
 
@@ -276,7 +289,7 @@ def in_parts(
                 for number, i in enumerate(left)
             ]
             wanted = min(part, len(left))
-            responses = generate_responses(
+            responses = all_responses(
                 engine,
                 requests,
                 sampling,
@@ -366,7 +379,7 @@ def conversations(
             ):
                 turns = Conversations(environments, requests, rows)
                 sampling = Sampling(TEMPERATURE, limit, (1, 2, 3))
-                responses = generate_responses(
+                responses = all_responses(
                     engine, turns.requests, sampling, VirtualClock(), turns=turns
                 )
             episodes = {number: state.episode for number, state in turns.states().items()}
@@ -395,5 +408,5 @@ def preempted(
         replaced(Scheduler, "_preempt_request", counted),
         built_engine(checkpoint, len(groups[0]), 400, groups=groups, max_num_seqs=12) as engine,
     ):
-        responses = generate_responses(engine, requests, Sampling(1.0, 380, ()), VirtualClock())
+        responses = all_responses(engine, requests, Sampling(1.0, 380, ()), VirtualClock())
         return responses.token_ids(), count

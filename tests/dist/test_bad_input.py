@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -461,6 +462,7 @@ def test_nonfinite_update_message_names_the_cause() -> None:
             ),
         ),
     ):
-        message = _find_not_finite("critic", mini, params)
+        engine = SimpleNamespace(name="critic", params=params, groups=SimpleNamespace(members=None))
+        message = _find_not_finite(engine, mini)  # type: ignore[arg-type]
         assert re.search(words, message), message
         assert ("optim.lr" in message) == (params is good and mini is batch)

@@ -449,6 +449,29 @@ def test_one_step_off_in_pools_and_resumed_has_the_same_bits(
                 _assert_same_weights(result, one_step_off[rank])
 
 
+def test_pools_work_at_the_same_time(
+    pool: Any, config: Path, one_step_off: list[dict[str, Any]]
+) -> None:
+    results = pool(2).run(
+        pool_cases.train_while_generating,
+        config_path=str(config),
+        overrides=[
+            f"trainer.default_local_dir={config.parent / 'same_time'}",
+            *ONE_STEP_OFF,
+            "trainer.total_training_steps=2",
+            "resource_pools.train=1",
+            "resource_pools.rollout=1",
+        ],
+    )
+    for step, wanted in zip(results[0]["steps"], one_step_off[0]["steps"], strict=False):
+        assert step["responses"] == wanted["responses"]
+        for side in ("train", "rollout"):
+            assert 0 <= step["metrics"][f"perf/idle_share/{side}"] < 1
+    assert [step["metrics"] for step in results[1]["steps"]] == [
+        step["metrics"] for step in results[0]["steps"]
+    ]
+
+
 def test_pools_of_ranks_train_on_the_same_tokens(train: Any, partial: list[dict[str, Any]]) -> None:
     """Compare a run with partial rollouts and training ranks of their own with a colocated one:
     tokens, scores and weights to the last bit, and only ranks with an engine score."""

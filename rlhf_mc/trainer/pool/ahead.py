@@ -1,5 +1,5 @@
-"""Sampling one step ahead (rollout.one_step_off), and the part of a step in which training ranks and
-ranks of a rollout pool work at the same time, without a collective of both.
+"""Sampling one step ahead (rollout.one_step_off), and the part of a step in which training ranks
+and ranks of a rollout pool work at the same time, without a collective of both.
 """
 
 from __future__ import annotations

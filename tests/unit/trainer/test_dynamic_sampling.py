@@ -276,7 +276,7 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(
     calls: list[Any] = []
     run, _, _ = run_with(config_file, "data.gen_batch_size=2")
     run.train_prompts = ThreePrompts()
-    run.rollout = SimpleNamespace(awake={WEIGHTS, KV_CACHE})
+    run.rollout = SimpleNamespace(awake={WEIGHTS, KV_CACHE}, groups=[[0]])
     run.rollout_pool = None
     run.offload_schedule = SimpleNamespace(phase=lambda *args: contextlib.nullcontext())
     run.stop_token_ids = ()
@@ -286,13 +286,18 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(
     run.actor = SimpleNamespace(replay=None)
     monkeypatch.setattr(generate, "update_weights", lambda run, timer: calls.append("weights"))
 
-    def record(engine: Any, requests: Sequence[Request], *args: Any) -> Responses:
+    def record(engine: Any, requests: Sequence[Request], *args: Any) -> dict[int, Generation]:
         calls.append(
             (tuple(int(one.prompt[0]) for one in requests[::2]), [one.seed for one in requests])
         )
-        return Responses.of([Generation([2], [-1.0], True)] * len(requests))
+        return {request.number: Generation([2], [-1.0], True) for request in requests}
 
     monkeypatch.setattr(generate, "generate_responses", record)
+    monkeypatch.setattr(
+        generate,
+        "exchange_responses",
+        lambda own, engines, count: Responses.of([own[i] for i in range(count)]),
+    )
     monkeypatch.setattr(
         rollout, "ScoreStream", lambda *args: SimpleNamespace(submit=lambda responses: None)
     )

@@ -450,7 +450,8 @@ def test_responses_that_have_begun_are_generated_first(
     run.response_lengths = ResponseLengths()
     run.response_lengths.record([0, 1, 2], [3, 3, 3])
     run.offload_schedule = SimpleNamespace(phase=lambda timer, name: nullcontext())
-    run.rollout = run.rollout_pool = run.stop_token_ids = None
+    run.rollout = SimpleNamespace(groups=[[0]])
+    run.rollout_pool = run.stop_token_ids = None
     run.groups = SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1))
     new = strategies.groups_at(run, range(2))
     begun = new[1].continued([Generation([7] * 9, [-1.0] * 9, False), NOTHING], 0)
@@ -458,12 +459,17 @@ def test_responses_that_have_begun_are_generated_first(
 
     def no_token(
         engine: None, requests: Any, sampling: Any, clock: Any, expected_lens: Any, *rest: Any
-    ) -> Responses:
+    ) -> dict[int, Generation]:
         queue = SharedQueue(len(requests), expected_lens)
         calls.append([requests[number].partial.token_ids for number in queue.left])
-        return Responses.of([request.partial for request in requests])
+        return {request.number: request.partial for request in requests}
 
     monkeypatch.setattr(generate, "generate_responses", no_token)
+    monkeypatch.setattr(
+        generate,
+        "exchange_responses",
+        lambda own, engines, count: Responses.of([own[i] for i in range(count)]),
+    )
     ordered = oldest_first([new[0], begun], 1)
     scores = GroupScores(None, 2)  # type: ignore[arg-type]
     plan = CallPlan(ordered, 2, np.zeros(2, bool), is_resumable=True)
