@@ -300,8 +300,8 @@ class RolloutConfig:
     for the older weights."""
     one_step_off: bool = False
     """Train on the responses that the step before has sampled with its weights, as verl's
-    one_step_off. The first step samples its own too. algorithm.rollout_correction then has to
-    correct for the older weights."""
+    one_step_off; with resource_pools both happen at the same time. The first step samples its own
+    too. algorithm.rollout_correction then has to correct for the older weights."""
     prompts_in_flight: Sequences | None = None
     """Prompts that are generated for at once with tail_batching (null: 5/4 of
     data.train_batch_size) or partial_rollout (null: twice data.train_batch_size). A larger number
@@ -329,8 +329,8 @@ class RolloutConfig:
 @dataclass
 class ResourcePoolsConfig:
     """Ranks of their own for training and rollout. Ranks 0 to train - 1 hold the models, the others
-    the rollout engines, and each pool waits for the other: trainer.dist_timeout_seconds must be
-    above the time of a generation. Memory is not planned, and experts are neither replayed nor
+    the rollout engines. A pool waits for the other as long as it makes progress
+    (trainer.dist_timeout_seconds). Memory is not planned, and experts are neither replayed nor
     balanced."""
 
     train: Ranks | None = None

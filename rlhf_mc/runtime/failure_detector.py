@@ -25,12 +25,17 @@ class FailureDetector:
         self._received_at = [now] * len(hosts)
         """Time of each rank's latest heartbeat; infinity once the rank has signed off."""
         self._latest: dict[int, Heartbeat] = {}
+        self._progressed_at = [now] * len(hosts)
+        """Time of the first heartbeat with each rank's present progress."""
         self._disconnected_at: dict[int, float] = {}
         self._warned: set[tuple[int, int]] = set()
 
     def received(self, heartbeat: Heartbeat, now: float) -> None:
         """Record a heartbeat."""
         self._received_at[heartbeat.rank] = now
+        before = self._latest.get(heartbeat.rank)
+        if before is None or before.progress != heartbeat.progress:
+            self._progressed_at[heartbeat.rank] = now
         self._latest[heartbeat.rank] = heartbeat
         self._disconnected_at.pop(heartbeat.rank, None)
 
@@ -47,6 +52,7 @@ class FailureDetector:
     def restart_timeouts(self, now: float) -> None:
         """Count all silence from now on: until now this process itself was not running."""
         self._received_at = [max(then, now) for then in self._received_at]
+        self._progressed_at = [now] * self.num_ranks
         self._disconnected_at = dict.fromkeys(self._disconnected_at, now)
 
     def lost(self, now: float, timeout: float, reconnect: float) -> str:
@@ -69,6 +75,20 @@ class FailureDetector:
         ]
         return self._name(silent, lambda rank: self._silence(rank, now))
 
+    def stuck(self, now: float, seconds: float) -> str:
+        """Return one line that names the ranks of a pool that the other pool waits for, if none of
+        them has made progress for `seconds`; else an empty text."""
+        if not self._has_waiting() or self._quiet_seconds(now) < seconds:
+            return ""
+        ranks = [heartbeat.rank for heartbeat in self._behind()]
+        return self._name(
+            ranks,
+            lambda rank: (
+                f"has made no progress for {now - self._progressed_at[rank]:.0f} s: "
+                f"{self._latest[rank].position()}"
+            ),
+        )
+
     def stragglers(self, now: float) -> str:
         """Return one line that names the ranks that the others wait for, or an empty text if no
         rank stands out.
@@ -88,12 +108,14 @@ class FailureDetector:
 
     def straggler_warning(self, now: float, seconds: float) -> str:
         """Return one line if no rank has moved for `seconds` and some ranks are behind the others,
-        else an empty text.
+        else an empty text. Of a pool that the other pool waits for no rank has made progress.
 
         The warning comes once for each rank and phase."""
         latest = list(self._latest.values())
         behind = self._behind()
         if not behind or min(heartbeat.seconds for heartbeat in latest) < seconds:
+            return ""
+        if self._has_waiting() and self._quiet_seconds(now) < seconds:
             return ""
         positions = {(heartbeat.rank, heartbeat.moves) for heartbeat in behind}
         if positions <= self._warned:
@@ -103,9 +125,25 @@ class FailureDetector:
         return f"{self.stragglers(now)}; rank {waiting.rank} waits {waiting.position()}"
 
     def _behind(self) -> list[Heartbeat]:
-        """Return the heartbeats of the ranks that have made fewer moves than the furthest rank."""
-        furthest = max((heartbeat.moves for heartbeat in self._latest.values()), default=0)
-        return [heartbeat for heartbeat in self._latest.values() if heartbeat.moves < furthest]
+        """Return the heartbeats of the ranks that another pool waits for; without such a wait, of
+        those that have made fewer moves than the furthest rank of their pool."""
+        latest = list(self._latest.values())
+        if self._has_waiting():
+            return [heartbeat for heartbeat in latest if not heartbeat.waits]
+        furthest = {
+            pool: max((beat.moves for beat in latest if beat.trains is pool), default=0)
+            for pool in (True, False)
+        }
+        return [heartbeat for heartbeat in latest if heartbeat.moves < furthest[heartbeat.trains]]
+
+    def _has_waiting(self) -> bool:
+        """Return whether ranks of a pool wait for the other one."""
+        return any(heartbeat.waits for heartbeat in self._latest.values())
+
+    def _quiet_seconds(self, now: float) -> float:
+        """Return the seconds since any of the ranks that are waited for has made progress."""
+        ranks = [heartbeat.rank for heartbeat in self._behind()]
+        return min((now - self._progressed_at[rank] for rank in ranks), default=0.0)
 
     def _silence(self, rank: int, now: float) -> str:
         return (

@@ -9,10 +9,14 @@ stuck.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
+
+import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.runtime.console import print_line
@@ -20,9 +24,12 @@ from rlhf_mc.runtime.heartbeat_client import HeartbeatClient
 from rlhf_mc.runtime.heartbeat_server import HeartbeatServer
 from rlhf_mc.runtime.namespaces import namespace_id
 from rlhf_mc.runtime.rank_status import RankStatus, describe_error
+from rlhf_mc.runtime.work import WAITING, working
 from rlhf_mc.topology.consensus import gather_objects
 
 CONNECT_SECONDS = 20.0
+_MET = "rlhf_mc/met"
+_meetings = itertools.count()
 
 
 @contextlib.contextmanager
@@ -137,3 +144,18 @@ def _listen(addresses: list[str]) -> socket.socket:
         except OSError as error:
             failure = error
     raise failure
+
+
+def await_all_ranks() -> None:
+    """Wait until every rank has called this as often as this rank has. Unlike a collective, it has
+    no time limit: heartbeats end the run if the ranks that are awaited make no progress. Every rank
+    must call it."""
+    store = dist.distributed_c10d._get_default_store()
+    key = f"{_MET}/{next(_meetings)}"
+    arrived = store.add(key, 1)
+    start = time.monotonic()
+    with working(WAITING):
+        while arrived < dist.get_world_size():
+            # not store.wait: it would keep NCCL's watchdog from the store
+            time.sleep(min(0.2, 0.001 + 0.01 * (time.monotonic() - start)))
+            arrived = store.add(key, 0)

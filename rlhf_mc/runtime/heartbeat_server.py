@@ -42,7 +42,8 @@ class HeartbeatServer(HeartbeatThread):
         straggler_seconds: float,
     ) -> None:
         """hosts: the host name of each rank. straggler_seconds: a rank that the others have waited
-        for this long is named in a warning."""
+        for this long is named in a warning; after twice as long without progress of the ranks that
+        another pool waits for the run ends."""
         super().__init__(status, 0, token, timeout)
         self._listener = listener
         self._detector = FailureDetector(hosts, self._interval, time.monotonic())
@@ -151,6 +152,7 @@ class HeartbeatServer(HeartbeatThread):
         if warning := self._detector.straggler_warning(now, self._straggler_seconds):
             print_line(f"warning: {warning}")
         lost = self._detector.lost(now, self._timeout, self._reconnect_seconds)
+        lost = lost or self._detector.stuck(now, 2 * self._straggler_seconds)
         if not lost or self._ended.is_set():
             return
         self._send_to_all({"lost": lost})

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from types import FrameType
 
+from rlhf_mc.runtime import work
+
 WRITE_PROFILE = "write_profile"
 SILENT_PHASES = frozenset({WRITE_PROFILE})
 """Phases in which a rank may send no heartbeat for minutes: torch's profiler holds Python's lock
@@ -26,6 +28,8 @@ class RankStatus:
 
     step: int = 0
     """0 before the first step."""
+    trains: bool = True
+    """False on the ranks of a rollout pool, which go through other phases."""
     total_steps: int | None = None
     """Steps of the run at most; None until the loop begins."""
     phases: list[str] = field(default_factory=lambda: ["start"])
@@ -75,6 +79,12 @@ class Heartbeat:
     """Name of the collective that the rank's loop is in; empty if it is in none."""
     code_line: str
     """Code line of the rank's loop: file:line (function)."""
+    trains: bool = True
+    """As RankStatus."""
+    waits: bool = False
+    """The rank waits, without a time limit, for ranks of another pool."""
+    progress: float = 0.0
+    """A number that changes with each move and each unit of work that the rank has done."""
 
     def position(self) -> str:
         """Return phase, step, time and code line as one phrase."""
@@ -94,8 +104,18 @@ def make_heartbeat(status: RankStatus, rank: int, thread: int) -> Heartbeat:
     frame = sys._current_frames().get(thread)
     collective, code_line = describe_stack(traceback.walk_stack(frame) if frame else ())
     seconds = time.monotonic() - status.since
+    works = work.current()
     return Heartbeat(
-        rank, status.step, status.phases[-1], status.moves, seconds, collective, code_line
+        rank,
+        status.step,
+        status.phases[-1],
+        status.moves,
+        seconds,
+        collective,
+        code_line,
+        status.trains,
+        waits=any(piece.name == work.WAITING for piece in works),
+        progress=status.moves + sum(piece.done + piece.tokens for piece in works),
     )
 
 

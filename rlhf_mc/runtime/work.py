@@ -44,6 +44,9 @@ class Work:
         self.tokens += tokens
 
 
+WAITING = "waiting for the other pool"
+"""Name of the work of a rank that waits, without a time limit, for ranks of another pool."""
+
 _stack: list[Work] = []
 totals: dict[str, float] = defaultdict(float)
 """Amounts of work since the process began, by kind, as `count` names them."""

@@ -49,6 +49,7 @@ class Lifecycle:
     def __init__(self, run: Run, status: RankStatus, stop: StopRequests) -> None:
         self._run = run
         self._status = status
+        status.trains = run.trains
         self._stop = stop
         models = saved_models(run)
         self._lock = lock_directory(run.config.trainer)

@@ -67,6 +67,7 @@ def two_steps(
     """Run two PPO steps of the loop. Return
     - "headlines": the loop's lines at its start,
     - "steps": each step's metrics,
+    - "received": the bytes that this rank receives in a weight update,
     - "digests": a digest of each step's tokens,
     - "shared": vLLM's parameters that alias Megatron-Core's (see aliased_params),
     - "different": vLLM's parameters that differ from the exported checkpoint after the second step,
@@ -85,6 +86,7 @@ def two_steps(
             steps.append(dict(state.metrics))
         generate.update_weights(run, PhaseTimer())
         lifecycle.export(run, state, Path(export_to))
+        received = run.weight_sync.metrics["reshard/received_bytes"]
         dist.barrier()
         shared = aliased_params(run)
         segments = [
@@ -95,6 +97,7 @@ def two_steps(
         different = params_unlike_export(run, Path(export_to), config_path, rollout_tp)
     return {
         "steps": steps,
+        "received": received,
         "digests": digests,
         "shared": shared,
         "different": different,

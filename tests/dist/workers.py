@@ -81,6 +81,9 @@ def _destroy_groups() -> None:
     # the next function must have another name: in the store it would read this one's addresses.
     names: Any = dist.distributed_c10d._world.pg_names
     names.update((f"group {n}", "") for n in range(len(names), len(names) + 1000))
+    # vLLM counts its groups too, and a rank of another pool has made none.
+    for kind in ("tp", "pp"):
+        parallel_state._group_name_counter[kind] = len(names) // 1000 * 1000
     del group
     gc.collect()  # its connections end with the last reference to a group
 

@@ -13,6 +13,7 @@ import torch
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.runtime.heartbeat import await_all_ranks
 from rlhf_mc.topology.consensus import gather_vectors, on_every_rank
 from rlhf_mc.trainer.pool.generate import (
     CallPlan,
@@ -102,6 +103,7 @@ def pools_at_work(run: Run, state: StepState) -> Iterator[None]:
                 raise error
 
         with state.timer.phase("idle"):
+            await_all_ranks()
             on_every_rank(outcome)
         _gather_times(run, state)
     if state.ahead is not None:

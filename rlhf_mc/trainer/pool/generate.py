@@ -20,6 +20,7 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.work_sharing import CLOCKS
+from rlhf_mc.runtime.heartbeat import await_all_ranks
 from rlhf_mc.trainer.pool.group_pool import Group
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import GroupScores
@@ -191,6 +192,8 @@ class EngineCall:
         """Exchange the responses of `begin`. Return those of `sample`."""
         run = self._run
         plan = self._plan
+        if run.has_rollout_pool:
+            await_all_ranks()
         responses = exchange_responses(self._own, run.rollout.groups, len(self._ids))
         if self._turns is not None:
             self._turns.finish()

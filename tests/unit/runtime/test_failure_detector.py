@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from rlhf_mc.runtime.failure_detector import FailureDetector
 from rlhf_mc.runtime.rank_status import WRITE_PROFILE, Heartbeat
 
@@ -10,6 +13,11 @@ def heartbeat(
     rank: int, moves: int = 5, phase: str = "gen", seconds: float = 1.0, collective: str = ""
 ) -> Heartbeat:
     return Heartbeat(rank, 3, phase, moves, seconds, collective, "engine.py:7 (generate)")
+
+
+def pool_heartbeat(rank: int, progress: float, **others: Any) -> Heartbeat:
+    """Return the heartbeat of a rank of two pools: ranks 0 and 1 train, rank 2 generates."""
+    return replace(heartbeat(rank), **{"trains": rank < 2, "progress": progress, **others})
 
 
 def failure_detector(world: int = 3, now: float = 100.0) -> FailureDetector:
@@ -108,3 +116,32 @@ def test_straggler_is_warned_about_once_and_only_if_others_wait() -> None:
     assert detector.straggler_warning(172.0, 60.0) == ""
     detector.received(heartbeat(0, moves=5, seconds=900.0), 172.0)
     assert detector.straggler_warning(172.0, 60.0) == ""  # all ranks are in the same long phase
+
+
+def test_a_pool_that_makes_progress_may_take_long() -> None:
+    """Check too that ranks of two pools go through phases of their own: none is behind."""
+    detector = failure_detector()
+    for now in range(200, 2000, 100):
+        detector.received(pool_heartbeat(0, 1, moves=9, seconds=now - 100.0, waits=True), now)
+        detector.received(pool_heartbeat(1, 1, moves=9, seconds=now - 100.0, waits=True), now)
+        detector.received(pool_heartbeat(2, now, seconds=now - 100.0), now)
+        assert detector.straggler_warning(now, 300.0) == detector.stuck(now, 600.0) == ""
+    for rank in range(3):
+        detector.received(pool_heartbeat(rank, rank, moves=9 - rank // 2, seconds=400.0), 2000.0)
+    assert detector.straggler_warning(2000.0, 300.0) == ""
+
+
+def test_a_pool_without_progress_ends_the_run() -> None:
+    detector = failure_detector()
+    for now in (200.0, 500.0, 799.0, 800.0):
+        for rank in (0, 1):
+            detector.received(pool_heartbeat(rank, 1, seconds=now - 200.0, waits=True), now)
+        detector.received(pool_heartbeat(2, 7, seconds=now - 200.0), now)
+        if now == 500.0:
+            assert detector.straggler_warning(now, 300.0).startswith("rank 2 (node2) is behind")
+        assert (detector.stuck(now, 600.0) != "") == (now == 800.0)
+    assert detector.stuck(800.0, 600.0).startswith(
+        "rank 2 (node2) has made no progress for 600 s: in phase gen of step 3 for 600 s"
+    )
+    detector.restart_timeouts(900.0)
+    assert detector.stuck(900.0, 600.0) == ""

@@ -268,6 +268,6 @@ def test_a_stopped_run_says_what_the_next_start_does(
 
     monkeypatch.setattr(lifecycle.Lifecycle, "remaining_steps", remaining_steps)
     config = SimpleNamespace(trainer=TrainerConfig("runs/x"))
-    run: Any = SimpleNamespace(config=config, groups=SimpleNamespace(rank=0))
+    run: Any = SimpleNamespace(config=config, groups=SimpleNamespace(rank=0), trains=True)
     assert list(loop.steps(run, RankStatus(), StopRequests(config.trainer))) == []
     assert said == [f"asked to stop (SIGTERM): {line}"]

@@ -278,6 +278,7 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(
     run.train_prompts = ThreePrompts()
     run.rollout = SimpleNamespace(awake={WEIGHTS, KV_CACHE}, groups=[[0]])
     run.rollout_pool = None
+    run.has_rollout_pool = False
     run.offload_schedule = SimpleNamespace(phase=lambda *args: contextlib.nullcontext())
     run.stop_token_ids = ()
     run.response_lengths = ResponseLengths()

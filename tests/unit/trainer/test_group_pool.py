@@ -452,6 +452,7 @@ def test_responses_that_have_begun_are_generated_first(
     run.offload_schedule = SimpleNamespace(phase=lambda timer, name: nullcontext())
     run.rollout = SimpleNamespace(groups=[[0]])
     run.rollout_pool = run.stop_token_ids = None
+    run.has_rollout_pool = False
     run.groups = SimpleNamespace(rank=0, mesh=SimpleNamespace(world=1))
     new = strategies.groups_at(run, range(2))
     begun = new[1].continued([Generation([7] * 9, [-1.0] * 9, False), NOTHING], 0)
