@@ -16,6 +16,7 @@ from typing import Any
 import megatron.core.tensor_parallel.mappings as mappings
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.trainer import advantages, lifecycle
 
 FIRST_STEP = 2
@@ -58,6 +59,10 @@ def prepare(where: str) -> None:
         GroupCoordinator.all_reduce = getting_stuck(GroupCoordinator.all_reduce, freeze)  # type: ignore[method-assign]
     elif where == "in Megatron's group":
         mappings._reduce = getting_stuck(mappings._reduce, freeze)
+    elif where == "in its engine":
+        VLLMEngine.step = getting_stuck(VLLMEngine.step, loop_forever)  # type: ignore[method-assign]
+    elif where == "slow engine":
+        VLLMEngine.step = getting_stuck(VLLMEngine.step, lambda: None)  # type: ignore[method-assign]
     else:
         assert where == "in code of its own"
         advantages.advantages_and_returns = getting_stuck(

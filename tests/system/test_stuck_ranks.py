@@ -35,6 +35,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+POOLS = [
+    "actor.megatron.tensor_model_parallel_size=1",
+    "rollout.tensor_model_parallel_size=1",
+    "resource_pools.train=1",
+    "resource_pools.rollout=1",
+    "rollout.one_step_off=true",
+    "algorithm.rollout_correction.rollout_is=token",
+]
+
+
 @pytest.fixture
 def ranks() -> Iterator[list[BaseProcess]]:
     """Yield a list for the test to fill with processes; those that are left are killed."""
@@ -46,7 +56,7 @@ def ranks() -> Iterator[list[BaseProcess]]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "where", "dist_timeout", "heartbeat_timeout", "words"),
+    ("victim", "where", "dist_timeout", "heartbeat_timeout", "words", "settings"),
     [
         pytest.param(
             *(1, "in vLLM's group", 12, 300),
@@ -55,6 +65,7 @@ def ranks() -> Iterator[list[BaseProcess]]:
                 "; in all_reduce, called from vllm_engine.py:",
             ]
             + ["; rank 1 (", ") has sent no heartbeat for ", ", last in phase gen of step 2"],
+            [],
             id="frozen in vLLM's group",
         ),
         pytest.param(
@@ -68,6 +79,7 @@ def ranks() -> Iterator[list[BaseProcess]]:
                 ") has sent no heartbeat for ",
                 ", last in phase old_log_prob of step 2",
             ],
+            [],
             id="frozen in Megatron's group",
         ),
         pytest.param(
@@ -78,13 +90,22 @@ def ranks() -> Iterator[list[BaseProcess]]:
                 "; this rank was in phase old_log_prob of step 2 for ",
             ]
             + ["in all_reduce, called from gpt_model.py:"],
+            [],
             id="the first rank, by its silence",
         ),
         pytest.param(
             *(1, "in code of its own", 12, 300),
             ["lost contact with another rank in phase update_critic (", "; in all_", "; rank 1 ("]
             + [") is behind: in phase adv of step 2 for ", "at freezing.py:", " (loop_forever)"],
+            [],
             id="alive, in code of its own",
+        ),
+        pytest.param(
+            *(1, "in its engine", 12, 300),
+            ["rank 1 (", ") has made no progress for ", " s: in phase gen of step 2 for "]
+            + ["at freezing.py:", " (loop_forever); this rank was in phase idle of step 2 for "],
+            POOLS,
+            id="alive, in the other pool",
         ),
     ],
 )
@@ -97,9 +118,10 @@ def test_the_others_end_in_time_and_name_it(
     dist_timeout: int,
     heartbeat_timeout: int,
     words: list[str],
+    settings: list[str],
 ) -> None:
     arguments = [
-        str(config),
+        *(str(config), *settings),
         f"trainer.default_local_dir={tmp_path / 'run'}",
         f"trainer.dist_timeout_seconds={dist_timeout}",
         f"trainer.heartbeat_timeout_seconds={heartbeat_timeout}",
@@ -118,8 +140,34 @@ def test_the_others_end_in_time_and_name_it(
     took = time.time() - float((tmp_path / "since").read_text())
     limit = min(dist_timeout, heartbeat_timeout)
     assert limit - 2 < took < limit + SLACK_SECONDS, f"{took:.1f} s: {output}"
-    assert ranks[victim].is_alive()  # the others have not ended because the victim has
+    if settings != POOLS:  # there rank 0 ends them all
+        assert ranks[victim].is_alive()  # the others have not ended because the victim has
     errors = [line for line in output.splitlines() if line.startswith("rlhf_mc: error")]
     assert len(errors) == 1, output
     for word in words:
         assert word in errors[0]
+
+
+def test_a_pool_may_take_longer_than_a_collective(
+    config: Path, tmp_path: Path, ranks: list[BaseProcess]
+) -> None:
+    """Generate for longer than trainer.dist_timeout_seconds: one second for each token."""
+    timeout = 12  # heartbeats come every 5 s
+    arguments = [
+        *(str(config), *POOLS, f"trainer.default_local_dir={tmp_path / 'run'}"),
+        *(f"trainer.dist_timeout_seconds={timeout}", "trainer.total_training_steps=3"),
+        f"data.max_response_length={timeout + 4}",
+    ]
+    for rank, env in enumerate(forked.rank_variables(world=2)):
+        env |= {"STUCK": "slow engine" if rank == 1 else "", "SINCE": str(tmp_path / "since")}
+        ranks.append(
+            forked.start(
+                [PROGRAM, *arguments], tmp_path / f"out{rank}", tmp_path / f"rank{rank}", env
+            )
+        )
+    start = time.time()
+    for process in ranks:
+        process.join(START_WITHIN_SECONDS)
+    outputs = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
+    assert [process.exitcode for process in ranks] == [0, 0], outputs
+    assert time.time() - start > timeout and "is behind" not in outputs[0]
