@@ -6,7 +6,7 @@ import math
 
 from rlhf_mc.architectures.operations import ForwardFlops, forward_flops
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.config.roles import prompts_per_batch
+from rlhf_mc.config.roles import num_rollout_ranks, prompts_per_batch
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.collectives import Collective
 from rlhf_mc.planner.gpus import Machine, ProductRate
@@ -19,7 +19,7 @@ _FLOAT32 = 4
 def sequences_at_a_time(cfg: Config, world: int, lengths: Lengths, kv_tokens: float) -> int:
     """Return the number of sequences that an engine decodes at a time: as many as its KV cache has
     room for, if each is half generated, at most rollout.max_num_seqs, and at most the engine's."""
-    engines = world // cfg.rollout.tensor_model_parallel_size
+    engines = num_rollout_ranks(cfg, world) // cfg.rollout.tensor_model_parallel_size
     of_engine = math.ceil(prompts_per_batch(cfg.data) * responses_per_prompt(cfg) / engines)
     half_generated = lengths.prompt + lengths.response / 2
     return max(1, min(cfg.rollout.max_num_seqs, of_engine, int(kv_tokens / half_generated)))
@@ -37,7 +37,7 @@ def generation(
     has two all-reduces; each sampled token has its float32 logits gathered. "host" is what the
     device waits for."""
     tp = cfg.rollout.tensor_model_parallel_size
-    engines = machine.world // tp
+    engines = num_rollout_ranks(cfg, machine.world) // tp
     prompts = prompts_per_batch(cfg.data)
     responses = responses_per_prompt(cfg)
     sequences = math.ceil(prompts * responses / engines)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.roles import saves_checkpoints
+from rlhf_mc.config.roles import num_training_ranks, saves_checkpoints
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.lengths import responses_per_prompt
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
@@ -75,8 +75,7 @@ def _rank_bytes(
     """Return the bytes of one of these ranks. Gradients are offloaded without a copy."""
     parts = {"processes": float(PROCESS + cfg.reward.num_workers * WORKER)}
     copies = 0.0
-    for role in shapes:
-        state = ranks.states[role]
+    for role, state in ranks.states.items():
         settings = layouts(cfg)[role]
         if settings.param_offload:
             parts[f"{role} params"] = state.params
@@ -84,7 +83,8 @@ def _rank_bytes(
             if settings.optimizer_offload:
                 parts[f"{role} optimizer"] = state.optimizer
             params = state.stored_params(shapes[role], ITEMSIZES[settings.dtype])
-            copies += saved_bytes(params, state.optimizer, training_mesh(settings, world))
+            mesh = training_mesh(settings, num_training_ranks(cfg, world))
+            copies += saved_bytes(params, state.optimizer, mesh)
     if saves_checkpoints(cfg.trainer) and cfg.trainer.async_save:
         parts["asynchronous save"] = copies
     responses = cfg.data.train_batch_size * responses_per_prompt(cfg)

@@ -18,6 +18,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
+    num_training_ranks,
     reference_is_actor,
     shares_weights,
     token_budgets,
@@ -104,9 +105,10 @@ class RankMemory:
 
     ranks: tuple[int, ...]
     phases: tuple[Phase, ...]
-    rollout: Rollout
+    rollout: Rollout | None
+    """None: the ranks have no rollout engine."""
     states: Mapping[str, ModelState]
-    """Of each model, by role, wherever it is."""
+    """Of each model, by role, wherever it is; none on the ranks of a rollout pool."""
     staying: frozenset[str]
     """Roles whose optimizer state stays on the device between the steps of an update, the same on
     all ranks: there is room for it beside the passes, or nothing to gain. Where trainer.planner is
@@ -127,34 +129,49 @@ def plan_memory(
     gpus_per_node: int = 8,
     one_of_each_stage: bool = False,
 ) -> list[RankMemory]:
-    """Return the memory of each class of ranks of a run. one_of_each_stage: of one rank of each
-    class of pipeline stages, which is nearly the memory of its tensor-parallel group.
+    """Return the memory of each class of ranks of a run, those of a rollout pool last.
+    one_of_each_stage: of one rank of each class of pipeline stages, which is nearly the memory of
+    its tensor-parallel group.
 
     shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs,
     where device_bytes are a rank's share of the memory of its node."""
-    meshes = {role: training_mesh(layouts(cfg)[role], world) for role in shapes}
+    num_training = num_training_ranks(cfg, world)
+    meshes = {role: training_mesh(layouts(cfg)[role], num_training) for role in shapes}
     rollout_tp = cfg.rollout.tensor_model_parallel_size
-    tp_rank = rollout_tp_ranks(meshes["actor"], rollout_tp, gpus_per_node)
+    pool = cfg.resource_pools.rollout
+    tp_rank = rollout_tp_ranks(meshes["actor"], rollout_tp, gpus_per_node, pool)
+    stages = _one_of_each_stage(list(meshes.values()))
     alike: dict[tuple[object, ...], list[int]] = {}
-    for rank in _one_of_each_stage(list(meshes.values())) if one_of_each_stage else range(world):
+    for rank in stages if one_of_each_stage else range(num_training):
         alike.setdefault(
-            (*(model_coordinate(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []
+            (*(model_coordinate(mesh, rank) for mesh in meshes.values()), tp_rank.get(rank)), []
         ).append(rank)
+    for rank in range(num_training, world):
+        alike.setdefault((tp_rank[rank],), []).append(rank)
     # By all that the phases of a rank follow from, in which tensor-parallel ranks mostly agree.
-    classes: dict[tuple[object, ...], tuple[dict[str, _Model], Rollout, list[int]]] = {}
+    classes: dict[tuple[object, ...], tuple[dict[str, _Model], Rollout | None, list[int]]] = {}
     for ranks in alike.values():
-        rollout = _rollout(
-            cfg, shapes["actor"], meshes["actor"], ranks[0], tp_rank[ranks[0]], device_bytes, cuda
-        )
+        rank = ranks[0]
+        rollout = None
+        if rank in tp_rank:
+            source = min(rank, num_training - 1)  # in a rollout pool no weight is shared
+            rollout = _rollout(
+                cfg, shapes["actor"], meshes["actor"], source, tp_rank[rank], device_bytes, cuda
+            )
         models = {
-            role: _Model(cfg, role, shapes[role], meshes[role], ranks[0], cuda) for role in shapes
+            role: _Model(cfg, role, shapes[role], meshes[role], rank, cuda)
+            for role in shapes
+            if rank < num_training
         }
         key = (rollout, *((model.state, model.stage) for model in models.values()))
         classes.setdefault(key, (models, rollout, []))[2].extend(ranks)
+    names = _phase_names(cfg, shapes)
 
     def phases(staying: Collection[str]) -> list[tuple[Phase, ...]]:
         of_class = [(models, rollout) for models, rollout, _ in classes.values()]
-        return [tuple(_phases(cfg, *parts, cuda, gpus_per_node, staying)) for parts in of_class]
+        return [
+            tuple(_phases(cfg, names, *parts, cuda, gpus_per_node, staying)) for parts in of_class
+        ]
 
     updates = {
         phase: role
@@ -248,24 +265,40 @@ class _Model:
         )
 
 
+def _phase_names(cfg: Config, roles: Collection[str]) -> list[str]:
+    """Return the phases that hold tensors on the device. roles: of the run's models."""
+    passes = [phase for phase in token_budgets(cfg) if _role_of(cfg, phase) in roles]
+    # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint
+    # does.
+    return ["update_weights", "gen", *passes, "save_checkpoint", "export"]
+
+
+def _role_of(cfg: Config, phase: str) -> str:
+    """Return the role of the model of a pass."""
+    if phase == "ref" and reference_is_actor(cfg):
+        return "actor"
+    return _ROLES_OF_PASSES.get(phase, phase)
+
+
 def _phases(
     cfg: Config,
+    names: Sequence[str],
     models: Mapping[str, _Model],
-    rollout: Rollout,
+    rollout: Rollout | None,
     cuda: bool,
     gpus_per_node: int,
     staying: Collection[str],
 ) -> Iterator[Phase]:
-    """Yield the phases that hold tensors on the device. staying: RankMemory's."""
+    """Yield these phases of a rank. staying: RankMemory's."""
     meshes = [model.mesh for model in models.values()]
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     work = _activations(cfg, models)
-    buckets = 2.0 * min(cfg.reshard.bucket_megabytes << 20, rollout.weights + rollout.staged)
-    work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
-    passes = [phase for phase in work if phase != "update_weights"]
-    # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint
-    # does.
-    for name in ("update_weights", "gen", *passes, "save_checkpoint", "export"):
+    bucket = float(cfg.reshard.bucket_megabytes << 20)
+    work["update_weights"] = {"reshard buckets": 2 * bucket}
+    if rollout is not None:
+        buckets = 2 * min(bucket, rollout.weights + rollout.staged)
+        work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
+    for name in names:
         row = parts_on_device(name, reference_is_actor(cfg))
         assert row is not None
         parts: dict[str, float] = {}
@@ -277,13 +310,17 @@ def _phases(
                 if is_updated
                 else model.resident(needed)
             )
-        is_awake = not cfg.rollout.free_cache_engine or "kv_cache" in row["rollout"]
-        if is_awake:
+        sleeps = cfg.rollout.free_cache_engine and "kv_cache" not in row["rollout"]
+        is_awake = rollout is not None and not (sleeps and models)  # in a pool it never sleeps
+        if rollout is None:
+            pass
+        elif is_awake:
             parts["vLLM"] = rollout.budget
         elif "weights" in row["rollout"]:
             parts["vLLM weights"] = float(rollout.weights)
+        asleep = rollout is not None and not is_awake
         reserved = (
-            reserved_bytes(meshes, gpus_per_node, rollout_tp, is_awake) if cuda else RESERVED_ON_CPU
+            reserved_bytes(meshes, gpus_per_node, rollout_tp, asleep) if cuda else RESERVED_ON_CPU
         )
         parts = {**parts, **work.get(name, {}), "reserved": reserved}
         yield Phase(name, {key: size for key, size in parts.items() if size})
@@ -293,8 +330,7 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
     """Return the activations of each pass over the models, by phase."""
     peaks = {}
     for phase, budget in token_budgets(cfg).items():
-        role = _ROLES_OF_PASSES.get(phase, phase)
-        role = "actor" if phase == "ref" and reference_is_actor(cfg) else role
+        role = _role_of(cfg, phase)
         if role not in models:
             continue
         model = models[role]

@@ -55,9 +55,12 @@ def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
 
 
 @functools.lru_cache(maxsize=64)
-def rollout_tp_ranks(mesh: Mesh, rollout_tp: int, gpus_per_node: int) -> Mapping[int, int]:
-    """Return each rank's tensor-parallel rank in its rollout engine."""
-    engine_ranks = rollout_groups(mesh, rollout_tp, gpus_per_node)
+def rollout_tp_ranks(
+    mesh: Mesh, rollout_tp: int, gpus_per_node: int, pool: int | None
+) -> Mapping[int, int]:
+    """Return the tensor-parallel rank in its rollout engine of each rank that has one. pool:
+    resource_pools.rollout."""
+    engine_ranks = rollout_groups(mesh, rollout_tp, gpus_per_node, pool)
     return {rank: tp_rank for ranks in engine_ranks for tp_rank, rank in enumerate(ranks)}
 
 

@@ -16,7 +16,7 @@ from rlhf_mc.planner.host_memory import NodeMemory
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.measured import Expected
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
-from rlhf_mc.planner.search import EQUAL, PlannedSettings
+from rlhf_mc.planner.search import EQUAL, PlannedSettings, describe_ranks
 from rlhf_mc.planner.start import GB, MemoryFit, rank_text
 from rlhf_mc.planner.storage import Storage
 from rlhf_mc.planner.times import StepTimes
@@ -29,6 +29,7 @@ _COLUMNS = (
     "tokens/s/GPU",
     "expected",
     "GB left",
+    "ranks",
     "TP",
     "CP",
     "PP",
@@ -54,6 +55,8 @@ def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
         for phase in ranks.phases:
             lines.append(f"  {phase.name:<16} {phase.total / GB:6.1f}   {_gigabytes(phase.parts)}")
         rollout = ranks.rollout
+        if rollout is None:
+            continue
         cache = max(rollout.kv_cache, 0.0)
         count = cache / rollout.kv_bytes_per_token / longest
         lines.append(
@@ -134,6 +137,15 @@ def times_table(times: StepTimes, expected: Expected, lengths: Lengths) -> str:
         f"{least:.0f} (bound), {reached:.0f} ({expected.kind}); pipeline bubble "
         f"{times.bubble_share:.1%} of the bound"
     )
+    if times.overlaps:
+        lines.append(
+            "  pools wait        "
+            + ", ".join(
+                f"{pool} {1 - seconds / max(times.pool_seconds.values()):.0%}"
+                for pool, seconds in times.pool_seconds.items()
+            )
+            + " of the longer of generation and training, by the bounds"
+        )
     lines.append(f"expected: the factors of {expected.source}")
     return "\n".join(lines)
 
@@ -171,7 +183,8 @@ def as_json(
             {
                 "ranks": list(ranks.ranks),
                 "phases": {phase.name: dict(phase.parts) for phase in ranks.phases},
-                "rollout": {**vars(ranks.rollout), "kv_cache": ranks.rollout.kv_cache},
+                "rollout": ranks.rollout
+                and {**vars(ranks.rollout), "kv_cache": ranks.rollout.kv_cache},
             }
             for ranks in plan
         ],
@@ -242,6 +255,7 @@ def _row(number: int, choice: PlannedSettings) -> tuple[str, ...]:
         f"{choice.times.tokens_per_gpu:.0f}",
         f"{choice.expected.times.tokens_per_gpu:.0f}" if choice.expected else "",
         f"{choice.fit.spare / 1e9:.1f}",
+        describe_ranks(cfg, choice.times.world),
         str(actor.tensor_model_parallel_size),
         str(actor.context_parallel_size),
         str(actor.pipeline_model_parallel_size),

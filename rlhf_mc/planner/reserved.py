@@ -6,7 +6,7 @@ on a GPU has been measured yet.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from rlhf_mc.topology.mesh import Axis, Mesh
 
@@ -42,12 +42,18 @@ gradients, the world. Keys and values have the groups of Mesh.context_blocks."""
 
 
 def reserved_bytes(
-    meshes: Iterable[Mesh], gpus_per_node: int, rollout_tp: int, engine_is_awake: bool
+    meshes: Collection[Mesh], gpus_per_node: int, rollout_tp: int, engine_sleeps: bool
 ) -> float:
-    """Return the bytes of a rank besides the parts of a phase. meshes: of all models. An engine
-    that is awake has its communicator and workspace in its own share of the device."""
-    asleep = 0 if engine_is_awake else ENGINE + COMMUNICATOR * (rollout_tp > 1)
-    return DRIVER + TRAINING + besides_tensors(frozenset(meshes), gpus_per_node) + asleep
+    """Return the bytes of a rank besides the parts of a phase. meshes: of all models; none on a
+    rank that holds an engine alone. An engine that is awake has its communicator and workspace in
+    its own share of the device."""
+    asleep = (ENGINE + COMMUNICATOR * (rollout_tp > 1)) if engine_sleeps else 0
+    return (
+        DRIVER
+        + TRAINING * bool(meshes)
+        + besides_tensors(frozenset(meshes), gpus_per_node)
+        + asleep
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -59,5 +65,5 @@ def besides_tensors(meshes: frozenset[Mesh], gpus_per_node: int) -> int:
         tuple(mesh.context_blocks(size)[0]) for mesh in meshes for size in mesh.context_sizes
     }
     communicators = sum(len(group) > 1 for group in groups)
-    peers = max(min(mesh.ep, max(1, gpus_per_node // mesh.tp)) - 1 for mesh in meshes)
+    peers = max((min(mesh.ep, max(1, gpus_per_node // mesh.tp)) - 1 for mesh in meshes), default=0)
     return CONTEXT + communicators * COMMUNICATOR + peers * PEER

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import has_rollout_pool
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine
@@ -54,6 +55,8 @@ BUDGET = 4000
 MOST_RANKS = 4096
 """Ranks beyond which a search leaves out the weight update, whose plan for all of them takes
 minutes."""
+MOST_SPLITS = 7
+"""Splits of the ranks into two pools that a search compares."""
 _PRINT_SECONDS = 5.0
 _SHARES = [twentieth / 20 for twentieth in range(2, 20)]
 _BUCKETS = (128, 32)
@@ -93,11 +96,22 @@ def search(
     settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths, top: int
 ) -> list[PlannedSettings]:
     """Return the best choices, the best first, at most `top`, each with another layout or
-    recomputation. settings: the user's. Raise UserError if none fits, or if the settings are wrong
-    whatever the layout."""
-    run = _Search(settings, machine, capacity, lengths)
-    choices = run.best(top, beyond_node=False) or run.best(top, beyond_node=True)
-    if run.budget.is_spent:
+    recomputation. settings: the user's; where these have resource_pools, choices have other splits
+    of the ranks too, or none. Raise UserError if none fits, or if the settings are wrong whatever
+    the layout."""
+    runs = [
+        _Search(settings, split, machine, capacity, lengths) for split in _splits(settings, machine)
+    ]
+    choices: list[PlannedSettings] = []
+    best: list[str] = []
+    for run in runs:
+        of_split = run.best(top, beyond_node=False) or run.best(top, beyond_node=True)
+        choices += of_split
+        best += [f"{run.ranks} ranks {choice.times.seconds:.1f} s" for choice in of_split[:1]]
+    if len(runs) > 1:
+        print_line(f"the best step of each split: {'; '.join(best)}")
+    choices = _ranked(choices)[:top]
+    if any(run.budget.is_spent for run in runs):
         print_line(
             f"the search ended after {BUDGET} settings; with fewer GPUs it would compare all"
         )
@@ -112,6 +126,25 @@ def search(
             "data.max_response_length"
         )
     return choices
+
+
+def _splits(settings: Settings, machine: Machine) -> list[Settings]:
+    """Return the settings of resource_pools to try: none, and splits into whole nodes, or on one
+    node into GPUs. Where the user's settings have none, theirs alone."""
+    pools = ("resource_pools.train", "resource_pools.rollout")
+    if not any(settings.get(key) for key in pools):
+        return [{}]
+    unit = machine.gpus_per_node if machine.world > machine.gpus_per_node else 1
+    count = machine.world // unit
+    sizes = {-(-count * n // (MOST_SPLITS + 1)) for n in range(1, MOST_SPLITS + 1)} - {count}
+    splits = [(unit * (count - size), unit * size) for size in sorted(sizes)]
+    return [dict.fromkeys(pools), *(dict(zip(pools, split, strict=True)) for split in splits)]
+
+
+def describe_ranks(cfg: Config, world: int) -> str:
+    """Return the number of ranks: of all, or of training and rollout."""
+    pools = cfg.resource_pools
+    return f"{pools.train} + {pools.rollout}" if has_rollout_pool(cfg) else str(world)
 
 
 class _Budget:
@@ -137,15 +170,25 @@ class _Budget:
 
 class _Search:
     def __init__(
-        self, settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths
+        self,
+        settings: Settings,
+        split: Settings,
+        machine: Machine,
+        capacity: Capacity,
+        lengths: Lengths,
     ) -> None:
-        self._space = SearchSpace(settings, machine)
+        """split: the settings of resource_pools that the search has chosen."""
+        self._space = SearchSpace({**settings, **split}, machine)
+        self._split = split
         self._shapes = self._space.shapes
+        self.ranks = describe_ranks(self._space.base, machine.world)
         self._machine = machine
         self._capacity = capacity
         self._device_bytes = capacity.device_bytes
         self._lengths = lengths
         self.budget = _Budget()
+        base = self._space.base
+        self._overlaps = has_rollout_pool(base) and base.rollout.one_step_off
         sizes = {
             name: math.prod(size) for name, size in logical_shapes(self._shapes["actor"]).items()
         }
@@ -186,7 +229,7 @@ class _Search:
         error = None
         engine = engine_factory(self._space.base.rollout)
         rollouts: dict[int, float] = {}
-        for rollout_tp in self._space.group_sizes(beyond_node):
+        for rollout_tp in self._space.group_sizes(self._space.num_rollout, beyond_node):
             try:
                 engine.check_layout(self._shapes["actor"], rollout_tp)
             except UserError:
@@ -226,7 +269,10 @@ class _Search:
             ):
                 if beyond_node and max(layout[TP], rollout_tp) <= self._machine.gpus_per_node:
                     continue
-                yield replace(candidate, bound=candidate.bound + seconds, rollout_tp=rollout_tp)
+                bound = candidate.bound + seconds
+                if self._overlaps:
+                    bound = max(candidate.bound, seconds)
+                yield replace(candidate, bound=bound, rollout_tp=rollout_tp)
         if not is_any and error is not None and not beyond_node:
             raise error
 
@@ -260,7 +306,7 @@ class _Search:
         """Return the states of the models in a layout; None where it does not fit with all that
         saves memory."""
         stages = layout[TP] * layout[PP]
-        dp = self._machine.world // stages
+        dp = self._space.num_training // stages
         # Weights of two bytes, gradients of four, Adam's moments over all replicas.
         base = self._space.base
         shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[EP] / dp) / layout[EP]
@@ -345,7 +391,7 @@ class _Search:
         if fit is None:
             return None
         return PlannedSettings(
-            chosen,
+            {**self._split, **chosen},
             cfg,
             plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths),
             fit,
@@ -372,7 +418,7 @@ class _Search:
     def _share(self, cfg: Config, plan: Sequence[RankMemory], room: float) -> float:
         """Return rollout.gpu_memory_utilization. room: the most it may be."""
         decoded = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
-        rollouts = [ranks.rollout for ranks in plan]
+        rollouts = [ranks.rollout for ranks in plan if ranks.rollout is not None]
         needed = max(
             rollout.weights
             + rollout.activations

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_mc.config.load import load_config, nest_settings
-from rlhf_mc.config.roles import tokens_on_rank
+from rlhf_mc.config.roles import num_rollout_ranks, num_training_ranks, tokens_on_rank
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.start import planned_shapes
@@ -51,6 +51,10 @@ class SearchSpace:
         self._machine = machine
         self.base = self.config({})
         """The user's config."""
+        self.num_training = num_training_ranks(self.base, machine.world)
+        """Number of ranks that hold models."""
+        self.num_rollout = num_rollout_ranks(self.base, machine.world)
+        """Number of ranks that hold engines."""
         self.shapes = planned_shapes(self.base)
         """Shape of the model of each role."""
         self.longest = self.base.data.max_prompt_length + self.base.data.max_response_length
@@ -63,8 +67,8 @@ class SearchSpace:
     def training_layouts(self, beyond_node: bool) -> Iterator[dict[str, Any]]:
         """Yield the layouts of training that divide the ranks."""
         shape = self.shapes["actor"]
-        world = self._machine.world
-        for tp in self.group_sizes(beyond_node):
+        world = self.num_training
+        for tp in self.group_sizes(world, beyond_node):
             for pp in _divisors(world // tp):
                 replicas = world // tp // pp
                 chunks = (
@@ -93,10 +97,11 @@ class SearchSpace:
                         f"{_MEGATRON}.num_layers_in_last_pipeline_stage": None,
                     }
 
-    def group_sizes(self, beyond_node: bool) -> list[int]:
-        """Return the tensor-parallel sizes to try: those that fill a node, or also whole nodes."""
+    def group_sizes(self, num_ranks: int, beyond_node: bool) -> list[int]:
+        """Return the tensor-parallel sizes to try on as many ranks: those that fill a node, or also
+        whole nodes."""
         node = self._machine.gpus_per_node
-        sizes = _divisors(self._machine.world)
+        sizes = _divisors(num_ranks)
         return [n for n in sizes if node % n == 0 or (beyond_node and n % node == 0)]
 
     def budget_sizes(self, layout: Settings) -> list[int]:

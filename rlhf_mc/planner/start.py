@@ -11,7 +11,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
-from rlhf_mc.config.roles import has_rollout_pool, shares_weights, uses_critic
+from rlhf_mc.config.roles import shares_weights, uses_critic
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import Phase, RankMemory, plan_memory, sum_by_name
@@ -54,12 +54,7 @@ class MemoryFit:
 
 def planned_shapes(cfg: Config) -> dict[str, ModelShape]:
     """Return the shapes of the run's models, by role. Raise UserError if a config.json is not
-    supported, or if the config has pools."""
-    if has_rollout_pool(cfg):
-        raise UserError(
-            "resource_pools is set; the planner counts ranks that hold models and engines: leave "
-            "it out"
-        )
+    supported."""
     return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
 
 
@@ -138,6 +133,8 @@ def _device_fit(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> 
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     for alike in plan:
         rollout = alike.rollout
+        if rollout is None:
+            continue
         needed = longest * rollout.kv_bytes_per_token
         if rollout.kv_cache < needed:
             key = "gpu_memory_utilization" if capacity.cuda else "cpu_kvcache_space_gb"

@@ -72,6 +72,7 @@ def plan_storage(
             ranks.states[role].stored_params(shapes[role], ITEMSIZES[megatron.dtype])
             + ranks.states[role].optimizer
             for role, (megatron, _) in settings.items()
+            if role in ranks.states
         )
         for rank in ranks.ranks:
             read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + rank_bytes

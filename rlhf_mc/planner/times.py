@@ -19,7 +19,7 @@ from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flo
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.config.roles import overlaps_reduction
+from rlhf_mc.config.roles import has_rollout_pool, overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import layer_bytes
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
@@ -29,7 +29,7 @@ from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.memory import Phase, RankMemory, sum_by_name
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import SomeSettings, layout_at, model_coordinate, some_settings
-from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhasePasses, Traffic, phase_work
+from rlhf_mc.planner.traffic import GEN, UPDATE_WEIGHTS, PhasePasses, Traffic, phase_work
 from rlhf_mc.reshard.model_checks import cp_comm_type
 from rlhf_mc.topology.mesh import Mesh
 
@@ -48,11 +48,21 @@ class StepTimes:
     world: int
     sequences_at_a_time: int
     """Sequences that an engine decodes at a time."""
+    overlaps: bool = False
+    """Ranks of a rollout pool generate while the others train: all but the weight update."""
 
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return sum(phase.total for phase in self.phases)
+        total = sum(phase.total for phase in self.phases)
+        return total - min(self.pool_seconds.values()) if self.overlaps else total
+
+    @property
+    def pool_seconds(self) -> dict[str, float]:
+        """Seconds of a step in which each pool works, without the weight update."""
+        seconds = {phase.name: phase.total for phase in self.phases if phase.name != UPDATE_WEIGHTS}
+        generation = seconds.pop(GEN)
+        return {"train": sum(seconds.values()), "rollout": generation}
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -77,7 +87,12 @@ def plan_times(
     weights: transfers of the weight update."""
     states = largest_states(plan)
     kv_tokens = max(
-        0.0, min(ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token for ranks in plan)
+        0.0,
+        min(
+            ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token
+            for ranks in plan
+            if ranks.rollout is not None
+        ),
     )
     decoded = sequences_at_a_time(cfg, machine.world, lengths, kv_tokens)
     phases = [Phase("gen", generation(cfg, shapes["actor"], machine, lengths, decoded))]
@@ -91,12 +106,13 @@ def plan_times(
     phases += [Phase(UPDATE_WEIGHTS, {"weights": received})] if received else []
     phases += [Phase("offload", {"onload": onload})] if onload else []
     tokens = cfg.data.train_batch_size * cfg.rollout.n * lengths.total
-    return StepTimes(tuple(phases), tokens, machine.world, decoded)
+    overlaps = has_rollout_pool(cfg) and cfg.rollout.one_step_off
+    return StepTimes(tuple(phases), tokens, machine.world, decoded, overlaps)
 
 
 def largest_states(plan: Sequence[RankMemory]) -> dict[str, ModelState]:
     """Return the state of each model, by role, on the rank that holds most of it."""
-    states = [ranks.states for ranks in plan]
+    states = [ranks.states for ranks in plan if ranks.states]
     return {
         role: max((of[role] for of in states), key=lambda state: state.params + state.optimizer)
         for role in states[0]

@@ -17,6 +17,7 @@ from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
     has_old_log_prob_pass,
+    num_training_ranks,
     overlaps_reduction,
     prompts_per_batch,
     reference_is_actor,
@@ -30,7 +31,7 @@ from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, computed_tokens, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.planner.rank_layouts import choice_bytes_of_stage, planned_layouts
-from rlhf_mc.reshard.layout import Layout, correction_biases
+from rlhf_mc.reshard.layout import EMPTY, Layout, correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
 from rlhf_mc.reshard.plan import Plan, make_plans
 from rlhf_mc.rollout.engines import engine_factory
@@ -74,10 +75,9 @@ def plan_traffic(
     lengths: Lengths,
 ) -> list[Traffic]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
-    by_role = {
-        role: planned_layouts(shapes[role], training_mesh(layouts(cfg)[role], world), cuda=True)
-        for role in shapes
-    }
+    num_training = num_training_ranks(cfg, world)
+    meshes = {role: training_mesh(layouts(cfg)[role], num_training) for role in shapes}
+    by_role = {role: planned_layouts(shapes[role], mesh, True) for role, mesh in meshes.items()}
     traffic = [weight_update(cfg, shapes["actor"], world, gpus_per_node)]
     steps = [(GEN, _rollout_collectives(cfg, shapes["actor"], world, gpus_per_node, lengths))]
     for work in phase_work(cfg, shapes, world, lengths):
@@ -122,9 +122,10 @@ def phase_work(
     """Yield the phases in which a model computes, in the order of a step."""
     actor = cfg.actor
     budgets = token_budgets(cfg)
+    num_training = num_training_ranks(cfg, world)
 
     def work(phase: str, role: str, count: int, updates: int | None = None) -> PhasePasses:
-        mesh = training_mesh(layouts(cfg)[role], world)
+        mesh = training_mesh(layouts(cfg)[role], num_training)
         if mesh.dynamic_cp:
             fits = (
                 size
@@ -204,9 +205,9 @@ def _rollout_collectives(
     """Yield by rank the collectives of the rollout engines, which are tensor parallel, and of the
     exchange of responses: sums after the embedding and each layer's attention and MLP, and for each
     sampled token its float32 logits."""
-    mesh = training_mesh(cfg.actor.megatron, world)
+    mesh = training_mesh(cfg.actor.megatron, num_training_ranks(cfg, world))
     tp = cfg.rollout.tensor_model_parallel_size
-    groups = rollout_groups(mesh, tp, gpus_per_node)
+    groups = rollout_groups(mesh, tp, gpus_per_node, cfg.resource_pools.rollout)
     group_of_rank = {rank: tuple(sorted(group)) for group in groups for rank in group}
     prompts = prompts_per_batch(cfg.data)
     responses = prompts * responses_per_prompt(cfg)
@@ -223,12 +224,12 @@ def _rollout_collectives(
     exchanged = responses * lengths.response * _TOKEN_BYTES
     everyone = tuple(range(world))
     for rank in everyone:
-        group = group_of_rank[rank]
-        collectives = [
-            Collective("tensor parallel", "all_reduce", group, sums * states, sums * steps),
-            Collective("logits", "all_gather", group, logits, steps),
-            Collective("responses", "all_gather", everyone, exchanged, 1),
-        ]
+        collectives = [Collective("responses", "all_gather", everyone, exchanged, 1)]
+        if (group := group_of_rank.get(rank)) is not None:
+            collectives += [
+                Collective("tensor parallel", "all_reduce", group, sums * states, sums * steps),
+                Collective("logits", "all_gather", group, logits, steps),
+            ]
         yield [collective for collective in collectives if len(collective.group) > 1]
 
 
@@ -263,15 +264,16 @@ def weight_update_plans(
     cfg: Config, shape: ModelShape, world: int, gpus_per_node: int
 ) -> list[Plan]:
     """Return the plans of the weight update on GPUs, as a run makes them. shape: the actor's."""
-    mesh = training_mesh(cfg.actor.megatron, world)
+    mesh = training_mesh(cfg.actor.megatron, num_training_ranks(cfg, world))
     shape = shape.base
     rank_layouts = planned_layouts(shape, mesh, cuda=True)
+    if has_contiguous_experts(cfg):
+        rank_layouts = with_contiguous_experts(rank_layouts, mesh)
     layout = engine_factory(cfg.rollout).layout
-    groups = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
+    tp = cfg.rollout.tensor_model_parallel_size
+    groups = rollout_groups(mesh, tp, gpus_per_node, cfg.resource_pools.rollout)
     plans = make_plans(
-        with_contiguous_experts(rank_layouts, mesh)
-        if has_contiguous_experts(cfg)
-        else rank_layouts,
+        [*rank_layouts, *[EMPTY] * (world - mesh.world)],
         rollout_layouts(shape, groups, layout),
         correction_biases(shape),
         ITEMSIZES[cfg.actor.megatron.dtype],

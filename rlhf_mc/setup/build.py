@@ -25,7 +25,6 @@ from rlhf_mc.config.roles import (
     adapts_kl_loss,
     has_contiguous_experts,
     has_rollout_pool,
-    num_rollout_ranks,
     num_training_ranks,
     reference_is_actor,
     shares_weights,
@@ -70,7 +69,7 @@ from rlhf_mc.setup.model_building import build_models, model_starts
 from rlhf_mc.setup.scorable import check_mixture, print_special_tokens, scorable
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import build_role_groups, pool_group, set_timeout_of_all_groups
-from rlhf_mc.topology.mesh import pool_engines, rollout_groups, training_mesh
+from rlhf_mc.topology.mesh import rollout_groups, training_mesh
 from rlhf_mc.topology.shared_gpu import shared_gpu_line
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
@@ -273,8 +272,6 @@ def _check_memory(
     Every rank must call it, and gets the same."""
     if cfg.trainer.planner == "off":
         return None, frozenset()
-    if has_rollout_pool(cfg):
-        return "memory is not planned with resource_pools", frozenset()
     cuda = platform.use_cuda()
     ranks_per_gpu = platform.ranks_per_gpu()
     smallest = (
@@ -314,11 +311,7 @@ def _rollout(
     rank = dist.get_rank()
     per_node = ranks_per_node()
     tp = cfg.rollout.tensor_model_parallel_size
-    engine_ranks = (
-        pool_engines(actor.groups.mesh.world, num_rollout_ranks(cfg, dist.get_world_size()), tp)
-        if has_rollout_pool(cfg)
-        else rollout_groups(actor.groups.mesh, tp, per_node)
-    )
+    engine_ranks = rollout_groups(actor.groups.mesh, tp, per_node, cfg.resource_pools.rollout)
     trained = engine_layouts(actor, actor.shape.base)
     if has_contiguous_experts(cfg):
         trained = with_contiguous_experts(trained, actor.groups.mesh)

@@ -217,9 +217,12 @@ def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
     )
 
 
-def rollout_groups(mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list[list[int]]:
+def rollout_groups(
+    mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8, pool: int | None = None
+) -> list[list[int]]:
     """Return the ranks of each rollout engine, in the order of the engine's tensor-parallel rank.
-    One of the training TP size t and rollout_tp must divide the other.
+    One of the training TP size t and rollout_tp must divide the other. pool: the number of ranks
+    after the mesh's that the engines have of their own, as neighbours.
 
     If rollout_tp divides t, an engine takes ranks at stride t / rollout_tp inside one training TP
     group: each rank's training shard is part of its generation shard (HybridFlow, arXiv 2409.19256,
@@ -231,6 +234,9 @@ def rollout_groups(mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list
     An engine does not leave a node for that: where a training TP group is on several nodes and an
     engine fits in one, it takes ranks of one node, and as many of them as possible hold a part of
     their generation shard."""
+    if pool is not None:
+        end = mesh.world + pool
+        return [list(range(a, a + rollout_tp)) for a in range(mesh.world, end, rollout_tp)]
     assert mesh.world % rollout_tp == 0, f"rollout TP {rollout_tp} does not divide {mesh.world}"
     assert mesh.tp % rollout_tp == 0 or rollout_tp % mesh.tp == 0, (mesh.tp, rollout_tp)
     starts = range(0, mesh.world, rollout_tp)
@@ -257,13 +263,6 @@ def rollout_groups(mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list
         for a in range(0, mesh.world, size)
         for group in _groups_of_block(mesh, rollout_tp, range(a, min(a + size, mesh.world)))
     ]
-
-
-def pool_engines(first: int, num_ranks: int, rollout_tp: int) -> list[list[int]]:
-    """Return the ranks of each rollout engine of a pool that begins with rank `first`: neighbours,
-    in the order of the engine's tensor-parallel rank."""
-    end = first + num_ranks
-    return [list(range(start, start + rollout_tp)) for start in range(first, end, rollout_tp)]
 
 
 def _groups_of_block(mesh: Mesh, rollout_tp: int, ranks: Sequence[int]) -> list[list[int]]:

@@ -175,3 +175,21 @@ def test_a_search_ends_after_its_budget(run: Any, monkeypatch: pytest.MonkeyPatc
     code, out, err = run(SMALL, "--search")
     assert (code, out) == (2, "")
     assert "rlhf_mc: error: no settings fit 8 GPUs of 85.9 GB" in err
+
+
+def test_splits_of_the_ranks_are_compared(run: Any) -> None:
+    """Search on four GPUs: the choices have splits of their own and none, and each is checked as a
+    run of the command is."""
+    pools = ("resource_pools.train=2", "resource_pools.rollout=2", "rollout.one_step_off=true")
+    correction = "algorithm.rollout_correction.rollout_is=token"
+    machine = ("--gpus-per-node", "4", "--gpu", "a100")
+    arguments = (*machine, *pools, correction)
+    code, out, errors = run(SMALL, *arguments, "--search", "--top", "40", "--json")
+    assert code == 0
+    found = set()
+    for choice in json.loads(out):
+        settings = choice["settings"]
+        found.add((settings["resource_pools.train"], settings["resource_pools.rollout"]))
+    assert found >= {(None, None), (1, 3), (2, 2), (3, 1)}
+    line = next(line for line in errors.splitlines() if "the best step of each split" in line)
+    assert all(f"{split} ranks" in line for split in ("4", "3 + 1", "2 + 2", "1 + 3"))

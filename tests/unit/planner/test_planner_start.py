@@ -72,10 +72,29 @@ def test_the_line_names_what_is_taken_for_something_else() -> None:
         verdict_on(custom, small)
 
 
-def test_pools_are_not_planned() -> None:
-    cfg = config("resource_pools.train=1", "resource_pools.rollout=1")
-    with pytest.raises(UserError, match="resource_pools is set; the planner counts ranks that"):
-        planned_shapes(cfg)
+def test_ranks_of_a_rollout_pool_hold_the_engine_alone() -> None:
+    """Compare with a colocated rank: each of its parts is on one of the two ranks, and shares no
+    weight with the other."""
+    alone = config("reshard.share_weights=false")
+    shapes = planned_shapes(alone)
+    (both,) = plan_run(alone, shapes, Capacity(1, 22 * GB))
+    pools = config("resource_pools.train=1", "resource_pools.rollout=1")
+    training, rollout = plan_run(pools, shapes, Capacity(2, 22 * GB))
+    assert (training.ranks, rollout.ranks) == ((0,), (1,))
+    assert training.rollout is None and training.states == both.states
+    assert rollout.states == {} and rollout.rollout == both.rollout
+    engine = {"vLLM", "vLLM weights"}
+    for whole, of_training, of_rollout in zip(
+        both.phases, training.phases, rollout.phases, strict=True
+    ):
+        names = engine | {"reserved"}
+        assert {k: v for k, v in whole.parts.items() if k not in names} == {
+            k: v for k, v in of_training.parts.items() if k not in names
+        }
+        assert not engine & of_training.parts.keys()
+        assert of_rollout.parts["vLLM"] == both.rollout.budget  # type: ignore[union-attr]
+        assert of_rollout.parts.keys() <= {"vLLM", "reserved", "reshard buckets"}
+    assert "memory as planned" in verdict_on(pools, Capacity(2, 22 * GB))
 
 
 def test_refused_or_warned() -> None:

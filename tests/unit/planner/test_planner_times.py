@@ -51,6 +51,23 @@ def test_shared_prompts(times: Any) -> None:
     assert times(*short) == times(*short, off)
 
 
+def test_pools_work_at_the_same_time(times: Any) -> None:
+    """Compare the 70B config on 64 + 64 GPUs with the whole config on 64: the step is the longer of
+    generation and training, and the weight update, whose bytes are one engine rank's shard."""
+    pools = ("resource_pools.train=64", "resource_pools.rollout=64", "--nodes", "16")
+    ahead = ("rollout.one_step_off=true", "algorithm.rollout_correction.rollout_is=token")
+    together = times()
+    found = times(*pools, *ahead)
+    seconds = {name: sum(parts.values()) for name, parts in found["phases"].items()}
+    for name, parts in together["phases"].items():
+        if name not in ("update_weights", "offload"):
+            assert seconds[name] == pytest.approx(sum(parts.values()))
+    training = sum(seconds.values()) - seconds["gen"] - seconds["update_weights"]
+    longer = max(training, seconds["gen"])
+    assert found["step_seconds"] == pytest.approx(longer + seconds["update_weights"])
+    assert times(*pools)["step_seconds"] == pytest.approx(sum(seconds.values()))
+
+
 @pytest.mark.slow
 def test_70b_by_hand(times: Any) -> None:
     """Compare with products of the sizes: 855,638,016 weights a layer, sequences of 1024 + 2048

@@ -15,7 +15,7 @@ from rlhf_mc.reshard.layout import EMPTY
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rollout.vllm_layout import vllm_layout
-from rlhf_mc.topology.mesh import Mesh, pool_engines, rollout_groups
+from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 NODE = 8
 
@@ -114,7 +114,7 @@ def test_between_pools_an_engines_rank_receives_its_shard_once(
     """Check too that no rank copies or shares, and that replicas send equally much. The ranks of
     the rollout pool, which are on one node, get a block that several of them need once."""
     shape = make_shape(num_layers=2, num_heads=8, num_kv_heads=8, hidden_size=1024, head_dim=128)
-    engines = pool_engines(num_training, num_rollout, rollout_tp)
+    engines = rollout_groups(Mesh(num_training, 1, 1), rollout_tp, pool=num_rollout)
     assert sorted(itertools.chain(*engines)) == list(
         range(num_training, num_training + num_rollout)
     )
