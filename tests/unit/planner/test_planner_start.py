@@ -94,7 +94,7 @@ def test_ranks_of_a_rollout_pool_hold_the_engine_alone() -> None:
         assert not engine & of_training.parts.keys()
         assert of_rollout.parts["vLLM"] == both.rollout.budget  # type: ignore[union-attr]
         assert of_rollout.parts.keys() <= {"vLLM", "reserved", "reshard buckets"}
-    assert "memory as planned" in verdict_on(pools, Capacity(2, 22 * GB))
+    assert "memory as planned" in verdict_on(pools, Capacity(2, 40 * GB))
 
 
 def test_refused_or_warned() -> None:
