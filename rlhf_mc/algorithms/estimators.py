@@ -169,6 +169,24 @@ def whiten(x: torch.Tensor) -> torch.Tensor:
     return (centred * torch.rsqrt(variance + WHITEN_EPS)).to(x.dtype)
 
 
+def extremes(
+    values: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest value of each group: two [G]. values: [G, n]. mask: [G,
+    n] bool, values that count; None: all. A group without one has infinity and -infinity."""
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    low = values.masked_fill(~mask, torch.inf).amin(dim=1)
+    return low, values.masked_fill(~mask, -torch.inf).amax(dim=1)
+
+
+def differ(values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return whether the responses of a group differ: [G] bool. values, mask: as of extremes.
+
+    verl asks for a standard deviation above 0, which rounding gives to three responses of 0.1."""
+    low, high = extremes(values, mask)
+    return low < high
+
+
 # ---------------------------------------------------------------- with a critic
 
 

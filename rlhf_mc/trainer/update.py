@@ -243,12 +243,14 @@ def update(
     skipped: SkippedUpdates,
     computes_old_log_probs: bool = False,
 ) -> tuple[RaggedBatch, dict[str, float]]:
-    """Take one optimizer step per mini-batch. Return the batch, and by key the mean of each
-    statistic over the steps taken, and the share of skipped steps: "{role}/{statistic}". Every rank
-    must call it.
+    """Take one optimizer step per mini-batch, of its sequences that are trained on, if any. Return
+    the batch, and by key the mean of each statistic over the steps taken, and the share of skipped
+    steps: "{role}/{statistic}". Every rank must call it.
 
     computes_old_log_probs: the batch has none yet; it gets those of its only mini-batch."""
-    minis = list(mini_batch_indices)
+    trained = set(batch.trained_rows.tolist())
+    wanted = ([i for i in indices if i in trained] for indices in mini_batch_indices)
+    minis = [indices for indices in wanted if indices]
     steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
         with platform.named_range("mini_batch"):
@@ -260,13 +262,15 @@ def update(
             mini = mini.with_fields(old_log_probs=log_probs)
             positions = ragged_indices(batch.response_lens.numpy(), np.array(indices))
             batch = batch.with_fields(
-                old_log_probs=log_probs.new_zeros(len(log_probs)).index_put(
+                old_log_probs=batch.rollout_log_probs.index_put(
                     (torch.from_numpy(positions),), log_probs
                 )
             )
         skipped.record(engine, budget.step, mini, step.skipped)
     metrics = mean_by_key(engine.statistics(steps))
     engine.end_of_ppo_step()
+    if computes_old_log_probs and not minis:
+        batch = batch.with_fields(old_log_probs=batch.rollout_log_probs)
     return batch, {f"{engine.name}/{key}": value for key, value in metrics.items()}
 
 
@@ -319,7 +323,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         )
         state.metrics |= metrics
         if computes_old_log_probs:
-            compare_with_engine(run, state, batch)
+            compare_with_engine(run, state, batch.trained())
             batch, metrics = corrected(batch, cfg.algorithm.rollout_correction)
             state.metrics |= metrics
         if run.actor.replay is not None:

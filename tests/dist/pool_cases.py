@@ -73,6 +73,7 @@ def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
                     ),
                     "truths": [prompt.ground_truth for prompt in step.prompts],
                     "scores": step.batch.scores.tolist(),
+                    "sample_mask": step.batch.sample_mask.tolist(),
                     "greedy_scores": None
                     if step.batch.greedy_scores is None
                     else step.batch.greedy_scores.tolist(),

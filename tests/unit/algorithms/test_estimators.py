@@ -292,6 +292,65 @@ def test_equal_scores_with_unequal_rewards_of_turns_give_nothing(name: str) -> N
     assert found.advantages is not None and not found.advantages.any()
 
 
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_masked_responses_are_out_of_all_statistics(name: str) -> None:
+    """Compare with the batch of the other responses alone, bit for bit, in groups of 3 and 2."""
+    g = torch.Generator().manual_seed(3)
+    lens = [2, 5, 1, 4, 3, 2]
+    prompts = [Prompt(0, np.array([5, 6], np.int32), "", None)] * 6
+    responses = [Generation([9] * n, [-1.0] * n, True) for n in lens]
+    batch = build_batch(prompts, Responses.of(responses))
+    per_token = {
+        key: torch.randn(sum(lens), generator=g)
+        for key in ("values", "old_log_probs", "ref_log_probs")
+    }
+    per_response = {
+        key: torch.rand(6, generator=g) for key in ("scores", "greedy_scores", "decoupled_scores")
+    }
+    batch = batch.with_fields(**per_token, **per_response)
+    adds_kl = name not in ("maxrl", "gdpo")
+    cfg = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=adds_kl, gamma=0.9, lam=0.8)  # type: ignore[arg-type]
+    mask = torch.tensor([1, 1, 1, 1, 0, 1]).bool()
+    function = ADVANTAGE_ESTIMATORS[name]
+    found, metrics, kl = advantages_and_returns(
+        batch.with_fields(sample_mask=mask), cfg, 0.5, 3, function
+    )
+    for score in (-7.0, 7.0):
+        assert batch.scores is not None
+        other = batch.with_fields(sample_mask=mask, scores=batch.scores.where(mask, score))
+        again = advantages_and_returns(other, cfg, 0.5, 3, function)
+        assert torch.equal(again[0].advantages, found.advantages)  # type: ignore[arg-type]
+        assert again[1:] == (metrics, kl)
+    alone = batch.select([0, 1, 2, 3, 5])
+    inputs = EstimatorInputs(
+        token_rewards(
+            alone.scores,  # type: ignore[arg-type]
+            alone.old_log_probs - alone.ref_log_probs if adds_kl else None,  # type: ignore[operator]
+            0.5,
+            alone.response_lens,
+        ),
+        alone.response_lens,
+        alone.scores,  # type: ignore[arg-type]
+        torch.tensor([0, 0, 0, 1, 1]),
+        alone.values,
+        alone.greedy_scores,
+        alone.decoupled_scores,
+        0.9,
+        0.8,
+    )
+    wanted = function(inputs).advantages.tolist()
+    masked = slice(sum(lens[:4]), sum(lens[:5]))
+    assert found.advantages is not None
+    parts = found.advantages.tolist()
+    assert parts[: masked.start] + parts[masked.stop :] == wanted and any(wanted)
+    assert parts[masked] == [0.0] * lens[4]
+    nothing, metrics, kl = advantages_and_returns(
+        batch.with_fields(sample_mask=torch.zeros(6, dtype=torch.bool)), cfg, 0.5, 3, function
+    )
+    assert nothing.advantages is not None and not nothing.advantages.any()
+    assert (metrics, kl) == ({}, 0.0)
+
+
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_groups_of_one_response_are_refused(name: str) -> None:
     with pytest.raises(AssertionError):
