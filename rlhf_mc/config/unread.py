@@ -154,6 +154,12 @@ DEPENDENCES = (
         f"{ENVIRONMENT}.path, {TOOLS}",
         lambda cfg: cfg.rollout.environment.is_set,
     ),
+    Dependence(
+        "actor",
+        "env_loss_coef",
+        f"{ENVIRONMENT}.path, {TOOLS}",
+        lambda cfg: cfg.rollout.environment.is_set,
+    ),
     _switch(
         "custom_reward_function.path",
         "custom_reward_function",

@@ -174,13 +174,16 @@ def actor_objective(
         per_token["right_weights"] = right_token_weights(
             mini.accuracies, mini.response_lens, mini.kept
         )
+    lens = mini.observation_lens
+    num_observed = 0 if lens is None else int(lens.sum())
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
 
     def loss(
         model: object, states: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         local = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
-        log_probs, entropy = map(micro.all_results, local)
+        results = [micro.all_results(x) for x in local]
+        log_probs, entropy = (x[: len(micro.response_index)] for x in results)
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
         if computes_old_log_probs:
             fields["old_log_probs"] = log_probs.detach()
@@ -198,6 +201,8 @@ def actor_objective(
             entropy=entropy if terms.entropy_coeff != 0.0 else entropy.detach(),
             ref_log_probs=fields.get("ref_log_probs"),
             right_weights=fields.get("right_weights"),
+            observed_log_probs=results[0][len(log_probs) :] if cfg.env_loss_coef > 0 else None,
+            num_observed=num_observed,
         )
         value, stats = actor_loss(
             inputs,
@@ -206,6 +211,7 @@ def actor_objective(
             kl_loss_coef=terms.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
             positive_nll_coef=cfg.positive_nll_coef,
+            env_loss_coef=cfg.env_loss_coef,
         )
         return value, {**stats, LOG_PROBS: log_probs.detach()} if computes_old_log_probs else stats
 

@@ -51,6 +51,7 @@ class Environment:
 SETTINGS = [
     "custom_reward_function.path=null",
     "actor.optim.lr=0",
+    "actor.env_loss_coef=0.1",
     "algorithm.adv_estimator=grpo",
     "algorithm.use_kl_in_reward=false",
     "algorithm.kl_ctrl.type=fixed",
@@ -185,6 +186,7 @@ def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(
     steps, num_calls = tail
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
     assert not all(all(step["sample_mask"]) for step in steps[0])
+    assert all(step["metrics"]["actor/env_loss"] > 1 for step in steps[0])
     events = [event for _, event in read_rows(config.parent / "tail" / "health.jsonl")]
     assert "calls_failing" in {event["rule"] for event in events}
     replayed, num_again = train("replayed", *TAIL, f"trainer.replay={config.parent / 'tail'}")
