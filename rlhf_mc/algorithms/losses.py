@@ -119,12 +119,12 @@ def actor_loss(
     positive_nll_coef * NLL(right responses) + env_loss_coef * NLL(observations), and its
     statistics.
 
-    NLL = -sum of log_prob over the tokens / number of these tokens in the mini-batch, 0 without
-    one. Sources: VAPO (arXiv 2504.05118), positive-example language-model loss; ECHO (arXiv
-    2605.24517), loss on observations; env_loss_coef is rLLM's name. All other terms are aggregated
-    by the weights. A term whose input is None is omitted. Statistics: the ones of policy_loss, loss
-    (the sum), entropy (mean over tokens), entropy_loss, kl_loss, positive_nll and env_loss
-    (aggregated as in the loss, without coefficients).
+    NLL = -sum of log_prob over the tokens / number of these tokens in the mini-batch. Sources: VAPO
+    (arXiv 2504.05118), positive-example language-model loss; ECHO (arXiv 2605.24517), loss on
+    observations; env_loss_coef is rLLM's name. All other terms are aggregated by the weights. A
+    term whose input is None is omitted. Statistics: the ones of policy_loss, loss (the sum),
+    entropy (mean over tokens), entropy_loss, kl_loss, positive_nll and env_loss (aggregated as in
+    the loss, without coefficients).
     """
     assert entropy_coeff == 0.0 or inputs.entropy is not None, "an entropy bonus needs the entropy"
     assert kl_loss_coef == 0.0 or inputs.ref_log_probs is not None, (
@@ -153,7 +153,7 @@ def actor_loss(
         loss = loss + positive_nll_coef * nll
         stats["positive_nll"] = nll.detach()
     if inputs.observed_log_probs is not None:
-        env_loss = -inputs.observed_log_probs.sum() / max(inputs.num_observed, 1)
+        env_loss = -inputs.observed_log_probs.sum() / inputs.num_observed
         loss = loss + env_loss_coef * env_loss
         stats["env_loss"] = env_loss.detach()
     stats["loss"] = loss.detach()

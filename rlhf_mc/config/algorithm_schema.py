@@ -60,7 +60,9 @@ GroupMetric = Literal["acc", "score", "seq_reward"]
 RouterReplayMode = Literal["rollout", "recompute", "off"]
 AdvEstimator = Literal[
     "gae",
+    "gae_turn",
     "grpo",
+    "grpo_turn",
     "grpo_passk",
     "gdpo",
     "maxrl",
@@ -86,11 +88,15 @@ class EstimatorNeeds:
     """The score of one more response to each prompt, generated at temperature 0."""
     parts: bool = False
     """The parts of each score (reward.mixture), normalised in their groups."""
+    turns: bool = False
+    """With group: the rewards of each turn, in place of the score alone."""
 
 
 ESTIMATOR_NEEDS: dict[str, EstimatorNeeds] = {
     "gae": EstimatorNeeds(critic=True),
+    "gae_turn": EstimatorNeeds(critic=True),
     "grpo": EstimatorNeeds(group=True),
+    "grpo_turn": EstimatorNeeds(group=True, turns=True),
     "grpo_passk": EstimatorNeeds(group=True),
     "gdpo": EstimatorNeeds(group=True, parts=True),
     "maxrl": EstimatorNeeds(group=True),
@@ -231,17 +237,18 @@ class AlgorithmConfig:
     """Rewards to advantages."""
 
     adv_estimator: AdvEstimator = "gae"
-    """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo,
-    grpo_passk, gdpo, maxrl, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n
-    responses of a prompt, gdpo each part of the score by itself. remax compares each with one more
-    response, generated at temperature 0. custom: custom_estimator."""
+    """Advantage estimator (docs/algorithms.md). gae and gae_turn have a critic, the others have
+    none. grpo, grpo_turn, grpo_passk, gdpo, maxrl, rloo, reinforce_plus_plus_baseline, opo and gpg
+    compare the rollout.n responses of a prompt, gdpo each part of the score by itself. ..._turn: by
+    the turns of conversations. remax compares each with one more response, generated at temperature
+    0. custom: custom_estimator."""
     custom_estimator: CustomEstimatorConfig = field(default_factory=CustomEstimatorConfig)
     """A user-defined advantage estimator."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk, gdpo: divide a prompt's advantages by the standard deviation of its scores.
-    false, with actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
+    """grpo, grpo_turn, grpo_passk, gdpo: divide a prompt's advantages by the standard deviation of
+    its scores. false, with actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
     gamma: Fraction = 1.0
-    """Discount per token; of gae and reinforce_plus_plus."""
+    """Discount per token of gae and reinforce_plus_plus, per turn of gae_turn and grpo_turn."""
     lam: Fraction = 1.0
     """GAE's lambda."""
     gae_lambda_value: Fraction | None = None

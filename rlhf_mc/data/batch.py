@@ -214,6 +214,8 @@ class RaggedBatch:
     """[R] float32."""
     returns: torch.Tensor | None = None
     """[R] float32: targets of the critic."""
+    turns: torch.Tensor | None = None
+    """[R] int64: index of the token's turn in its response; None without an environment."""
     turn_rewards: torch.Tensor | None = None
     """[R] float32: the environment's reward of each turn before the last, on the turn's last token,
     0 elsewhere; None: all of the score is on the response's last token."""

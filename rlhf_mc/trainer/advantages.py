@@ -45,7 +45,8 @@ def advantages_and_returns(
         kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
         sequence_kl = mean_sequence_kl(kl, batch.response_lens)
     # Equal scores of a group stay equal: they are not summed from parts.
-    turn_rewards = None if estimator_needs(algorithm).group else batch.turn_rewards
+    needs = estimator_needs(algorithm)
+    turn_rewards = None if needs.group and not needs.turns else batch.turn_rewards
     penalty = kl if algorithm.use_kl_in_reward else None
     rewards = token_rewards(batch.scores, penalty, kl_coef, batch.response_lens, turn_rewards)
     inputs = EstimatorInputs(
@@ -54,6 +55,7 @@ def advantages_and_returns(
         scores=batch.scores,
         group=whole.trained_rows // responses_per_prompt,
         values=batch.values,
+        turns=batch.turns,
         greedy_scores=batch.greedy_scores,
         decoupled_scores=batch.decoupled_scores,
         gamma=algorithm.gamma,

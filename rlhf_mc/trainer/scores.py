@@ -250,7 +250,10 @@ def await_rewards(
     mask = sample_mask(run.config, batch, is_masked)
     batch = batch.with_fields(sample_mask=mask)
     if run.environments is not None:
-        batch = batch.with_fields(turn_rewards=turn_rewards(scores, batch.response_lens))
+        batch = batch.with_fields(
+            turn_rewards=turn_rewards(scores, batch.response_lens),
+            turns=turn_numbers(scores, batch.response_lens),
+        )
     algorithm = run.config.algorithm
     if estimator_needs(algorithm).parts:
         by_std = algorithm.norm_adv_by_std_in_grpo
@@ -319,6 +322,21 @@ def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.
             if position >= 0:
                 rewards[start + position] += reward
     return rewards
+
+
+def turn_numbers(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.Tensor:
+    """Return the index of each token's turn in its response: [R] int64. scores: of each
+    response."""
+    numbers = [
+        torch.bucketize(
+            torch.arange(length),
+            torch.tensor([place for place, _ in score.episode.rewards if place >= 0])
+            if score.episode is not None
+            else torch.zeros(0, dtype=torch.int64),
+        )
+        for score, length in zip(scores, response_lens.tolist(), strict=True)
+    ]
+    return torch.cat(numbers)
 
 
 def record_samples(

@@ -175,7 +175,7 @@ def actor_objective(
             mini.accuracies, mini.response_lens, mini.kept
         )
     lens = mini.observation_lens
-    num_observed = 0 if lens is None else int(lens.sum())
+    num_observed = 0 if lens is None or cfg.env_loss_coef == 0 else int(lens.sum())
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
 
     def loss(
@@ -201,7 +201,7 @@ def actor_objective(
             entropy=entropy if terms.entropy_coeff != 0.0 else entropy.detach(),
             ref_log_probs=fields.get("ref_log_probs"),
             right_weights=fields.get("right_weights"),
-            observed_log_probs=results[0][len(log_probs) :] if cfg.env_loss_coef > 0 else None,
+            observed_log_probs=results[0][len(log_probs) :] if num_observed else None,
             num_observed=num_observed,
         )
         value, stats = actor_loss(

@@ -115,12 +115,14 @@ class Reference:
             kl_loss_coef=cfg.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
         )
+        if mini.observation_lens is None or not mini.observation_lens.any():
+            return loss, stats
         env_loss = self._env_loss(mini)
         loss = loss + cfg.env_loss_coef * env_loss
         return loss, {**stats, "env_loss": env_loss.detach(), "loss": loss.detach()}
 
     def _env_loss(self, mini: RaggedBatch) -> torch.Tensor:
-        """Return the cross-entropy of the tokens of observations, 0 without one."""
+        """Return the cross-entropy of the tokens of observations."""
         logits = []
         targets = []
         for (tokens, mask), prompt in zip(
@@ -130,10 +132,7 @@ class Reference:
             states = self.model.model(tokens[None]).last_hidden_state[0, :-1][is_observed[1:]]
             logits.append(self.model.lm_head(states).float() / TEMPERATURE)
             targets.append(tokens[is_observed].long())
-        joined = torch.cat(targets)
-        if not len(joined):
-            return torch.zeros(())
-        return torch.nn.functional.cross_entropy(torch.cat(logits), joined).cpu()
+        return torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(targets)).cpu()
 
     def _critic_loss(
         self, mini: RaggedBatch, job: Job

@@ -113,7 +113,7 @@ ACTOR = Section(
             "actor/env_loss",
             "−log-prob of the tokens of observations; with `env_loss_coef`",
             "nats",
-            "mean over these tokens, 0 without one, then over mini-batches",
+            "mean over these tokens, then over mini-batches that have any",
         ),
         Metric(
             "actor/kl_coef",

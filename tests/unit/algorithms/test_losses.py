@@ -436,5 +436,3 @@ def test_loss_on_observations_is_their_mean_cross_entropy() -> None:
     assert stat == pytest.approx(float(wanted), rel=1e-12)
     (found,) = torch.autograd.grad(total, logits, retain_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(0.3 * wanted, logits)[0])
-    none = ActorLossInputs(policy_inputs(t, weights), weights, observed_log_probs=observed[:0])
-    assert float(actor_loss(none, vanilla, env_loss_coef=0.3)[1]["env_loss"]) == 0.0
