@@ -201,7 +201,8 @@ class RolloutCorrectionConfig:
     """Divide the weights by their mean over the batch, unless it is below 1e-8."""
     rollout_rs: list[RejectionStatistic] = field(default_factory=list)
     """Leave tokens (token_...) or whole sequences (seq_...) out of the actor's loss where a
-    statistic of rho exceeds its threshold (docs/algorithms.md)."""
+    statistic of rho exceeds its threshold (docs/algorithms.md). IcePop: token_k1 with both
+    bounds, and rollout_is token."""
     rollout_rs_threshold: list[Positive] = field(default_factory=list)
     """The threshold of each statistic of rollout_rs. Of ..._k1 it is the upper bound of rho."""
     rollout_rs_threshold_lower: InnerFraction | None = None

@@ -74,6 +74,8 @@ def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
                     "truths": [prompt.ground_truth for prompt in step.prompts],
                     "scores": step.batch.scores.tolist(),
                     "sample_mask": step.batch.sample_mask.tolist(),
+                    "turns": None if step.batch.turns is None else step.batch.turns.tolist(),
+                    "advantages": step.batch.advantages.tolist(),
                     "greedy_scores": None
                     if step.batch.greedy_scores is None
                     else step.batch.greedy_scores.tolist(),

@@ -66,7 +66,12 @@ SETTINGS = [
     "rollout.val_kwargs.temperature=1",
 ]
 # All conversations of a step begin at once: else its replay has the same tokens, and other batches.
-TAIL = ["rollout.tail_batching=true", "rollout.prompts_in_flight=8", "rollout.max_num_seqs=8"]
+TAIL = [
+    "rollout.tail_batching=true",
+    "rollout.prompts_in_flight=8",
+    "rollout.max_num_seqs=8",
+    "algorithm.adv_estimator=grpo_turn",
+]
 PARTIAL = ["rollout.partial_rollout=true", "algorithm.filter_groups.enable=true"]
 
 
@@ -138,6 +143,8 @@ def _assert_same(
                 "is_weights",
                 "scores",
                 "sample_mask",
+                "turns",
+                "advantages",
             ):
                 assert step[key] == other[key], (step["step"], key)
             same = step["metrics"].keys() & other["metrics"].keys()
@@ -187,6 +194,7 @@ def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
     assert not all(all(step["sample_mask"]) for step in steps[0])
     assert all(step["metrics"]["actor/env_loss"] > 1 for step in steps[0])
+    assert all(max(step["turns"]) > 0 and any(step["advantages"]) for step in steps[0])
     events = [event for _, event in read_rows(config.parent / "tail" / "health.jsonl")]
     assert "calls_failing" in {event["rule"] for event in events}
     replayed, num_again = train("replayed", *TAIL, f"trainer.replay={config.parent / 'tail'}")

@@ -329,3 +329,16 @@ def test_contradictions_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         validated(config_file, *overrides)
+
+
+def test_icepop_is_a_weight_and_a_rejection_with_two_bounds() -> None:
+    """Compare with M(rho) of arXiv 2510.18855: rho within the bounds, else 0."""
+    log_ratio = torch.tensor([0.4, 0.51, 1.0, 4.9, 5.1, 30.0]).log()
+    weights, _ = importance_weights(
+        log_ratio, LENS, RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=5.0)
+    )
+    cfg = RolloutCorrectionConfig(
+        rollout_rs=["token_k1"], rollout_rs_threshold=[5.0], rollout_rs_threshold_lower=0.5
+    )
+    kept, _ = kept_tokens(log_ratio, LENS, cfg)
+    assert (weights * kept).tolist() == pytest.approx([0, 0.51, 1.0, 4.9, 0, 0], rel=1e-6)
