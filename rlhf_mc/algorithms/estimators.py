@@ -326,7 +326,8 @@ def grpo_turn(inputs: EstimatorInputs) -> Estimate:
     advantages = gains - of_index.per_prompt(gains)
     if inputs.norm_by_std:
         advantages = advantages / (of_index.per_prompt(gains, "std") + STD_EPS)
-    high, low = of_index.per_prompt(gains, "max"), of_index.per_prompt(gains, "min")
+    high = of_index.per_prompt(gains, "max")
+    low = of_index.per_prompt(gains, "min")
     differs = high - low > TURN_EPS * torch.maximum(high.abs(), low.abs())
     advantages = torch.where(differs, advantages, 0.0).to(inputs.rewards.dtype)
     return Estimate(torch.repeat_interleave(advantages, lens))

@@ -148,7 +148,8 @@ def pack_micro_batch(
     sources = np.full(len(tokens) if with_sources else 0, -1)
     if with_sources and not is_dummy:
         sources[packed_index] = source
-    index, position = which, ends - 1
+    index = which
+    position = ends - 1
     if not at_last_token:
         index = ragged_indices(batch.response_lens.numpy(), which)
         position = _before_drawn(batch, which, ends, packed_index, source, with_observations)
