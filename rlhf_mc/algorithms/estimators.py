@@ -312,7 +312,7 @@ def grpo_turn(inputs: EstimatorInputs) -> Estimate:
     of the rewards of this turn and the later ones, and mean and std are over the turns of the same
     index in the group; 0 where these are equal to 1e-6 of the largest, or the turn is the only one.
 
-    The baseline does not depend on whether the conversation goes on, unlike that of a sum of the
+    The baseline does not depend on whether the conversation continues, unlike that of a sum of the
     normalised rewards of turns (github.com/verl-project/verl, issue 7244). Source of statistics per
     turn: MT-GRPO (arXiv 2505.11821).
     """
