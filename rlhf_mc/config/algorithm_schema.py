@@ -271,8 +271,8 @@ class AlgorithmConfig:
     """Dynamic sampling: training on groups whose responses differ alone."""
     overlong_filtering: bool = False
     """Do not train on truncated responses, which have not ended within data.max_response_length:
-    they are out of the statistics of groups, whitening and the losses (docs/rewards.md). As
-    NeMo-RL's."""
+    they are out of the statistics of groups, whitening and the losses (docs/rewards.md). The name
+    is NeMo-RL's, where they stay in the statistics of groups."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """Correction of the difference between the rollout engine's policy and the trainer's."""
     router_replay: RouterReplayMode | None = None
