@@ -101,6 +101,7 @@ VARIANTS = (
     Variant("turns_gae", _TURNS, ("algorithm.adv_estimator=gae", *_CRITIC)),
     Variant("turns_gae_turn", _TURNS, ("algorithm.adv_estimator=gae_turn", *_CRITIC)),
     Variant("turns_grpo", _TURNS),
+    Variant("turns_grpo_echo", _TURNS, ("actor.env_loss_coef=0.05",)),
     Variant("turns_grpo_turn", _TURNS, ("algorithm.adv_estimator=grpo_turn",)),
     _without_critic("grpo"),
     _without_critic("maxrl"),
