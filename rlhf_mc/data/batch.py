@@ -287,13 +287,12 @@ class RaggedBatch:
         all_are = len(self.trained_rows) == self.num_sequences
         return self if all_are else self.select(self.trained_rows)
 
-    def spread(self, x: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x, of the tokens that are trained on, among all tokens: [R]. others: [R], of the
-        other tokens; None: 0."""
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, of the tokens that are trained on, among all tokens: [R], 0 of others."""
         if len(x) == len(self.rollout_log_probs):
             return x
         rows = ragged_indices(self.response_lens.numpy(), self.trained_rows.numpy())
-        whole = x.new_zeros(len(self.rollout_log_probs)) if others is None else others
+        whole = x.new_zeros(len(self.rollout_log_probs))
         return whole.index_put((torch.from_numpy(rows),), x)
 
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
