@@ -63,6 +63,10 @@ _PARTIAL = ("rollout.partial_rollout=true", "algorithm.rollout_correction.rollou
 # of 256 responses: most are unfinished when enough groups are complete
 _FEW_PLACES = "rollout.max_num_seqs=32"
 
+# python tools/make_guessing_game.py --output runs/guessing makes model and data
+_TURNS = "configs/quickstart_turns.yaml"
+_CRITIC = ("algorithm.lam=0.95", "critic.optim.lr=1e-3")
+
 VARIANTS = (
     Variant("gae", "configs/quickstart.yaml"),
     Variant(
@@ -75,6 +79,30 @@ VARIANTS = (
         ("algorithm.gae_lambda_value=1.0", "algorithm.gae_lambda_policy=0.9"),
     ),
     Variant("gae_adaptive", "configs/quickstart.yaml", ("algorithm.length_adaptive_alpha=1.0",)),
+    Variant("gae_overlong", "configs/quickstart.yaml", ("algorithm.overlong_filtering=true",)),
+    # as many responses as gae, each to a prompt of its own
+    Variant(
+        "gae_sao",
+        "configs/quickstart.yaml",
+        (
+            "rollout.n=1",
+            "data.train_batch_size=256",
+            "actor.ppo_mini_batch_size=64",
+            "actor.policy_loss.loss_mode=sao",
+            "actor.clip_ratio_low=0.8",
+            "actor.clip_ratio_high=3.0",
+            "algorithm.rollout_correction.bypass_mode=true",
+            "algorithm.length_adaptive_alpha=1.0",
+            "critic.ppo_epochs=2",
+            "critic.freeze=[model.layers.*.self_attn.*]",
+            "trainer.critic_warmup=3",
+        ),
+    ),
+    Variant("turns_gae", _TURNS, ("algorithm.adv_estimator=gae", *_CRITIC)),
+    Variant("turns_gae_turn", _TURNS, ("algorithm.adv_estimator=gae_turn", *_CRITIC)),
+    Variant("turns_grpo", _TURNS),
+    Variant("turns_grpo_echo", _TURNS, ("actor.env_loss_coef=0.05",)),
+    Variant("turns_grpo_turn", _TURNS, ("algorithm.adv_estimator=grpo_turn",)),
     _without_critic("grpo"),
     _without_critic("maxrl"),
     _without_critic("gdpo"),
@@ -258,7 +286,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = list(BY_NAME)
-    quick = [name for name in names if not name.startswith("smollm2")]
+    quick = [name for name in names if not name.startswith(("smollm2", "turns"))]
     parser.add_argument(
         "--variants", nargs="+", choices=names, default=quick, metavar="NAME", help=", ".join(names)
     )

@@ -10,7 +10,7 @@ have advantages of exactly 0. The KL estimate that token_rewards subtracts is in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,6 +18,8 @@ import torch
 STD_EPS = 1e-6
 """Added to the standard deviation of a group's scores, as in verl, and to its mean in maxrl."""
 WHITEN_EPS = 1e-8
+TURN_EPS = 1e-6
+"""Sums of the rewards of turns, which are float32, are equal within this share of the largest."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,11 @@ class EstimatorInputs:
     length_adaptive_alpha: float = 0.0
     """algorithm.length_adaptive_alpha."""
     norm_by_std: bool = True
-    """Divide a group's advantages by the standard deviation of its scores (grpo, grpo_passk)."""
+    """Divide a group's advantages by the standard deviation of its scores (grpo, grpo_turn,
+    grpo_passk)."""
+    turns: torch.Tensor | None = None
+    """[R] int64: index of the token's turn in its response; None without an environment, where a
+    response is one turn."""
 
     @property
     def lambda_value(self) -> float:
@@ -67,6 +73,22 @@ class EstimatorInputs:
             horizons = self.length_adaptive_alpha * self.response_lens.double()
             return 1.0 - 1.0 / horizons.clamp(min=1.0)
         return self.lam if self.gae_lambda_policy is None else self.gae_lambda_policy
+
+    def by_turn(self) -> tuple[EstimatorInputs, torch.Tensor]:
+        """Return the inputs with K turns in place of tokens, and the tokens of each turn: [K]
+        int64. A turn has the sum of its rewards and, in float64, the value of the state before its
+        first token."""
+        turns = torch.zeros_like(self.rewards).long() if self.turns is None else self.turns
+        most = int(turns.max()) + 1
+        keys = torch.repeat_interleave(self.response_lens) * most + turns
+        keys, lens = torch.unique_consecutive(keys, return_counts=True)
+        counts = (keys // most).bincount(minlength=len(self.response_lens))
+        rewards = torch.segment_reduce(self.rewards.double(), "sum", lengths=lens)
+        values = None if self.values is None else self.values.double()[lens.cumsum(0) - lens]
+        turns = keys % most
+        return replace(
+            self, rewards=rewards, values=values, turns=turns, response_lens=counts
+        ), lens
 
     @property
     def response_rewards(self) -> torch.Tensor:
@@ -169,6 +191,24 @@ def whiten(x: torch.Tensor) -> torch.Tensor:
     return (centred * torch.rsqrt(variance + WHITEN_EPS)).to(x.dtype)
 
 
+def extremes(
+    values: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest value of each group: two [G]. values: [G, n]. mask: [G,
+    n] bool, values that count; None: all. A group without one has infinity and -infinity."""
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    low = values.masked_fill(~mask, torch.inf).amin(dim=1)
+    return low, values.masked_fill(~mask, -torch.inf).amax(dim=1)
+
+
+def differ(values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return whether the responses of a group differ: [G] bool. values, mask: as of extremes.
+
+    verl asks for a standard deviation above 0, which rounding gives to three responses of 0.1."""
+    low, high = extremes(values, mask)
+    return low < high
+
+
 # ---------------------------------------------------------------- with a critic
 
 
@@ -201,12 +241,32 @@ def whitened_gae(inputs: EstimatorInputs) -> Estimate:
     max(0, 1 - 1 / (alpha l)): VAPO (arXiv 2504.05118). The coefficients lambda^k of the temporal
     differences then sum to 1 / (1 - lambda) = alpha l.
     """
+    advantages, returns = _decoupled_gae(inputs)
+    return Estimate(whiten(advantages), returns)
+
+
+def _decoupled_gae(inputs: EstimatorInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the advantages with lambda_policy, and the returns with lambda_value."""
     assert inputs.values is not None
     terms = inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma
     lam = inputs.lambda_policy
     advantages, returns = gae(*terms, lam)
     if isinstance(lam, torch.Tensor) or lam != inputs.lambda_value:
         _, returns = gae(*terms, inputs.lambda_value)
+    return advantages, returns
+
+
+def gae_turn(inputs: EstimatorInputs) -> Estimate:
+    """Return whitened_gae with turns in place of tokens: r_k is the sum of a turn's rewards, V_k
+    the value of the state before its first token, and gamma and lambda are per turn.
+
+    Each token has the advantage and the return of its turn; whitening is over tokens. Source:
+    Turn-PPO (arXiv 2512.17008).
+    """
+    turns, lens = inputs.by_turn()
+    advantages, returns = (
+        torch.repeat_interleave(x.to(inputs.rewards.dtype), lens) for x in _decoupled_gae(turns)
+    )
     return Estimate(whiten(advantages), returns)
 
 
@@ -245,6 +305,32 @@ def grpo(inputs: EstimatorInputs) -> Estimate:
     takes the loss aggregation seq-mean-token-sum-norm.
     """
     return Estimate(inputs.per_token(_by_std(_centred(inputs), inputs)))
+
+
+def grpo_turn(inputs: EstimatorInputs) -> Estimate:
+    """Return A = (G - mean) / (std + 1e-6) for each token of a turn, where G is the discounted sum
+    of the rewards of this turn and the later ones, and mean and std are over the turns of the same
+    index in the group; 0 where these are equal to 1e-6 of the largest, or the turn is the only one.
+
+    The baseline does not depend on whether the conversation continues, unlike that of a sum of the
+    normalised rewards of turns (github.com/verl-project/verl, issue 7244). Source of statistics per
+    turn: MT-GRPO (arXiv 2505.11821).
+    """
+    _compared(inputs)
+    turns, lens = inputs.by_turn()
+    assert turns.turns is not None
+    gains = discounted_sums(turns.rewards, turns.response_lens, inputs.gamma)
+    most = int(turns.turns.max()) + 1
+    group = torch.repeat_interleave(inputs.group, turns.response_lens) * most + turns.turns
+    of_index = replace(inputs, scores=gains, group=group)
+    advantages = gains - of_index.per_prompt(gains)
+    if inputs.norm_by_std:
+        advantages = advantages / (of_index.per_prompt(gains, "std") + STD_EPS)
+    high = of_index.per_prompt(gains, "max")
+    low = of_index.per_prompt(gains, "min")
+    differs = high - low > TURN_EPS * torch.maximum(high.abs(), low.abs())
+    advantages = torch.where(differs, advantages, 0.0).to(inputs.rewards.dtype)
+    return Estimate(torch.repeat_interleave(advantages, lens))
 
 
 def grpo_passk(inputs: EstimatorInputs) -> Estimate:
@@ -373,7 +459,9 @@ def remax(inputs: EstimatorInputs) -> Estimate:
 
 ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
     "gae": whitened_gae,
+    "gae_turn": gae_turn,
     "grpo": grpo,
+    "grpo_turn": grpo_turn,
     "grpo_passk": grpo_passk,
     "gdpo": gdpo,
     "maxrl": maxrl,

@@ -99,6 +99,10 @@ class ActorLossInputs:
     """Log-probs of the reference at the sampling temperature; None for no KL loss."""
     right_weights: torch.Tensor | None = None
     """This micro-batch's slice of right_token_weights; None for no language-model loss."""
+    observed_log_probs: torch.Tensor | None = None
+    """[o]: log-probs of this micro-batch's tokens of observations; None for no loss of them."""
+    num_observed: int = 0
+    """Tokens of observations of the whole mini-batch."""
 
 
 def actor_loss(
@@ -109,15 +113,18 @@ def actor_loss(
     kl_loss_coef: float = 0.0,
     kl_loss_type: KLLossType = "k3",
     positive_nll_coef: float = 0.0,
+    env_loss_coef: float = 0.0,
 ) -> tuple[torch.Tensor, Stats]:
     """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) +
-    positive_nll_coef * NLL(right responses), and its statistics.
+    positive_nll_coef * NLL(right responses) + env_loss_coef * NLL(observations), and its
+    statistics.
 
-    NLL = -sum of log_prob over the tokens of right responses / number of these tokens in the
-    mini-batch. Source: VAPO (arXiv 2504.05118), positive-example language-model loss. All other
-    terms are aggregated by the weights. A term whose input is None is omitted. Statistics: the ones
-    of policy_loss, loss (the sum), entropy (mean over tokens), entropy_loss, kl_loss and
-    positive_nll (aggregated as in the loss, without coefficients).
+    NLL = -sum of log_prob over the tokens / number of these tokens in the mini-batch. Sources: VAPO
+    (arXiv 2504.05118), positive-example language-model loss; ECHO (arXiv 2605.24517), loss on
+    observations; env_loss_coef is rLLM's name. All other terms are aggregated by the weights. A
+    term whose input is None is omitted. Statistics: the ones of policy_loss, loss (the sum),
+    entropy (mean over tokens), entropy_loss, kl_loss, positive_nll and env_loss (aggregated as in
+    the loss, without coefficients).
     """
     assert entropy_coeff == 0.0 or inputs.entropy is not None, "an entropy bonus needs the entropy"
     assert kl_loss_coef == 0.0 or inputs.ref_log_probs is not None, (
@@ -145,6 +152,10 @@ def actor_loss(
         nll = -(inputs.right_weights * inputs.policy.log_probs).sum()
         loss = loss + positive_nll_coef * nll
         stats["positive_nll"] = nll.detach()
+    if inputs.observed_log_probs is not None:
+        env_loss = -inputs.observed_log_probs.sum() / inputs.num_observed
+        loss = loss + env_loss_coef * env_loss
+        stats["env_loss"] = env_loss.detach()
     stats["loss"] = loss.detach()
     return loss, stats
 

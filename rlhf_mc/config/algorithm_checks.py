@@ -66,6 +66,8 @@ def _estimator(cfg: Config) -> Iterator[str]:
             f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it "
             "must be at least 2"
         )
+    if name.endswith("_turn") and not cfg.rollout.environment.is_set:
+        yield f"{key}, of the turns of conversations; that needs rollout.environment"
     if name == "maxrl" and cfg.algorithm.use_kl_in_reward:
         yield (
             f"{key}, whose rewards must be 0 or more, and algorithm.use_kl_in_reward is true; set "

@@ -60,7 +60,9 @@ GroupMetric = Literal["acc", "score", "seq_reward"]
 RouterReplayMode = Literal["rollout", "recompute", "off"]
 AdvEstimator = Literal[
     "gae",
+    "gae_turn",
     "grpo",
+    "grpo_turn",
     "grpo_passk",
     "gdpo",
     "maxrl",
@@ -86,11 +88,15 @@ class EstimatorNeeds:
     """The score of one more response to each prompt, generated at temperature 0."""
     parts: bool = False
     """The parts of each score (reward.mixture), normalised in their groups."""
+    turns: bool = False
+    """With group: the rewards of each turn, in place of the score alone."""
 
 
 ESTIMATOR_NEEDS: dict[str, EstimatorNeeds] = {
     "gae": EstimatorNeeds(critic=True),
+    "gae_turn": EstimatorNeeds(critic=True),
     "grpo": EstimatorNeeds(group=True),
+    "grpo_turn": EstimatorNeeds(group=True, turns=True),
     "grpo_passk": EstimatorNeeds(group=True),
     "gdpo": EstimatorNeeds(group=True, parts=True),
     "maxrl": EstimatorNeeds(group=True),
@@ -195,7 +201,8 @@ class RolloutCorrectionConfig:
     """Divide the weights by their mean over the batch, unless it is below 1e-8."""
     rollout_rs: list[RejectionStatistic] = field(default_factory=list)
     """Leave tokens (token_...) or whole sequences (seq_...) out of the actor's loss where a
-    statistic of rho exceeds its threshold (docs/algorithms.md)."""
+    statistic of rho exceeds its threshold (docs/algorithms.md). IcePop: token_k1 with both
+    bounds, and rollout_is token."""
     rollout_rs_threshold: list[Positive] = field(default_factory=list)
     """The threshold of each statistic of rollout_rs. Of ..._k1 it is the upper bound of rho."""
     rollout_rs_threshold_lower: InnerFraction | None = None
@@ -231,17 +238,18 @@ class AlgorithmConfig:
     """Rewards to advantages."""
 
     adv_estimator: AdvEstimator = "gae"
-    """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo,
-    grpo_passk, gdpo, maxrl, rloo, reinforce_plus_plus_baseline, opo and gpg compare the rollout.n
-    responses of a prompt, gdpo each part of the score by itself. remax compares each with one more
-    response, generated at temperature 0. custom: custom_estimator."""
+    """Advantage estimator (docs/algorithms.md). gae and gae_turn have a critic, the others have
+    none. grpo, grpo_turn, grpo_passk, gdpo, maxrl, rloo, reinforce_plus_plus_baseline, opo and gpg
+    compare the rollout.n responses of a prompt, gdpo each part of the score by itself. ..._turn: by
+    the turns of conversations. remax compares each with one more response, generated at temperature
+    0. custom: custom_estimator."""
     custom_estimator: CustomEstimatorConfig = field(default_factory=CustomEstimatorConfig)
     """A user-defined advantage estimator."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk, gdpo: divide a prompt's advantages by the standard deviation of its scores.
-    false, with actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
+    """grpo, grpo_turn, grpo_passk, gdpo: divide a prompt's advantages by the standard deviation of
+    its scores. false, with actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
     gamma: Fraction = 1.0
-    """Discount per token; of gae and reinforce_plus_plus."""
+    """Discount per token of gae and reinforce_plus_plus, per turn of gae_turn and grpo_turn."""
     lam: Fraction = 1.0
     """GAE's lambda."""
     gae_lambda_value: Fraction | None = None
@@ -261,6 +269,10 @@ class AlgorithmConfig:
     the KL loss."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling: training on groups whose responses differ alone."""
+    overlong_filtering: bool = False
+    """Do not train on truncated responses, which have not ended within data.max_response_length:
+    they are out of the statistics of groups, whitening and the losses (docs/rewards.md). The name
+    is NeMo-RL's, where they stay in the statistics of groups."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """Correction of the difference between the rollout engine's policy and the trainer's."""
     router_replay: RouterReplayMode | None = None

@@ -152,6 +152,9 @@ class ActorConfig:
     positive_nll_coef: PositiveOrZero = 0.0
     """Coefficient of VAPO's language-model loss on right responses, the mean of -log-prob over
     their drawn tokens in the mini-batch (docs/algorithms.md). 0: none."""
+    env_loss_coef: PositiveOrZero = 0.0
+    """Coefficient of ECHO's loss on observations, the mean of -log-prob over their tokens in the
+    mini-batch, with an environment (docs/algorithms.md). 0: none."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(actor, reference) to the policy loss."""
     kl_loss_coef: PositiveOrZero = 0.001

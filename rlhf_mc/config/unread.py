@@ -73,10 +73,10 @@ DEPENDENCES = (
     _switch("data.val_files", "rollout.val_kwargs", "temperature top_p top_k n"),
     _switch("data.val_files", "trainer", "log_val_generations"),
     _zero("trainer.total_training_steps", "trainer", "total_epochs", "null"),
-    _choice(ESTIMATOR, "gae reinforce_plus_plus", "algorithm", "gamma"),
+    _choice(ESTIMATOR, "gae gae_turn grpo_turn reinforce_plus_plus", "algorithm", "gamma"),
     _choice(
         ESTIMATOR,
-        "gae",
+        "gae gae_turn",
         "algorithm",
         "lam gae_lambda_value gae_lambda_policy length_adaptive_alpha",
     ),
@@ -87,7 +87,7 @@ DEPENDENCES = (
         "algorithm.gae_lambda_value null, or gae_lambda_policy null and length_adaptive_alpha 0",
         _uses_lam,
     ),
-    _choice(ESTIMATOR, "grpo grpo_passk gdpo", "algorithm", "norm_adv_by_std_in_grpo"),
+    _choice(ESTIMATOR, "grpo grpo_turn grpo_passk gdpo", "algorithm", "norm_adv_by_std_in_grpo"),
     Dependence(
         "algorithm",
         "kl_penalty",
@@ -151,6 +151,12 @@ DEPENDENCES = (
         ENVIRONMENT,
         "max_turns max_tokens_per_turn max_observation_length truncate timeout_seconds num_workers "
         "default_observation default_score",
+        f"{ENVIRONMENT}.path, {TOOLS}",
+        lambda cfg: cfg.rollout.environment.is_set,
+    ),
+    Dependence(
+        "actor",
+        "env_loss_coef",
         f"{ENVIRONMENT}.path, {TOOLS}",
         lambda cfg: cfg.rollout.environment.is_set,
     ),

@@ -154,6 +154,7 @@ _PER_SEQUENCE = (
     "accuracies",
     "decoupled_scores",
     "greedy_scores",
+    "sample_mask",
 )
 """Fields of RaggedBatch with one entry per sequence."""
 
@@ -196,8 +197,11 @@ class RaggedBatch:
     needed."""
     greedy_scores: torch.Tensor | None = None
     """[S] float32: scores of the responses to the same prompts at temperature 0."""
+    sample_mask: torch.Tensor | None = None
+    """[S] bool: responses that are trained on; None: all."""
     old_log_probs: torch.Tensor | None = None
-    """[R] float32: the actor's log-probs before the update."""
+    """[R] float32: the actor's log-probs before the update. Where the update computes them, those
+    of responses that are not trained on are the engine's."""
     is_weights: torch.Tensor | None = None
     """[R] float32: importance weights of the policy loss; None: 1."""
     kept: torch.Tensor | None = None
@@ -210,6 +214,8 @@ class RaggedBatch:
     """[R] float32."""
     returns: torch.Tensor | None = None
     """[R] float32: targets of the critic."""
+    turns: torch.Tensor | None = None
+    """[R] int64: index of the token's turn in its response; None without an environment."""
     turn_rewards: torch.Tensor | None = None
     """[R] float32: the environment's reward of each turn before the last, on the turn's last token,
     0 elsewhere; None: all of the score is on the response's last token."""
@@ -269,6 +275,25 @@ class RaggedBatch:
     def drawn_tokens(self) -> torch.Tensor:
         """[R] int32: the tokens that the model has sampled."""
         return self.tokens[_with_mask(self).response_mask]
+
+    @functools.cached_property
+    def trained_rows(self) -> torch.Tensor:
+        """[K] int64: the sequences that are trained on."""
+        mask = self.sample_mask
+        return torch.arange(self.num_sequences) if mask is None else mask.nonzero().flatten()
+
+    def trained(self) -> RaggedBatch:
+        """Return the batch of the sequences that are trained on."""
+        all_are = len(self.trained_rows) == self.num_sequences
+        return self if all_are else self.select(self.trained_rows)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, of the tokens that are trained on, among all tokens: [R], 0 of others."""
+        if len(x) == len(self.rollout_log_probs):
+            return x
+        rows = ragged_indices(self.response_lens.numpy(), self.trained_rows.numpy())
+        whole = x.new_zeros(len(self.rollout_log_probs))
+        return whole.index_put((torch.from_numpy(rows),), x)
 
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
         """Return a copy with these per-token [R] or per-sequence [S] fields. Their lengths are

@@ -131,6 +131,8 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             return None, error
 
     result, error = await asyncio.get_running_loop().run_in_executor(None, call)
+    if isinstance(error, Failure):  # MaskSample
+        raise error
     if error is not None:
         raise Failure("raised", f"raised {describe_error(error)}") from error
     # of a decorated coroutine function

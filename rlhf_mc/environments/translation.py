@@ -19,7 +19,7 @@ from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.journal import Reply
 from rlhf_mc.environments.protocol import StepOutcome, StepResult, ToolCall, where
 from rlhf_mc.environments.template import ObservationTokenizer
-from rlhf_mc.rewards.results import Failure, FailureKind
+from rlhf_mc.rewards.results import MASKED, Failure, FailureKind
 from rlhf_mc.runtime.console import print_line
 
 if TYPE_CHECKING:
@@ -81,9 +81,11 @@ class Translator:
         # A conversation does not end without a turn of the model.
         is_first = conversation.is_before_first
         if isinstance(answer, Failure):
-            has_default = self.cfg.default_observation is not None
-            is_fatal = not (is_first or has_default)
             failed.append(answer.kind)
+        is_masked = conversation.episode.is_masked or MASKED in failed
+        if isinstance(answer, Failure):
+            has_default = self.cfg.default_observation is not None and not is_masked
+            is_fatal = not (is_first or has_default)
             tokens = [] if is_fatal else self._observations.default_tokens(answer.problem)
             outcome = f"scores {self.cfg.default_score:g}"
             if not is_fatal:
@@ -91,7 +93,9 @@ class Translator:
                 outcome = default if has_default else "begins without a first observation"
             self._report(conversation, answer.problem, outcome)
             answer = StepResult("", 0.0, is_fatal, {})
-        is_last_turn = not is_first and conversation.episode.num_turns + 1 >= self.cfg.max_turns
+        is_last_turn = not is_first and (
+            is_masked or conversation.episode.num_turns + 1 >= self.cfg.max_turns
+        )
         is_last = answer.done or is_last_turn
         # With an observation that does not fit, the response is truncated.
         room = conversation.room - is_first

@@ -123,6 +123,8 @@ class ModelEngine:
         choose."""
         self.balance: RouterBalance | None = None
         """The losses of the routers and the update of their correction biases; None: neither."""
+        self.predicts_observations = False
+        """Losses get the states of observations too (MicroBatch.num_observed)."""
         self.offload = model_offload(name, megatron, self.named_parameters)
         """The groups of this model's tensors that can be offloaded."""
 
@@ -473,6 +475,7 @@ class ModelEngine:
                 at_last_token,
                 self.replay,
                 self.balance,
+                bool(replicated) and self.predicts_observations,
             )
 
 

@@ -29,9 +29,9 @@ from rlhf_mc.models.shared_prompts import (
 @dataclass(frozen=True)
 class MicroBatch:
     """Sequences packed end to end, with R results: one for each response token, or one for each
-    sequence. This rank has T of the tokens and r of the results: all, unless several ranks share
-    the sequences. All tensors are on the
-    device."""
+    sequence; and O results of observations, after these, where they are asked for. This rank has T
+    of the tokens and r of the results: all, unless several ranks share the sequences. All tensors
+    are on the device."""
 
     tokens: torch.Tensor
     """[1, T] int64."""
@@ -46,7 +46,9 @@ class MicroBatch:
     """[R] int64: index of each drawn token in the per-token vectors of the whole batch, or of each
     sequence in it; empty for a dummy."""
     own_results: torch.Tensor
-    """[r] int64: indices in [R] of the results that this rank has; empty where it has all."""
+    """[r] int64: indices in [R + O] of the results that this rank has; empty where it has all."""
+    num_observed: int = 0
+    """O: tokens of observations that have a result."""
     sources: torch.Tensor | None = None
     """[T] int64: the places of the tokens in the tokens of the whole batch; -1 of padding; None:
     not asked for."""
@@ -58,13 +60,15 @@ class MicroBatch:
         return len(self.response_index) == 0
 
     def all_results(self, results: torch.Tensor) -> torch.Tensor:
-        """Return the results [R] of all context-parallel ranks, from this rank's [r]. All of them
-        must call it."""
+        """Return the results [R + O] of all context-parallel ranks, from this rank's [r]. All of
+        them must call it."""
         context = self.packed.context
         return (
             results
             if context.size == 1
-            else joined(results, self.own_results, len(self.response_index), context)
+            else joined(
+                results, self.own_results, len(self.response_index) + self.num_observed, context
+            )
         )
 
 
@@ -108,10 +112,12 @@ def pack_micro_batch(
     at_last_token: bool = False,
     with_sources: bool = False,
     share_prompts: bool = False,
+    with_observations: bool = False,
 ) -> MicroBatch:
     """Return these sequences of the batch, packed in order of length: neighbours of equal length
     share one attention call. Without indices it is a dummy, of which no result is used. With
-    at_last_token it has a result for each sequence, else for each response token.
+    at_last_token it has a result for each sequence, else for each response token, and
+    with_observations for each token of an observation.
 
     This rank's number of tokens is padded to a multiple of `multiple_of` by one more sequence, of
     token 0, that has no logit position. With context parallelism the end of each sequence is padded
@@ -142,14 +148,13 @@ def pack_micro_batch(
     sources = np.full(len(tokens) if with_sources else 0, -1)
     if with_sources and not is_dummy:
         sources[packed_index] = source
-    if at_last_token:
-        index = which
-        position = ends - 1
-        targets = tokens[position]
-    else:
+    index = which
+    position = ends - 1
+    if not at_last_token:
         index = ragged_indices(batch.response_lens.numpy(), which)
-        position = _before_drawn(batch, which, ends, packed_index, source)
-        targets = tokens[position + 1]
+        position = _before_drawn(batch, which, ends, packed_index, source, with_observations)
+    targets = tokens[position if at_last_token else position + 1]
+    num_observed = len(position) - len(index)
     packed = pack(seq_lens.tolist())
     packed.context = context
     own_results = np.empty(0, dtype=np.int64)
@@ -191,7 +196,8 @@ def pack_micro_batch(
     else:
         # Transformer Engine's attention keeps the group of the micro-batch before
         packed.local_cp_size = 1
-    return MicroBatch(packed=packed, **dict(zip(on_host, fields, strict=True)))
+    tensors = dict(zip(on_host, fields, strict=True))
+    return MicroBatch(packed=packed, num_observed=num_observed, **tensors)
 
 
 def _before_drawn(
@@ -200,12 +206,19 @@ def _before_drawn(
     ends: np.ndarray,
     packed_index: np.ndarray,
     source: np.ndarray,
+    with_observations: bool,
 ) -> np.ndarray:
     """Return the places before the drawn tokens of the sequences `which` [S], packed with these
-    ends [S]. packed_index, source: of all their tokens, in the micro-batch and in the batch."""
+    ends [S], then with_observations those before the tokens of observations. packed_index, source:
+    of all their tokens, in the micro-batch and in the batch."""
     if batch.response_mask is not None:
-        response_tokens: np.ndarray = packed_index[batch.response_mask.numpy()[source]]
-        return response_tokens - 1
+        is_drawn = batch.response_mask.numpy()[source]
+        drawn: np.ndarray = packed_index[is_drawn]
+        if with_observations:
+            lens = batch.seq_lens.numpy()[which]
+            is_drawn[_ranges(lens.cumsum() - lens, batch.prompt_lens.numpy()[which])] = True
+            drawn = np.append(drawn, packed_index[~is_drawn])
+        return drawn - 1
     response_lens = batch.response_lens.numpy()[which]
     return _ranges(ends - response_lens, response_lens) - 1
 

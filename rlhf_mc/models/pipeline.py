@@ -176,13 +176,14 @@ class MicroBatchSchedule:
         at_last_token: bool = False,
         replay: ExpertReplay | None = None,
         balance: RouterBalance | None = None,
+        with_observations: bool = False,
     ) -> None:
         """Run the micro-batches through this rank's stage, forward only unless there are chunks in
         `replicated` (DistributedDataParallel).
 
-        On the last stage `on_last_stage` gets the states at the logit positions, or with
-        at_last_token at the last tokens. It returns the loss, unless the passes are forward
-        only."""
+        On the last stage `on_last_stage` gets the states at the logit positions, with_observations
+        too at those of observations, or with at_last_token at the last tokens. It returns the loss,
+        unless the passes are forward only."""
         forward_only = not replicated
         pp = self._groups.mesh.pp
         multiple_of = token_multiple(self._megatron)
@@ -226,7 +227,14 @@ class MicroBatchSchedule:
             for indices, context in zip(micro_batches, contexts, strict=True):
                 with platform.named_range("pack"), own_operations():
                     micro = pack_micro_batch(
-                        batch, indices, multiple_of, context, at_last_token, with_sources, shares
+                        batch,
+                        indices,
+                        multiple_of,
+                        context,
+                        at_last_token,
+                        with_sources,
+                        shares,
+                        with_observations,
                     )
                 yield micro
 

@@ -12,7 +12,15 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import Mixture, row_problem
 from rlhf_mc.rewards.registry import RULES
-from rlhf_mc.rewards.results import CUSTOM, DEFAULT, Episode, Failure, RewardRow, Score
+from rlhf_mc.rewards.results import (
+    CUSTOM,
+    DEFAULT,
+    MASKED,
+    Episode,
+    Failure,
+    RewardRow,
+    Score,
+)
 from rlhf_mc.rewards.returned import Names
 from rlhf_mc.rewards.scoring import custom_score_name
 from rlhf_mc.rewards.worker import Worker
@@ -173,7 +181,7 @@ class RewardManager:
         rows = [self._row(*row, training=training) for row in columns]
         first = pending.num_rows
         pending.num_rows += len(rows)
-        if any(not self.mixture.is_by_models(row.parts) for row in rows):
+        if any(row.episode or not self.mixture.is_by_models(row.parts) for row in rows):
             # Row i of all is worker i's, round-robin.
             workers = self._start_workers(min(self._reward.num_workers, pending.num_rows))
             for p in range(min(len(workers), len(rows))):
@@ -227,11 +235,15 @@ class RewardManager:
 
     def _failed(self, row: RewardRow, failure: Failure) -> Score:
         """Return the default score of a row that could not be scored, with a warning. Raise
-        UserError instead if reward.default_score is null."""
+        UserError instead if reward.default_score is null, unless the row is masked: it then scores
+        0."""
         message = (
             f"{failure.origin or custom_score_name(self._custom)}: {row.name}: {failure.problem}"
         )
+        is_masked = failure.kind == MASKED or (row.episode is not None and row.episode.is_masked)
         default = self._reward.default_score
+        if default is None and is_masked:
+            default = 0.0
         if default is None:
             raise LostProcessError(message) if failure.is_killed else UserError(message)
         self._failures += 1
@@ -240,4 +252,4 @@ class RewardManager:
                 f"warning: {message}; it scores {default:g} ({self._failures} such responses so "
                 "far on this rank)"
             )
-        return Score(default, {DEFAULT: default}, failure=failure.kind)
+        return Score(default, {DEFAULT: default}, failure=MASKED if is_masked else failure.kind)

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from rlhf_mc.config.masking import one_line
 from rlhf_mc.config.reward_schema import OverlongBufferConfig
 from rlhf_mc.rewards.registry import RULES
 
-FailureKind = Literal["raised", "timeout", "exited", "invalid", "endpoint", "no_rule"]
+FailureKind = Literal["raised", "timeout", "exited", "invalid", "endpoint", "no_rule", "masked"]
 """raised: the function raised. timeout: no score in time. exited: its process ended. invalid: it
 returned no finite number, or the wrong number of scores. endpoint: the remote endpoint gave no
-score. no_rule: nothing scores the row."""
+score. no_rule: nothing scores the row. masked: MaskSample was raised."""
+MASKED: FailureKind = "masked"
 CUSTOM = "custom"
 """The part that custom_reward_function computes."""
 REMOTE = "remote"
@@ -53,6 +55,11 @@ class Episode:
     def num_turns(self) -> int:
         """Number of turns of the model that the environment has answered."""
         return sum(index >= 0 for index, _ in self.rewards)
+
+    @property
+    def is_masked(self) -> bool:
+        """MaskSample was raised in the conversation, by the environment or by a tool."""
+        return MASKED in self.failed_calls
 
     @property
     def score(self) -> float:
@@ -123,6 +130,11 @@ class Score:
     """Environment's rewards times the part's weight; None: no environment, or not scored."""
 
     @property
+    def is_masked(self) -> bool:
+        """The response is not trained on: MaskSample was raised."""
+        return self.failure == MASKED or (self.episode is not None and self.episode.is_masked)
+
+    @property
     def by_functions(self) -> float:
         """The sum of the parts that reward functions gave, without reward models and `overlong`."""
         return sum(
@@ -175,6 +187,14 @@ class Failure(Exception):
         return FailureReason(self.kind, self.problem, self.origin)
 
 
+class MaskSample(Failure):
+    """Raised by a reward function, an environment or a tool whose response must not be trained on,
+    such as one of a sandbox that has died."""
+
+    def __init__(self, reason: object = "") -> None:
+        super().__init__(MASKED, f"raised {type(self).__name__}: {one_line(str(reason))}")
+
+
 # ---------------------------------------------------------------- scores of a step
 
 
@@ -204,7 +224,8 @@ def penalize_overlong(
 def reward_metrics(data_sources: Sequence[str], scores: Sequence[Score]) -> dict[str, float]:
     """Return of each data source: score (mean, max, min), mean contribution of each part of the
     score, mean of each further number that a reward function returned, and the failures by kind.
-    data_sources, scores: one entry per response."""
+    Masked responses count in the failures alone, unless all are. data_sources, scores: one entry
+    per response."""
     by_source: dict[str, list[Score]] = defaultdict(list)
     for source, score in zip(data_sources, scores, strict=True):
         by_source[source].append(score)
@@ -212,7 +233,8 @@ def reward_metrics(data_sources: Sequence[str], scores: Sequence[Score]) -> dict
         "reward/num_failed": sum(score.failure is not None for score in scores)
     }
     metrics |= _turn_metrics([score.episode for score in scores if score.episode is not None])
-    for source, group in sorted(by_source.items()):
+    for source, responses in sorted(by_source.items()):
+        group = [score for score in responses if not score.is_masked] or responses
         values = [score.score for score in group]
         metrics[f"critic/score/{source}/mean"] = sum(values) / len(values)
         metrics[f"critic/score/{source}/max"] = max(values)
@@ -223,7 +245,7 @@ def reward_metrics(data_sources: Sequence[str], scores: Sequence[Score]) -> dict
         for name, total in _sums(score.extra.items() for score in group).items():
             metrics[f"reward_extra/{source}/{name}"] = total / times[name]
         for kind, count in sorted(
-            Counter(score.failure for score in group if score.failure).items()
+            Counter(score.failure for score in responses if score.failure).items()
         ):
             metrics[f"reward/{source}/num_failed/{kind}"] = count
     return metrics

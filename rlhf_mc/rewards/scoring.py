@@ -238,6 +238,8 @@ class Scorer:
             return _raised(from_batch)
         try:
             result = custom.function(**row.arguments(CUSTOM), **custom.kwargs)
+        except Failure:  # MaskSample
+            raise
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             raise Failure("raised", f"raised {describe_error(error)}") from error
         return await awaited(result, self._limit, _NO_SCORE) if custom.is_async else result

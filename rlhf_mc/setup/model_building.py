@@ -155,6 +155,7 @@ def build_models(
                 if cfg.health.out_of_memory == "halve_tokens":
                     models[role].recover_memory()
             offload_schedule.add(role, models[role])
+    models["actor"].predicts_observations = cfg.actor.env_loss_coef > 0
     _set_routers(cfg, models["actor"])
     return models
 

@@ -29,11 +29,15 @@ def advantages_and_returns(
     estimator: EstimatorFunction,
 ) -> tuple[RaggedBatch, dict[str, float], float]:
     """Compute token rewards with the KL penalty, then advantages and, where the estimator defines
-    them, returns.
+    them, returns: of the responses that are trained on, 0 of others.
 
     Return the batch with both, metrics, and the KL that the controller sees, in nats (0 where it
     sees none)."""
+    whole, batch = batch, batch.trained()
     assert batch.scores is not None
+    if not batch.num_sequences:
+        zeros = torch.zeros_like(whole.rollout_log_probs)
+        return whole.with_fields(advantages=zeros, returns=zeros), {}, 0.0
     kl: torch.Tensor | None = None
     sequence_kl = 0.0
     if algorithm.use_kl_in_reward or algorithm.kl_ctrl.type == "adaptive":
@@ -41,15 +45,17 @@ def advantages_and_returns(
         kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
         sequence_kl = mean_sequence_kl(kl, batch.response_lens)
     # Equal scores of a group stay equal: they are not summed from parts.
-    turn_rewards = None if estimator_needs(algorithm).group else batch.turn_rewards
+    needs = estimator_needs(algorithm)
+    turn_rewards = None if needs.group and not needs.turns else batch.turn_rewards
     penalty = kl if algorithm.use_kl_in_reward else None
     rewards = token_rewards(batch.scores, penalty, kl_coef, batch.response_lens, turn_rewards)
     inputs = EstimatorInputs(
         rewards=rewards,
         response_lens=batch.response_lens,
         scores=batch.scores,
-        group=torch.arange(batch.num_sequences) // responses_per_prompt,
+        group=whole.trained_rows // responses_per_prompt,
         values=batch.values,
+        turns=batch.turns,
         greedy_scores=batch.greedy_scores,
         decoupled_scores=batch.decoupled_scores,
         gamma=algorithm.gamma,
@@ -67,10 +73,10 @@ def advantages_and_returns(
         ),
         **summarize("critic/advantages", estimate.advantages),
     }
-    batch = batch.with_fields(advantages=estimate.advantages)
+    whole = whole.with_fields(advantages=whole.spread(estimate.advantages))
     if estimate.returns is not None:
         metrics |= summarize("critic/returns", estimate.returns)
-        batch = batch.with_fields(returns=estimate.returns)
+        whole = whole.with_fields(returns=whole.spread(estimate.returns))
         if batch.values is not None:
             metrics |= summarize("critic/values", batch.values)
             metrics["critic/vf_explained_var"] = _explained_variance(batch.values, estimate.returns)
@@ -81,7 +87,7 @@ def advantages_and_returns(
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef
     elif algorithm.kl_ctrl.type == "adaptive":
         metrics["actor/controlled_kl"] = sequence_kl
-    return batch, metrics, sequence_kl
+    return whole, metrics, sequence_kl
 
 
 def check_kl(kl: float, batch: RaggedBatch, step: int) -> None:
@@ -111,19 +117,20 @@ def corrected(
     """Return the batch with the importance weights and kept tokens that the settings ask for, and
     the mismatch metrics, which need no setting. The batch stays unchanged, without metrics, with
     bypass_mode and before an update that computes the old log-probs."""
-    if cfg.bypass_mode or batch.old_log_probs is None:
+    trained = batch.trained()
+    if cfg.bypass_mode or trained.old_log_probs is None or not trained.num_sequences:
         return batch, {}
-    lens = batch.response_lens
-    metrics = mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, lens)
-    log_ratio = batch.old_log_probs - batch.rollout_log_probs
+    lens = trained.response_lens
+    metrics = mismatch_metrics(trained.old_log_probs, trained.rollout_log_probs, lens)
+    log_ratio = trained.old_log_probs - trained.rollout_log_probs
     if cfg.rollout_is is not None:
         weights, weight_metrics = importance_weights(log_ratio, lens, cfg)
         metrics |= weight_metrics
-        batch = batch.with_fields(is_weights=weights)
+        batch = batch.with_fields(is_weights=batch.spread(weights))
     if cfg.rollout_rs or cfg.rollout_token_veto_threshold is not None:
         kept, rejection_metrics = kept_tokens(log_ratio, lens, cfg)
         metrics |= rejection_metrics
-        batch = batch.with_fields(kept=kept)
+        batch = batch.with_fields(kept=batch.spread(kept))
     return batch, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -138,9 +145,12 @@ def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> Ragged
         batch, metrics, kl = advantages_and_returns(batch, algorithm, kl_coef, n, run.estimator)
         if algorithm.kl_ctrl.type == "adaptive":
             check_kl(kl, batch, state.step)
-            if adjusted is None:
-                run.kl_controller.update(kl, batch.num_sequences)
+            num_trained = len(batch.trained_rows)
+            if adjusted is None and num_trained:
+                run.kl_controller.update(kl, num_trained)
         state.metrics.update(metrics)
+        num_masked = batch.num_sequences - len(batch.trained_rows)
+        state.metrics["train/masked_samples_ratio"] = num_masked / batch.num_sequences
         batch, metrics = corrected(batch, algorithm.rollout_correction)
         state.metrics.update(metrics)
     return batch

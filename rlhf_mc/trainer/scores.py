@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.algorithms.estimators import decoupled_scores
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import estimator_needs
+from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.mixture import Mixture
@@ -257,24 +258,53 @@ def await_rewards(
     numbers = torch.tensor([score.score for score in scores], dtype=torch.float32)
     if greedy_prompts:
         batch = batch.with_fields(greedy_scores=numbers[len(prompts) :].repeat_interleave(n))
+    is_masked = torch.tensor([score.is_masked for score in scores])
     scores = scores[: len(prompts)]
+    mask = sample_mask(run.config, batch, is_masked)
+    batch = batch.with_fields(sample_mask=mask)
     if run.environments is not None:
-        batch = batch.with_fields(turn_rewards=turn_rewards(scores, batch.response_lens))
+        batch = batch.with_fields(
+            turn_rewards=turn_rewards(scores, batch.response_lens),
+            turns=turn_numbers(scores, batch.response_lens),
+        )
     algorithm = run.config.algorithm
     if estimator_needs(algorithm).parts:
         by_std = algorithm.norm_adv_by_std_in_grpo
-        normalised = normalised_parts(run.rewards.mixture, prompts, scores, n, by_std)
+        normalised = normalised_parts(run.rewards.mixture, prompts, scores, n, by_std, mask)
         batch = batch.with_fields(decoupled_scores=normalised)
     accuracies = torch.tensor([score.accuracy for score in scores], dtype=torch.float32)
     return batch.with_fields(scores=numbers[: len(prompts)], accuracies=accuracies), scores
 
 
+def sample_mask(cfg: Config, batch: RaggedBatch, is_masked: torch.Tensor) -> torch.Tensor:
+    """Return the responses that are trained on: [S] bool. is_masked: [S] bool, or [S + prompts]
+    with the greedy responses last; a response whose baseline is masked is masked too.
+
+    With algorithm.overlong_filtering truncated responses are not trained on. Nor is one that is
+    left alone in its group, where the estimator compares the responses of a group."""
+    n = cfg.rollout.n
+    mask = ~is_masked[: batch.num_sequences].view(-1, n)
+    if len(is_masked) > batch.num_sequences:
+        mask &= ~is_masked[batch.num_sequences :, None]
+    if cfg.algorithm.overlong_filtering:
+        mask &= batch.finished.view(-1, n)
+    if estimator_needs(cfg.algorithm).group:
+        mask &= mask.sum(dim=1, keepdim=True) >= 2
+    return mask.flatten()
+
+
 def normalised_parts(
-    mixture: Mixture, prompts: Sequence[Prompt], scores: Sequence[Score], n: int, norm_by_std: bool
+    mixture: Mixture,
+    prompts: Sequence[Prompt],
+    scores: Sequence[Score],
+    n: int,
+    norm_by_std: bool,
+    mask: torch.Tensor,
 ) -> torch.Tensor:
-    """Return decoupled_scores of the parts of each score before their weights: [S] float32.
-    prompts: of each response. n: responses of a group. A part that a score lacks is 0; one that the
-    mixture does not list, such as a penalty, has weight 1."""
+    """Return decoupled_scores of the parts of each score before their weights: [S] float32, 0 of
+    responses that are not trained on. prompts: of each response. n: responses of a group. mask: [S]
+    bool, of sample_mask. A part that a score lacks is 0; one that the mixture does not list, such
+    as a penalty, has weight 1."""
     names = sorted({part for score in scores for part in score.parts})
     weighted = [[score.parts.get(part, 0.0) for score in scores] for part in names]
     weights = torch.tensor(
@@ -286,7 +316,12 @@ def normalised_parts(
     ).view(len(names), len(scores))
     values = torch.tensor(weighted, dtype=torch.float64).view(len(names), len(scores))
     parts = torch.where(weights != 0.0, values / weights, 0.0).float()
-    return decoupled_scores(parts, weights, n, norm_by_std)
+    sizes = mask.view(-1, n).sum(dim=1).repeat_interleave(n)
+    result = torch.zeros(len(scores))
+    for size in sizes[mask].unique().tolist():
+        rows = mask & (sizes == size)
+        result[rows] = decoupled_scores(parts[:, rows], weights[:, rows], size, norm_by_std)
+    return result
 
 
 def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.Tensor:
@@ -300,6 +335,21 @@ def turn_rewards(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.
             if position >= 0:
                 rewards[start + position] += reward
     return rewards
+
+
+def turn_numbers(scores: Sequence[Score], response_lens: torch.Tensor) -> torch.Tensor:
+    """Return the index of each token's turn in its response: [R] int64. scores: of each
+    response."""
+    numbers = [
+        torch.bucketize(
+            torch.arange(length),
+            torch.tensor([place for place, _ in score.episode.rewards if place >= 0])
+            if score.episode is not None
+            else torch.zeros(0, dtype=torch.int64),
+        )
+        for score, length in zip(scores, response_lens.tolist(), strict=True)
+    ]
+    return torch.cat(numbers)
 
 
 def record_samples(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
+from rlhf_mc.algorithms.estimators import differ
 from rlhf_mc.architectures.operations import ForwardFlops, forward_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
@@ -51,7 +52,7 @@ def _add_step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     )
     state.metrics |= summarize_lengths("prompt_length", batch.prompt_lens, data.max_prompt_length)
     if not run.config.algorithm.rollout_correction.bypass_mode:
-        state.metrics.update(difference_metrics(batch))
+        state.metrics.update(difference_metrics(batch.trained()))
     seq_lens = batch.seq_lens.tolist()
     state.metrics.update(
         balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost)
@@ -117,6 +118,8 @@ def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
     tokens. The correlation of their probabilities is 1 where one of them is the same for all
     tokens. Those of log-probs are absent where older weights have drawn all tokens."""
     assert batch.old_log_probs is not None
+    if not batch.num_sequences:
+        return {}
     probs = torch.stack([batch.old_log_probs, batch.rollout_log_probs]).double().exp()
     probs_diff = (probs[0] - probs[1]).abs()
     centred = probs - probs.mean(dim=1, keepdim=True)
@@ -156,10 +159,12 @@ def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> d
 
 
 def equal_groups_ratio(batch: RaggedBatch, responses_per_prompt: int) -> float:
-    """Return the share of prompts whose responses all have the same score."""
+    """Return the share of prompts whose responses all have the same score, but for those that are
+    not trained on."""
     assert batch.scores is not None
-    groups = batch.scores.view(-1, responses_per_prompt)
-    return float((groups == groups[:, :1]).all(1).double().mean())
+    n = responses_per_prompt
+    mask = None if batch.sample_mask is None else batch.sample_mask.view(-1, n)
+    return 1.0 - float(differ(batch.scores.view(-1, n), mask).double().mean())
 
 
 def memory_metrics() -> dict[str, float]:
@@ -222,18 +227,19 @@ def utilization_metrics(
     if peak is None:
         return {}
     peak *= actor.groups.mesh.world
+    trained = batch.trained()
     computed = seconds.get("actor/computed_tokens", 1.0)
     flops = {
         "actor": (
             "update_actor",
-            update_flops(actor.shape, batch, cfg.actor.ppo_epochs, computed),
+            update_flops(actor.shape, trained, cfg.actor.ppo_epochs, computed),
         ),
         "actor_infer": ("old_log_prob", log_prob_flops(actor.shape, batch, computed)),
     }
     if critic is not None:
         epochs = cfg.critic.ppo_epochs or cfg.actor.ppo_epochs
         computed = seconds.get("critic/computed_tokens", 1.0)
-        flops["critic"] = ("update_critic", update_flops(critic.shape, batch, epochs, computed))
+        flops["critic"] = ("update_critic", update_flops(critic.shape, trained, epochs, computed))
     return {
         f"perf/mfu/{name}": count / seconds[f"timing_s/{phase}"] / peak
         for name, (phase, count) in flops.items()

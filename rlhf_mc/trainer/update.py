@@ -174,13 +174,16 @@ def actor_objective(
         per_token["right_weights"] = right_token_weights(
             mini.accuracies, mini.response_lens, mini.kept
         )
+    lens = mini.observation_lens
+    num_observed = 0 if lens is None or cfg.env_loss_coef == 0 else int(lens.sum())
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
 
     def loss(
         model: object, states: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         local = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
-        log_probs, entropy = map(micro.all_results, local)
+        results = [micro.all_results(x) for x in local]
+        log_probs, entropy = (x[: len(micro.response_index)] for x in results)
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
         if computes_old_log_probs:
             fields["old_log_probs"] = log_probs.detach()
@@ -198,6 +201,8 @@ def actor_objective(
             entropy=entropy if terms.entropy_coeff != 0.0 else entropy.detach(),
             ref_log_probs=fields.get("ref_log_probs"),
             right_weights=fields.get("right_weights"),
+            observed_log_probs=results[0][len(log_probs) :] if num_observed else None,
+            num_observed=num_observed,
         )
         value, stats = actor_loss(
             inputs,
@@ -206,6 +211,7 @@ def actor_objective(
             kl_loss_coef=terms.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
             positive_nll_coef=cfg.positive_nll_coef,
+            env_loss_coef=cfg.env_loss_coef,
         )
         return value, {**stats, LOG_PROBS: log_probs.detach()} if computes_old_log_probs else stats
 
@@ -243,12 +249,14 @@ def update(
     skipped: SkippedUpdates,
     computes_old_log_probs: bool = False,
 ) -> tuple[RaggedBatch, dict[str, float]]:
-    """Take one optimizer step per mini-batch. Return the batch, and by key the mean of each
-    statistic over the steps taken, and the share of skipped steps: "{role}/{statistic}". Every rank
-    must call it.
+    """Take one optimizer step per mini-batch, of its sequences that are trained on, if any. Return
+    the batch, and by key the mean of each statistic over the steps taken, and the share of skipped
+    steps: "{role}/{statistic}". Every rank must call it.
 
     computes_old_log_probs: the batch has none yet; it gets those of its only mini-batch."""
-    minis = list(mini_batch_indices)
+    trained = set(batch.trained_rows.tolist())
+    wanted = ([i for i in indices if i in trained] for indices in mini_batch_indices)
+    minis = [indices for indices in wanted if indices]
     steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
         with platform.named_range("mini_batch"):
@@ -260,13 +268,15 @@ def update(
             mini = mini.with_fields(old_log_probs=log_probs)
             positions = ragged_indices(batch.response_lens.numpy(), np.array(indices))
             batch = batch.with_fields(
-                old_log_probs=log_probs.new_zeros(len(log_probs)).index_put(
+                old_log_probs=batch.rollout_log_probs.index_put(
                     (torch.from_numpy(positions),), log_probs
                 )
             )
         skipped.record(engine, budget.step, mini, step.skipped)
     metrics = mean_by_key(engine.statistics(steps))
     engine.end_of_ppo_step()
+    if computes_old_log_probs and not minis:
+        batch = batch.with_fields(old_log_probs=batch.rollout_log_probs)
     return batch, {f"{engine.name}/{key}": value for key, value in metrics.items()}
 
 
@@ -319,7 +329,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         )
         state.metrics |= metrics
         if computes_old_log_probs:
-            compare_with_engine(run, state, batch)
+            compare_with_engine(run, state, batch.trained())
             batch, metrics = corrected(batch, cfg.algorithm.rollout_correction)
             state.metrics |= metrics
         if run.actor.replay is not None:

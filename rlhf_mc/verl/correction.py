@@ -146,9 +146,11 @@ def truncated_weights(key: str, value: Any, verl: Settings) -> MappedSetting | N
     try:
         return same(key, float(value))
     except ValueError:
+        lower, _, upper = value.partition("_")
         text = (
-            "IcePop's bounds, between which weights are kept; here they are truncated at one upper "
-            "bound"
+            f"IcePop's bounds; set rollout_is_threshold to {upper}, and leave out other tokens by "
+            f"rollout_rs [token_k1], rollout_rs_threshold [{upper}] and rollout_rs_threshold_lower "
+            f"{lower}"
         )
         return not_supported(f"{value}: {text}")
 

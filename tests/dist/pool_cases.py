@@ -87,6 +87,11 @@ def train_while_generating(config_path: str, overrides: list[str]) -> dict[str, 
         return train(config_path, overrides)
 
 
+def values(field: torch.Tensor | None) -> list[Any] | None:
+    """Return the values of a field of a batch; None where it has none."""
+    return None if field is None else field.tolist()
+
+
 def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
     """Run the whole loop. Return of each step its number, prompts, responses, the ages of their
     tokens, importance weights, scores and metrics, and the rows that this rank's reward workers
@@ -94,27 +99,25 @@ def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
     steps = []
     with built_run(config_path, overrides) as run, submitted_rows(run) as rows:
         for step in loop.steps(run, RankStatus(), StopRequests(run.config.trainer)):
-            ages = step.batch.token_ages
-            weights = step.batch.is_weights
             steps.append(
                 {
                     "step": step.number,
                     "prompts": [prompt.index for prompt in step.prompts],
                     "responses": step.batch.responses(),
                     "rollout_log_probs": step.batch.rollout_log_probs.tolist(),
-                    "ages": None if ages is None else ages.tolist(),
-                    "is_weights": None if weights is None else weights.tolist(),
+                    "ages": values(step.batch.token_ages),
+                    "is_weights": values(step.batch.is_weights),
                     "metrics": dict(step.metrics),
                     "texts": run.tokenizer.batch_decode(
                         step.batch.responses(), skip_special_tokens=True
                     ),
                     "truths": [prompt.ground_truth for prompt in step.prompts],
-                    "scores": None
-                    if step.batch.scores is None  # on a rank of a rollout pool
-                    else step.batch.scores.tolist(),
-                    "greedy_scores": None
-                    if step.batch.greedy_scores is None
-                    else step.batch.greedy_scores.tolist(),
+                    # None on a rank of a rollout pool
+                    "scores": values(step.batch.scores),
+                    "sample_mask": values(step.batch.sample_mask),
+                    "turns": values(step.batch.turns),
+                    "advantages": values(step.batch.advantages),
+                    "greedy_scores": values(step.batch.greedy_scores),
                     "submitted": dict(rows),
                 }
             )

@@ -25,6 +25,7 @@ LIMIT = 80
 ENVIRONMENT = """
 import asyncio, os
 from pathlib import Path
+from rlhf_mc.rewards.results import MaskSample
 
 CALLS = Path(__file__).with_name("calls")
 
@@ -40,6 +41,8 @@ class Environment:
             file.write("step\\n")
         await asyncio.sleep(0.05 * os.urandom(1)[0] / 255)
         self.seen += token_ids  # an environment without the earlier turns answers otherwise
+        if sum(self.seen) % 29 == 3:
+            raise MaskSample("no sandbox")
         if sum(self.seen) % 4 == 3:
             raise ValueError("not this turn")
         turn = [10 + sum(self.seen) % 200, 8]
@@ -48,6 +51,7 @@ class Environment:
 SETTINGS = [
     "custom_reward_function.path=null",
     "actor.optim.lr=0",
+    "actor.env_loss_coef=0.1",
     "algorithm.adv_estimator=grpo",
     "algorithm.use_kl_in_reward=false",
     "algorithm.kl_ctrl.type=fixed",
@@ -62,7 +66,12 @@ SETTINGS = [
     "rollout.val_kwargs.temperature=1",
 ]
 # All conversations of a step begin at once: else its replay has the same tokens, and other batches.
-TAIL = ["rollout.tail_batching=true", "rollout.prompts_in_flight=8", "rollout.max_num_seqs=8"]
+TAIL = [
+    "rollout.tail_batching=true",
+    "rollout.prompts_in_flight=8",
+    "rollout.max_num_seqs=8",
+    "algorithm.adv_estimator=grpo_turn",
+]
 PARTIAL = ["rollout.partial_rollout=true", "algorithm.filter_groups.enable=true"]
 
 
@@ -133,6 +142,9 @@ def _assert_same(
                 "ages",
                 "is_weights",
                 "scores",
+                "sample_mask",
+                "turns",
+                "advantages",
             ):
                 assert step[key] == other[key], (step["step"], key)
             same = step["metrics"].keys() & other["metrics"].keys()
@@ -180,6 +192,9 @@ def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(
 ) -> None:
     steps, num_calls = tail
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
+    assert not all(all(step["sample_mask"]) for step in steps[0])
+    assert all(step["metrics"]["actor/env_loss"] > 1 for step in steps[0])
+    assert all(max(step["turns"]) > 0 and any(step["advantages"]) for step in steps[0])
     events = [event for _, event in read_rows(config.parent / "tail" / "health.jsonl")]
     assert "calls_failing" in {event["rule"] for event in events}
     replayed, num_again = train("replayed", *TAIL, f"trainer.replay={config.parent / 'tail'}")
@@ -272,6 +287,8 @@ def test_conversations_that_are_cut_end_as_those_that_are_not(
 
 def test_a_partial_run_resumes_with_the_same_bits(train: Any, config: Path, partial: Any) -> None:
     _copied(config, "partial", "resumed", 1)
+    masked = "reward/arithmetic/num_failed/masked"
+    assert any(masked in step["metrics"] for step in partial[0][0][1:])
     steps, num_calls = train("resumed", *PARTIAL)
     assert num_calls == 0
     _assert_same(steps, [rank[1:] for rank in partial[0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ pytestmark = pytest.mark.dist
 BUDGET = 200
 
 
-def grouped_batch(vocab: int, groups: Sequence[tuple[int, Sequence[int]]]) -> RaggedBatch:
+def grouped_batch(
+    vocab: int, groups: Sequence[tuple[int, Sequence[int]]], has_observations: bool = False
+) -> RaggedBatch:
     """Return sequences with the fields that the losses read: for each group (tokens of its prompt,
-    those of its responses)."""
+    those of its responses). has_observations: of a response's tokens, the first and every third one
+    is of an observation, but not the last."""
     parts = []
     for number, (prompt_len, lens) in enumerate(groups):
         batch = token_batch(vocab, [prompt_len] * len(lens), lens, seed=number)
@@ -39,6 +43,20 @@ def grouped_batch(vocab: int, groups: Sequence[tuple[int, Sequence[int]]]) -> Ra
             batch.tokens[start : start + prompt_len] = prompt
         parts.append(batch)
     batch = concatenate(parts)
+    if has_observations:
+        marks = [
+            [*[False] * prompt, *(i % 3 > 0 or i == length - 1 for i in range(length))]
+            for prompt, lens in groups
+            for length in lens
+        ]
+        num_drawn = torch.tensor([sum(of_row) for of_row in marks])
+        batch = replace(
+            batch,
+            response_mask=torch.tensor([mark for of_row in marks for mark in of_row]),
+            observation_lens=batch.response_lens - num_drawn,
+            response_lens=num_drawn,
+            rollout_log_probs=torch.zeros(int(num_drawn.sum())),
+        )
     noise = torch.randn(5, len(batch.rollout_log_probs), generator=torch.Generator().manual_seed(6))
     return batch.with_fields(
         old_log_probs=noise[0] - 5,
@@ -57,7 +75,7 @@ GROUPS = [(12, (6, 1, 11, 6)), (12, (6, 3)), (1, (4, 1)), (7, (5,)), (21, (2, 2,
 def batch(workspaces: dict[str, Path]) -> RaggedBatch:
     """Return a batch with the edge cases of groups."""
     config = json.loads((workspaces["qwen3"] / "model" / "config.json").read_text())
-    return grouped_batch(config["vocab_size"], GROUPS)
+    return grouped_batch(config["vocab_size"], GROUPS, has_observations=True)
 
 
 def check(

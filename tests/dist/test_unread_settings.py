@@ -29,7 +29,9 @@ USES_OF_KL: dict[str, list[str]] = {
     "none, weights": [NOT_IN_REWARD, "algorithm.rollout_correction.rollout_is=token"],
 }
 ESTIMATORS = {
-    name: [f"algorithm.adv_estimator={name}"] for name in get_args(AdvEstimator) if name != "custom"
+    name: [f"algorithm.adv_estimator={name}"]
+    for name in get_args(AdvEstimator)
+    if name != "custom" and not name.endswith("_turn")  # those need an environment
 }
 LOSSES = {
     name: [
@@ -134,8 +136,8 @@ def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
     assert unread_line(load_config(config, defaults)) is None
     given = ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9", "actor.policy_loss.tau_pos=2"]
     assert unread_line(load_config(config, given)) == (
-        "warning: set, but not read: algorithm.lam (read with algorithm.adv_estimator gae); "
-        "algorithm.kl_ctrl.kl_coef "
+        "warning: set, but not read: algorithm.lam (read with algorithm.adv_estimator gae, "
+        "gae_turn); algorithm.kl_ctrl.kl_coef "
         "(read with algorithm.use_kl_in_reward); algorithm.kl_ctrl.horizon (read with "
         "algorithm.kl_ctrl.type adaptive);"
         " actor.policy_loss.tau_pos (read with actor.policy_loss.loss_mode sapo)"

@@ -31,6 +31,7 @@ MODELS = {
     "ppo_qwen2.5_32b": "qwen2.5-32b",
     "ppo_qwen2.5_7b": "qwen2.5-7b",
     "ppo_qwen3_30b_a3b": "qwen3-30b-a3b",
+    "ppo_sao_qwen3_30b_a3b": "qwen3-30b-a3b",
     "ppo_vapo_qwen2.5_32b": "qwen2.5-32b",
     "quickstart": "qwen2.5-0.5b",
     "quickstart_grpo": "qwen2.5-0.5b",

@@ -62,7 +62,13 @@ class Job(NamedTuple):
 
 def actor_config(mode: LossAggMode) -> ActorConfig:
     """Return a config with every term of the actor's loss, each large enough to matter."""
-    return ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, loss_agg_mode=mode)
+    return ActorConfig(
+        entropy_coeff=0.05,
+        use_kl_loss=True,
+        kl_loss_coef=0.3,
+        env_loss_coef=0.4,
+        loss_agg_mode=mode,
+    )
 
 
 def critic_config(mode: LossAggMode) -> CriticConfig:
@@ -116,6 +122,7 @@ def make_engine(
         **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
     )
     engine = ModelEngine(role, shape, config, groups)
+    engine.predicts_observations = role == "actor"
     check_parameters(engine)
     skip = ("score.weight",) if role == "critic" else ()
     import_hf(reader, engine_layouts(engine, shape.base)[groups.rank], engine.params, skip=skip)
@@ -150,6 +157,7 @@ def random_engine(
         **megatron,
     )
     engine = ModelEngine("actor", ModelShape.from_hf_config(config), settings, groups)
+    engine.predicts_observations = True
     draw = torch.Generator(platform.device()).manual_seed(seed)
     for param in engine.params.values():
         if param.dim() > 1:

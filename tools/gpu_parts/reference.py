@@ -108,13 +108,31 @@ class Reference:
             clip_high=cfg.clip_ratio_high,
             clip_c=cfg.clip_ratio_c,
         )
-        return actor_loss(
+        loss, stats = actor_loss(
             ActorLossInputs(policy, weights, entropy, mini.ref_log_probs),
             POLICY_LOSSES["vanilla"].function,
             entropy_coeff=cfg.entropy_coeff,
             kl_loss_coef=cfg.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
         )
+        if mini.observation_lens is None or not mini.observation_lens.any():
+            return loss, stats
+        env_loss = self._env_loss(mini)
+        loss = loss + cfg.env_loss_coef * env_loss
+        return loss, {**stats, "env_loss": env_loss.detach(), "loss": loss.detach()}
+
+    def _env_loss(self, mini: RaggedBatch) -> torch.Tensor:
+        """Return the cross-entropy of the tokens of observations."""
+        logits = []
+        targets = []
+        for (tokens, mask), prompt in zip(
+            self._sequences(mini), mini.prompt_lens.tolist(), strict=True
+        ):
+            is_observed = ~mask & (torch.arange(len(tokens), device=self.device) >= prompt)
+            states = self.model.model(tokens[None]).last_hidden_state[0, :-1][is_observed[1:]]
+            logits.append(self.model.lm_head(states).float() / TEMPERATURE)
+            targets.append(tokens[is_observed].long())
+        return torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(targets)).cpu()
 
     def _critic_loss(
         self, mini: RaggedBatch, job: Job

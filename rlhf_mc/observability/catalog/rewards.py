@@ -167,6 +167,15 @@ REWARDS = Section(
             "near 1: an estimator that compares a prompt's responses has nothing to learn from",
         ),
         Metric(
+            "train/masked_samples_ratio",
+            "share of the step's responses that are not trained on "
+            "([rewards.md](rewards.md#responses-that-are-not-trained-on)); `critic/*` is of the "
+            "others",
+            "share",
+            "over responses",
+            "a rise: environments or reward functions fail, or responses are truncated",
+        ),
+        Metric(
             "num_turns/{mean,max,min}",
             "turns of a conversation, with `rollout.environment`",
             "turns",
@@ -189,7 +198,7 @@ REWARDS = Section(
             "above 0.1: the health rule `calls_failing`",
         ),
         Metric(
-            "environment/failed_calls/{raised,timeout,exited,invalid}",
+            "environment/failed_calls/{raised,timeout,exited,invalid,masked}",
             "the same by kind; only where there are any",
             "count",
             "sum over responses",
@@ -211,7 +220,7 @@ REWARDS = Section(
             "above 0: the model does not see all of the prompt",
         ),
         Metric(
-            "reward/<data_source>/num_failed/{raised,timeout,exited,invalid,endpoint,no_rule}",
+            "reward/<data_source>/num_failed/{raised,timeout,exited,invalid,endpoint,no_rule,masked}",
             "`reward/num_failed` of one data source by kind",
             "count",
             "sum over the data source's responses",

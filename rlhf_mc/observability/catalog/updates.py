@@ -110,6 +110,12 @@ ACTOR = Section(
             "mean over these tokens, 0 without one, then over mini-batches",
         ),
         Metric(
+            "actor/env_loss",
+            "−log-prob of the tokens of observations; with `env_loss_coef`",
+            "nats",
+            "mean over these tokens, then over mini-batches that have any",
+        ),
+        Metric(
             "actor/kl_coef",
             "weight of the KL loss in this step: `kl_loss_coef`, or the controller's with "
             "`kl_ctrl.type: adaptive`; with `use_kl_loss`",

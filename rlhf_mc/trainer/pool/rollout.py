@@ -4,6 +4,7 @@ prompts until enough groups have responses that differ.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rlhf_mc.algorithms.estimators import differ, extremes
 from rlhf_mc.config.algorithm_schema import GroupMetric
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
@@ -71,15 +73,18 @@ class SampledGroups:
     scores: list[Score] = field(default_factory=list)
     """The score of every response."""
     dropped: Counter[float] = field(default_factory=Counter)
-    """Number of dropped groups by the value that their responses have in common."""
+    """Number of dropped groups by the value that their responses have in common; infinity: none of
+    them is trained on."""
 
     def add(self, prompts: Sequence[Prompt], batch: RaggedBatch, scores: Sequence[Score]) -> None:
         """Add the groups of one batch of prompts. prompts, scores: one entry per response."""
         values = metric_values(scores, self.metric).view(-1, self.n)
-        is_kept = differ(values)
+        mask = None if batch.sample_mask is None else batch.sample_mask.view(-1, self.n)
+        lowest, highest = extremes(values, mask)
+        is_kept = lowest < highest
         if batch.decoupled_scores is not None:
-            is_kept |= differ(batch.decoupled_scores.view(-1, self.n))
-        self.dropped.update(values[~is_kept, 0].tolist())
+            is_kept |= differ(batch.decoupled_scores.view(-1, self.n), mask)
+        self.dropped.update(lowest[~is_kept].tolist())
         self.sources += [prompt.data_source for prompt in prompts]
         self.scores += scores
         chosen = is_kept.repeat_interleave(self.n).nonzero().flatten()
@@ -118,11 +123,8 @@ def metric_values(scores: Sequence[Score], metric: GroupMetric) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def differ(values: torch.Tensor) -> torch.Tensor:
-    """Return whether the responses of a group differ: [G] bool. values: [G, n].
-
-    verl asks for a standard deviation above 0, which rounding gives to three responses of 0.1."""
-    return (values != values[:, :1]).any(dim=1)
+def _progress_value(value: float) -> str:
+    return "masked" if math.isinf(value) else f"{value:g}"
 
 
 def rollout(
@@ -271,7 +273,9 @@ def filtered_rollout(
 
 def _progress(cfg: Config, groups: SampledGroups, num_batches: int) -> str:
     """Return the number of usable groups so far, in words."""
-    common = ", ".join(f"{value:g} in {count}" for value, count in groups.dropped.most_common(2))
+    common = ", ".join(
+        f"{_progress_value(value)} in {count}" for value, count in groups.dropped.most_common(2)
+    )
     common += ", ..." if len(groups.dropped) > 2 else ""
     others = f" (the others have one value: {common})" if common else ""
     return (

@@ -23,10 +23,17 @@ from rlhf_mc.algorithms.estimators import (
     whiten,
 )
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AdvEstimator, AlgorithmConfig
-from rlhf_mc.data.batch import OBSERVED, Generation, Prompt, Responses, build_batch
+from rlhf_mc.data.batch import (
+    OBSERVED,
+    Generation,
+    Prompt,
+    RaggedBatch,
+    Responses,
+    build_batch,
+)
 from rlhf_mc.rewards.results import Episode, Score
 from rlhf_mc.trainer.advantages import advantages_and_returns
-from rlhf_mc.trainer.scores import turn_rewards
+from rlhf_mc.trainer.scores import turn_numbers, turn_rewards
 
 OF_GROUPS = sorted(
     name for name, needs in ESTIMATOR_NEEDS.items() if needs.group and not needs.parts
@@ -102,6 +109,7 @@ def slow(name: str, inputs: EstimatorInputs) -> Rows:
     decoupled = [] if inputs.decoupled_scores is None else inputs.decoupled_scores.tolist()
     per_response: dict[str, Callable[[int, list[int]], float]] = {
         "grpo": lambda i, m: (total[i] - statistics.mean(of(m))) / deviation(m),
+        "grpo_turn": lambda i, m: (total[i] - statistics.mean(of(m))) / deviation(m),
         "grpo_passk": best_of,
         "gdpo": lambda i, _: decoupled[i],
         "maxrl": by_mean,
@@ -123,7 +131,7 @@ def slow(name: str, inputs: EstimatorInputs) -> Rows:
 
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gae"}))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gae", "gae_turn"}))
 def test_estimator_matches_plain_python(name: str, norm_by_std: bool) -> None:
     inputs = replace(random_inputs(seed=len(name)), norm_by_std=norm_by_std)
     expected = torch.tensor([x for row in slow(name, inputs) for x in row])
@@ -292,6 +300,65 @@ def test_equal_scores_with_unequal_rewards_of_turns_give_nothing(name: str) -> N
     assert found.advantages is not None and not found.advantages.any()
 
 
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_masked_responses_are_out_of_all_statistics(name: str) -> None:
+    """Compare with the batch of the other responses alone, bit for bit, in groups of 3 and 2."""
+    g = torch.Generator().manual_seed(3)
+    lens = [2, 5, 1, 4, 3, 2]
+    prompts = [Prompt(0, np.array([5, 6], np.int32), "", None)] * 6
+    responses = [Generation([9] * n, [-1.0] * n, True) for n in lens]
+    batch = build_batch(prompts, Responses.of(responses))
+    per_token = {
+        key: torch.randn(sum(lens), generator=g)
+        for key in ("values", "old_log_probs", "ref_log_probs")
+    }
+    per_response = {
+        key: torch.rand(6, generator=g) for key in ("scores", "greedy_scores", "decoupled_scores")
+    }
+    batch = batch.with_fields(**per_token, **per_response)
+    adds_kl = name not in ("maxrl", "gdpo")
+    cfg = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=adds_kl, gamma=0.9, lam=0.8)  # type: ignore[arg-type]
+    mask = torch.tensor([1, 1, 1, 1, 0, 1]).bool()
+    function = ADVANTAGE_ESTIMATORS[name]
+    found, metrics, kl = advantages_and_returns(
+        batch.with_fields(sample_mask=mask), cfg, 0.5, 3, function
+    )
+    for score in (-7.0, 7.0):
+        assert batch.scores is not None
+        other = batch.with_fields(sample_mask=mask, scores=batch.scores.where(mask, score))
+        again = advantages_and_returns(other, cfg, 0.5, 3, function)
+        assert torch.equal(again[0].advantages, found.advantages)  # type: ignore[arg-type]
+        assert again[1:] == (metrics, kl)
+    alone = batch.select([0, 1, 2, 3, 5])
+    inputs = EstimatorInputs(
+        token_rewards(
+            alone.scores,  # type: ignore[arg-type]
+            alone.old_log_probs - alone.ref_log_probs if adds_kl else None,  # type: ignore[operator]
+            0.5,
+            alone.response_lens,
+        ),
+        alone.response_lens,
+        alone.scores,  # type: ignore[arg-type]
+        torch.tensor([0, 0, 0, 1, 1]),
+        alone.values,
+        alone.greedy_scores,
+        alone.decoupled_scores,
+        0.9,
+        0.8,
+    )
+    wanted = function(inputs).advantages.tolist()
+    masked = slice(sum(lens[:4]), sum(lens[:5]))
+    assert found.advantages is not None
+    parts = found.advantages.tolist()
+    assert parts[: masked.start] + parts[masked.stop :] == wanted and any(wanted)
+    assert parts[masked] == [0.0] * lens[4]
+    nothing, metrics, kl = advantages_and_returns(
+        batch.with_fields(sample_mask=torch.zeros(6, dtype=torch.bool)), cfg, 0.5, 3, function
+    )
+    assert nothing.advantages is not None and not nothing.advantages.any()
+    assert (metrics, kl) == ({}, 0.0)
+
+
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_groups_of_one_response_are_refused(name: str) -> None:
     with pytest.raises(AssertionError):
@@ -357,6 +424,97 @@ def test_gdpo_keeps_apart_what_grpo_joins() -> None:
 def test_passk_gives_nothing_to_several_best_responses() -> None:
     inputs = inputs_of([1.0, 1.0, 0.0], [1, 1, 1], [0, 0, 0])
     assert first_tokens(estimators.grpo_passk(inputs), inputs) == [0.0, 0.0, 0.0]
+
+
+def conversations() -> tuple[RaggedBatch, list[list[list[float]]], list[list[float]]]:
+    """Return a batch of two groups of three conversations with scores, values, rewards and numbers
+    of turns; and by response and turn the values of its tokens, and the rewards. A 0 of a mask is
+    an observation's token, and a turn may end without an observation."""
+    draw = np.random.default_rng(7)
+    turn_lens = [[2, 3], [1, 1, 2], [3], [2, 2, 1, 1], [1, 4], [1, 2, 2, 3]]
+    gaps = [[2, 0], [1, 0, 0], [0], [1, 0, 3, 0], [2, 2], [1, 1, 1, 0]]
+    responses = []
+    episodes = []
+    for lens, after in zip(turn_lens, gaps, strict=True):
+        log_probs = [
+            x for n, gap in zip(lens, after, strict=True) for x in [-1.0] * n + [OBSERVED] * gap
+        ]
+        responses.append(Generation([9] * len(log_probs), log_probs, True))
+        ends = np.cumsum(lens) - 1
+        rewards = [(int(end), float(draw.normal())) for end in ends]
+        episodes.append(Episode([(-1, 0.0), *rewards], {}, {}, None, 0.0))
+    prompts = [Prompt(i // 3, np.array([5, 6], np.int32), "", None) for i in range(6)]
+    batch = build_batch(prompts, Responses.of(responses))
+    scores = [Score(episode.score, episode=episode) for episode in episodes]
+    batch = batch.with_fields(
+        scores=torch.tensor([score.score for score in scores]).double(),
+        values=torch.from_numpy(draw.normal(size=sum(map(sum, turn_lens)))),
+        turn_rewards=turn_rewards(scores, batch.response_lens).double(),
+        turns=turn_numbers(scores, batch.response_lens),
+    )
+    assert batch.values is not None
+    values = iter(batch.values.tolist())
+    return (
+        batch,
+        [[[next(values) for _ in range(n)] for n in lens] for lens in turn_lens],
+        [[reward for _, reward in episode.rewards[1:]] for episode in episodes],
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "lambda_value", "lambda_policy"),
+    [
+        ({"lam": 0.8}, 0.8, lambda _: 0.8),
+        ({"gae_lambda_value": 1.0, "gae_lambda_policy": 0.3}, 1.0, lambda _: 0.3),
+        ({"lam": 0.6, "length_adaptive_alpha": 0.7}, 0.6, lambda n: max(0.0, 1 - 1 / (0.7 * n))),
+    ],
+)
+def test_gae_over_turns_matches_the_definition(
+    given: dict[str, float], lambda_value: float, lambda_policy: Callable[[int], float]
+) -> None:
+    """Compare with sums over the turns in float64; observations between take no part."""
+    batch, values, rewards = conversations()
+    cfg = AlgorithmConfig(adv_estimator="gae_turn", gamma=0.9, **given)  # type: ignore[arg-type]
+    found, _, _ = advantages_and_returns(batch, cfg, 0.0, 3, ADVANTAGE_ESTIMATORS["gae_turn"])
+    advantages = []
+    returns = []
+    for of_turns, of_rewards in zip(values, rewards, strict=True):
+        v = [turn[0] for turn in of_turns] + [0.0]
+        deltas = [r + 0.9 * v[k + 1] - v[k] for k, r in enumerate(of_rewards)]
+        for k, turn in enumerate(of_turns):
+            for lam, results, added in (
+                (lambda_policy(len(of_turns)), advantages, 0.0),
+                (lambda_value, returns, v[k]),
+            ):
+                total = sum((0.9 * lam) ** j * d for j, d in enumerate(deltas[k:]))
+                results += [total + added] * len(turn)
+    assert found.advantages is not None and found.returns is not None
+    wanted = whiten(torch.tensor(advantages, dtype=torch.float64))
+    torch.testing.assert_close(found.advantages, wanted, rtol=0, atol=1e-6)
+    assert found.returns.tolist() == pytest.approx(returns, abs=1e-6)
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+def test_turns_are_compared_with_those_of_their_index(norm_by_std: bool) -> None:
+    """Compare with loops over groups and turns in float64; a turn without another of its index has
+    0."""
+    batch, values, rewards = conversations()
+    cfg = AlgorithmConfig(adv_estimator="grpo_turn", gamma=0.9, norm_adv_by_std_in_grpo=norm_by_std)
+    found, _, _ = advantages_and_returns(batch, cfg, 0.0, 3, ADVANTAGE_ESTIMATORS["grpo_turn"])
+    gains = [
+        [sum(0.9**j * r for j, r in enumerate(row[k:])) for k in range(len(row))] for row in rewards
+    ]
+    wanted = []
+    for i, row in enumerate(gains):
+        for k, gain in enumerate(row):
+            others = [other[k] for other in gains[i // 3 * 3 :][:3] if k < len(other)]
+            advantage = gain - statistics.fmean(others)
+            if norm_by_std and len(others) > 1:
+                advantage /= statistics.stdev(others) + STD_EPS
+            wanted += [advantage] * len(values[i][k])
+    assert found.advantages is not None
+    assert found.advantages.tolist() == pytest.approx(wanted, abs=1e-5)
+    assert wanted.count(0.0) == 2, "the last turn of the first group"
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])

@@ -406,3 +406,33 @@ def test_aggregation_modes_give_different_gradients() -> None:
     assert all(
         (gradients[i] - gradients[j]).abs().max() > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2))
     )
+
+
+def test_loss_on_observations_is_their_mean_cross_entropy() -> None:
+    """Compare with the definition in float64 over two micro-batches, loss and gradient: the
+    normaliser is the number of tokens of observations, whatever that of the drawn ones is."""
+    t = random_tokens()
+    weights = aggregation_weights(LENS, "token-mean").double()
+    g = torch.Generator().manual_seed(2)
+    logits = torch.randn(7, 11, generator=g, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (7,), generator=g)
+    observed = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    plain = actor_loss(ActorLossInputs(policy_inputs(t, weights), weights), vanilla)[0]
+    total = torch.zeros((), dtype=torch.float64)
+    stat = 0.0
+    for drawn, seen in ((slice(0, 4), slice(0, 5)), (slice(4, 18), slice(5, 7))):
+        part = {name: x[drawn] for name, x in t.items()}
+        inputs = ActorLossInputs(
+            replace(policy_inputs(part, weights[drawn]), num_tokens=18),
+            weights[drawn],
+            observed_log_probs=observed[seen],
+            num_observed=7,
+        )
+        loss, stats = actor_loss(inputs, vanilla, env_loss_coef=0.3)
+        total = total + loss
+        stat += float(stats["env_loss"])
+    wanted = torch.nn.functional.cross_entropy(logits, targets)
+    assert float(total) == pytest.approx(float(plain + 0.3 * wanted), rel=1e-12)
+    assert stat == pytest.approx(float(wanted), rel=1e-12)
+    (found,) = torch.autograd.grad(total, logits, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(0.3 * wanted, logits)[0])

@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from config_files import validated
@@ -22,6 +23,8 @@ from rlhf_mc.algorithms.rollout_correction import (
 )
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import Generation, Prompt, Responses, build_batch
+from rlhf_mc.trainer.advantages import corrected
 
 LENS = torch.tensor([2, 1, 3])
 RHO = [2.0, 0.5, 3.0, 1.0, 0.5, 0.25]
@@ -329,3 +332,42 @@ def test_contradictions_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         validated(config_file, *overrides)
+
+
+def test_icepop_is_a_weight_and_a_rejection_with_two_bounds() -> None:
+    """Compare with M(rho) of arXiv 2510.18855: rho within the bounds, else 0."""
+    log_ratio = torch.tensor([0.4, 0.51, 1.0, 4.9, 5.1, 30.0]).log()
+    weights, _ = importance_weights(
+        log_ratio, LENS, RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=5.0)
+    )
+    cfg = RolloutCorrectionConfig(
+        rollout_rs=["token_k1"], rollout_rs_threshold=[5.0], rollout_rs_threshold_lower=0.5
+    )
+    kept, _ = kept_tokens(log_ratio, LENS, cfg)
+    assert (weights * kept).tolist() == pytest.approx([0, 0.51, 1.0, 4.9, 0, 0], rel=1e-6)
+
+
+def test_masked_responses_are_out_of_weights_and_metrics() -> None:
+    """Compare with the batch of the other responses, bit for bit."""
+    lens = [2, 3, 1]
+    prompts = [Prompt(0, np.array([5], np.int32), "", None)] * 3
+    batch = build_batch(
+        prompts, Responses.of([Generation([9] * n, [-1.0] * n, True) for n in lens])
+    )
+    batch = batch.with_fields(
+        old_log_probs=batch.rollout_log_probs + torch.tensor([0.1, 0.7, 5.0, -6.0, 2.0, -0.3])
+    )
+    cfg = RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_batch_normalize=True,
+        rollout_rs=["seq_max_k2"],
+        rollout_rs_threshold=[0.1],
+    )
+    masked = batch.with_fields(sample_mask=torch.tensor([True, False, True]))
+    found, metrics = corrected(masked, cfg)
+    alone, wanted = corrected(batch.select([0, 2]), cfg)
+    assert metrics == wanted
+    for name in ("is_weights", "kept"):
+        values, others = (getattr(x, name).tolist() for x in (found, alone))
+        assert [*values[:2], *values[5:]] == others and values[2:5] == [0, 0, 0]
+    assert corrected(batch.with_fields(sample_mask=torch.zeros(3).bool()), cfg)[1] == {}

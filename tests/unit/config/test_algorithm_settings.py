@@ -101,6 +101,11 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
             "is 1; it must be at least 2",
         ),
         (
+            ("algorithm.adv_estimator=gae_turn",),
+            "algorithm.adv_estimator is gae_turn, of the turns of conversations; that needs "
+            "rollout.environment",
+        ),
+        (
             ("algorithm.adv_estimator=maxrl", "rollout.n=4", "algorithm.use_kl_in_reward=true"),
             "algorithm.adv_estimator is maxrl, whose rewards must be 0 or more",
         ),

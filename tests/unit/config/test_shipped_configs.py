@@ -34,6 +34,7 @@ CLUSTERS: list[tuple[str, int, str, float, float]] = [
     ("ppo_qwen2.5_32b", 16, "qwen2.5-32b", 13.8, 1142),
     ("ppo_vapo_qwen2.5_32b", 16, "qwen2.5-32b", 13.8, 1090),
     ("ppo_qwen3_30b_a3b", 16, "qwen3-30b-a3b", 15.1, 1033),
+    ("ppo_sao_qwen3_30b_a3b", 16, "qwen3-30b-a3b", 15.1, 980),
     ("ppo_70b", 64, "llama-3-70b", 21.8, 676),
     ("ppo_70b_8b_critic", 64, "llama-3-70b", 21.0, 488),
     ("grpo_llama3_70b_lora", 8, "llama-3-70b", 12.4, 113.5),
@@ -293,6 +294,7 @@ def test_memory_of_other_settings(change: str, gb: float) -> None:
         ("ppo_2nodes.sh", "ppo_qwen2.5_32b", 2),
         ("ppo_2nodes.sh", "ppo_vapo_qwen2.5_32b", 2),
         ("ppo_2nodes.sh", "ppo_qwen3_30b_a3b", 2),
+        ("ppo_2nodes.sh", "ppo_sao_qwen3_30b_a3b", 2),
         *(
             ("ppo_2nodes.sh", name, world // 8)
             for name, world, *_ in CLUSTERS

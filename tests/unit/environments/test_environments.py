@@ -576,6 +576,54 @@ def test_a_fault_of_an_environment_ends_its_conversation_alone(
     environments.close()
 
 
+MASKS = """
+from rlhf_mc.rewards.results import MaskSample
+
+class Environment:
+    def __init__(self, turn):
+        self.turn = turn
+
+    def reset(self, row):
+        self.turn -= row["ground_truth"] == 0  # the first conversation is masked a turn earlier
+        if self.turn <= 0:
+            raise MaskSample("no sandbox")
+        return "go"
+
+    def step(self, response):
+        self.turn -= 1
+        if self.turn == 0:
+            raise MaskSample("the sandbox died")
+        return "more", 1.0, False, {}
+"""
+
+
+@pytest.mark.parametrize("first_observation", [False, True])
+def test_an_environment_masks_its_conversation_which_ends(
+    user_file: str, first_observation: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Check with a default observation, which a masked conversation does not get: one masked in its
+    reset, or in its first turn, and one in the turn that follows."""
+    body = MASKS if first_observation else MASKS.replace('return "go"', "return None")
+    Path(user_file).write_text(body)
+    cfg = EnvironmentConfig(
+        user_file,
+        kwargs={"turn": 1 if first_observation else 2},
+        first_observation=first_observation,
+        default_observation="!{error}",
+        default_score=-2.0,
+    )
+    environments, conversations = begun(cfg)
+    ended = played(conversations)
+    for number, num_turns in ((0, 1), (1, 1 if first_observation else 2)):
+        episode = conversations.episode(number)
+        assert episode.is_masked and episode.failed_calls["masked"] == 1
+        assert (episode.num_turns, episode.score) == (num_turns, -2.0) and ended[number].finished
+    assert "MaskSample: the sandbox died; the conversation scores -2" in capfd.readouterr().err
+    rows = "".join(path.read_text() for path in (tmp_path / "observations").iterdir())
+    assert '"masked"' in rows.replace(" ", "")
+    environments.close()
+
+
 ENDING = """
 import asyncio, ctypes, os, signal
 
@@ -694,6 +742,7 @@ def test_an_environment_that_cannot_be_used_is_one_line(
 
 FUNCTIONS = """
 import functools, time
+from rlhf_mc.rewards.results import MaskSample
 
 def _traced(function):
     @functools.wraps(function)
@@ -710,6 +759,11 @@ async def add(a: int, b: int = 1) -> dict:
         b: The second.
     '''
     return {"sum": a + b}
+
+def masks() -> str:
+    'Mask.'
+    raise MaskSample("no service")
+
 
 def fault(kind: str):
     '''Have a fault.
@@ -867,7 +921,7 @@ def test_tools_answer_calls_until_a_turn_has_none(
     }
     environments, conversations = begun(tools, 5000, extra_info={"tools_kwargs": kwargs})
     schemas = environments.translator.prompt_arguments["tools"]
-    assert [one["function"]["name"] for one in schemas] == ["add", "fault", "count"]
+    assert [one["function"]["name"] for one in schemas] == ["add", "masks", "fault", "count"]
     assert schemas[0]["function"]["parameters"]["required"] == ["a"]
     three = call("add", a=1) + call("count") + call("count")  # one more than may run
     ended = played(conversations, [three, call("count"), "16"])
@@ -901,7 +955,9 @@ def test_faults_of_tools_and_calls_are_observations(tools: EnvironmentConfig) ->
         call("fault", kind="four"): "Error: returned 4 values",
         call("fault", kind="text"): "Error: raised SystemExit: 3",
         call("fault", kind="megabyte"): "m" * 50 + "...(truncated)..." + "m" * 50,
-        call("nothing"): "Error: there is no tool 'nothing'; the tools are add, fault, count",
+        call(
+            "nothing"
+        ): "Error: there is no tool 'nothing'; the tools are add, masks, fault, count",
         '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>': (
             r"Error: there is no tool "
             r"'\ud800'; the tools"
@@ -950,6 +1006,15 @@ FORMATS = {
         "<|channel|>commentary to=functions.add",
     ),
 }
+
+
+def test_a_tool_masks_its_conversation_which_ends(tools: EnvironmentConfig) -> None:
+    environments, conversations = begun(tools, 20_000)
+    ended = played(conversations, [call("masks"), call("add", a=1)])
+    episode = conversations.episode(0)
+    assert episode.is_masked and episode.num_turns == 1 and observations(ended[0]) == []
+    assert episode.failure is None and ended[0].finished
+    environments.close()
 
 
 @pytest.mark.parametrize("name", FORMATS)

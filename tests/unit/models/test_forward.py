@@ -80,6 +80,34 @@ def test_context_parallel_ranks_have_each_token_and_each_result_once(
         assert part.packed.positions[part.logit_positions].tolist() == position.tolist()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_observations_have_results_after_the_drawn_tokens(size: int) -> None:
+    """Check an observation at the beginning, within and at the end of a response."""
+    batch = make_batch([2, 3], [4, 3])
+    mask = torch.tensor([0, 0, 0, 1, 0, 1, 0, 0, 0, 1, 1, 0]).bool()
+    observed = dataclasses.replace(
+        batch,
+        response_mask=mask,
+        response_lens=torch.tensor([2, 2]),
+        observation_lens=torch.tensor([2, 1]),
+    )
+    parts = [
+        pack_micro_batch(observed, [0, 1], 1, Context(size=size, rank=rank), with_observations=True)
+        for rank in range(size)
+    ]
+    found = {}
+    for part in parts:
+        assert part.response_index.tolist() == [0, 1, 2, 3] and part.num_observed == 3
+        before = part.tokens[0, part.logit_positions].tolist()
+        assert part.targets.tolist() == [token + 1 for token in before], "token t + 1 follows t"
+        index = part.own_results.tolist() if size > 1 else range(7)
+        found |= dict(zip(index, part.targets.tolist(), strict=True))
+    # the drawn tokens, sequence after sequence, then those of observations
+    assert [found[i] for i in range(7)] == [4, 6, 10, 11, 3, 5, 12]
+    plain = pack_micro_batch(observed, [0, 1])
+    assert plain.num_observed == 0 and plain.targets.tolist() == [4, 6, 10, 11]
+
+
 def test_context_parallel_ranks_have_a_chunk_from_each_end() -> None:
     """Check Transformer Engine's order of the chunks."""
     lens = np.array([8, 4])

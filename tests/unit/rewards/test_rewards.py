@@ -26,6 +26,7 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES
+from rlhf_mc.rewards.results import Episode, reward_metrics
 from rlhf_mc.runtime import work, worker_process
 
 
@@ -237,6 +238,56 @@ def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path
         {"score": 0.5, "acc": 0.0, "length": 3.0},
     ]
     assert all(type(value) is float for row in scores for value in row.values())
+
+
+MASKS = "from rlhf_mc.rewards.results import MaskSample\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """
+def compute_score(solution_str, **row):
+    if solution_str == "dead":
+        raise MaskSample("the sandbox\\n died")
+    return 1.0
+""",
+        """
+class SandboxDied(MaskSample): ...
+
+async def compute_score(solution_str, **row):
+    if solution_str == "dead":
+        raise SandboxDied("the sandbox\\n died")
+    return 1.0
+""",
+        """
+def compute_score(solution_strs, **rows):
+    return [MaskSample("the sandbox\\n died") if x == "dead" else 1.0 for x in solution_strs]
+""",
+    ],
+)
+def test_a_function_masks_its_response(
+    tmp_path: Path, body: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Check that the run continues without reward.default_score, and that the means of the scores
+    leave the response out."""
+    manager = custom(tmp_path, MASKS + body)
+    prompts = [make_prompt() for _ in range(3)]
+    scores = manager.submit(prompts, ["fine", "dead", "fine"]).result()
+    assert [(row.score, row.is_masked) for row in scores] == [(1, False), (0, True), (1, False)]
+    name = "SandboxDied" if "SandboxDied" in body else "MaskSample"
+    assert f"raised {name}: the sandbox died; it scores 0" in capfd.readouterr().err
+    metrics = reward_metrics(["mine"] * 3, scores)
+    assert metrics["critic/score/mine/mean"] == metrics["critic/score/mine/min"] == 1.0
+    assert metrics["reward/mine/num_failed/masked"] == metrics["reward/num_failed"] == 1
+    assert reward_metrics(["mine"], scores[1:2])["critic/score/mine/mean"] == 0.0
+
+
+def test_a_masked_conversation_stays_masked_where_its_score_fails(tmp_path: Path) -> None:
+    manager = custom(tmp_path, "def compute_score(**row):\n    raise ValueError")
+    episode = Episode([(0, 1.0)], {}, {"masked": 1}, None, 0.0)
+    pending = manager.submit([make_prompt()], ["a"], episodes=[episode])
+    assert [(row.failure, row.is_masked) for row in pending.result()] == [("masked", True)]
 
 
 @pytest.mark.parametrize("name", ["mine too", "json"])

@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,8 @@ from rlhf_mc.trainer.pool.rollout import (
     filtered_rollout,
     metric_values,
 )
-from rlhf_mc.trainer.scores import normalised_parts
+from rlhf_mc.trainer.scores import normalised_parts, sample_mask
+from rlhf_mc.trainer.step_report import equal_groups_ratio
 from rlhf_mc.trainer.step_state import StepState, begin_step
 
 FILTER = "algorithm.filter_groups"
@@ -116,16 +118,74 @@ def test_groups_that_differ_in_a_part_are_kept_for_gdpo(reads_parts: bool) -> No
     ]
     scores = [Score(sum(of.values()), of, {"acc": 1.0}) for of in parts]
     mixture = SimpleNamespace(training=lambda _: {"math": 2.0, "format": 0.5})
-    found = normalised_parts(mixture, prompts, scores, 2, norm_by_std=True)  # type: ignore[arg-type]
+    every = torch.ones(6, dtype=torch.bool)
+    found = normalised_parts(mixture, prompts, scores, 2, True, every)  # type: ignore[arg-type]
     half = math.sqrt(0.5)  # each part's distance from the mean of two, over their deviation
     assert found.tolist() == pytest.approx(
         [0.0, 0.0, 0.5 * half, -0.5 * half, -half, half], rel=1e-5
     )
-    centred = normalised_parts(mixture, prompts, scores, 2, norm_by_std=False)  # type: ignore[arg-type]
+    centred = normalised_parts(mixture, prompts, scores, 2, False, every)  # type: ignore[arg-type]
     assert centred.tolist() == [0.0, 0.0, 0.25, -0.25, -0.25, 0.25]
     groups = SampledGroups(2, "acc")
     groups.add(prompts, batch.with_fields(decoupled_scores=found) if reads_parts else batch, scores)
     assert groups.num_kept == (2 if reads_parts else 0)
+
+
+def test_masked_responses_are_out_of_their_groups() -> None:
+    """Check groups of three: one that differs in a masked response alone, one that differs, one
+    that is masked whole; and parts of the score, which equal those of the other responses alone."""
+    prompts = [Prompt(i // 3, np.array([i // 3], np.int32), "mine", None) for i in range(9)]
+    numbers = [1.0, 1.0, 9.0, 0.0, 9.0, 2.0, 9.0, 8.0, 7.0]
+    mask = torch.tensor([1, 1, 0, 1, 0, 1, 0, 0, 0]).bool()
+    batch = batch_of(prompts, numbers).with_fields(sample_mask=mask)
+    scores = [Score(score, {"math": score, "odd": score % 2}) for score in numbers]
+    groups = SampledGroups(3, "score")
+    groups.add(prompts, batch, scores)
+    assert groups.num_kept == 1 and [prompt.index for prompt in groups.prompts] == [1] * 3
+    assert groups.dropped == Counter({1.0: 1, math.inf: 1})
+    assert groups.batches[0].sample_mask is not None
+    assert groups.batches[0].sample_mask.tolist() == [True, False, True]
+    assert equal_groups_ratio(batch, 3) == pytest.approx(2 / 3)
+    cfg = SimpleNamespace(data=SimpleNamespace(train_batch_size=2))
+    assert "(the others have one value: 1 in 1, masked in 1)" in rollout._progress(cfg, groups, 1)  # type: ignore[arg-type]
+    mixture = SimpleNamespace(training=lambda _: {"math": 1.0, "odd": 0.5})
+    parts = normalised_parts(mixture, prompts, scores, 3, True, mask)  # type: ignore[arg-type]
+    rows = [0, 1, 3, 5]
+    alone = normalised_parts(
+        mixture,  # type: ignore[arg-type]
+        [prompts[i] for i in rows],
+        [scores[i] for i in rows],
+        2,
+        True,
+        torch.ones(4, dtype=torch.bool),
+    )
+    assert parts[rows].tolist() == alone.tolist() and alone.any()
+    assert not parts[~mask].any()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm.adv_estimator=gae"], [1, 1, 0, 1, 1, 1]),
+        (["algorithm.adv_estimator=grpo"], [1, 1, 0, 0, 1, 1]),
+        (["algorithm.adv_estimator=gae", "algorithm.overlong_filtering=true"], [0, 1, 0, 1, 1, 1]),
+        (["algorithm.adv_estimator=grpo", "algorithm.overlong_filtering=true"], [0, 0, 0, 0, 1, 1]),
+        (["algorithm.adv_estimator=remax"], [1, 1, 0, 1, 0, 0]),
+    ],
+)
+def test_samples_that_are_masked(
+    config_file: Path, overrides: list[str], expected: list[int]
+) -> None:
+    """Check three groups of two: a truncated response, one that is masked, and a masked greedy
+    response."""
+    cfg = load(config_file, "rollout.n=2", *overrides)
+    prompts = [Prompt(i // 2, np.array([i // 2], np.int32), "mine", None) for i in range(6)]
+    batch = batch_of(prompts, [0.0] * 6)
+    batch = replace(batch, finished=torch.tensor([0, 1, 1, 1, 1, 1]).bool())
+    is_masked = torch.tensor([0, 0, 1, 0, 0, 0, 0, 0, 1]).bool()
+    if cfg.algorithm.adv_estimator != "remax":
+        is_masked = is_masked[:6]
+    assert sample_mask(cfg, batch, is_masked).int().tolist() == expected
 
 
 class Drawing:
