@@ -66,7 +66,8 @@ LOSS_MODE = f"{LOSS}.loss_mode"
 LAYOUT = "actor.megatron"
 DECAYS = "linear cosine"
 ENVIRONMENT = "rollout.environment"
-ENVIRONMENT_CLASS = "name kwargs first_observation skip_special_tokens split_special_tokens"
+ENVIRONMENT_CLASS = "kwargs first_observation split_special_tokens"
+AGENT = f"{ENVIRONMENT}.name openai"
 TOOLS = f"{ENVIRONMENT}.function_tool_path or tool_config_path"
 DEPENDENCES = (
     _switch("data.val_files", "data", "val_max_samples"),
@@ -143,15 +144,30 @@ DEPENDENCES = (
     _switch(f"{ENVIRONMENT}.path", ENVIRONMENT, ENVIRONMENT_CLASS),
     Dependence(
         ENVIRONMENT,
-        "format max_parallel_calls",
-        TOOLS,
-        lambda cfg: cfg.rollout.environment.has_tools,
+        "name skip_special_tokens",
+        f"{ENVIRONMENT}.path or command",
+        lambda cfg: cfg.rollout.environment.is_set and not cfg.rollout.environment.has_tools,
+    ),
+    Dependence(
+        ENVIRONMENT,
+        "other_sampling",
+        AGENT,
+        lambda cfg: cfg.rollout.environment.is_agent,
+    ),
+    Dependence(
+        ENVIRONMENT,
+        "format",
+        f"{TOOLS}, {AGENT}",
+        lambda cfg: cfg.rollout.environment.has_tools or cfg.rollout.environment.is_agent,
+    ),
+    Dependence(
+        ENVIRONMENT, "max_parallel_calls", TOOLS, lambda cfg: cfg.rollout.environment.has_tools
     ),
     Dependence(
         ENVIRONMENT,
         "max_turns max_tokens_per_turn max_observation_length truncate timeout_seconds num_workers "
         "default_observation default_score",
-        f"{ENVIRONMENT}.path, {TOOLS}",
+        f"{ENVIRONMENT}.path, command, {TOOLS}",
         lambda cfg: cfg.rollout.environment.is_set,
     ),
     _switch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,8 @@ class _Environment:
     """Answer to the last turn, not yet consumed."""
     fatal_turns: set[int] = field(default_factory=set)
     """Turns that ended a worker process; never sent again."""
+    tools: Sequence[dict[str, Any]] = ()
+    """Tools of an agent's last request."""
 
 
 class EnvironmentManager:
@@ -105,6 +108,10 @@ class EnvironmentManager:
         index = next(i for i in itertools.count(first) if i not in environment.fatal_turns)
         return index, first == 0
 
+    def tools(self, key: Key) -> Sequence[dict[str, Any]]:
+        """Return the tools of an agent's last request."""
+        return self._environments[key].tools
+
     def send(self, turn: Turn, index: int) -> None:
         """Send the turn of this index, which must be the next one."""
         environment = self._environments[turn.key]
@@ -130,6 +137,7 @@ class EnvironmentManager:
         received = {}
         for key, environment in wanted.items():
             if environment.answer is not None:
+                environment.tools = getattr(environment.answer, "tools", ())
                 received[key] = environment.num_sent - 1, environment.answer
                 environment.answer = None
                 environment.is_busy = False

@@ -32,7 +32,7 @@ from rlhf_mc.environments.protocol import StepResult, truncated
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.rewards.results import Episode
-from rlhf_mc.rollout.base import Arrivals, Request
+from rlhf_mc.rollout.base import Arrivals, Request, Sampling
 from rlhf_mc.run_files import checked_line
 
 USER_FILE = """
@@ -111,7 +111,7 @@ class Letters:
     ) -> str:
         """Render as models with tools do: a response that is followed by another message has no
         thoughts."""
-        text = json.dumps(tools) * bool(tools)
+        text = f"<tools>{json.dumps(tools)}" * bool(tools)
         for i, one in enumerate(messages):
             if one["role"] == "tool" and not any("tool_calls" in before for before in messages[:i]):
                 raise ValueError("an answer without its call")
@@ -131,19 +131,25 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def begun(
-    cfg: EnvironmentConfig, limit: int = 60, replayed: str | None = None, **fields: Any
+    cfg: EnvironmentConfig,
+    limit: int = 60,
+    replayed: str | None = None,
+    directory: Path | None = None,
+    **fields: Any,
 ) -> tuple[EnvironmentManager, Conversations]:
     """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields.
     Their journal is beside the file."""
     cfg.num_workers = cfg.num_workers or 1
     data = DataConfig(train_files=[], max_response_length=limit)
-    directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
+    path = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path))
+    directory = directory or path.parent
     journal = ObservationJournal(directory, replayed, 0, 0, STOP + 1, limit)
     environments = EnvironmentManager(cfg, data, Letters(), (2,), journal)  # type: ignore[arg-type]
     environments.connect([[0]])
     prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i, **fields) for i in range(2)]
     requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
-    return environments, Conversations(environments, requests, prompts)
+    sampling = Sampling(1.0, limit, (2,))
+    return environments, Conversations(environments, requests, prompts, sampling=sampling)
 
 
 def prompts_of(conversations: Conversations) -> list[Prompt]:
