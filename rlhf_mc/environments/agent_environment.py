@@ -6,7 +6,6 @@ the conversation. Neither torch nor numpy is imported.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import itertools
 import logging
@@ -22,7 +21,7 @@ from aiohttp import web
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.environments.agent_program import load_agent
 from rlhf_mc.environments.agent_requests import (
-    Answer,
+    ChatAnswer,
     ChatRequest,
     RefusedError,
     answer_digest,
@@ -36,6 +35,7 @@ from rlhf_mc.environments.agent_requests import (
 from rlhf_mc.environments.protocol import Completion, StepResult, ToolCall, truncated
 from rlhf_mc.rewards.results import Failure
 from rlhf_mc.rewards.returned import checked
+from rlhf_mc.runtime.user_function import describe_error
 
 MODEL = "policy"
 """The name that the endpoint gives the model; requests may have any."""
@@ -54,7 +54,7 @@ class _Ask:
     digests: list[int]
     transport: asyncio.BaseTransport | None
     """The connection of the client."""
-    turn: asyncio.Future[Answer | None]
+    turn: asyncio.Future[ChatAnswer | None]
     """None: the conversation has ended."""
     is_delivered: bool = False
 
@@ -108,7 +108,7 @@ class AgentEnvironment:
         calls = [] if ask.request.tool_choice == "none" else self._numbered(tool_calls)
         if ask.request.parallel_tool_calls is False:
             calls = calls[:1]
-        answer = Answer(
+        answer = ChatAnswer(
             self._num_turns,
             completion.content if calls else response,
             calls,
@@ -132,10 +132,9 @@ class AgentEnvironment:
             self._ask.turn.set_result(None)
         if self._program is not None:
             self._program.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # whatever it raises
-                await self._program
+            await asyncio.wait({self._program})
 
-    async def asks(self, ask: _Ask) -> tuple[_Ask, Answer]:
+    async def asks(self, ask: _Ask) -> tuple[_Ask, ChatAnswer]:
         """Take a request. Return it, or an earlier one of which it is another try, and the model's
         turn. Raise RefusedError for one that does not continue the conversation."""
         earlier = self._ask
@@ -221,6 +220,8 @@ class AgentEnvironment:
             return await self._server.run(row, settings)
         except Failure as failure:
             return failure
+        except BaseException as error:  # a task would raise it in the event loop
+            return Failure("raised", f"raised {describe_error(error)}")
 
     def _take(self) -> float:
         reward, self._reward = self._reward, 0.0
@@ -313,7 +314,7 @@ class AgentServer:
     async def _complete(self, agent: AgentEnvironment, request: web.Request) -> web.StreamResponse:
         body = parsed_json(await request.read())
         chat, num_ignored = chat_request(body, agent.sampling, self.cfg.other_sampling == "ignore")
-        turn: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[ChatAnswer | None] = asyncio.get_running_loop().create_future()
         ask = _Ask(chat, digests(chat.messages), request.transport, turn)
         agent.ignored(num_ignored)
         ask, answer = await agent.asks(ask)

@@ -107,7 +107,7 @@ class ChatRequest(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """A turn of the model."""
 
     number: int
@@ -171,11 +171,10 @@ def chat_request(
         if value == wanted:
             continue
         if not ignores_others:
-            is_known = name in sampling
+            own = f", and that of the run {sampling[name]:g}" if name in sampling else ""
             raise RefusedError(
-                f"{name} is {_shown(value)}{f', and that of the run {wanted:g}' * is_known}: it "
-                "would change the policy that is trained; leave it out, or set "
-                f"{SECTION}.other_sampling: ignore"
+                f"{name} is {_shown(value)}{own}: it would change the policy that is trained; "
+                f"leave it out, or set {SECTION}.other_sampling: ignore"
             )
         num_ignored += 1
     try:
@@ -240,7 +239,7 @@ def digests(messages: Sequence[_Message]) -> list[int]:
     ]
 
 
-def answer_digest(answer: Answer) -> int:
+def answer_digest(answer: ChatAnswer) -> int:
     """Return the digest of an answer, as a later request has it."""
     return hash(
         ("assistant", answer.text, tuple(_call_digest(*call) for call in answer.calls), None)
@@ -272,7 +271,7 @@ def _parsed(arguments: str) -> Any:
 # ---------------------------------------------------------------- answers
 
 
-def completion(request: ChatRequest, answer: Answer) -> dict[str, Any]:
+def completion(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
     """Return the body of an answer."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.calls:
@@ -306,7 +305,7 @@ def completion(request: ChatRequest, answer: Answer) -> dict[str, Any]:
     }
 
 
-def completion_events(request: ChatRequest, answer: Answer) -> Iterator[bytes]:
+def completion_events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
     """Yield the server-sent events of an answer: the message, its end, and with
     stream_options.include_usage the numbers of tokens."""
     whole = completion(request, answer)

@@ -1,14 +1,9 @@
-"""Agents in real worker processes, with openai's and httpx's clients: conversations through turns.py
-without an engine, what the endpoint refuses, and hostile programs."""
+"""Agents in real worker processes, with openai's and httpx's clients: conversations through
+turns.py without an engine, what the endpoint refuses, and hostile programs."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,6 @@ from test_environments import Letters, begun, played, user_file  # noqa: F401
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.data.batch import OBSERVED, Generation
-from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.turns import Conversations
 
 PROGRAM = """
@@ -58,7 +52,10 @@ def agent(tmp_path: Path, user_file: str) -> Any:  # noqa: F811
     their episodes."""
 
     def play(
-        body: str, turns: tuple[str, ...] = ("a", "b", "c"), as_program: bool = False, **settings: Any
+        body: str,
+        turns: tuple[str, ...] = ("a", "b", "c"),
+        as_program: bool = False,
+        **settings: Any,
     ) -> tuple[dict[int, Generation], Conversations]:
         path = tmp_path / "agent.py"
         lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
@@ -95,3 +92,163 @@ def test_an_agents_requests_are_observations(agent: Any, as_program: bool) -> No
         assert episode.rewards == [(-1, 0.0), (1, 0.0), (3, float(number))]
         assert episode.failure is None and episode.info["refused_requests"] == 0
         assert ("acc" in episode.info) == as_program
+
+
+TOOLS = r"""
+tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add <stop>.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+answer = await turn(tools=tools, tool_choice="auto", logprobs=True)
+(choice,) = answer.choices
+assert choice.finish_reason == "tool_calls" and choice.message.content == "hm", choice
+(call,) = choice.message.tool_calls
+assert (call.id, call.function.name, call.function.arguments) == ("call00000", "add", '{"a": 1}')
+tokens = choice.logprobs.content
+assert tokens[0].token == f"token_id:{ord('h')}" and {one.logprob for one in tokens} == {-1.0}
+assert answer.usage.completion_tokens == len(tokens) and answer.usage.prompt_tokens > 100
+messages.append({"role": "tool", "tool_call_id": call.id, "content": "2 <stop>"})
+answer = await turn(tools=tools)
+assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("stop", "b<stop>\2")
+messages[1] = {"role": "assistant", "content": "hm", "tool_calls": [
+    {"id": call.id, "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+]}
+messages.append({"role": "user", "content": [{"type": "text", "text": "on"}]})
+parts = []
+stream = await client.chat.completions.create(
+    model="gpt-4o", messages=messages, tools=tools, tool_choice="none", stream=True,
+    stream_options={"include_usage": True}
+)
+async for chunk in stream:
+    parts += [one.delta.content or one.finish_reason for one in chunk.choices]
+assert parts == ["hm<tool_call>{}</tool_call>\2", "stop"] and chunk.usage.completion_tokens == 28
+"""
+CALL = '<tool_call>{"name": "add", "arguments": {"a":  1}}</tool_call>'
+
+
+def test_an_agent_calls_tools(agent: Any) -> None:
+    """Check calls, their arguments written otherwise by the agent, a stream, log-probs, and control
+    tokens in schemas and messages."""
+    turns = (f"hm{CALL}", "b<stop>", "hm<tool_call>{}</tool_call>")
+    ended, conversations = agent(TOOLS, turns, limit=1000, skip_special_tokens=False)
+    text = Letters().decode(ended[0].token_ids)
+    assert conversations.episode(0).failure is None, text
+    assert text.startswith('tools>[{"type": "function", "function": {"name": "add", ')
+    assert f"<assistant>hm{CALL}\2\n<tool>2 <stop>\2\n<assistant>b<stop>\2\n<user>on" in text
+    # the model's own one alone is a token
+    assert sum(token == 0x110000 for token in ended[0].token_ids) == 1
+
+
+REFUSED = {
+    "temperature=0.5": "temperature is 0.5, and that of the run 1: it would change the policy",
+    "seed=7": "seed is 7: it would change the policy that is trained",
+    "extra_body={'guided_json': {}}": "guided_json is {}: it would change",
+    "n=2": "n is 2; only 1 is supported",
+    "stop=['x']": "stop is ['x']; only [] or '' is supported",
+    "tool_choice='required'": "only 'auto' or 'none'",
+    "top_logprobs=2": "top_logprobs is 2; only 0",
+    "response_format={'type': 'json_object'}": "response_format is {'type': 'json_object'}",
+    "max_tokens=0": "max_tokens must be at least 1",
+    "tools=[{'type': 'function', 'function': {}}]": "required field `name`",
+    "extra_body={'messages': [{'role': 'king', 'content': ''}]}": "Invalid enum value 'king'",
+    "extra_body={'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}": (
+        "a part of type 'image_url'; it must be a text"
+    ),
+}
+
+
+def test_what_would_change_the_policy_is_refused(agent: Any) -> None:
+    """Check parameters that the run does not have, and requests that rewrite the conversation."""
+    lines = [
+        "async def refused(problem, model='', **parameters):",
+        "    try:",
+        "        await client.chat.completions.create(",
+        "            **{'model': model, 'messages': messages} | parameters)",
+        "    except BadRequestError as error:",
+        "        assert problem in str(error), (problem, error)",
+        "    else:",
+        "        raise AssertionError(problem)",
+        *(f"await refused({problem!r}, {given})" for given, problem in REFUSED.items()),
+        "await turn(temperature=1, top_p=1.0, seed=None, presence_penalty=0, user='me')",
+        "await refused('no message after')",
+        "for wrong in ([], messages[:1], [*messages[:1], {'role': 'assistant', 'content': 'x'}]):",
+        "    new = [*wrong, {'role': 'user', 'content': 'on'}]",
+        "    await refused(f'message {min(len(wrong), 1)} is another', messages=new)",
+        "messages.append({'role': 'user', 'content': 'on'})",
+        "await refused('other tools', tools=[{'type': 'function', 'function': {'name': 'f'}}])",
+        "await turn()",
+    ]
+    ended, conversations = agent("\n".join(lines), limit=300)
+    assert conversations.episode(0).failure is None
+    assert conversations.episode(0).info["refused_requests"] == len(REFUSED) + 5
+    assert Letters().decode(ended[0].token_ids).count("<assistant>") == 2
+
+
+def test_other_sampling_parameters_are_ignored_by_a_setting(agent: Any) -> None:
+    _, conversations = agent("await turn(temperature=0.5, seed=7)", other_sampling="ignore")
+    assert conversations.episode(0).info["ignored_parameters"] == 2
+    assert conversations.episode(0).failure is None
+
+
+LIMITS = """
+answer = await turn(max_tokens=2)
+assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("length", "ab")
+messages.append({"role": "user", "content": "on"})
+await turn()
+messages.append({"role": "user", "content": "on"})
+try:
+    await turn()
+    raise AssertionError
+except BadRequestError as error:
+    assert error.code == "context_length_exceeded", error
+"""
+
+
+@pytest.mark.parametrize(("max_turns", "limit"), [(2, 300), (16, 47)])
+def test_an_agent_learns_that_the_conversation_has_no_room(
+    agent: Any, max_turns: int, limit: int
+) -> None:
+    ended, conversations = agent(LIMITS, ("abc", "d" * 9), max_turns=max_turns, limit=limit)
+    text = Letters().decode(ended[1].token_ids)
+    end = "\2" if max_turns == 2 else ""
+    letters = "d" * (9 if max_turns == 2 else 2)
+    assert text == f"user>go\2\n<assistant>ab\2\n<user>on\2\n<assistant>{letters}{end}", len(text)
+    assert conversations.episode(1).score == 1.0, "the agent has given its score all the same"
+
+
+FAULTS = {
+    "raise SystemExit('no more')": ("raised", "raised SystemExit: no more"),
+    "await turn()\nawait asyncio.sleep(60)": ("timeout", "no answer after 3 s"),
+    "await turn()\nos.kill(os.getpid(), 9)": ("exited", "ended"),
+    "await turn()\nreturn 'much'": ("invalid", "returned 'much', expected a number"),
+    "return 1.0": ("invalid", "the agent has ended without a request"),
+    "messages[0]['content'] = 'x' * 10**6\nawait turn()": ("invalid", "bytes; at most"),
+}
+
+
+@pytest.mark.parametrize("as_program", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_an_agent_ends_its_conversation_alone(
+    agent: Any, capfd: pytest.CaptureFixture[str], fault: str, as_program: bool
+) -> None:
+    lines = "\n".join(f"    {line}" for line in fault.splitlines())
+    body = f"if task['ground_truth'] == 1:\n{lines}\n{TWO_TURNS}"
+    ended, conversations = agent(
+        body, as_program=as_program, timeout_seconds=3.0, default_score=-1.0, max_tokens_per_turn=9
+    )
+    kind, problem = FAULTS[fault]
+    episode = conversations.episode(1)
+    error = capfd.readouterr().err
+    assert episode.score == -1.0 and conversations.episode(0).failure is None
+    if not as_program or kind in ("timeout", "exited"):
+        assert kind in episode.failed_calls and problem in error, error
+    elif kind == "raised":
+        assert "exit code 1: no more" in error
+    # an agent that fails before its first request: the model answers the row's prompt
+    assert OBSERVED in ended[0].log_probs

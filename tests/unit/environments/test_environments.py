@@ -111,7 +111,7 @@ class Letters:
     ) -> str:
         """Render as models with tools do: a response that is followed by another message has no
         thoughts."""
-        text = f"<tools>{json.dumps(tools)}" * bool(tools)
+        text = f"<tools>{json.dumps(tools, ensure_ascii=False)}" * bool(tools)
         for i, one in enumerate(messages):
             if one["role"] == "tool" and not any("tool_calls" in before for before in messages[:i]):
                 raise ValueError("an answer without its call")
@@ -969,14 +969,15 @@ def test_calls_are_read_in_each_format(name: str) -> None:
     schema = {"name": "add", "parameters": {"type": "object", "properties": properties}}
     parser = ToolCallParser(name, tokenizer, (2,), [{"type": "function", "function": schema}])  # type: ignore[arg-type]
     call, broken = FORMATS[name]
-    ((found, arguments, _),) = parser.calls([*map(ord, call), 2])
+    content, ((found, arguments, _),) = parser.calls([*map(ord, f"hm {call}"), 2])
     assert (found, json.loads(arguments)) == ("add", {"a": 1})
-    assert parser.calls([*map(ord, broken)]) == [("", "", "call00000")]
+    assert content.strip() == ("" if name == "gpt-oss" else "hm")
+    assert parser.calls([*map(ord, broken)])[1] == [("", "", "call00000")]
     for answer in (
         "1",
         "<|channel|>analysis<|message|>to=functions.add<|end|><|start|>assistant<|channel|>final<|message|>1",
     ):
-        assert parser.calls([*map(ord, answer)]) == []
+        assert parser.calls([*map(ord, answer)])[1] == []
 
 
 def _glm(role: str, content: str, is_last: bool) -> str:
