@@ -4,7 +4,7 @@ nothing of this trainer, plays one game and returns its score.
 python tools/make_guessing_game.py --output runs/guessing  (once: it makes model and prompts)
 torchrun --standalone --nproc-per-node 2 -m rlhf_mc configs/quickstart_agent.yaml
 
-As a program of its own it takes the row from its standard input, and writes its score to a file:
+As a program of its own it takes the row from its standard input, and posts its score:
 ... rollout.environment.path=null rollout.environment.command='[python, examples/guess_agent.py]'
 """
 
@@ -15,6 +15,7 @@ import sys
 from functools import cache
 from typing import Any
 
+import httpx
 from openai import AsyncOpenAI
 
 FEWEST = 1
@@ -62,5 +63,5 @@ if __name__ == "__main__":
     settings = {name: os.environ[variable] for name, variable in variables.items()}
     row = json.load(sys.stdin)  # noqa: TID251 (an agent imports nothing of the trainer)
     score = asyncio.run(run(row, settings))
-    with open(os.environ["RLHF_MC_SCORE_FILE"], "w") as file:
-        file.write(json.dumps(score) + "\n")
+    headers = {"Authorization": f"Bearer {settings['api_key']}"}
+    httpx.post(f"{settings['base_url']}/score", json=score, headers=headers).raise_for_status()

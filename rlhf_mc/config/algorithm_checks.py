@@ -381,20 +381,14 @@ def _environment(cfg: Config) -> Iterator[str]:
     environment = cfg.rollout.environment
     if not environment.is_set:
         return
-    if environment.is_agent and (
-        (environment.path is None) == (environment.command is None)
-        or environment.has_tools
-        or environment.default_observation is not None
-    ):
+    num_agents = bool(environment.command) + bool(environment.is_agent and environment.path)
+    if num_agents != environment.is_agent or (environment.is_agent and environment.has_tools):
         yield (
-            "rollout.environment.name is openai, an agent: give either path or command, no tools "
-            "of the environment, and no default_observation"
+            "rollout.environment.command is for rollout.environment.name openai, an agent, which "
+            "has either path or command, and no tools of the environment"
         )
-    if environment.command is not None and not (environment.is_agent and environment.command):
-        yield (
-            "rollout.environment.command is a program with its arguments, of an agent: set "
-            "rollout.environment.name to openai"
-        )
+    if environment.is_agent and environment.default_observation is not None:
+        yield "rollout.environment.default_observation is set, and an agent (name openai) has none"
     if environment.path is not None and environment.has_tools:
         yield (
             "rollout.environment.path and tools (function_tool_path, tool_config_path) are both "

@@ -67,7 +67,6 @@ LAYOUT = "actor.megatron"
 DECAYS = "linear cosine"
 ENVIRONMENT = "rollout.environment"
 ENVIRONMENT_CLASS = "kwargs first_observation split_special_tokens"
-AGENT = f"{ENVIRONMENT}.name openai"
 TOOLS = f"{ENVIRONMENT}.function_tool_path or tool_config_path"
 DEPENDENCES = (
     _switch("data.val_files", "data", "val_max_samples"),
@@ -142,22 +141,11 @@ DEPENDENCES = (
     ),
     _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
     _switch(f"{ENVIRONMENT}.path", ENVIRONMENT, ENVIRONMENT_CLASS),
-    Dependence(
-        ENVIRONMENT,
-        "name skip_special_tokens",
-        f"{ENVIRONMENT}.path or command",
-        lambda cfg: cfg.rollout.environment.is_set and not cfg.rollout.environment.has_tools,
-    ),
-    Dependence(
-        ENVIRONMENT,
-        "other_sampling",
-        AGENT,
-        lambda cfg: cfg.rollout.environment.is_agent,
-    ),
+    _choice(f"{ENVIRONMENT}.name", "openai", ENVIRONMENT, "other_sampling"),
     Dependence(
         ENVIRONMENT,
         "format",
-        f"{TOOLS}, {AGENT}",
+        f"{TOOLS}, name openai",
         lambda cfg: cfg.rollout.environment.has_tools or cfg.rollout.environment.is_agent,
     ),
     Dependence(
@@ -166,7 +154,7 @@ DEPENDENCES = (
     Dependence(
         ENVIRONMENT,
         "max_turns max_tokens_per_turn max_observation_length truncate timeout_seconds num_workers "
-        "default_observation default_score",
+        "default_observation default_score skip_special_tokens",
         f"{ENVIRONMENT}.path, command, {TOOLS}",
         lambda cfg: cfg.rollout.environment.is_set,
     ),

@@ -12,7 +12,6 @@ import logging
 import resource
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,16 +20,14 @@ from aiohttp import web
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.environments.agent_program import load_agent
 from rlhf_mc.environments.agent_requests import (
-    ChatAnswer,
     ChatRequest,
     RefusedError,
-    answer_digest,
     chat_request,
-    completion,
+    completion_body,
     completion_events,
-    digests,
+    digest,
     parsed_json,
-    rendered_messages,
+    rendered,
 )
 from rlhf_mc.environments.protocol import Completion, StepResult, ToolCall, truncated
 from rlhf_mc.rewards.results import Failure
@@ -46,22 +43,8 @@ _SILENT = logging.getLogger("rlhf_mc.agents")
 _SILENT.disabled = True  # else each malformed request would be a line
 
 
-@dataclass
-class _Ask:
-    """A request that waits for the model's turn, or got it."""
-
-    request: ChatRequest
-    digests: list[int]
-    transport: asyncio.BaseTransport | None
-    """The connection of the client."""
-    turn: asyncio.Future[ChatAnswer | None]
-    """None: the conversation has ended."""
-    is_delivered: bool = False
-
-    @property
-    def is_lost(self) -> bool:
-        """The client that has sent the request no longer waits."""
-        return not self.is_delivered and (self.transport is None or self.transport.is_closing())
+_Turn = asyncio.Future[dict[str, Any] | None]
+"""The body of an answer; None: the conversation has ended."""
 
 
 class AgentEnvironment:
@@ -77,7 +60,10 @@ class AgentEnvironment:
         self._program: asyncio.Task[Any] | None = None
         self._asked: asyncio.Future[StepResult]
         """The next request."""
-        self._ask: _Ask | None = None
+        self._request: ChatRequest | None = None
+        """The last one, with the digests of its messages and the model's turn."""
+        self._digests: list[int] = []
+        self._turn: _Turn
         self._history: list[int] = []
         """Digests of the conversation's messages, up to the last answer."""
         self._names: dict[str, str] = {}
@@ -87,86 +73,74 @@ class AgentEnvironment:
         """The last answer is the last turn that the conversation has room for."""
         self._reward = 0.0
         """Rewards since the last turn."""
-        self._info = {"refused_requests": 0.0, "ignored_parameters": 0.0}
+        self.info = {"refused_requests": 0.0, "ignored_parameters": 0.0}
 
     async def reset(self, row: dict[str, Any]) -> StepResult:
         """Start the agent. Return its first request."""
         self.sampling = row["sampling"]
         self._asked = asyncio.get_running_loop().create_future()
         url = await self._server.url()
-        self._name = self._server.add(self)
+        self._name = str(next(self._server.names))
+        self._server.agents[self._name] = self
         settings = {"base_url": url, "api_key": f"{self._name}-{self.secret}", "model": MODEL}
         self._program = asyncio.create_task(self._outcome(row, settings))
         return await self._next()
 
     async def step(
-        self, response: str, tool_calls: Sequence[ToolCall], completion: Completion
+        self,
+        response: str,
+        token_ids: Sequence[int],
+        tool_calls: Sequence[ToolCall],
+        completion: Completion,
     ) -> StepResult:
         """Give the agent a turn. Return its next request."""
-        ask = self._ask
-        assert ask is not None
-        calls = [] if ask.request.tool_choice == "none" else self._numbered(tool_calls)
-        if ask.request.parallel_tool_calls is False:
+        request = self._request
+        assert request is not None
+        calls = [] if request.tool_choice == "none" else self._numbered(tool_calls)
+        if request.parallel_tool_calls is False:
             calls = calls[:1]
-        answer = ChatAnswer(
-            self._num_turns,
-            completion.content if calls else response,
-            calls,
-            completion.log_probs,
-            completion.token_ids,
-            completion.num_before,
-            completion.is_complete,
-        )
+        text = completion.content if calls else response
+        body = completion_body(request, self._num_turns, text, calls, token_ids, completion)
         self._num_turns += 1
-        self._history = [*ask.digests, answer_digest(answer)]
+        self._history = [*self._digests, digest(body["choices"][0]["message"])]
         self._names = {call.number: call.name for call in calls}
         self._is_last = completion.is_last
         self._asked = asyncio.get_running_loop().create_future()
-        ask.turn.set_result(answer)
+        self._turn.set_result(body)
         return await self._next()
 
     async def close(self) -> None:
         """End the agent, and all that it has started."""
-        self._server.remove(self._name)
-        if self._ask is not None and not self._ask.turn.done():
-            self._ask.turn.set_result(None)
+        self._server.agents.pop(self._name, None)
+        if self._request is not None and not self._turn.done():
+            self._turn.set_result(None)
         if self._program is not None:
             self._program.cancel()
             await asyncio.wait({self._program})
 
-    async def asks(self, ask: _Ask) -> tuple[_Ask, ChatAnswer]:
-        """Take a request. Return it, or an earlier one of which it is another try, and the model's
-        turn. Raise RefusedError for one that does not continue the conversation."""
-        earlier = self._ask
-        if earlier is not None and earlier.digests == ask.digests and earlier.is_lost:
-            earlier.transport = ask.transport  # the client tries again
-            ask = earlier
-        else:
-            self._accept(ask)
+    async def answer(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the body of the answer to a request. One with the messages of the last request is
+        a client's second try, and gets the same. Raise RefusedError for one that does not continue
+        the conversation."""
+        new = [digest(message) for message in request.messages]
+        if new != self._digests:
+            self._accept(request, new)
         # a client that goes away does not end the turn
-        answer = await asyncio.shield(ask.turn)
-        if answer is None:
+        body = await asyncio.shield(self._turn)
+        if body is None:
             raise RefusedError("the conversation has ended", 410)
-        return ask, answer
-
-    def refused(self) -> None:
-        """Count a request that was refused."""
-        self._info["refused_requests"] += 1
-
-    def ignored(self, number: int) -> None:
-        """Count parameters that are ignored."""
-        self._info["ignored_parameters"] += number
+        return body
 
     def score(self, value: Any) -> None:
         """Add a reward with numbers. Raise Failure if it is none."""
         numbers = checked(value)
         self._reward += numbers.pop("score")
-        self._info |= numbers
+        self.info |= numbers
 
-    def _accept(self, ask: _Ask) -> None:
+    def _accept(self, request: ChatRequest, digests: list[int]) -> None:
         """Make a request the next observation. Raise RefusedError if it does not continue the
-        conversation."""
-        if self._ask is not None and not self._ask.turn.done():
+        conversation. digests: of its messages."""
+        if self._request is not None and not self._turn.done():
             raise RefusedError("another request of this conversation waits for its answer")
         if self._is_last:
             raise RefusedError(
@@ -175,27 +149,29 @@ class AgentEnvironment:
                 code="context_length_exceeded",
             )
         known = self._history
-        pairs = zip(known, ask.digests, strict=False)
-        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(ask.digests))
+        pairs = zip(known, digests, strict=False)
+        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(digests))
         if same < len(known):
             raise RefusedError(
                 f"the request has not the conversation's {len(known)} messages unchanged: message "
                 f"{same} is another one, or missing; what the model has seen cannot be rewritten"
             )
-        if same == len(known) == len(ask.digests):
+        if same == len(digests):
             raise RefusedError("the request has no message after the model's last answer")
-        request = ask.request
         tools = request.tools or []
-        if self._ask is not None and tools != (self._ask.request.tools or []):
+        if self._request is not None and tools != (self._request.tools or []):
             raise RefusedError("the request has other tools than the conversation's first one")
-        messages = rendered_messages(request.messages[len(known) :], self._names)
-        for message in messages if known else ():
-            message["content"] = truncated(message["content"], self._cfg)
-        self._ask = ask
-        result = StepResult(
-            messages, self._take(), False, self._info, tools=tools, max_tokens=request.limit
-        )
-        self._asked.set_result(result)
+        messages = [rendered(message) for message in request.messages[len(known) :]]
+        for message in messages:
+            if known:
+                message["content"] = truncated(message["content"], self._cfg)
+            if message["role"] == "tool":
+                message["name"] = self._names.get(message["tool_call_id"], "tool")
+        self._request = request
+        self._digests = digests
+        self._turn = asyncio.get_running_loop().create_future()
+        limits = {"tools": tools, "max_tokens": request.limit}
+        self._asked.set_result(StepResult(messages, self._take(), False, self.info, **limits))
 
     async def _next(self) -> StepResult:
         """Wait for a request, or for the end of the program. Raise Failure if that fails."""
@@ -204,7 +180,7 @@ class AgentEnvironment:
         await asyncio.wait({self._asked, program}, return_when=asyncio.FIRST_COMPLETED)
         if not program.done():
             return self._asked.result()
-        self._server.remove(self._name)
+        self._server.agents.pop(self._name, None)
         value = program.result()
         if isinstance(value, Failure):
             raise value
@@ -212,7 +188,7 @@ class AgentEnvironment:
             raise Failure("invalid", "the agent has ended without a request")
         if value is not None:
             self.score(value)
-        return StepResult("", self._take(), True, self._info)
+        return StepResult("", self._take(), True, self.info)
 
     async def _outcome(self, row: dict[str, Any], settings: Mapping[str, str]) -> Any:
         """Return what the agent's program returns, or why it failed."""
@@ -246,8 +222,9 @@ class AgentServer:
         """Raise UserError if the agent cannot be loaded."""
         self.cfg = cfg
         self.run: Callable[[dict[str, Any], Mapping[str, str]], Awaitable[Any]] = load_agent(cfg)
-        self._agents: dict[str, AgentEnvironment] = {}
-        self._names = itertools.count()
+        self.agents: dict[str, AgentEnvironment] = {}
+        """Agents that may send requests, by their names."""
+        self.names = itertools.count()
         self._started: asyncio.Task[str] | None = None
 
     async def url(self) -> str:
@@ -256,91 +233,57 @@ class AgentServer:
             self._started = asyncio.create_task(self._start())
         return await asyncio.shield(self._started)
 
-    def add(self, agent: AgentEnvironment) -> str:
-        """Let an agent send requests. Return its name."""
-        name = str(next(self._names))
-        self._agents[name] = agent
-        return name
-
-    def remove(self, name: str) -> None:
-        """Refuse the further requests of an agent."""
-        self._agents.pop(name, None)
-
     async def _start(self) -> str:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MOST_FILES), hard))
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self._answered(self._complete)),
-                web.post("/v1/score", self._answered(self._score)),
-                web.get("/v1/models", self._answered(self._models)),
-            ]
-        )
+        app.router.add_route("*", "/v1/{path:.*}", self._handle)
         runner = web.AppRunner(app, access_log=None, logger=_SILENT)
         await runner.setup()
         await web.TCPSite(runner, _HOST, 0, backlog=1024).start()
         return f"http://{_HOST}:{runner.addresses[0][1]}/v1"
 
-    def _answered(
-        self, handler: Callable[[AgentEnvironment, web.Request], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            agent = self._agent(request)
+    async def _handle(self, request: web.Request) -> web.Response:
+        """Answer a request."""
+        agent = self._agent(request)
+        try:
             if agent is None:
                 problem = "the key is of no conversation, or of one that has ended"
-                return _refusal(RefusedError(problem, 401, "invalid_api_key"))
-            try:
-                return await handler(agent, request)
-            except RefusedError as error:
-                agent.refused()
-                return _refusal(error)
-            except Failure as failure:
-                return _refusal(RefusedError(failure.problem))
-
-        return handle
+                raise RefusedError(problem, 401, "invalid_api_key")
+            body = parsed_json(await request.read() or b"{}")
+            match request.match_info["path"]:
+                case "chat/completions":
+                    ignores = self.cfg.other_sampling == "ignore"
+                    chat, num_ignored = chat_request(body, agent.sampling, ignores)
+                    agent.info["ignored_parameters"] += num_ignored
+                    answer = await agent.answer(chat)
+                    if not chat.stream:
+                        return _json(answer)
+                    events = completion_events(answer)
+                    return web.Response(body=events, content_type="text/event-stream")
+                case "score":
+                    agent.score(body)
+                    return _json({})
+                case "models":
+                    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf_mc"}
+                    return _json({"object": "list", "data": [model]})
+            raise RefusedError("there is no such path", 404)
+        except RefusedError as error:
+            if agent is not None:
+                agent.info["refused_requests"] += 1
+            return _refusal(error)
+        except Failure as failure:  # of a score
+            return _refusal(RefusedError(failure.problem))
 
     def _agent(self, request: web.Request) -> AgentEnvironment | None:
         """Return the agent whose key a request has. The time does not depend on the secret."""
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = request.headers.get("x-api-key", header)
         name, _, secret = key.partition("-")
-        agent = self._agents.get(name)
+        agent = self.agents.get(name)
         wanted = "" if agent is None else agent.secret
         is_same = hmac.compare_digest(wanted.encode(), secret.encode(errors="surrogateescape"))
         return agent if is_same else None
-
-    async def _complete(self, agent: AgentEnvironment, request: web.Request) -> web.StreamResponse:
-        body = parsed_json(await request.read())
-        chat, num_ignored = chat_request(body, agent.sampling, self.cfg.other_sampling == "ignore")
-        turn: asyncio.Future[ChatAnswer | None] = asyncio.get_running_loop().create_future()
-        ask = _Ask(chat, digests(chat.messages), request.transport, turn)
-        agent.ignored(num_ignored)
-        ask, answer = await agent.asks(ask)
-        response: web.StreamResponse
-        if chat.stream:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            for event in completion_events(chat, answer):
-                await response.write(event)
-        else:
-            response = _json(completion(chat, answer))
-            await response.prepare(request)
-        await response.write_eof()
-        ask.is_delivered = True
-        return response
-
-    async def _score(self, agent: AgentEnvironment, request: web.Request) -> web.StreamResponse:
-        try:
-            agent.score(msgspec.json.decode(await request.read()))
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise RefusedError(f"the body is not valid JSON ({error})") from None
-        return _json({})
-
-    async def _models(self, agent: AgentEnvironment, request: web.Request) -> web.StreamResponse:
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf_mc"}
-        return _json({"object": "list", "data": [model]})
 
 
 def _json(data: Mapping[str, Any], status: int = 200) -> web.Response:

@@ -6,19 +6,17 @@ Neither torch nor numpy is imported.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rlhf_mc.config.masking import one_line
-from rlhf_mc.environments.protocol import SECTION, ToolCall
+from rlhf_mc.environments.protocol import SECTION, Completion, ToolCall
 from rlhf_mc.environments.tools import ToolSchema
 
 _DEEPEST = 32
 """Levels of a request's JSON, into which parsers and templates recurse."""
-_MOST_TOKENS = 1 << 31
 _READ = (
     *("messages", "model", "tools", "max_tokens", "max_completion_tokens", "stream"),
     *("stream_options", "logprobs", "parallel_tool_calls", "user", "metadata", "store"),
@@ -31,19 +29,13 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
 }
 """Values of parameters whose other values ask for another kind of answer."""
-_NEUTRAL: Mapping[str, Any] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "min_p": 0,
-}
+_NEUTRAL: Mapping[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
 """Values of sampling parameters that change nothing."""
+
+
+_Limit = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
 class RefusedError(Exception):
@@ -57,8 +49,8 @@ class RefusedError(Exception):
 
 
 class _Part(msgspec.Struct):
-    type: str
-    text: str | None = None
+    type: Literal["text"]
+    text: str
 
 
 class _CalledFunction(msgspec.Struct):
@@ -79,64 +71,31 @@ class _Message(msgspec.Struct):
     name: str | None = None
 
 
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool = False
-
-
 class ChatRequest(msgspec.Struct):
     """The parameters of a request that are read."""
 
-    messages: list[_Message]
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     model: str = ""
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
     parallel_tool_calls: bool | None = None
 
     @property
     def limit(self) -> int | None:
         """Maximum number of tokens of the answer; None: that of the run."""
-        given = (
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        )
-        return None if given is None else min(given, _MOST_TOKENS)
-
-
-@dataclass(frozen=True)
-class ChatAnswer:
-    """A turn of the model."""
-
-    number: int
-    """Index in the conversation."""
-    text: str
-    """The turn without its calls."""
-    calls: Sequence[ToolCall]
-    log_probs: Sequence[float]
-    """Log-prob of each token."""
-    token_ids: Sequence[int]
-    num_before: int
-    """Tokens of the conversation before the turn."""
-    is_complete: bool
-    """Ends with an end token."""
-
-    @property
-    def reason(self) -> str:
-        """Why the turn ends, in OpenAI's words."""
-        return "length" if not self.is_complete else "tool_calls" if self.calls else "stop"
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 def parsed_json(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a request. Raise RefusedError for something else."""
     try:
-        values = msgspec.json.decode(body)
+        values = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RefusedError(f"the body is not valid JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise RefusedError("the body is not a JSON object")
+        raise RefusedError(f"the body is no JSON object ({one_line(str(error), 200)})") from None
     if _is_deep(values):
         raise RefusedError(f"the body's JSON has more than {_DEEPEST} levels")
     return values
@@ -165,17 +124,18 @@ def chat_request(
         if name in _ONLY:
             if value not in _ONLY[name]:
                 allowed = " or ".join(map(repr, _ONLY[name]))
-                raise RefusedError(f"{name} is {_shown(value)}; only {allowed} is supported")
+                raise RefusedError(
+                    f"{name} is {one_line(repr(value), 80)}; only {allowed} is supported"
+                )
             continue
         wanted = sampling.get(name, _NEUTRAL.get(name))
         if value == wanted:
             continue
         if not ignores_others:
             own = f", and that of the run {sampling[name]:g}" if name in sampling else ""
-            raise RefusedError(
-                f"{name} is {_shown(value)}{own}: it would change the policy that is trained; "
-                f"leave it out, or set {SECTION}.other_sampling: ignore"
-            )
+            problem = f"{name} is {one_line(repr(value), 80)}{own}: it would change the policy that"
+            hint = f"leave it out, or set {SECTION}.other_sampling: ignore"
+            raise RefusedError(f"{problem} is trained; {hint}")
         num_ignored += 1
     try:
         request = msgspec.convert(body, ChatRequest)
@@ -183,80 +143,37 @@ def chat_request(
             msgspec.convert(schema, ToolSchema)
     except msgspec.ValidationError as error:
         raise RefusedError(one_line(str(error), 300)) from None
-    if not request.messages or (request.limit is not None and request.limit < 1):
-        raise RefusedError("messages must not be empty, and max_tokens must be at least 1")
     return request, num_ignored
 
 
-def _shown(value: Any) -> str:
-    return one_line(repr(value), 80)
+def rendered(message: _Message) -> dict[str, Any]:
+    """Return a message as the chat template gets it."""
+    content = message.content or ""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    fields: dict[str, Any] = {"role": message.role, "content": text}
+    if message.role == "developer":
+        fields["role"] = "system"
+    if message.role == "tool":
+        fields["tool_call_id"] = message.tool_call_id or ""
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _parsed(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return fields
 
 
-def rendered_messages(
-    messages: Sequence[_Message], names: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Return messages as the chat template gets them. names: the function of each call that was
-    answered, by its id. Raise RefusedError for an image or a sound."""
-    rendered = []
-    for message in messages:
-        role = "system" if message.role == "developer" else message.role
-        fields: dict[str, Any] = {"role": role, "content": _text(message)}
-        if message.tool_calls:
-            fields["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": call.id,
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": _parsed(call.function.arguments),
-                    },
-                }
-                for call in message.tool_calls
-            ]
-        if message.role == "tool":
-            number = message.tool_call_id or ""
-            fields |= {"tool_call_id": number, "name": message.name or names.get(number, "tool")}
-        rendered.append(fields)
-    return rendered
-
-
-def digests(messages: Sequence[_Message]) -> list[int]:
-    """Return a digest of what each message says. One of an answer is that of its `answer_digest`,
-    with its arguments written in any way."""
-    return [
-        hash(
-            (
-                message.role,
-                _text(message),
-                tuple(
-                    _call_digest(call.function.name, call.function.arguments, call.id)
-                    for call in message.tool_calls or ()
-                ),
-                message.tool_call_id,
-            )
-        )
-        for message in messages
-    ]
-
-
-def answer_digest(answer: ChatAnswer) -> int:
-    """Return the digest of an answer, as a later request has it."""
-    return hash(
-        ("assistant", answer.text, tuple(_call_digest(*call) for call in answer.calls), None)
-    )
-
-
-def _call_digest(name: str, arguments: str, number: str) -> tuple[str, ...]:
-    return name, msgspec.json.encode(_parsed(arguments), order="sorted").decode(), number
-
-
-def _text(message: _Message) -> str:
-    if not isinstance(message.content, list):
-        return message.content or ""
-    for part in message.content:
-        if part.text is None:
-            raise RefusedError(f"a message has a part of type {part.type!r}; it must be a text")
-    return "".join(part.text or "" for part in message.content)
+def digest(message: Any) -> int:
+    """Return a digest of what a message says, with its arguments written in any way."""
+    fields = rendered(msgspec.convert(message, _Message, from_attributes=True))
+    return hash(msgspec.json.encode(fields, order="sorted"))
 
 
 def _parsed(arguments: str) -> Any:
@@ -271,60 +188,51 @@ def _parsed(arguments: str) -> Any:
 # ---------------------------------------------------------------- answers
 
 
-def completion(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
-    """Return the body of an answer."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.calls:
-        calls = [
-            {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments, number in answer.calls
+def completion_body(
+    request: ChatRequest,
+    number: int,
+    text: str,
+    calls: Sequence[ToolCall],
+    token_ids: Sequence[int],
+    turn: Completion,
+) -> dict[str, Any]:
+    """Return the body of an answer. number: index of the turn. text: of the turn without
+    calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.number, "type": "function", "function": call._asdict()} for call in calls
         ]
-        message |= {"content": answer.text or None, "tool_calls": calls}
-    choice = {"index": 0, "message": message, "finish_reason": answer.reason}
+    reason = "length" if not turn.is_complete else "tool_calls" if calls else "stop"
+    choice = {"index": 0, "message": message, "finish_reason": reason}
     if request.logprobs:
         # the tokens as vLLM's return_tokens_as_token_ids has them
-        pairs = zip(answer.token_ids, answer.log_probs, strict=True)
+        pairs = zip(token_ids, turn.log_probs, strict=True)
         choice["logprobs"] = {
             "content": [
                 {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
                 for token, value in pairs
             ]
         }
-    num = len(answer.token_ids)
+    lens = {"prompt_tokens": turn.num_before, "completion_tokens": len(token_ids)}
     return {
-        "id": f"chatcmpl-{answer.number}",
+        "id": f"chatcmpl-{number}",
         "object": "chat.completion",
         "created": 0,
         "model": request.model,
         "choices": [choice],
-        "usage": {
-            "prompt_tokens": answer.num_before,
-            "completion_tokens": num,
-            "total_tokens": answer.num_before + num,
-        },
+        "usage": {**lens, "total_tokens": sum(lens.values())},
     }
 
 
-def completion_events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
-    """Yield the server-sent events of an answer: the message, its end, and with
-    stream_options.include_usage the numbers of tokens."""
-    whole = completion(request, answer)
-    (choice,) = whole["choices"]
-    usage = whole.pop("usage")
-    delta = choice.pop("message")
-    for index, call in enumerate(delta.get("tool_calls", ())):
-        call["index"] = index
-    has_usage = request.stream_options is not None and request.stream_options.include_usage
-    chunks: list[dict[str, Any]] = [
-        {"choices": [{**choice, "delta": delta, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": answer.reason}]},
-        *([{"choices": [], "usage": usage}] if has_usage else []),
-    ]
-    for chunk in chunks:
-        yield _event({**whole, "object": "chat.completion.chunk", **chunk})
-    yield b"data: [DONE]\n\n"
-
-
-def _event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    prefix = b"" if name is None else f"event: {name}\n".encode()
-    return prefix + b"data: " + msgspec.json.encode(data) + b"\n\n"
+def completion_events(body: Mapping[str, Any]) -> bytes:
+    """Return the server-sent events of an answer: the message, and its end."""
+    (choice,) = body["choices"]
+    calls = choice["message"].get("tool_calls", ())
+    numbered = {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]}
+    delta = choice["message"] | (numbered if calls else {})
+    start = {"choices": [choice | {"delta": delta, "finish_reason": None}], "usage": None}
+    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    common = {**body, "object": "chat.completion.chunk"}
+    datas = [*(msgspec.json.encode(common | chunk) for chunk in (start, end)), b"[DONE]"]
+    return b"".join(b"data: " + data + b"\n\n" for data in datas)

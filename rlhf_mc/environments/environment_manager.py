@@ -98,19 +98,16 @@ class EnvironmentManager:
         """Return True on the rank of the engine that runs the conversation's environment."""
         return self._ranks[key[1] % len(self._ranks)] == dist.get_rank()
 
-    def next_turn(self, key: Key) -> tuple[int, bool] | None:
-        """Return the index of the turn to send next, and whether the environment is new then.
-        Return None while the answer to another turn is awaited."""
+    def next_turn(self, key: Key) -> tuple[int, bool, Sequence[dict[str, Any]]] | None:
+        """Return the index of the turn to send next, whether the environment is new then, and the
+        tools of an agent's last request. Return None while the answer to another turn is
+        awaited."""
         environment = self._environments.setdefault(key, _Environment())
         if environment.is_busy:
             return None
         first = environment.num_sent if self.pool.has(key) else 0
         index = next(i for i in itertools.count(first) if i not in environment.fatal_turns)
-        return index, first == 0
-
-    def tools(self, key: Key) -> Sequence[dict[str, Any]]:
-        """Return the tools of an agent's last request."""
-        return self._environments[key].tools
+        return index, first == 0, environment.tools
 
     def send(self, turn: Turn, index: int) -> None:
         """Send the turn of this index, which must be the next one."""

@@ -78,7 +78,7 @@ class EnvironmentsOfWorker:
 
             self._class = AgentEnvironment
             self._kwargs = {"server": AgentServer(cfg)}
-            self._further = ("tool_calls", "completion")
+            self._further = ("token_ids", "tool_calls", "completion")
         else:
             self._class, self._further = load_environment(cfg)
         # each call of a tool has the limit
@@ -118,10 +118,8 @@ class EnvironmentsOfWorker:
             except BaseException:  # raised again, once the environment has ended
                 await self.end(turn.key)
                 raise
-            if self.cfg.is_agent:
-                return first
-            if self.cfg.first_observation:
-                return first, 0.0, False, {}
+            if self.cfg.begins:
+                return first if self.cfg.is_agent else (first, 0.0, False, {})
             if first is not None:
                 raise Failure(
                     "invalid",

@@ -47,7 +47,6 @@ class Completion(NamedTuple):
 
     content: str
     """Text without the calls."""
-    token_ids: Sequence[int]
     log_probs: Sequence[float]
     """Log-prob of each token."""
     num_before: int

@@ -76,10 +76,9 @@ class ObservationTokenizer:
             return tokens
         if not turn and self._cfg.is_agent:
             whole = self._rendered(messages, True)
-            length = len(self._beginning)
-            if whole[:length] != self._beginning:
+            if whole[:1] != self._beginning:
                 raise Failure("invalid", "the chat template begins the conversation like no other")
-            return whole[length:]
+            return whole[1:]
         if not turn:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)
@@ -116,23 +115,20 @@ class ObservationTokenizer:
         return other
 
     def beginning(self) -> str:
-        """Return the text with which the template begins all conversations: those of agents have
-        it as their prompt. Raise UserError if it has no token."""
+        """Return the text of the token with which the template begins all conversations, the prompt
+        of agents' ones. Raise UserError if there is none."""
         schema = {"name": "f", "description": "f", "parameters": {"type": "object"}}
         tools = [{"type": "function", "function": schema}]
         chats = [[_QUESTION], [{**_QUESTION, "content": "a"}], [_SYSTEM, _QUESTION]]
-        renderings = []
+        firsts = set()
         for messages, arguments in itertools.product(chats, ({}, {"tools": tools})):
             with contextlib.suppress(UserError):  # of a template without system messages
                 chat = self._chats.render(messages, {**self._arguments, **arguments}, "an agent")
-                renderings.append(self._chats.tokens(chat))
-        first, last = min(renderings, default=[]), max(renderings, default=[])
-        self._beginning = first[: _num_equal(first, last)]
-        while self._beginning:
-            text = str(self._tokenizer.decode(self._beginning))
-            if self._chats.tokens(ChatText(text)) == self._beginning:
-                return text
-            self._beginning.pop()
+                firsts.add(self._chats.tokens(chat)[0])
+        self._beginning = [*firsts]
+        text = str(self._tokenizer.decode(self._beginning))
+        if len(firsts) == 1 and self._chats.tokens(ChatText(text)) == self._beginning:
+            return text
         raise UserError(
             "rollout.environment.name openai: the chat template has no first token that all "
             "conversations have; data.chat_template_path may name another template"

@@ -5,7 +5,9 @@ processes, and answers as observations in tokens. Warnings of failed calls are p
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -59,8 +61,7 @@ class Translator:
         self.prompt_arguments = arguments | prompt_end
         """Arguments of the chat template for prompts."""
         self._parser = _parser(cfg, tokenizer, stop_token_ids, tools) if tools else None
-        self._of_tools: dict[bytes, tuple[ObservationTokenizer, ToolCallParser]] = {}
-        """By an agent's tools."""
+        self._for_tools = functools.lru_cache(_MAX_TOOL_SETS)(self._new_for_tools)
         self._num_failed = 0
 
     def turn(
@@ -78,7 +79,9 @@ class Translator:
         text = self._tokenizer.decode(tokens, skip_special_tokens=self.cfg.skip_special_tokens)
         content = ""
         calls: list[tuple[str, str, str]] = []
-        parser = self._for_tools(tools)[1] if tools else self._parser
+        parser = self._parser
+        with contextlib.suppress(Failure):
+            parser = self._for_tools(msgspec.json.encode(tools))[1] if tools else parser
         has_room = bool(conversation.room) or index + 1 < len(turns)
         if parser is not None and (has_room or self.cfg.is_agent):
             content, calls = parser.calls(tokens)
@@ -87,13 +90,11 @@ class Translator:
         completion = None
         if self.cfg.is_agent:
             if row is not None and sampling is not None:
-                names = ("temperature", "top_p", "top_k")
-                row["sampling"] = {name: getattr(sampling, name) for name in names}
+                row["sampling"] = asdict(sampling)
             is_over = conversation.episode.num_turns + 1 >= self.cfg.max_turns
             positions = conversation.turn_positions[index]
             completion = Completion(
                 content,
-                tokens,
                 [conversation.response.log_probs[i] for i in positions],
                 len(conversation.whole_request.prompt) + min(positions, default=0),
                 bool(tokens) and tokens[-1] in self._stop,
@@ -139,9 +140,8 @@ class Translator:
         room = conversation.room - is_first
         tokens = [] if is_last else tokens[:room]
         ends = is_last or (not is_first and len(tokens) == room)
-        reward, info = answer.reward, {**answer.info}
-        limit = answer.max_tokens
-        return Reply(iteration, tokens, reward, info, ends, failed, is_fatal, limit)
+        given = (answer.reward, {**answer.info}, ends, failed, is_fatal, answer.max_tokens)
+        return Reply(iteration, tokens, *given)
 
     def compare(self, conversation: Conversation, index: int, answer: StepOutcome) -> None:
         """Warn if an environment that begins again answers an earlier turn otherwise than
@@ -166,27 +166,23 @@ class Translator:
             return []
         turn = conversation.turns[index]
         messages = conversation.prompt.messages
-        observations = self._for_tools(answer.tools)[0] if answer.tools else self._observations
+        observations = self._observations
+        if answer.tools:
+            observations = self._for_tools(msgspec.json.encode(answer.tools))[0]
         tokens = observations.tokens(answer.observation, turn, messages)
         if turn and not conversation.episode.rewards:
             text = self._tokenizer.decode(turn, skip_special_tokens=True)
             observations.check(messages, text, answer.observation, tokens)
         return tokens
 
-    def _for_tools(
-        self, tools: Sequence[dict[str, Any]]
-    ) -> tuple[ObservationTokenizer, ToolCallParser]:
+    def _new_for_tools(self, schemas: bytes) -> tuple[ObservationTokenizer, ToolCallParser]:
         """Return what renders and parses for an agent's tools. Raise Failure if nothing does."""
-        key = msgspec.json.encode(tools)
-        if key not in self._of_tools:
-            if len(self._of_tools) >= _MAX_TOOL_SETS:
-                self._of_tools.clear()
-            try:
-                parser = _parser(self.cfg, self._tokenizer, self._stop, tools)
-            except Exception as error:  # of a parser on schemas that it does not expect
-                raise Failure("invalid", f"its tools: {one_line(str(error), 300)}") from error
-            self._of_tools[key] = self._observations.with_tools(tools), parser
-        return self._of_tools[key]
+        tools = msgspec.json.decode(schemas)
+        try:
+            parser = _parser(self.cfg, self._tokenizer, self._stop, tools)
+        except Exception as error:  # of a parser on schemas that it does not expect
+            raise Failure("invalid", f"its tools: {one_line(str(error), 300)}") from error
+        return self._observations.with_tools(tools), parser
 
     def _report(self, conversation: Conversation, problem: str, outcome: str) -> None:
         """Warn of a failed call. outcome: what becomes of the conversation."""

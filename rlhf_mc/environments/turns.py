@@ -231,8 +231,5 @@ class Conversations:
     def _send(self, conversation: Conversation) -> None:
         """Send the next turn, unless the answer to another one is awaited."""
         if (next_turn := self._environments.next_turn(conversation.key)) is not None:
-            tools = self._environments.tools(conversation.key)
-            turn = self._environments.translator.turn(
-                conversation, *next_turn, tools, self._sampling
-            )
+            turn = self._environments.translator.turn(conversation, *next_turn, self._sampling)
             self._environments.send(turn, next_turn[0])

@@ -82,7 +82,8 @@ class ToolCallParser:
         else:
             try:
                 extracted = self._parser.extract_tool_calls(text, self._request)
-                parsed, content = extracted.tool_calls, extracted.content or ""
+                parsed = extracted.tool_calls
+                content = extracted.content or ""
             except Exception:  # of a parser on a text that it does not expect
                 parsed = []
             for call in parsed:

@@ -203,7 +203,7 @@ def test_settings_of_an_environment_that_is_not_there_are_named(tmp_path: Path) 
     settings = {key for key in leaf_hints() if key.startswith(f"{section}.")}
     read_alone = {
         f"{section}.{name}"
-        for name in ("path", "command", "function_tool_path", "tool_config_path")
+        for name in ("name", "path", "command", "function_tool_path", "tool_config_path")
     }
     assert (
         settings
