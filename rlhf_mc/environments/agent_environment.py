@@ -156,7 +156,7 @@ class AgentEnvironment:
                 f"the request has not the conversation's {len(known)} messages unchanged: message "
                 f"{same} is another one, or missing; what the model has seen cannot be rewritten"
             )
-        if same == len(digests):
+        if len(digests) == len(known):
             raise RefusedError("the request has no message after the model's last answer")
         tools = request.tools or []
         if self._request is not None and tools != (self._request.tools or []):

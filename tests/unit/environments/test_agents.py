@@ -4,6 +4,8 @@ turns.py without an engine, what the endpoint refuses, and hostile programs."""
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from test_environments import Letters, begun, played, user_file  # noqa: F401
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.data.batch import OBSERVED, Generation
+from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.turns import Conversations
 
 PROGRAM = """
@@ -50,9 +53,11 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def agent(tmp_path: Path, user_file: str) -> Any:  # noqa: F811
+def agent(tmp_path: Path, user_file: str) -> Iterator[Any]:  # noqa: F811
     """Return play(body, turns, **settings): the ended conversations of an agent of this body, and
     their episodes."""
+
+    running: list[EnvironmentManager] = []
 
     def play(
         body: str,
@@ -65,14 +70,20 @@ def agent(tmp_path: Path, user_file: str) -> Any:  # noqa: F811
         path.write_text(PROGRAM + lines + REST)
         place = {"command": [sys.executable, str(path)]} if as_program else {"path": str(path)}
         limit = settings.pop("limit", 200)
+        replayed = settings.pop("replayed", None)
+        is_closed = settings.pop("is_closed", True)
         cfg = EnvironmentConfig(name="openai", **place, **settings)
-        environments, conversations = begun(cfg, limit, directory=tmp_path)
+        environments, conversations = begun(cfg, limit, replayed, tmp_path)
+        running.append(environments)
         try:
             return played(conversations, turns), conversations
         finally:
-            environments.close()
+            if is_closed:
+                environments.close()
 
-    return play
+    yield play
+    for environments in running:
+        environments.close()
 
 
 TWO_TURNS = """
@@ -255,3 +266,147 @@ def test_a_fault_of_an_agent_ends_its_conversation_alone(
         assert "its program has ended with exit code 1;" in error
     # an agent that fails before its first request: the model answers the row's prompt
     assert OBSERVED in ended[0].log_probs
+
+
+@pytest.mark.parametrize("again", ["go", "other"])
+def test_an_agent_that_is_begun_again_gets_the_earlier_turns(
+    agent: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path, again: str
+) -> None:
+    """Check an agent whose process is killed in its second turn, once: it runs again with the turns
+    that were drawn, and the conversation is that of an agent that was not killed. One that then
+    asks something else keeps the first question, with a warning."""
+    body = f"""
+from pathlib import Path
+killed = Path({str(tmp_path / "killed")!r})
+messages[0]["content"] = {again!r} if killed.exists() and task["ground_truth"] == 1 else "go"
+await turn(tools=[{{"type": "function", "function": {{"name": "f"}}}}])
+messages.append({{"role": "user", "content": "on"}})
+if task["ground_truth"] == 1 and not killed.exists():
+    killed.touch()
+    os.kill(os.getpid(), 9)
+await turn(tools=[{{"type": "function", "function": {{"name": "f"}}}}])
+"""
+    ended, conversations = agent(body, limit=300)
+    assert ended[0].token_ids == ended[1].token_ids
+    assert [conversations.episode(number).score for number in (0, 1)] == [0.0, 1.0]
+    warning = "begun again, it answers turn 1 otherwise than before" in capfd.readouterr().err
+    assert warning == (again == "other")
+
+
+def test_a_journal_repeats_an_agent(agent: Any, tmp_path: Path) -> None:
+    """Check a run that is replayed: the agent does not run, and the limits of its requests hold."""
+    body = (
+        "await turn(max_tokens=2)\nmessages.append({'role': 'user', 'content': 'on'})\nawait turn()"
+    )
+    first = agent(body, ("abc", "d" * 9))[0]
+    assert Letters().decode(first[0].token_ids).endswith("<user>on\2\n<assistant>ddddddddd\2")
+    journal = tmp_path / "observations" / "step_000000_0.jsonl"
+    assert journal.read_text().count('"max_tokens": 2') == 2
+    again, conversations = agent("raise OSError", ("abc", "d" * 9), replayed=str(tmp_path))
+    assert again == first and conversations.episode(1).score == 1.0
+
+
+HOSTILE = """
+base, key = client_settings["base_url"], client_settings["api_key"]
+headers = {"Authorization": f"Bearer {key}"}
+question = {"messages": messages}
+is_hostile = task["ground_truth"] == 1
+url = base + "/chat/completions"
+port = int(base.rpartition(":")[2].partition("/")[0])
+
+async def raw(*parts):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return (await asyncio.wait_for(reader.read(1 << 16), 20)).split(b"\\r\\n")[0]
+    except ConnectionError:
+        return b"reset"
+    finally:
+        writer.close()
+
+if is_hostile:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(headers=headers, timeout=60, limits=limits) as http:
+        assert (await http.get(base + "/models")).json()["data"][0]["id"] == "policy"
+        assert (await http.get(base + "/files")).status_code == 404
+        for wrong in ("-", "x", key[:-1], key + "0", "0-", "7-" + key[2:], "é"):
+            wrong_headers = {"Authorization": f"Bearer {wrong}".encode()}
+            answer = await http.post(url, json=question, headers=wrong_headers)
+            assert answer.status_code == 401, wrong
+        other = {"Authorization": f"Bearer {1 - int(key[0])}{key[1:]}"}
+        assert (await http.post(url, json=question, headers=other)).status_code == 401
+        for text in ("{", "[]", "null", "1", '"x"', "[" * 10**5, '{"a":' * 40 + "1" + "}" * 40,
+                     '{"messages": "x"}', '{"messages": []}', "{}", '{"messages": [{"role": 1}]}',
+                     '{"messages": [{"role": "user", "content": "\\\\ud800"}]}'):
+            answer = await http.post(url, content=text)
+            assert answer.status_code == 400 and answer.json()["error"]["message"], text
+        async def chunks(number):
+            for _ in range(number):
+                yield b"x" * 2**20
+        answer = None
+        try:
+            answer = await http.post(url, content=chunks(100))
+        except httpx.TransportError:
+            pass  # closed while it was sent
+        assert answer is None or answer.status_code == 413, answer
+        for score in ('"x"', "{}", '{"score": 1e999}', '{"score": "a"}'):
+            assert (await http.post(base + "/score", content=score)).status_code == 400
+        small = ["GET /v1/models HTTP/1.0", f"Authorization: Bearer {key}"]
+        assert b" 200 " in await raw("\\r\\n".join([*small, "", ""]).encode())
+        bomb = b"GET /v1/models HTTP/1.1\\r\\n" + b"a: b\\r\\n" * 10**5 + b"\\r\\n"
+        long = b"GET /v1/models HTTP/1.1\\r\\na: " + b"b" * 10**5 + b"\\r\\n\\r\\n"
+        for bytes_ in (bomb, long, b"\\0" * 1000 + b"\\r\\n\\r\\n"):
+            status = await raw(bytes_)
+            assert b" 400 " in status or status == b"reset", status
+        slow = await asyncio.open_connection("127.0.0.1", port)  # sends no more than this
+        slow[1].write(b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 9\\r\\n")
+        posts = [asyncio.create_task(http.post(url, json={
+            "messages": [{"role": "user", "content": f"go {i}"}]})) for i in range(1000)]
+        statuses = [answer.status_code for answer in await asyncio.gather(*posts)]
+        assert sorted(statuses) == [200] + [400] * 999, sorted(statuses)[:5]
+        return 1.0
+await turn()
+"""
+
+
+def test_no_request_reaches_another_conversation(
+    agent: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Check wrong and foreign keys, what is no JSON, bodies of 100 MB, headers without an end, a
+    client that is slow, and a thousand requests at once."""
+    ended, conversations = agent(HOSTILE, as_program=True)
+    assert "warning" not in (error := capfd.readouterr().err), error
+    assert conversations.episode(1).info["refused_requests"] > 1000
+    assert conversations.episode(0).info["refused_requests"] == 0
+    assert Letters().decode(ended[0].token_ids) == "user>go\2\n<assistant>a\2"
+    assert Letters().decode(ended[1].token_ids).startswith("user>go ")
+
+
+STAYS = """
+import subprocess
+await turn()
+code = "import os, sys, time; os.setsid(); print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(99)"
+twice = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])"
+for name, arguments in (("near", [code]), ("far", [twice, code])):
+    subprocess.Popen([sys.executable, "-c", *arguments, os.environ["PLACE"] + f"/{name}{task['ground_truth']}"])
+while len(os.listdir(os.environ["PLACE"])) < 4 or "" in [open(entry.path).read() for entry in os.scandir(os.environ["PLACE"])]:
+    await asyncio.sleep(0.05)
+os.kill(os.getppid(), 15)
+"""  # noqa: E501
+
+
+def test_a_program_leaves_no_process(
+    agent: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check processes that have left their session, and a signal to the worker process."""
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("PLACE", str(tmp_path / "pids"))
+    body = STAYS + "\nos._exit(0)"
+    assert agent(body, as_program=True, is_closed=False)[1].episode(0).failure is None
+    pids = [int(path.read_text()) for path in (tmp_path / "pids").iterdir()]
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a process stays"
+        time.sleep(0.05)
