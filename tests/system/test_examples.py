@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
+from typing import Any
 
 import forked
 import pyarrow as pa
@@ -26,7 +27,7 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.pool import EnvironmentPool
-from rlhf_mc.environments.protocol import StepResult, ToolCall
+from rlhf_mc.environments.protocol import Completion, StepResult, ToolCall
 from rlhf_mc.rewards.scoring import load_reward_function
 
 pytestmark = pytest.mark.system
@@ -172,9 +173,17 @@ def test_custom_reward(quickstart_overrides: list[str], tmp_path: Path) -> None:
 # ---------------------------------------------------------------- an environment
 
 
-def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
-    """Check games of the quickstart's model, which knows numbers of two digits and no game."""
+AGENT = ["rollout.environment.name=openai", "data.max_response_length=48"]
+
+
+@pytest.mark.parametrize(
+    "agent", [[], [*AGENT, "rollout.environment.path=examples/guess_agent.py"]]
+)
+def test_guess_number(quickstart_overrides: list[str], tmp_path: Path, agent: list[str]) -> None:
+    """Check games of the quickstart's model, which knows numbers of two digits and no game: with
+    the environment, and with the agent."""
     arguments = [*quickstart_overrides, *SHORT, *SMALL, f"trainer.default_local_dir={tmp_path}"]
+    arguments += agent
     output = run_example("guess_number.py", [*arguments, "trainer.test_freq=2"], world=2)
     assert step_lines(output) == ["step 1", "step 2"]
     rows = metrics(tmp_path)
@@ -191,46 +200,81 @@ def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
 
 
 WRONG = "This is wrong. Try again."
-CONVERSATIONS = {
-    "interaction.py": [("It is 41.", WRONG, 0.0, False), ("so 42", "This is right.", 1.0, True)],
-    "agent_loop.py": [
-        ("42", "Give the answer after ####.", 0.0, False),
-        ("#### 42", "", 1.0, True),
-    ],
+CONVERSATIONS = [("It is 41.", WRONG, 0.0, False), ("so 42", "This is right.", 1.0, True)]
+
+
+ROW = {
+    "prompt": [{"role": "user", "content": "6 * 7"}],
+    "ground_truth": "42",
+    "extra_info": {},
+    "agent_name": None,
 }
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_interaction_and_agent_loop_of_verl(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check two conversations of one worker at a time. The interaction is also loaded by its
-    name."""
+def test_interaction_of_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check two conversations of one worker at a time, with the interaction loaded by its name."""
     monkeypatch.syspath_prepend(str(ROOT))
-    kwargs = (
-        {"class_name": "examples.interaction.SecondChance"}
-        if name == "interaction.py"
-        else {"num_reviews": 1}
-    )
-    row = {
-        "prompt": [{"role": "user", "content": "6 * 7"}],
-        "ground_truth": "42",
-        "extra_info": {},
-        "agent_name": None,
-    }
-    pool = EnvironmentPool(
-        EnvironmentConfig(path=str(EXAMPLES / name), kwargs=kwargs, timeout_seconds=60.0)
-    )
+    kwargs = {"class_name": "examples.interaction.SecondChance"}
+    pool = EnvironmentPool(EnvironmentConfig(path=str(EXAMPLES / "interaction.py"), kwargs=kwargs))
     try:
-        for turn, (response, text, reward, done) in enumerate(CONVERSATIONS[name]):
+        for turn, (response, text, reward, done) in enumerate(CONVERSATIONS):
             for number in (0, 1):
-                pool.submit(Turn((0, number), None if turn else row, response, []))
+                pool.submit(Turn((0, number), None if turn else ROW, response, []))
             answers = [*pool.take(60.0).values()]
             answers += pool.take(60.0).values() if len(answers) < 2 else []
             for answer in answers:
                 assert isinstance(answer, StepResult), answer
                 assert (answer.reward, answer.done) == (reward, done)
                 assert done or answer.observation == [{"role": "user", "content": text}]
+    finally:
+        pool.close()
+
+
+def _call(name: str, arguments: str) -> ToolCall:
+    return ToolCall(name, json.dumps({"arguments": arguments}), "call00000")
+
+
+FILES = {"files": {"a": "apple", "b c": "pear"}}
+AGENTS: dict[str, tuple[dict[str, Any], list[Any], list[str], dict[str, float]]] = {
+    "agent_loop.py": (
+        {},
+        ["42", "#### 42"],
+        ["Give the answer after ####."],
+        {"acc": 1.0, "answered/0": 0.0},
+    ),
+    "guess_agent.py": ({}, ["50", "42"], ["lower"], {"guesses_left": 2.0}),
+    "shell_agent.py": (
+        FILES,
+        [_call("ls", ""), _call("cat", "'b c' d"), _call("cat", "'"), "42"],
+        ["a\nb c", "cat: d: no such file\npear", "cat: ValueError('No closing quotation')"],
+        {"calls": 3.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents(name: str) -> None:
+    """Check the conversation of each agent, an agent loop of verl's among them."""
+    extra_info, turns, contents, numbers = AGENTS[name]
+    pool = EnvironmentPool(EnvironmentConfig(path=str(EXAMPLES / name), name="openai"))
+
+    def answer(row: dict[str, Any] | None, text: str, calls: list[ToolCall]) -> StepResult:
+        pool.submit(Turn((0, 0), row, text, [], calls, Completion("", [], 0, True, False)))
+        (answered,) = pool.take(60.0).values()
+        assert isinstance(answered, StepResult), answered
+        return answered
+
+    try:
+        first = answer({**ROW, "extra_info": extra_info, "sampling": {}}, "", [])
+        assert first.observation[-1] == ROW["prompt"][0]  # type: ignore[index]
+        assert len(first.tools) == (2 if name == "shell_agent.py" else 0)
+        for turn, content in zip(turns, [*contents, None], strict=True):
+            is_call = isinstance(turn, ToolCall)
+            last = answer(None, "" if is_call else turn, [turn] if is_call else [])
+            assert last.done == (content is None)
+            if content is not None:
+                assert last.observation[0]["content"] == content  # type: ignore[index,call-overload]
+        assert last.reward == 1.0 and numbers.items() <= last.info.items()
     finally:
         pool.close()
 
