@@ -382,13 +382,12 @@ def _environment(cfg: Config) -> Iterator[str]:
     if not environment.is_set:
         return
     num_agents = bool(environment.command) + bool(environment.is_agent and environment.path)
-    if num_agents != environment.is_agent or (environment.is_agent and environment.has_tools):
+    others = environment.has_tools or environment.default_observation is not None
+    if num_agents != environment.is_agent or (environment.is_agent and others):
         yield (
             "rollout.environment.command is for rollout.environment.name openai, an agent, which "
-            "has either path or command, and no tools of the environment"
+            "has either path or command, and neither tools of its own nor default_observation"
         )
-    if environment.is_agent and environment.default_observation is not None:
-        yield "rollout.environment.default_observation is set, and an agent (name openai) has none"
     if environment.path is not None and environment.has_tools:
         yield (
             "rollout.environment.path and tools (function_tool_path, tool_config_path) are both "

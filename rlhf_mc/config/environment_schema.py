@@ -11,8 +11,6 @@ from rlhf_mc.config.numbers import Count, Number, PositiveSeconds, Range, Tokens
 TOOL_AGENT = "tool_agent"
 SINGLE_TURN_AGENT = "single_turn_agent"
 """The values of a row's `agent_name`: with tools, and without."""
-AGENT = "openai"
-"""The name of the environment that is an agent."""
 
 
 @dataclass
@@ -84,7 +82,7 @@ class EnvironmentConfig:
     @property
     def is_agent(self) -> bool:
         """The environment is an agent."""
-        return self.name == AGENT
+        return self.name == "openai"
 
     @property
     def begins(self) -> bool:

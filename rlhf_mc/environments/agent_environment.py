@@ -43,16 +43,11 @@ _SILENT = logging.getLogger("rlhf_mc.agents")
 _SILENT.disabled = True  # else each malformed request would be a line
 
 
-_Turn = asyncio.Future[dict[str, Any] | None]
-"""The body of an answer; None: the conversation has ended."""
-
-
 class AgentEnvironment:
     """The environment of one conversation."""
 
     def __init__(self, server: AgentServer) -> None:
         self._server = server
-        self._cfg = server.cfg
         self.secret = secrets.token_hex(16)
         self.sampling: Mapping[str, float] = {}
         """Sampling parameters of the call of the engines."""
@@ -61,9 +56,11 @@ class AgentEnvironment:
         self._asked: asyncio.Future[StepResult]
         """The next request."""
         self._request: ChatRequest | None = None
-        """The last one, with the digests of its messages and the model's turn."""
+        """The last one."""
         self._digests: list[int] = []
-        self._turn: _Turn
+        """Digests of its messages."""
+        self._turn: asyncio.Future[dict[str, Any] | None]
+        """The body of its answer; None: the conversation has ended."""
         self._history: list[int] = []
         """Digests of the conversation's messages, up to the last answer."""
         self._names: dict[str, str] = {}
@@ -151,27 +148,25 @@ class AgentEnvironment:
         known = self._history
         pairs = zip(known, digests, strict=False)
         same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(digests))
-        if same < len(known):
+        if same < len(known) or len(digests) == len(known):
             raise RefusedError(
-                f"the request has not the conversation's {len(known)} messages unchanged: message "
-                f"{same} is another one, or missing; what the model has seen cannot be rewritten"
+                f"the request has not the conversation's {len(known)} messages and a new one: "
+                f"number {same} is another or missing; what the model has seen stays"
             )
-        if len(digests) == len(known):
-            raise RefusedError("the request has no message after the model's last answer")
         tools = request.tools or []
         if self._request is not None and tools != (self._request.tools or []):
             raise RefusedError("the request has other tools than the conversation's first one")
         messages = [rendered(message) for message in request.messages[len(known) :]]
         for message in messages:
             if known:
-                message["content"] = truncated(message["content"], self._cfg)
+                message["content"] = truncated(message["content"], self._server.cfg)
             if message["role"] == "tool":
                 message["name"] = self._names.get(message["tool_call_id"], "tool")
         self._request = request
         self._digests = digests
         self._turn = asyncio.get_running_loop().create_future()
-        limits = {"tools": tools, "max_tokens": request.limit}
-        self._asked.set_result(StepResult(messages, self._take(), False, self.info, **limits))
+        result = StepResult(messages, self._take(), False, self.info, (), tools, request.limit)
+        self._asked.set_result(result)
 
     async def _next(self) -> StepResult:
         """Wait for a request, or for the end of the program. Raise Failure if that fails."""

@@ -22,18 +22,12 @@ from rlhf_mc.environments.protocol import SECTION, called
 from rlhf_mc.rewards.results import Failure
 from rlhf_mc.runtime.user_function import load_attribute
 
-FUNCTION = "run"
-"""Name of the function of rollout.environment.path."""
-_LOCAL = "127.0.0.1"
 
-Settings = Mapping[str, str]
-"""A client's `base_url`, `api_key` and `model`."""
-
-
-def load_agent(cfg: EnvironmentConfig) -> Callable[[dict[str, Any], Settings], Any]:
-    """Return an async function that runs the agent for a row, and returns its score or None. Raise
-    UserError if the file or the program is missing."""
-    hosts = {_LOCAL, *filter(None, os.environ.get("NO_PROXY", "").split(","))}
+def load_agent(cfg: EnvironmentConfig) -> Callable[[dict[str, Any], Mapping[str, str]], Any]:
+    """Return an async function that runs the agent for a row with a client's `base_url`, `api_key`
+    and `model`, and returns its score or None. Raise UserError if the file or the program is
+    missing."""
+    hosts = {"127.0.0.1", *filter(None, os.environ.get("NO_PROXY", "").split(","))}
     os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(hosts)))
     command = cfg.command
     if command is not None:
@@ -41,11 +35,13 @@ def load_agent(cfg: EnvironmentConfig) -> Callable[[dict[str, Any], Settings], A
             raise UserError(f"{SECTION}.command: there is no program {command[0]!r}")
         return lambda row, settings: _run_program(command, row, settings)
     verl_tools.install()
-    function = load_attribute(SECTION, str(cfg.path), FUNCTION)
+    function = load_attribute(SECTION, str(cfg.path), "run")
     return lambda row, settings: called(function, row, settings, **cfg.kwargs)
 
 
-async def _run_program(command: Sequence[str], row: dict[str, Any], settings: Settings) -> None:
+async def _run_program(
+    command: Sequence[str], row: dict[str, Any], settings: Mapping[str, str]
+) -> None:
     """Run a program, with the row as JSON on its standard input. Raise Failure unless it exits
     with 0."""
     variables = {f"OPENAI_{name.upper()}": value for name, value in settings.items()}
@@ -61,8 +57,7 @@ async def _run_program(command: Sequence[str], row: dict[str, Any], settings: Se
         )
     try:
         # without reaping it: its number must stay that of its group
-        options = os.WEXITED | os.WNOWAIT
-        await asyncio.to_thread(os.waitid, os.P_PID, process.pid, options)
+        await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what it has started too

@@ -5,7 +5,6 @@ Neither torch nor numpy is imported.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -35,6 +34,7 @@ _NEUTRAL: Mapping[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "l
 """Values of sampling parameters that change nothing."""
 
 
+_FLAT = (str, int, float, type(None))
 _Limit = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
@@ -68,7 +68,6 @@ class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
-    name: str | None = None
 
 
 class ChatRequest(msgspec.Struct):
@@ -105,9 +104,8 @@ def _is_deep(value: Any) -> bool:
     """Return whether a value of JSON has more than _DEEPEST levels."""
     level = [value]
     for _ in range(_DEEPEST):
-        dicts = [inner.values() for inner in level if isinstance(inner, dict)]
-        lists = [inner for inner in level if isinstance(inner, list)]
-        level = [*itertools.chain(*dicts, *lists)]
+        groups = [inner.values() if isinstance(inner, dict) else inner for inner in level]
+        level = [inner for group in groups if not isinstance(group, _FLAT) for inner in group]
     return bool(level)
 
 

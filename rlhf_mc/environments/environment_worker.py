@@ -34,8 +34,6 @@ from rlhf_mc.runtime.worker_process import MessageError, guarded_connection
 
 MOST_THREADS = 256
 """Maximum number of concurrent calls of methods that are not async."""
-_MOST_AGENTS = 8192
-"""Maximum number of concurrent agents that are functions, and not async."""
 
 Key = tuple[int, int]
 """Conversation key: the call of the engines, and the request's number in the call."""
@@ -83,7 +81,7 @@ class EnvironmentsOfWorker:
             self._class, self._further = load_environment(cfg)
         # each call of a tool has the limit
         self._limit = None if cfg.has_tools else cfg.timeout_seconds
-        self.threads = ThreadPoolExecutor(_MOST_AGENTS if cfg.is_agent else MOST_THREADS)
+        self.threads = ThreadPoolExecutor(MOST_THREADS * (32 if cfg.is_agent else 1))
         self._environments: dict[Key, Environment] = {}
 
     async def answer(self, turn: Turn) -> StepOutcome:

@@ -25,9 +25,6 @@ _QUESTION = {"role": "user", "content": "."}
 """The prompt of the rendered conversation; the tokens of an observation do not depend on it."""
 
 
-_SYSTEM = {"role": "system", "content": "."}
-
-
 class ObservationTokenizer:
     """Makes tokens of observations."""
 
@@ -117,11 +114,11 @@ class ObservationTokenizer:
     def beginning(self) -> str:
         """Return the text of the token with which the template begins all conversations, the prompt
         of agents' ones. Raise UserError if there is none."""
-        schema = {"name": "f", "description": "f", "parameters": {"type": "object"}}
-        tools = [{"type": "function", "function": schema}]
-        chats = [[_QUESTION], [{**_QUESTION, "content": "a"}], [_SYSTEM, _QUESTION]]
+        tool = {"name": "f", "description": "f", "parameters": {"type": "object"}}
+        tools = {"tools": [{"type": "function", "function": tool}]}
+        chats = [[_QUESTION], [{**_QUESTION, "role": "system"}, _QUESTION]]
         firsts = set()
-        for messages, arguments in itertools.product(chats, ({}, {"tools": tools})):
+        for messages, arguments in itertools.product(chats, ({}, tools)):
             with contextlib.suppress(UserError):  # of a template without system messages
                 chat = self._chats.render(messages, {**self._arguments, **arguments}, "an agent")
                 firsts.add(self._chats.tokens(chat)[0])

@@ -30,8 +30,6 @@ from rlhf_mc.runtime.console import print_line
 if TYPE_CHECKING:
     from rlhf_mc.rollout.vllm_tools import ToolCallParser
 
-_MAX_TOOL_SETS = 64
-"""Different sets of agents' tools that are kept."""
 _MAX_REPORTED = 5
 """Failed calls that each rank reports; after them it reports every hundredth."""
 
@@ -61,7 +59,7 @@ class Translator:
         self.prompt_arguments = arguments | prompt_end
         """Arguments of the chat template for prompts."""
         self._parser = _parser(cfg, tokenizer, stop_token_ids, tools) if tools else None
-        self._for_tools = functools.lru_cache(_MAX_TOOL_SETS)(self._new_for_tools)
+        self._for_tools = functools.lru_cache(64)(self._new_for_tools)
         self._num_failed = 0
 
     def turn(
@@ -79,9 +77,9 @@ class Translator:
         text = self._tokenizer.decode(tokens, skip_special_tokens=self.cfg.skip_special_tokens)
         content = ""
         calls: list[tuple[str, str, str]] = []
-        parser = self._parser
+        parser = None
         with contextlib.suppress(Failure):
-            parser = self._for_tools(msgspec.json.encode(tools))[1] if tools else parser
+            _, parser = self._for_tools(msgspec.json.encode(tools))
         has_room = bool(conversation.room) or index + 1 < len(turns)
         if parser is not None and (has_room or self.cfg.is_agent):
             content, calls = parser.calls(tokens)
@@ -166,18 +164,18 @@ class Translator:
             return []
         turn = conversation.turns[index]
         messages = conversation.prompt.messages
-        observations = self._observations
-        if answer.tools:
-            observations = self._for_tools(msgspec.json.encode(answer.tools))[0]
+        observations, _ = self._for_tools(msgspec.json.encode(answer.tools))
         tokens = observations.tokens(answer.observation, turn, messages)
         if turn and not conversation.episode.rewards:
             text = self._tokenizer.decode(turn, skip_special_tokens=True)
             observations.check(messages, text, answer.observation, tokens)
         return tokens
 
-    def _new_for_tools(self, schemas: bytes) -> tuple[ObservationTokenizer, ToolCallParser]:
+    def _new_for_tools(self, schemas: bytes) -> tuple[ObservationTokenizer, ToolCallParser | None]:
         """Return what renders and parses for an agent's tools. Raise Failure if nothing does."""
         tools = msgspec.json.decode(schemas)
+        if not tools:
+            return self._observations, self._parser
         try:
             parser = _parser(self.cfg, self._tokenizer, self._stop, tools)
         except Exception as error:  # of a parser on schemas that it does not expect
