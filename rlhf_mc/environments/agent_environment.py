@@ -153,8 +153,8 @@ class AgentEnvironment:
                 f"the request has not the conversation's {len(known)} messages and a new one: "
                 f"number {same} is another or missing; what the model has seen stays"
             )
-        tools = request.tools or []
-        if self._request is not None and tools != (self._request.tools or []):
+        tools = tuple(request.tools or ())
+        if self._request is not None and tools != tuple(self._request.tools or ()):
             raise RefusedError("the request has other tools than the conversation's first one")
         messages = [rendered(message) for message in request.messages[len(known) :]]
         for message in messages:

@@ -59,7 +59,7 @@ async def _run_program(
         # without reaping it: its number must stay that of its group
         await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)  # what it has started too
         code = process.wait()
         _kill_detached(f"OPENAI_API_KEY={settings['api_key']}".encode())

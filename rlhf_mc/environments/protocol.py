@@ -85,7 +85,7 @@ class StepResult:
     info: Mapping[str, float]
     failures: tuple[FailureReason, ...] = ()
     """Failures of tool calls, which the observation reports to the model."""
-    tools: Sequence[dict[str, Any]] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     """Schemas of an agent's tools."""
     max_tokens: int | None = None
     """Maximum length of the next turn, by an agent's request; None: that of the settings."""

@@ -330,30 +330,32 @@ def test_another_layout_replays_conversations(train: Any, config: Path, partial:
 
 
 def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
-    """Check an agent that speaks to the endpoint: a replay runs no agent and has the same bits, and
-    so has a run that was killed, whose agents run again with the turns of the journal."""
+    """Check an agent that speaks to the endpoint: a replay, and a partial run that is resumed, run
+    no agent and have the same bits; agents of a run that was killed run again for the rest."""
     agent = [
-        *PARTIAL,
         "rollout.environment.name=openai",
         f"rollout.environment.path={config.parent / 'agent.py'}",
         "rollout.environment.default_observation=null",
         "rollout.environment.max_tokens_per_turn=null",
     ]
-    steps, num_calls = train("agent", *agent)
+    steps, num_calls = train("agent", *TAIL, *agent)
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
     metrics = [step["metrics"] for step in steps[0]]
     assert not any(values["environment/failed_calls"] for values in metrics)
     assert any(values["reward_extra/arithmetic/turns"] > 0 for values in metrics)
-    replayed, num_again = train(
-        "agent_replayed", *agent, f"trainer.replay={config.parent / 'agent'}"
-    )
+    replay = f"trainer.replay={config.parent / 'agent'}"
+    replayed, num_again = train("agent_replayed", *TAIL, *agent, replay)
     assert num_again == 0
     _assert_same(replayed, steps)
-    for path in (_copied(config, "agent", "agent_killed", 1) / "observations").glob(
-        "step_000003_*.jsonl"
-    ):
+    directory = _copied(config, "agent", "agent_killed", 1)
+    for path in (directory / "observations").glob("step_000003_*.jsonl"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    killed, num_calls_again = train("agent_killed", *agent)
+    killed, num_calls_again = train("agent_killed", *TAIL, *agent)
     assert 0 < num_calls_again < num_calls
     _assert_same([rank[:1] for rank in killed], [rank[1:2] for rank in steps])
     _assert_same_tokens(_responses(killed[0]), _responses(steps[0][1:]))
+    partial, _ = train("agent_partial", *PARTIAL, *agent)
+    _copied(config, "agent_partial", "agent_resumed", 1)
+    resumed, num_calls_again = train("agent_resumed", *PARTIAL, *agent)
+    assert num_calls_again == 0
+    _assert_same(resumed, [rank[1:] for rank in partial])
