@@ -252,11 +252,16 @@ AGENTS: dict[str, tuple[dict[str, Any], list[Any], list[str], dict[str, float]]]
 }
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", [*AGENTS, "program"])
 def test_agents(name: str) -> None:
-    """Check the conversation of each agent, an agent loop of verl's among them."""
+    """Check the conversation of each agent, an agent loop of verl's among them, and of one as a
+    program of its own."""
+    place: dict[str, Any] = {"path": str(EXAMPLES / name)}
+    if name == "program":
+        name = "guess_agent.py"
+        place = {"command": [sys.executable, str(EXAMPLES / name)]}
     extra_info, turns, contents, numbers = AGENTS[name]
-    pool = EnvironmentPool(EnvironmentConfig(path=str(EXAMPLES / name), name="openai"))
+    pool = EnvironmentPool(EnvironmentConfig(name="openai", **place))
 
     def answer(row: dict[str, Any] | None, text: str, calls: list[ToolCall]) -> StepResult:
         pool.submit(Turn((0, 0), row, text, [], calls, Completion("", [], 0, True, False)))

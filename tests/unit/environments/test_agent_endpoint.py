@@ -3,18 +3,24 @@ turns.py without an engine, what the endpoint refuses, and hostile programs."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from test_environments import Letters, begun, played, user_file  # noqa: F401
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import OBSERVED, Generation
 from rlhf_mc.environments.environment_manager import EnvironmentManager
+from rlhf_mc.environments.environment_worker import Turn
+from rlhf_mc.environments.pool import EnvironmentPool
 from rlhf_mc.environments.turns import Conversations
 
 PROGRAM = """
@@ -405,8 +411,88 @@ def test_a_program_leaves_no_process(
     monkeypatch.setenv("PLACE", str(tmp_path / "pids"))
     body = STAYS + "\nos._exit(0)"
     assert agent(body, as_program=True, is_closed=False)[1].episode(0).failure is None
-    pids = [int(path.read_text()) for path in (tmp_path / "pids").iterdir()]
-    deadline = time.monotonic() + 10
+    assert _pids_gone([int(path.read_text()) for path in (tmp_path / "pids").iterdir()])
+
+
+def _pids_gone(pids: list[int]) -> bool:
+    """Wait for the ends of processes. Return False if one stays."""
+    deadline = time.monotonic() + 15
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a process stays"
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("ends", ["the conversation", "the run", "the worker"])
+def test_a_program_ends_with_its_conversation_and_its_worker(
+    agent: Any, tmp_path: Path, ends: str
+) -> None:
+    """Check programs that wait for an answer, and that ignore signals."""
+    path = tmp_path / "agent.py"
+    text = f"""
+import os, pathlib, signal, time, httpx
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+pathlib.Path({str(tmp_path)!r}, f"pid{{os.getpid()}}").write_text("")
+body = {{"messages": [{{"role": "user", "content": "go"}}]}}
+try:
+    httpx.post(url + "/chat/completions", json=body, headers={{"x-api-key": key}}, timeout=600)
+except httpx.HTTPError:
+    pass
+time.sleep(600)
+"""
+    path.write_text(text)
+    command = [sys.executable, str(path)]
+    pool = EnvironmentPool(EnvironmentConfig(name="openai", command=command, num_workers=1))
+    row = {"prompt": [], "sampling": {}}
+    for number in (0, 1):
+        pool.submit(Turn((0, number), row, "", []))
+    answers: dict[Any, Any] = {}
+    while len(answers) < 2:
+        answers |= pool.take(60.0)
+    assert all(answer.observation for answer in answers.values()), answers
+    pids = [int(file.name[3:]) for file in tmp_path.glob("pid*")]
+    assert len(pids) == 2
+    if ends == "the conversation":
+        pool.end((0, 0))
+        deadline = time.monotonic() + 15
+        while sum(Path(f"/proc/{pid}").exists() for pid in pids) > 1:
+            assert time.monotonic() < deadline, "a program stays"
+            time.sleep(0.05)
+        assert sum(Path(f"/proc/{pid}").exists() for pid in pids) == 1, "its neighbour stays"
+    elif ends == "the worker":
+        (worker,) = {psutil.Process(pid).ppid() for pid in pids}
+        os.kill(worker, signal.SIGKILL)
+        assert _pids_gone(pids)
+    pool.close()
+    assert _pids_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"command": ["no such program", "x"]}, "there is no program 'no such program'"),
+        ({"path": "agent.py"}, "has no function 'run'"),
+    ],
+)
+def test_an_agent_that_cannot_be_used_is_one_line(
+    tmp_path: Path, settings: dict[str, Any], problem: str
+) -> None:
+    if "path" in settings:
+        (tmp_path / "agent.py").write_text("")
+        settings = {"path": str(tmp_path / "agent.py")}
+    with pytest.raises(UserError) as caught:
+        EnvironmentPool(EnvironmentConfig(name="openai", num_workers=1, **settings))
+    assert problem in str(caught.value)
+
+
+def test_a_template_that_begins_in_several_ways_is_one_line(
+    agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rendered(self: Any, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+        return "".join(one["role"] for one in messages)
+
+    monkeypatch.setattr(Letters, "apply_chat_template", rendered)
+    with pytest.raises(UserError, match="has no first token that all conversations have"):
+        agent("await turn()")
