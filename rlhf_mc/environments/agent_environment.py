@@ -131,7 +131,7 @@ class AgentEnvironment:
     def score(self, value: Any) -> None:
         """Add a reward with numbers. Raise Failure if it is none."""
         numbers = checked(value)
-        self._reward += numbers.pop("score")
+        self._reward = checked(self._reward + numbers.pop("score"))["score"]
         self.info |= numbers
 
     def _accept(self, request: ChatRequest, digests: list[int]) -> None:
