@@ -173,30 +173,40 @@ def test_custom_reward(quickstart_overrides: list[str], tmp_path: Path) -> None:
 # ---------------------------------------------------------------- an environment
 
 
-AGENT = ["rollout.environment.name=openai", "data.max_response_length=48"]
+AGENT = [
+    "rollout.environment.name=openai",
+    "rollout.environment.path=examples/guess_agent.py",
+    "data.max_response_length=48",
+]
 
 
-@pytest.mark.parametrize(
-    "agent", [[], [*AGENT, "rollout.environment.path=examples/guess_agent.py"]]
-)
-def test_guess_number(quickstart_overrides: list[str], tmp_path: Path, agent: list[str]) -> None:
-    """Check games of the quickstart's model, which knows numbers of two digits and no game: with
-    the environment, and with the agent."""
-    arguments = [*quickstart_overrides, *SHORT, *SMALL, f"trainer.default_local_dir={tmp_path}"]
-    arguments += agent
-    output = run_example("guess_number.py", [*arguments, "trainer.test_freq=2"], world=2)
-    assert step_lines(output) == ["step 1", "step 2"]
-    rows = metrics(tmp_path)
-    for row in rows:
-        assert 1 < row["num_turns/mean"] < row["num_turns/max"] == 4
-        assert row["environment/failed_calls"] == 0
-        assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(
-            4 - row["num_turns/mean"]
+def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
+    """Check games of the quickstart's model, which knows numbers of two digits and no game. The
+    agent's are those of the environment, token by token."""
+    arguments = [*quickstart_overrides, *SHORT, *SMALL, "trainer.test_freq=2"]
+    games = []
+    for name, overrides in (("environment", []), ("agent", AGENT)):
+        place = f"trainer.default_local_dir={tmp_path / name}"
+        output = run_example("guess_number.py", [*arguments, *overrides, place], world=2)
+        assert step_lines(output) == ["step 1", "step 2"]
+        rows = metrics(tmp_path / name)
+        for row in rows:
+            assert 1 < row["num_turns/mean"] < row["num_turns/max"] == 4
+            assert row["environment/failed_calls"] == 0
+            assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(
+                4 - row["num_turns/mean"]
+            )
+            assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
+            assert row["training/rollout_probs_diff_max"] < 1e-4
+        assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
+        assert 1 < rows[-1]["val-aux/num_turns/mean"] < rows[-1]["val-aux/num_turns/max"] == 4
+        games.append(
+            [
+                (row["critic/score/mean"], row["response_length/mean"], row["num_turns/mean"])
+                for row in rows
+            ]
         )
-        assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
-        assert row["training/rollout_probs_diff_max"] < 1e-4
-    assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
-    assert 1 < rows[-1]["val-aux/num_turns/mean"] < rows[-1]["val-aux/num_turns/max"] == 4
+    assert games[0] == games[1]
 
 
 WRONG = "This is wrong. Try again."
