@@ -25,6 +25,7 @@ setup(
         "PyYAML",
         "math-verify[antlr4-13-2]==0.9.0",  # scores MATH; other versions have other verdicts
         "httpx",  # asks a remote reward endpoint
+        "aiohttp",  # the endpoint of agents
         "msgspec",  # messages of worker processes
         "shfmt-py",  # parses verl's shell scripts
         "tensorboard",

@@ -4,6 +4,7 @@ one that waits.
     export OMP_NUM_THREADS=1
     python benchmarks/environments.py  # 1,024 conversations of 4 turns of 16 tokens
     python benchmarks/environments.py --places 128        # of which an engine runs 128 at once
+    python benchmarks/environments.py --agents --conversations 256  # turns of agents alone
 
 One process, vLLM on a CPU, and a model of 0.7M parameters. Rounds of three kinds alternate, and
 medians are compared:
@@ -15,6 +16,10 @@ medians are compared:
 No batch ends before its slowest conversation: the bound of the time is that conversation's tools
 and engine steps. Memory is that of Python's objects on the rank (tracemalloc) and of the worker
 process (RSS), while all conversations wait.
+
+--agents measures a turn in one worker process without an engine: an environment, and agents with
+httpx and with the openai package, in rounds that alternate. A request has some 500 bytes, and is
+parsed once by the server and once by the client: 10 us of a core. The rest is Python's.
 """
 
 from __future__ import annotations
@@ -34,8 +39,12 @@ from typing import Any
 import psutil
 from workload import SIZES, Lengths, make_workload
 
+from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.load import load_config
 from rlhf_mc.data.batch import NOTHING
+from rlhf_mc.environments.environment_worker import Key, Turn
+from rlhf_mc.environments.pool import EnvironmentPool
+from rlhf_mc.environments.protocol import Completion, StepResult
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request, Sampling
@@ -72,6 +81,33 @@ class Environment:
         seconds = math.exp(self.random.uniform(math.log(low), math.log(high))) if high else 0
         await asyncio.sleep(seconds)
         return %r, 0.0, self.turns == %d, {}
+"""
+
+
+AGENT = """
+import httpx
+from openai import AsyncOpenAI
+
+clients = {}
+
+async def run(task, client_settings, kind):
+    url, key = client_settings["base_url"], client_settings["api_key"]
+    if not clients:
+        clients["openai"] = AsyncOpenAI(base_url=url, api_key=key)
+        clients["httpx"] = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=600)
+    messages = [*task["prompt"]]
+    for turn in range(%d):
+        if kind == "openai":
+            completions = clients[kind].with_options(api_key=key).chat.completions
+            answer = (await completions.create(model="", messages=messages)).choices[0].message
+        else:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"messages": messages}
+            response = await clients[kind].post(
+                url + "/chat/completions", json=body, headers=headers
+            )
+            answer = response.json()["choices"][0]["message"]
+        messages += [answer, {"role": "user", "content": "3+4"}]
 """
 
 
@@ -142,7 +178,11 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=1024)
     parser.add_argument("--places", type=int, default=1024, help="rollout.max_num_seqs")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--agents", action="store_true", help="turns of agents alone")
     args = parser.parse_args()
+    if args.agents:
+        _measure_agents(args.conversations, args.rounds)
+        return 0
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         control = directory / "control.json"
@@ -217,6 +257,64 @@ def _measure(run: Run, control: Path, rounds: int) -> None:
     except StopIteration:
         rank, worker = (each / 1e3 for each in (timed.rank_bytes, timed.worker_bytes))
         print(f"a waiting conversation: {rank:.1f} kB on the rank, {worker:.1f} kB in its worker")
+
+
+def _measure_agents(conversations: int, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        control = directory / "control.json"
+        control.write_text("[0, 0]")
+        (directory / "tool.py").write_text(ENVIRONMENT % (OBSERVATION, TURNS))
+        (directory / "agent.py").write_text(AGENT % TURNS)
+        common: dict[str, Any] = {"num_workers": 1, "timeout_seconds": 600.0}
+        kinds = {
+            "environment": EnvironmentConfig(
+                path=str(directory / "tool.py"), kwargs={"control": str(control)}, **common
+            )
+        } | {
+            kind: EnvironmentConfig(
+                path=str(directory / "agent.py"), name="openai", kwargs={"kind": kind}, **common
+            )
+            for kind in ("httpx", "openai")
+        }
+        pools = {kind: EnvironmentPool(cfg) for kind, cfg in kinds.items()}
+        took: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for number in range(rounds + 1):  # the first one warms up
+            for kind, pool in pools.items():
+                seconds = _played(pool, number, conversations)
+                took[kind].append(seconds / conversations / TURNS * 1e3)
+                print(f"round {number}, {kind}: {took[kind][-1]:.2f} ms a turn", flush=True)
+        medians = {kind: statistics.median(times[1:]) for kind, times in took.items()}
+        for kind, median in medians.items():
+            ratio = median / medians["environment"]
+            print(f"{kind}: {median:.2f} ms a turn, {ratio:.1f} of the environment's")
+        for pool in pools.values():
+            pool.close()
+
+
+def _played(pool: EnvironmentPool, call: int, conversations: int) -> float:
+    """Play conversations at the same time. Return the seconds."""
+    prompt = [{"role": "user", "content": "1+2"}]
+    row = {"prompt": prompt, "ground_truth": "3", "extra_info": {}, "sampling": {}}
+    start = time.perf_counter()
+
+    def submit(key: Key, is_first: bool) -> None:
+        turn = Completion("", [-1.0] * TURN_TOKENS, 0, True, False)
+        tokens = [*range(TURN_TOKENS)]
+        pool.submit(Turn(key, row if is_first else None, "4" * TURN_TOKENS, tokens, [], turn))
+
+    left = {(call, number) for number in range(conversations)}
+    for key in left:
+        submit(key, True)
+    while left:
+        for key, answer in pool.take(60.0).items():
+            assert isinstance(answer, StepResult), answer
+            if answer.done:
+                left.discard(key)
+                pool.end(key)
+            else:
+                submit(key, False)
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

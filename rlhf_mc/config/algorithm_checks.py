@@ -389,6 +389,13 @@ def _url_problem(text: str, has_key: bool) -> str | None:
 
 def _environment(cfg: Config) -> Iterator[str]:
     environment = cfg.rollout.environment
+    num_agents = bool(environment.command) + bool(environment.is_agent and environment.path)
+    others = environment.has_tools or environment.default_observation is not None
+    if num_agents != environment.is_agent or (environment.is_agent and others):
+        yield (
+            "rollout.environment.command is for rollout.environment.name openai, an agent, which "
+            "has either path or command, and neither tools of its own nor default_observation"
+        )
     if not environment.is_set:
         return
     if environment.path is not None and environment.has_tools:

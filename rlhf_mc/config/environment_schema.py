@@ -21,9 +21,15 @@ class EnvironmentConfig:
     """Python file that defines the environment (docs/environments.md); null: none, each response is
     one turn."""
     name: str = "Environment"
-    """Name of its class. Each conversation has an object."""
+    """Name of its class. Each conversation has an object. openai: an agent that speaks to an OpenAI
+    endpoint, the function `run` of path, or command (docs/environments.md, "Agents")."""
+    command: list[str] | None = None
+    """Program of an agent, with its arguments."""
+    other_sampling: Literal["refuse", "ignore"] = "refuse"
+    """An agent's request with other sampling parameters than the run's is refused, or they are
+    ignored, counted in reward_extra/<data_source>/ignored_parameters."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class's constructor."""
+    """Keyword arguments of the class's constructor; of an agent's function."""
     first_observation: bool = False
     """`reset` returns the first observation, which follows the row's prompt before the first turn.
     The prompt is then rendered without the generation prompt."""
@@ -74,6 +80,16 @@ class EnvironmentConfig:
         return self.function_tool_path is not None or self.tool_config_path is not None
 
     @property
+    def is_agent(self) -> bool:
+        """The environment is an agent."""
+        return self.name == "openai"
+
+    @property
+    def begins(self) -> bool:
+        """The environment gives an observation before the first turn."""
+        return self.first_observation or self.is_agent
+
+    @property
     def is_set(self) -> bool:
         """A response is a conversation."""
-        return self.path is not None or self.has_tools
+        return self.path is not None or self.command is not None or self.has_tools

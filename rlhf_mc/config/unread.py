@@ -66,7 +66,7 @@ LOSS_MODE = f"{LOSS}.loss_mode"
 LAYOUT = "actor.megatron"
 DECAYS = "linear cosine"
 ENVIRONMENT = "rollout.environment"
-ENVIRONMENT_CLASS = "name kwargs first_observation skip_special_tokens split_special_tokens"
+ENVIRONMENT_CLASS = "kwargs first_observation split_special_tokens"
 TOOLS = f"{ENVIRONMENT}.function_tool_path or tool_config_path"
 DEPENDENCES = (
     _switch("data.val_files", "data", "val_max_samples"),
@@ -141,17 +141,21 @@ DEPENDENCES = (
     ),
     _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
     _switch(f"{ENVIRONMENT}.path", ENVIRONMENT, ENVIRONMENT_CLASS),
+    _choice(f"{ENVIRONMENT}.name", "openai", ENVIRONMENT, "other_sampling"),
     Dependence(
         ENVIRONMENT,
-        "format max_parallel_calls",
-        TOOLS,
-        lambda cfg: cfg.rollout.environment.has_tools,
+        "format",
+        f"{TOOLS}, name openai",
+        lambda cfg: cfg.rollout.environment.has_tools or cfg.rollout.environment.is_agent,
+    ),
+    Dependence(
+        ENVIRONMENT, "max_parallel_calls", TOOLS, lambda cfg: cfg.rollout.environment.has_tools
     ),
     Dependence(
         ENVIRONMENT,
         "max_turns max_tokens_per_turn max_observation_length truncate timeout_seconds num_workers "
-        "default_observation default_score",
-        f"{ENVIRONMENT}.path, {TOOLS}",
+        "default_observation default_score skip_special_tokens",
+        f"{ENVIRONMENT}.path, command, {TOOLS}",
         lambda cfg: cfg.rollout.environment.is_set,
     ),
     Dependence(

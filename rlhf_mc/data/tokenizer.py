@@ -204,8 +204,11 @@ class ChatTokenizer:
     ) -> ChatText:
         """Return the rendered messages, as `render` does."""
         mark = ""
-        if any(self._has_control(message) for message in messages):
-            mark = _unused_character(json.dumps(list(messages), ensure_ascii=False, default=str))
+        tools = arguments.get("tools")
+        if self._has_control([*messages, tools]):
+            texts = json.dumps([*messages, tools], ensure_ascii=False, default=str)
+            mark = _unused_character(texts)
+            arguments = {**arguments, "tools": self._marked(tools, mark)} if tools else arguments
             messages = [
                 self._marked(message, mark, message.get("role") == "assistant")
                 for message in messages

@@ -67,6 +67,7 @@ class ConversationState:
         rewards = [reward for _, reward in episode.rewards]
         is_sound = (
             (state.engine >= 0 and all(count >= 0 for count in episode.failed_calls.values()))
+            and (episode.max_tokens is None or episode.max_tokens > 0)
             and (turn_ends == sorted(turn_ends) and bounds == sorted(bounds))
             and all(map(math.isfinite, [*rewards, *episode.info.values(), episode.default_score]))
         )
@@ -144,7 +145,7 @@ class Conversation:
     def is_before_first(self) -> bool:
         """True until the environment has given its first observation, which precedes the model's
         first turn."""
-        return self.cfg.first_observation and not self.episode.rewards
+        return self.cfg.begins and not self.episode.rewards
 
     @property
     def room(self) -> int:
@@ -154,11 +155,12 @@ class Conversation:
     @property
     def turn_limit(self) -> int:
         """Maximum length of the response in the present turn."""
-        if self.cfg.max_tokens_per_turn is None:
+        limits = [*filter(None, (self.cfg.max_tokens_per_turn, self.episode.max_tokens))]
+        if not limits:
             return self.max_response_length
         turn = self.turn_positions[-1]
         start = turn[0] if turn else len(self.response.token_ids)
-        return min(self.max_response_length, start + self.cfg.max_tokens_per_turn)
+        return min(self.max_response_length, start + min(limits))
 
     @property
     def turn_positions(self) -> list[list[int]]:
@@ -194,6 +196,7 @@ class Conversation:
             reply.failed[-1] if reply.is_fatal else None,
             episode.default_score,
             [*episode.observations, *([observation] if reply.token_ids else [])],
+            reply.max_tokens,
         )
         self.response = replace(
             self.response,

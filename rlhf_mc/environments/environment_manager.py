@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,8 @@ class _Environment:
     """Answer to the last turn, not yet consumed."""
     fatal_turns: set[int] = field(default_factory=set)
     """Turns that ended a worker process; never sent again."""
+    tools: Sequence[dict[str, Any]] = ()
+    """Tools of an agent's last request."""
 
 
 class EnvironmentManager:
@@ -95,15 +98,16 @@ class EnvironmentManager:
         """Return True on the rank of the engine that runs the conversation's environment."""
         return self._ranks[key[1] % len(self._ranks)] == dist.get_rank()
 
-    def next_turn(self, key: Key) -> tuple[int, bool] | None:
-        """Return the index of the turn to send next, and whether the environment is new then.
-        Return None while the answer to another turn is awaited."""
+    def next_turn(self, key: Key) -> tuple[int, bool, Sequence[dict[str, Any]]] | None:
+        """Return the index of the turn to send next, whether the environment is new then, and the
+        tools of an agent's last request. Return None while the answer to another turn is
+        awaited."""
         environment = self._environments.setdefault(key, _Environment())
         if environment.is_busy:
             return None
         first = environment.num_sent if self.pool.has(key) else 0
         index = next(i for i in itertools.count(first) if i not in environment.fatal_turns)
-        return index, first == 0
+        return index, first == 0, environment.tools
 
     def send(self, turn: Turn, index: int) -> None:
         """Send the turn of this index, which must be the next one."""
@@ -130,6 +134,7 @@ class EnvironmentManager:
         received = {}
         for key, environment in wanted.items():
             if environment.answer is not None:
+                environment.tools = getattr(environment.answer, "tools", ())
                 received[key] = environment.num_sent - 1, environment.answer
                 environment.answer = None
                 environment.is_busy = False

@@ -15,6 +15,7 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.environments.protocol import (
     SECTION,
+    Completion,
     Environment,
     StepOutcome,
     StepResult,
@@ -34,7 +35,6 @@ from rlhf_mc.runtime.worker_process import MessageError, guarded_connection
 MOST_THREADS = 256
 """Maximum number of concurrent calls of methods that are not async."""
 
-
 Key = tuple[int, int]
 """Conversation key: the call of the engines, and the request's number in the call."""
 
@@ -50,6 +50,8 @@ class Turn(NamedTuple):
     token_ids: list[int]
     tool_calls: Sequence[ToolCall] = ()
     """Tool calls in the text."""
+    completion: Completion | None = None
+    """Turn as an agent gets it."""
 
 
 class EnvironmentsOfWorker:
@@ -69,11 +71,17 @@ class EnvironmentsOfWorker:
             self._class = ToolEnvironment
             self._kwargs = {"tools": tools, "cfg": cfg}
             self._further = further_arguments(ToolEnvironment)
+        elif cfg.is_agent:
+            from rlhf_mc.environments.agent_environment import AgentEnvironment, AgentServer
+
+            self._class = AgentEnvironment
+            self._kwargs = {"server": AgentServer(cfg)}
+            self._further = ("token_ids", "tool_calls", "completion")
         else:
             self._class, self._further = load_environment(cfg)
         # each call of a tool has the limit
         self._limit = None if cfg.has_tools else cfg.timeout_seconds
-        self.threads = ThreadPoolExecutor(MOST_THREADS)
+        self.threads = ThreadPoolExecutor(MOST_THREADS * (32 if cfg.is_agent else 1))
         self._environments: dict[Key, Environment] = {}
 
     async def answer(self, turn: Turn) -> StepOutcome:
@@ -108,8 +116,8 @@ class EnvironmentsOfWorker:
             except BaseException:  # raised again, once the environment has ended
                 await self.end(turn.key)
                 raise
-            if self.cfg.first_observation:
-                return first, 0.0, False, {}
+            if self.cfg.begins:
+                return first if self.cfg.is_agent else (first, 0.0, False, {})
             if first is not None:
                 raise Failure(
                     "invalid",

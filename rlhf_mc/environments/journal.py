@@ -5,6 +5,7 @@ environment is called again, and batches, which depend on the time of an answer,
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,8 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Failed calls of the turn."""
     is_fatal: bool = False
     """The last failure has ended the conversation, which has the default score."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None = None
+    """Maximum length of the next turn, by an agent's request."""
 
     def __post_init__(self) -> None:
         if self.is_fatal and not (self.failed and self.ends):
@@ -97,6 +100,7 @@ def environment_digest(cfg: EnvironmentConfig, max_response_length: int) -> int:
     """Return the CRC-32 of the settings and files on which an answer depends beside the turn."""
     settings = asdict(cfg).items()
     paths = [path for key, path in settings if key.endswith("path") and path is not None]
+    paths += filter(os.path.isfile, cfg.command or ())
     files = [Path(path).read_bytes() for path in paths]
     return zlib.crc32(b"\0".join([repr((cfg, max_response_length)).encode(), *files]))
 

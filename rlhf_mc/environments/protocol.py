@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -26,7 +27,7 @@ _NO_OBSERVATION = "no text, tokens or messages"
 _MOST_OTHER_BYTES = 1 << 18
 Sliceable = TypeVar("Sliceable", str, list[Any])
 
-Observation = str | Sequence[int | dict[str, str]]
+Observation = str | Sequence[int | dict[str, Any]]
 """Text, tokens, or chat messages, which the chat template renders."""
 
 
@@ -39,6 +40,21 @@ class ToolCall(NamedTuple):
     """Arguments as JSON."""
     number: str
     """Call id in the chat template."""
+
+
+class Completion(NamedTuple):
+    """A turn of the model, as an agent gets it."""
+
+    content: str
+    """Text without the calls."""
+    log_probs: Sequence[float]
+    """Log-prob of each token."""
+    num_before: int
+    """Tokens of the conversation before the turn."""
+    is_complete: bool
+    """Ends with an end token."""
+    is_last: bool
+    """The conversation has no room for another turn."""
 
 
 class Environment(Protocol):
@@ -69,6 +85,10 @@ class StepResult:
     info: Mapping[str, float]
     failures: tuple[FailureReason, ...] = ()
     """Failures of tool calls, which the observation reports to the model."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Schemas of an agent's tools."""
+    max_tokens: int | None = None
+    """Maximum length of the next turn, by an agent's request; None: that of the settings."""
 
 
 StepOutcome = StepResult | Failure
@@ -82,6 +102,8 @@ def where(cfg: EnvironmentConfig) -> str:
             f"{SECTION}, tools of "
             f"{' and '.join(filter(None, (cfg.function_tool_path, cfg.tool_config_path)))}"
         )
+    if cfg.is_agent:
+        return f"{SECTION}, agent {cfg.path or shlex.join(cfg.command or ())}"
     return f"{SECTION} {cfg.name} of {cfg.path}"
 
 
@@ -141,7 +163,7 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def checked_answer(result: Any, cfg: EnvironmentConfig) -> StepResult:
     """Return what `step` has returned. Raise Failure if it is something else than it should be."""
-    if cfg.has_tools and isinstance(result, StepResult):
+    if (cfg.has_tools or cfg.is_agent) and isinstance(result, StepResult):
         return result
     if not isinstance(result, tuple) or len(result) != 4:
         raise Failure(

@@ -6,6 +6,8 @@ rendered or tokenised again.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +42,7 @@ class ObservationTokenizer:
         self._stop = frozenset(stop_token_ids)
         self._arguments = arguments
         self._is_checked = False
+        self._beginning: list[int] = []
         if "tools" in arguments:
             self._check_tools()
 
@@ -68,6 +71,11 @@ class ObservationTokenizer:
                     f"step returned the token {largest}; the tokenizer has {len(self._tokenizer)}",
                 )
             return tokens
+        if not turn and self._cfg.is_agent:
+            whole = self._rendered(messages, True)
+            if whole[:1] != self._beginning:
+                raise Failure("invalid", "the chat template begins the conversation like no other")
+            return whole[1:]
         if not turn:
             return self._difference(prompt, self._rendered([*prompt, *messages], True))
         after = self._after([_QUESTION], ".", messages)
@@ -95,6 +103,33 @@ class ObservationTokenizer:
             # role.
             return after[end + (has_end and turn[-1] in self._stop) :]
         return self._difference(response, after)
+
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> ObservationTokenizer:
+        """Return the tokenizer of observations for an agent with these tools."""
+        other = copy.copy(self)
+        other._arguments = {**self._arguments, "tools": tools}
+        other._check_tools()
+        return other
+
+    def beginning(self) -> str:
+        """Return the text of the token with which the template begins all conversations, the prompt
+        of agents' ones. Raise UserError if there is none."""
+        tool = {"name": "f", "description": "f", "parameters": {"type": "object"}}
+        tools = {"tools": [{"type": "function", "function": tool}]}
+        chats = [[_QUESTION], [{**_QUESTION, "role": "system"}, _QUESTION]]
+        firsts = set()
+        for messages, arguments in itertools.product(chats, ({}, tools)):
+            with contextlib.suppress(UserError):  # of a template without system messages
+                chat = self._chats.render(messages, {**self._arguments, **arguments}, "an agent")
+                firsts.add(self._chats.tokens(chat)[0])
+        self._beginning = [*firsts]
+        text = str(self._tokenizer.decode(self._beginning))
+        if len(firsts) == 1 and self._chats.tokens(ChatText(text)) == self._beginning:
+            return text
+        raise UserError(
+            "rollout.environment.name openai: the chat template has no first token that all "
+            "conversations have; data.chat_template_path may name another template"
+        )
 
     def default_tokens(self, problem: str) -> list[int]:
         """Return the tokens of rollout.environment.default_observation, with its control tokens.

@@ -41,7 +41,9 @@ class _Function(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
 
-class _Tool(msgspec.Struct):
+class ToolSchema(msgspec.Struct):
+    """A tool, by the fields that all formats of tool calls read."""
+
     function: _Function
     type: Literal["function"] = "function"
 
@@ -316,7 +318,7 @@ def _dumped(schema: Any, where: str) -> Schema:
         if not isinstance(schema, dict):
             schema = schema.model_dump(exclude_unset=True, exclude_none=True)
         dumped: Schema = msgspec.json.decode(msgspec.json.encode(schema))
-        msgspec.convert(dumped, _Tool)
+        msgspec.convert(dumped, ToolSchema)
     except Exception as error:  # of the user's classes too
         raise UserError(f"{where}: its schema is no tool's: {one_line(str(error), 300)}") from error
     return dumped

@@ -5,21 +5,26 @@ processes, and answers as observations in tokens. Warnings of failed calls are p
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.masking import one_line
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.environments.conversation import Conversation
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.journal import Reply
-from rlhf_mc.environments.protocol import StepOutcome, StepResult, ToolCall, where
+from rlhf_mc.environments.protocol import Completion, StepOutcome, StepResult, ToolCall, where
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.rewards.results import MASKED, Failure, FailureKind
+from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
 
 if TYPE_CHECKING:
@@ -44,25 +49,57 @@ class Translator:
         self.cfg = cfg
         self.max_response_length = data.max_response_length
         arguments = data.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
-        prompt_end = {"add_generation_prompt": False} if cfg.first_observation else {}
+        self._tokenizer = tokenizer
+        self._stop = stop_token_ids
+        self._observations = ObservationTokenizer(tokenizer, stop_token_ids, arguments, cfg)
+        prompt_end: dict[str, Any] = {"add_generation_prompt": False} if cfg.begins else {}
+        if cfg.is_agent:  # whose first request has the messages
+            prompt_end |= {"chat_template": "{{ beginning }}"}
+            prompt_end["beginning"] = self._observations.beginning()
         self.prompt_arguments = arguments | prompt_end
         """Arguments of the chat template for prompts."""
-        self._tokenizer = tokenizer
-        self._observations = ObservationTokenizer(tokenizer, stop_token_ids, arguments, cfg)
         self._parser = _parser(cfg, tokenizer, stop_token_ids, tools) if tools else None
+        self._for_tools = functools.lru_cache(64)(self._new_for_tools)
         self._num_failed = 0
 
-    def turn(self, conversation: Conversation, index: int, is_new: bool) -> Turn:
-        """Return the message with a turn of this index. is_new: the environment begins with it."""
+    def turn(
+        self,
+        conversation: Conversation,
+        index: int,
+        is_new: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        sampling: Sampling | None = None,
+    ) -> Turn:
+        """Return the message with a turn of this index. is_new: the environment begins with it.
+        tools: of an agent's last request. sampling: of the call."""
         turns = conversation.turns
         tokens = turns[index]
         text = self._tokenizer.decode(tokens, skip_special_tokens=self.cfg.skip_special_tokens)
-        calls: list[ToolCall] = []
-        if self._parser is not None and (conversation.room or index + 1 < len(turns)):
-            calls = [ToolCall(*call) for call in self._parser.calls(tokens)]
-        resets = is_new and (index == 0 or not self.cfg.first_observation)
+        content = ""
+        calls: list[tuple[str, str, str]] = []
+        parser = None
+        with contextlib.suppress(Failure):
+            _, parser = self._for_tools(msgspec.json.encode(tools))
+        has_room = bool(conversation.room) or index + 1 < len(turns)
+        if parser is not None and (has_room or self.cfg.is_agent):
+            content, calls = parser.calls(tokens)
+        resets = is_new and (index == 0 or not self.cfg.begins)
         row = _row(conversation.prompt) if resets else None
-        return Turn(conversation.key, row, text, tokens, calls)
+        completion = None
+        if self.cfg.is_agent:
+            if row is not None and sampling is not None:
+                row["sampling"] = asdict(sampling)
+            is_over = conversation.episode.num_turns + 1 >= self.cfg.max_turns
+            positions = conversation.turn_positions[index]
+            completion = Completion(
+                content,
+                [conversation.response.log_probs[i] for i in positions],
+                len(conversation.whole_request.prompt) + min(positions, default=0),
+                bool(tokens) and tokens[-1] in self._stop,
+                not has_room or (is_over and index + 1 == len(turns)),
+            )
+        tool_calls = [ToolCall(*call) for call in calls]
+        return Turn(conversation.key, row, text, tokens, tool_calls, completion)
 
     def reply(self, conversation: Conversation, answer: StepOutcome, iteration: int) -> Reply:
         """Return the answer to the present turn as a reply, with the default observation for a
@@ -87,6 +124,10 @@ class Translator:
             has_default = self.cfg.default_observation is not None and not is_masked
             is_fatal = not (is_first or has_default)
             tokens = [] if is_fatal else self._observations.default_tokens(answer.problem)
+            if self.cfg.is_agent and is_first:  # the model answers the row's prompt
+                with contextlib.suppress(Failure):
+                    messages = [dict(message) for message in conversation.prompt.messages]
+                    tokens = self._observations.tokens(messages, [])
             outcome = f"scores {self.cfg.default_score:g}"
             if not is_fatal:
                 default = "continues with default_observation"
@@ -101,7 +142,8 @@ class Translator:
         room = conversation.room - is_first
         tokens = [] if is_last else tokens[:room]
         ends = is_last or (not is_first and len(tokens) == room)
-        return Reply(iteration, tokens, answer.reward, {**answer.info}, ends, failed, is_fatal)
+        given = (answer.reward, {**answer.info}, ends, failed, is_fatal, answer.max_tokens)
+        return Reply(iteration, tokens, *given)
 
     def compare(self, conversation: Conversation, index: int, answer: StepOutcome) -> None:
         """Warn if an environment that begins again answers an earlier turn otherwise than
@@ -126,11 +168,23 @@ class Translator:
             return []
         turn = conversation.turns[index]
         messages = conversation.prompt.messages
-        tokens = self._observations.tokens(answer.observation, turn, messages)
+        observations, _ = self._for_tools(msgspec.json.encode(answer.tools))
+        tokens = observations.tokens(answer.observation, turn, messages)
         if turn and not conversation.episode.rewards:
             text = self._tokenizer.decode(turn, skip_special_tokens=True)
-            self._observations.check(messages, text, answer.observation, tokens)
+            observations.check(messages, text, answer.observation, tokens)
         return tokens
+
+    def _new_for_tools(self, schemas: bytes) -> tuple[ObservationTokenizer, ToolCallParser | None]:
+        """Return what renders and parses for an agent's tools. Raise Failure if nothing does."""
+        tools = msgspec.json.decode(schemas)
+        if not tools:
+            return self._observations, self._parser
+        try:
+            parser = _parser(self.cfg, self._tokenizer, self._stop, tools)
+        except Exception as error:  # of a parser on schemas that it does not expect
+            raise Failure("invalid", f"its tools: {one_line(str(error), 300)}") from error
+        return self._observations.with_tools(tools), parser
 
     def _report(self, conversation: Conversation, problem: str, outcome: str) -> None:
         """Warn of a failed call. outcome: what becomes of the conversation."""

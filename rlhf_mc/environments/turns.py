@@ -14,7 +14,7 @@ from rlhf_mc.environments.conversation import Conversation, ConversationState, S
 from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.journal import CallEnd, Reply, TurnAnswer, TurnId
 from rlhf_mc.rewards.results import Episode
-from rlhf_mc.rollout.base import Arrivals, Request
+from rlhf_mc.rollout.base import Arrivals, Request, Sampling
 from rlhf_mc.topology.consensus import gather_objects
 
 _IDLE_SECONDS = 0.01
@@ -31,13 +31,15 @@ class Conversations:
         prompts: Sequence[Prompt],
         response_ids: Sequence[int] | None = None,
         retained: Mapping[int, ConversationState] | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         """Begin a call. prompts: of each request. response_ids: numbers of the responses in the
         run; None: they have none. retained: if later calls may continue the conversations, the
         states that earlier calls have left, by the request's number; None: the conversations end
-        with the call. Every rank must call it."""
+        with the call. sampling: of the call, which agents are told. Every rank must call it."""
         self._environments = environments
         self._journal = environments.journal
+        self._sampling = sampling
         self._is_retained = retained is not None
         self._earlier = {} if retained is None else retained
         self.affinity: Mapping[int, int] = {i: state.engine for i, state in self._earlier.items()}
@@ -229,5 +231,5 @@ class Conversations:
     def _send(self, conversation: Conversation) -> None:
         """Send the next turn, unless the answer to another one is awaited."""
         if (next_turn := self._environments.next_turn(conversation.key)) is not None:
-            turn = self._environments.translator.turn(conversation, *next_turn)
+            turn = self._environments.translator.turn(conversation, *next_turn, self._sampling)
             self._environments.send(turn, next_turn[0])

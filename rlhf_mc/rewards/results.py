@@ -50,6 +50,8 @@ class Episode:
     """Score after such a failure."""
     observations: Sequence[tuple[int, int]] = ()
     """Token range [start, end) of each observation in the response."""
+    max_tokens: int | None = None
+    """Maximum length of the present turn, by an agent's request; None: that of the settings."""
 
     @property
     def num_turns(self) -> int:

@@ -67,12 +67,13 @@ class ToolCallParser:
             # a traceback for each call that is malformed
             logging.getLogger(logger).setLevel(logging.CRITICAL)
 
-    def calls(self, turn: Sequence[int]) -> list[Call]:
-        """Return the tool calls in a turn's tokens. A call with an empty name stands for a
-        malformed call."""
+    def calls(self, turn: Sequence[int]) -> tuple[str, list[Call]]:
+        """Return the text of a turn before its tool calls, and the calls. A call with an empty name
+        stands for a malformed call."""
         end = len(turn) - (bool(turn) and turn[-1] in self._stop)
         text = str(self._tokenizer.decode(turn[:end], skip_special_tokens=False))
         calls: list[Call] = []
+        content = ""
         if self._parser is None:
             for name, arguments in _HARMONY_CALL.findall(text):
                 calls.append((name, arguments, f"call{len(calls):05d}"))
@@ -80,7 +81,9 @@ class ToolCallParser:
             text = text.rpartition("<|start|>")[2].partition("<|message|>")[0]
         else:
             try:
-                parsed = self._parser.extract_tool_calls(text, self._request).tool_calls
+                extracted = self._parser.extract_tool_calls(text, self._request)
+                parsed = extracted.tool_calls
+                content = extracted.content or ""
             except Exception:  # of a parser on a text that it does not expect
                 parsed = []
             for call in parsed:
@@ -88,5 +91,5 @@ class ToolCallParser:
                 number = call.id if self._keeps_numbers else f"call{len(calls):05d}"
                 calls.append((call.function.name, call.function.arguments, number))
         if not calls and any(start in text for start in self._starts):
-            return [("", "", "call00000")]
-        return calls
+            calls.append(("", "", "call00000"))
+        return content, calls

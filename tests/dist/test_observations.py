@@ -48,6 +48,27 @@ class Environment:
         turn = [10 + sum(self.seen) % 200, 8]
         return turn, float(sum(self.seen) % 3 == 0), sum(self.seen) % 5 == 0, {"seen": len(self.seen)}
 """  # noqa: E501
+AGENT = """
+import asyncio, os, random
+from pathlib import Path
+from openai import AsyncOpenAI
+
+CALLS = Path(__file__).with_name("calls")
+
+async def run(task, client_settings):
+    model = client_settings.pop("model")
+    client = AsyncOpenAI(**client_settings)
+    messages = [*task["prompt"]]
+    for turn in range(6):
+        with CALLS.open("a") as file:
+            file.write("call\\n")
+        answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=9)
+        text = answer.choices[0].message.content
+        if sum(map(ord, text)) % 5 == 0:
+            return {"score": sum(map(ord, text)) % 3 == 0, "turns": turn}
+        await asyncio.sleep(0.05 * os.urandom(1)[0] / 255)
+        messages += [answer.choices[0].message, {"role": "user", "content": f"{len(text)}"}]
+"""
 SETTINGS = [
     "custom_reward_function.path=null",
     "actor.optim.lr=0",
@@ -79,6 +100,7 @@ PARTIAL = ["rollout.partial_rollout=true", "algorithm.filter_groups.enable=true"
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_workspace(tmp_path_factory.mktemp("observations"), max_position_embeddings=128)
     (directory / "environment.py").write_text(ENVIRONMENT)
+    (directory / "agent.py").write_text(AGENT)
     (directory / "model" / "generation_config.json").write_text(
         json.dumps({"eos_token_id": list(range(4, 10))})
     )
@@ -322,3 +344,38 @@ def test_another_layout_replays_conversations(train: Any, config: Path, partial:
     for step, other in zip(steps[0], partial[0][0], strict=True):
         assert all(step[key] == other[key] for key in ("prompts", "responses", "ages", "scores"))
         assert step["rollout_log_probs"] == pytest.approx(other["rollout_log_probs"], abs=1e-3)
+
+
+def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
+    """Check an agent that speaks to the endpoint: a replay, and a partial run that is resumed, run
+    no agent and have the same bits; agents of a run that was killed run again for the rest."""
+    agent = [
+        "rollout.environment.name=openai",
+        f"rollout.environment.path={config.parent / 'agent.py'}",
+        "rollout.environment.default_observation=null",
+        "rollout.environment.max_tokens_per_turn=null",
+    ]
+    steps, num_calls = train("agent", *TAIL, *agent)
+    assert num_calls > N * 4 * STEPS, "conversations of several turns"
+    metrics = [step["metrics"] for step in steps[0]]
+    assert not any(values["environment/failed_calls"] for values in metrics)
+    assert any(values["reward_extra/arithmetic/turns"] > 0 for values in metrics)
+    replay = f"trainer.replay={config.parent / 'agent'}"
+    replayed, num_again = train("agent_replayed", *TAIL, *agent, replay)
+    assert num_again == 0
+    _assert_same(replayed, steps)
+    layout = [f"{role}.tensor_model_parallel_size=2" for role in ("rollout", "actor.megatron")]
+    other, num_again = train("agent_layout", *TAIL, *agent, replay, *layout)
+    assert num_again == 0 and _responses(other[0]) == _responses(steps[0])
+    directory = _copied(config, "agent", "agent_killed", 1)
+    for path in (directory / "observations").glob("step_000003_*.jsonl"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    killed, num_calls_again = train("agent_killed", *TAIL, *agent)
+    assert 0 < num_calls_again < num_calls
+    _assert_same([rank[:1] for rank in killed], [rank[1:2] for rank in steps])
+    _assert_same_tokens(_responses(killed[0]), _responses(steps[0][1:]))
+    partial, _ = train("agent_partial", *PARTIAL, *agent)
+    _copied(config, "agent_partial", "agent_resumed", 1)
+    resumed, num_calls_again = train("agent_resumed", *PARTIAL, *agent)
+    assert num_calls_again == 0
+    _assert_same(resumed, [rank[1:] for rank in partial])

@@ -172,6 +172,7 @@ def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
         ("health.patience=3 health.enable=false", "health.enable=true"),
         ("reward.remote.template=x reward.remote.url=http://a", "reward.remote.api=openai"),
         ("rollout.environment.first_observation=true", "rollout.environment.path=game.py"),
+        ("rollout.environment.other_sampling=ignore", "rollout.environment.name=openai"),
         ("actor.megatron.cp_comm_type=a2a", "actor.megatron.context_parallel_size=2"),
         (
             "actor.megatron.share_prompts=false actor.megatron.context_parallel_size=2",
@@ -203,7 +204,8 @@ def test_settings_of_an_environment_that_is_not_there_are_named(tmp_path: Path) 
         assert {key for key, _ in unread(load_config(config, [*given, *more]))} & keys == named
     settings = {key for key in leaf_hints() if key.startswith(f"{section}.")}
     read_alone = {
-        f"{section}.{name}" for name in ("path", "function_tool_path", "tool_config_path")
+        f"{section}.{name}"
+        for name in ("name", "path", "command", "function_tool_path", "tool_config_path")
     }
     assert (
         settings

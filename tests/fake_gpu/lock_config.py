@@ -36,6 +36,7 @@ MODELS = {
     "quickstart": "qwen2.5-0.5b",
     "quickstart_grpo": "qwen2.5-0.5b",
     "quickstart_turns": "qwen2.5-0.5b",
+    "quickstart_agent": "qwen2.5-0.5b",
     "smollm2_grpo": "qwen2.5-0.5b",
     "smollm2_ppo": "qwen2.5-0.5b",
 }

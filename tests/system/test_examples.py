@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
+from typing import Any
 
 import forked
 import pyarrow as pa
@@ -26,7 +27,7 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.pool import EnvironmentPool
-from rlhf_mc.environments.protocol import StepResult, ToolCall
+from rlhf_mc.environments.protocol import Completion, StepResult, ToolCall
 from rlhf_mc.rewards.scoring import load_reward_function
 
 pytestmark = pytest.mark.system
@@ -172,65 +173,123 @@ def test_custom_reward(quickstart_overrides: list[str], tmp_path: Path) -> None:
 # ---------------------------------------------------------------- an environment
 
 
+AGENT = [
+    "rollout.environment.name=openai",
+    "rollout.environment.path=examples/guess_agent.py",
+    "data.max_response_length=48",
+]
+
+
 def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
-    """Check games of the quickstart's model, which knows numbers of two digits and no game."""
-    arguments = [*quickstart_overrides, *SHORT, *SMALL, f"trainer.default_local_dir={tmp_path}"]
-    output = run_example("guess_number.py", [*arguments, "trainer.test_freq=2"], world=2)
-    assert step_lines(output) == ["step 1", "step 2"]
-    rows = metrics(tmp_path)
-    for row in rows:
-        assert 1 < row["num_turns/mean"] < row["num_turns/max"] == 4
-        assert row["environment/failed_calls"] == 0
-        assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(
-            4 - row["num_turns/mean"]
+    """Check games of the quickstart's model, which knows numbers of two digits and no game. The
+    agent's are those of the environment, token by token."""
+    arguments = [*quickstart_overrides, *SHORT, *SMALL, "trainer.test_freq=2"]
+    games = []
+    for name, overrides in (("environment", []), ("agent", AGENT)):
+        place = f"trainer.default_local_dir={tmp_path / name}"
+        output = run_example("guess_number.py", [*arguments, *overrides, place], world=2)
+        assert step_lines(output) == ["step 1", "step 2"]
+        rows = metrics(tmp_path / name)
+        for row in rows:
+            assert 1 < row["num_turns/mean"] < row["num_turns/max"] == 4
+            assert row["environment/failed_calls"] == 0
+            assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(
+                4 - row["num_turns/mean"]
+            )
+            assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
+            assert row["training/rollout_probs_diff_max"] < 1e-4
+        assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
+        assert 1 < rows[-1]["val-aux/num_turns/mean"] < rows[-1]["val-aux/num_turns/max"] == 4
+        games.append(
+            [
+                (row["critic/score/mean"], row["response_length/mean"], row["num_turns/mean"])
+                for row in rows
+            ]
         )
-        assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
-        assert row["training/rollout_probs_diff_max"] < 1e-4
-    assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
-    assert 1 < rows[-1]["val-aux/num_turns/mean"] < rows[-1]["val-aux/num_turns/max"] == 4
+    assert games[0] == games[1]
 
 
 WRONG = "This is wrong. Try again."
-CONVERSATIONS = {
-    "interaction.py": [("It is 41.", WRONG, 0.0, False), ("so 42", "This is right.", 1.0, True)],
-    "agent_loop.py": [
-        ("42", "Give the answer after ####.", 0.0, False),
-        ("#### 42", "", 1.0, True),
-    ],
+CONVERSATIONS = [("It is 41.", WRONG, 0.0, False), ("so 42", "This is right.", 1.0, True)]
+
+
+ROW = {
+    "prompt": [{"role": "user", "content": "6 * 7"}],
+    "ground_truth": "42",
+    "extra_info": {},
+    "agent_name": None,
 }
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_interaction_and_agent_loop_of_verl(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check two conversations of one worker at a time. The interaction is also loaded by its
-    name."""
+def test_interaction_of_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check two conversations of one worker at a time, with the interaction loaded by its name."""
     monkeypatch.syspath_prepend(str(ROOT))
-    kwargs = (
-        {"class_name": "examples.interaction.SecondChance"}
-        if name == "interaction.py"
-        else {"num_reviews": 1}
-    )
-    row = {
-        "prompt": [{"role": "user", "content": "6 * 7"}],
-        "ground_truth": "42",
-        "extra_info": {},
-        "agent_name": None,
-    }
-    pool = EnvironmentPool(
-        EnvironmentConfig(path=str(EXAMPLES / name), kwargs=kwargs, timeout_seconds=60.0)
-    )
+    kwargs = {"class_name": "examples.interaction.SecondChance"}
+    pool = EnvironmentPool(EnvironmentConfig(path=str(EXAMPLES / "interaction.py"), kwargs=kwargs))
     try:
-        for turn, (response, text, reward, done) in enumerate(CONVERSATIONS[name]):
+        for turn, (response, text, reward, done) in enumerate(CONVERSATIONS):
             for number in (0, 1):
-                pool.submit(Turn((0, number), None if turn else row, response, []))
+                pool.submit(Turn((0, number), None if turn else ROW, response, []))
             answers = [*pool.take(60.0).values()]
             answers += pool.take(60.0).values() if len(answers) < 2 else []
             for answer in answers:
                 assert isinstance(answer, StepResult), answer
                 assert (answer.reward, answer.done) == (reward, done)
                 assert done or answer.observation == [{"role": "user", "content": text}]
+    finally:
+        pool.close()
+
+
+def _call(name: str, arguments: str) -> ToolCall:
+    return ToolCall(name, json.dumps({"arguments": arguments}), "call00000")
+
+
+FILES = {"files": {"a": "apple", "b c": "pear"}}
+AGENTS: dict[str, tuple[dict[str, Any], list[Any], list[str], dict[str, float]]] = {
+    "agent_loop.py": (
+        {},
+        ["42", "#### 42"],
+        ["Give the answer after ####."],
+        {"acc": 1.0, "answered/0": 0.0},
+    ),
+    "guess_agent.py": ({}, ["50", "42"], ["lower"], {"guesses_left": 2.0}),
+    "shell_agent.py": (
+        FILES,
+        [_call("ls", ""), _call("cat", "'b c' d"), _call("cat", "'"), "42"],
+        ["a\nb c", "cat: d: no such file\npear", "cat: ValueError('No closing quotation')"],
+        {"calls": 3.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*AGENTS, "program"])
+def test_agents(name: str) -> None:
+    """Check the conversation of each agent, an agent loop of verl's among them, and of one as a
+    program of its own."""
+    place: dict[str, Any] = {"path": str(EXAMPLES / name)}
+    if name == "program":
+        name = "guess_agent.py"
+        place = {"command": [sys.executable, str(EXAMPLES / name)]}
+    extra_info, turns, contents, numbers = AGENTS[name]
+    pool = EnvironmentPool(EnvironmentConfig(name="openai", **place))
+
+    def answer(row: dict[str, Any] | None, text: str, calls: list[ToolCall]) -> StepResult:
+        pool.submit(Turn((0, 0), row, text, [], calls, Completion("", [], 0, True, False)))
+        (answered,) = pool.take(60.0).values()
+        assert isinstance(answered, StepResult), answered
+        return answered
+
+    try:
+        first = answer({**ROW, "extra_info": extra_info, "sampling": {}}, "", [])
+        assert first.observation[-1] == ROW["prompt"][0]  # type: ignore[index]
+        assert len(first.tools) == (2 if name == "shell_agent.py" else 0)
+        for turn, content in zip(turns, [*contents, None], strict=True):
+            is_call = isinstance(turn, ToolCall)
+            last = answer(None, "" if is_call else turn, [turn] if is_call else [])
+            assert last.done == (content is None)
+            if content is not None:
+                assert last.observation[0]["content"] == content  # type: ignore[index,call-overload]
+        assert last.reward == 1.0 and numbers.items() <= last.info.items()
     finally:
         pool.close()
 

@@ -265,6 +265,7 @@ class EngineCall:
             self._prompts,
             self._run_ids if self._plan.is_training else None,
             stored if self._plan.is_resumable else None,
+            self._sampling,
         )
         return self._turns.requests
 

@@ -336,6 +336,7 @@ def test_all_configs_are_tested() -> None:
         "quickstart",
         "quickstart_grpo",
         "quickstart_turns",
+        "quickstart_agent",
         "smollm2_grpo",
         "smollm2_ppo",
         "grpo_qwen3_8b_32k",

@@ -254,6 +254,20 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
              "rollout.environment.function_tool_path=tools.py"),
             ("rollout.environment.first_observation is true, and tools have none",),
         ),
+        *(
+            (given, ("rollout.environment.command is for rollout.environment.name openai",))
+            for given in (
+                ("rollout.environment.command=[agent]",),
+                ("rollout.environment.name=openai",),
+                ("rollout.environment.name=openai", "rollout.environment.command=[]"),
+                ("rollout.environment.name=openai", "rollout.environment.command=[agent]",
+                 "rollout.environment.path=agent.py"),
+                ("rollout.environment.name=openai", "rollout.environment.command=[agent]",
+                 "rollout.environment.function_tool_path=tools.py"),
+                ("rollout.environment.name=openai", "rollout.environment.path=agent.py",
+                 "rollout.environment.default_observation=again"),
+            )
+        ),
         (("data.train_max_samples=0",), ("data.train_max_samples is 0", "-1 or at least 1")),
         (("rollout.n=0",), ("rollout.n is 0",)),
         (("rollout.max_num_batched_tokens=100",), ("rollout.max_num_seqs, 256",)),

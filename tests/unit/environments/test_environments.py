@@ -32,7 +32,7 @@ from rlhf_mc.environments.protocol import StepResult, truncated
 from rlhf_mc.environments.template import ObservationTokenizer
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.rewards.results import Episode
-from rlhf_mc.rollout.base import Arrivals, Request
+from rlhf_mc.rollout.base import Arrivals, Request, Sampling
 from rlhf_mc.run_files import checked_line
 
 USER_FILE = """
@@ -111,7 +111,7 @@ class Letters:
     ) -> str:
         """Render as models with tools do: a response that is followed by another message has no
         thoughts."""
-        text = json.dumps(tools) * bool(tools)
+        text = f"<tools>{json.dumps(tools, ensure_ascii=False)}" * bool(tools)
         for i, one in enumerate(messages):
             if one["role"] == "tool" and not any("tool_calls" in before for before in messages[:i]):
                 raise ValueError("an answer without its call")
@@ -131,19 +131,25 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def begun(
-    cfg: EnvironmentConfig, limit: int = 60, replayed: str | None = None, **fields: Any
+    cfg: EnvironmentConfig,
+    limit: int = 60,
+    replayed: str | None = None,
+    directory: Path | None = None,
+    **fields: Any,
 ) -> tuple[EnvironmentManager, Conversations]:
     """Return two conversations, whose prompts have the ground truths 0 and 1, and these fields.
     Their journal is beside the file."""
     cfg.num_workers = cfg.num_workers or 1
     data = DataConfig(train_files=[], max_response_length=limit)
-    directory = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path)).parent
+    path = Path(str(cfg.path or cfg.function_tool_path or cfg.tool_config_path))
+    directory = directory or path.parent
     journal = ObservationJournal(directory, replayed, 0, 0, STOP + 1, limit)
     environments = EnvironmentManager(cfg, data, Letters(), (2,), journal)  # type: ignore[arg-type]
     environments.connect([[0]])
     prompts = [Prompt(i, np.array([5, 6], np.int32), "source", i, **fields) for i in range(2)]
     requests = [Request(i, prompt.token_ids, i, NOTHING) for i, prompt in enumerate(prompts)]
-    return environments, Conversations(environments, requests, prompts)
+    sampling = Sampling(1.0, limit, (2,))
+    return environments, Conversations(environments, requests, prompts, sampling=sampling)
 
 
 def prompts_of(conversations: Conversations) -> list[Prompt]:
@@ -1028,14 +1034,15 @@ def test_calls_are_read_in_each_format(name: str) -> None:
     schema = {"name": "add", "parameters": {"type": "object", "properties": properties}}
     parser = ToolCallParser(name, tokenizer, (2,), [{"type": "function", "function": schema}])  # type: ignore[arg-type]
     call, broken = FORMATS[name]
-    ((found, arguments, _),) = parser.calls([*map(ord, call), 2])
+    content, ((found, arguments, _),) = parser.calls([*map(ord, f"hm {call}"), 2])
     assert (found, json.loads(arguments)) == ("add", {"a": 1})
-    assert parser.calls([*map(ord, broken)]) == [("", "", "call00000")]
+    assert content.strip() == ("" if name in ("gpt-oss", "llama3_json") else "hm")
+    assert parser.calls([*map(ord, broken)])[1] == [("", "", "call00000")]
     for answer in (
         "1",
         "<|channel|>analysis<|message|>to=functions.add<|end|><|start|>assistant<|channel|>final<|message|>1",
     ):
-        assert parser.calls([*map(ord, answer)]) == []
+        assert parser.calls([*map(ord, answer)])[1] == []
 
 
 def _glm(role: str, content: str, is_last: bool) -> str:
