@@ -18,11 +18,8 @@ from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.load import flatten_settings
 from rlhf_mc.config.yaml_reader import parse_yaml, read_limited
 
-BASES = tuple(
-    f"{name}{engine}trainer"
-    for name in ("ppo", "dapo", "one_step_off_ppo", "fully_async_ppo")
-    for engine in ("_", "_megatron_")
-)
+_RUNS = ("ppo", "dapo", "one_step_off_ppo", "fully_async_ppo")
+BASES = tuple(f"{run}{engine}trainer" for run in _RUNS for engine in ("_", "_megatron_"))
 """verl's own configs, and those of recipe/dapo, which have the same defaults. Those of asynchronous
 programs differ by asynchronous.py."""
 _OF_VERL = re.compile(

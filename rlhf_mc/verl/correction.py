@@ -123,6 +123,8 @@ def _lower_bounds(names: list[str], specs: list[str]) -> set[float | None]:
 
 def truncated_weights(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     """Convert the upper bound of the importance weights."""
+    if value is None and verl.get(f"{_SECTION}.rollout_is") in OFF:
+        return implied("none")
     if not isinstance(value, str):
         return None
     try:

@@ -36,7 +36,6 @@ _PROGRAMS = (
     "main_dapo.py",
     "one_step_off_policy.main_ppo",
     "fully_async_policy.fully_async_main",
-    "fully_async_main.py",
 )
 """Suffixes of the word that starts verl in a command."""
 _REFERENCE = re.compile(
@@ -132,9 +131,8 @@ def read_arguments(arguments: Arguments) -> Reading:
         given.update(
             (plain_key(key), VerlSetting(value, key)) for key, value in composition.settings.items()
         )
-    mode = next((mode for name, mode in PROGRAMS.items() if name in program), None)
-    if mode is not None:
-        given[MODE] = VerlSetting(mode, program)
+    modes = [mode for name, mode in PROGRAMS.items() if name in program]
+    given.update((MODE, VerlSetting(mode, program)) for mode in modes)
     all_words = [*words, *overrides]
     for part in (range(len(words)), range(len(words), len(all_words))):
         for number in part:

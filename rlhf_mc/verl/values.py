@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
-from rlhf_mc.verl.asynchronous import updates_of_step
+from rlhf_mc.verl.asynchronous import async_mode, updates_of_step
 from rlhf_mc.verl.keys import (
     OFF,
     MappedSetting,
@@ -90,17 +90,16 @@ def logger(key: str, value: Any, verl: Settings) -> MappedSetting:
 def warmup_steps(key: str, value: Any, verl: Settings) -> MappedSetting:
     if value is None or (type(value) is int and value <= 0):
         return implied("by lr_warmup_steps_ratio" if verl.get(f"{key}_ratio") else "no warm-up")
-    text = "the first step has lr / lr_warmup_steps, in verl 0"
     updates = updates_of_step(verl)
-    if updates > 1 and type(value) is int:
-        return same(key, -(-value // updates), f"in verl {value} updates, {updates} a step; {text}")
+    text = "the first step has lr / lr_warmup_steps, in verl 0"
+    if type(value) is int and updates > 1:
+        return same(key, -(-value // updates), f"verl's {value} updates, {updates} a step; {text}")
     return same(key, value, text)
 
 
 def decay_steps(key: str, value: Any, verl: Settings) -> MappedSetting | None:
-    names = ("lr_decay_style", "warmup_style", "lr_scheduler_type")
-    styles = [verl.get(f"{key.rpartition('.')[0]}.{name}") for name in names]
-    return not_needed("lr is constant") if set(styles) <= {None, "constant"} else None
+    style = verl.get(key.replace("lr_decay_steps", "lr_decay_style"))
+    return not_needed("the learning rate is constant") if style in (None, "constant") else None
 
 
 def warmup_ratio(key: str, value: Any, verl: Settings) -> MappedSetting:
@@ -220,10 +219,9 @@ def truncation(key: str, value: Any, verl: Settings) -> MappedSetting | None:
 
 
 def generation_batch(key: str, value: Any, verl: Settings) -> MappedSetting:
-    if value is None or value == int_or_default(verl, "data.train_batch_size", 1024):
+    is_stream = async_mode(verl) == "fully_async"
+    if is_stream or value in (None, int_or_default(verl, "data.train_batch_size", 1024)):
         return implied("by data.train_batch_size")
-    if updates_of_step(verl) > 1:
-        return not_needed("engines get prompts as they have places for them")
     if verl.get("algorithm.filter_groups.enable"):
         return same(key, value)
     text = (
