@@ -308,7 +308,7 @@ def _chosen(path: str, script: Script, commands: list[list[Word]], number: int |
         return 0
     if number is not None and number <= len(commands):
         return number - 1
-    program = "with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`"
+    program = "with `-m verl.trainer.main_ppo` or another program of docs/from_verl.md"
     if commands:
         lines = ", ".join(str(words[0].line) for words in commands)
         raise UserError(
