@@ -46,7 +46,7 @@ if __name__ == "__main__":
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import dotted_keys, load_config, read_settings
+from rlhf_mc.config.load import load_config, read_settings
 from rlhf_mc.config.masking import masked
 from rlhf_mc.planner.__main__ import main as planner_main
 from rlhf_mc.verl.conversion import Conversion
@@ -110,8 +110,7 @@ def with_layout(conversion: Conversion, machine: list[str]) -> bool:
         with contextlib.redirect_stdout(sys.stderr):
             if planner_main([str(ours), *machine, "--search", "--top=1", f"--write={result}"]) != 0:
                 return False
-        found = {**read_settings(result), **pools}
-    conversion.settings = {key: found[key] for key in dotted_keys() if key in found}
+        conversion.settings = {**read_settings(result), **pools}
     return True
 
 
