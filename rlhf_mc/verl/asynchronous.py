@@ -93,14 +93,12 @@ def trainer_mode(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     """Convert verl's mode, or program."""
     if (ours := _strategy(verl)) is not None:
         return renamed(ours, True, _difference(verl))
-    is_async = async_mode(verl) in _WITH_POOLS  # else as the table has it
-    return keys.implied("a step trains on what its own weights generated") if is_async else None
+    return keys.implied("no staleness") if async_mode(verl) in _WITH_POOLS else None
 
 
 def _difference(verl: Settings) -> str:
-    if _strategy(verl) == _PARTIAL:
-        return _ON_ALL_RANKS
-    return "" if async_mode(verl) == "one_step_off" else _BY_GROUPS
+    text = "" if async_mode(verl) == "one_step_off" else _BY_GROUPS
+    return _ON_ALL_RANKS if _strategy(verl) == _PARTIAL else text
 
 
 def ranks(key: str, value: Any, verl: Settings) -> MappedSetting | None:
