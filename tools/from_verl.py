@@ -15,11 +15,13 @@
 With a script, CONFIG.yaml is the file that the script names with --config-name.
 
 Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or
-recipe.dapo.main_dapo) are read, and the variables that the script assigns are replaced; nothing is
-run. `pip install shfmt-py` brings the parser.
+recipe.dapo.main_dapo, one_step_off_policy.main_ppo, fully_async_policy.fully_async_main) are read,
+and the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py`
+brings the parser.
 Overrides on this command line replace the file's, and '~key' removes one. With a machine, the
 planner chooses layout, offload, recomputation and token budgets for it; the directory of the model
-must be there, or --model names its shape as for the planner.
+must be there, or --model names its shape as for the planner. With resource_pools the planner
+chooses for the training ranks alone.
 
 The config goes to the standard output; a report on each setting, and on verl's defaults that differ
 from ours, to the standard error. With a setting that is not supported no config is written and the
@@ -30,11 +32,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlhf_mc.runtime.tool import end_on_interrupt
 
@@ -46,8 +49,18 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings
 from rlhf_mc.config.masking import masked
 from rlhf_mc.planner.__main__ import main as planner_main
+from rlhf_mc.verl.conversion import Conversion
 from rlhf_mc.verl.input import converted_arguments, split_arguments
 from rlhf_mc.verl.parallelism import without_roles_layouts
+
+TRAIN = "resource_pools.train"
+OF_ROLLOUT_RANKS = (
+    "rollout.tensor_model_parallel_size",
+    "rollout.gpu_memory_utilization",
+    "rollout.free_cache_engine",
+    "rollout.max_num_seqs",
+)
+"""Settings that the planner chooses for ranks that train and generate."""
 
 
 def config_problem(text: str, processes: int) -> str | None:
@@ -75,19 +88,30 @@ def machine_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [f"--{name}={value}" for name, value in given.items()], others
 
 
-def with_layout(text: str, machine: list[str]) -> tuple[dict[str, Any], int, int] | None:
-    """Return the settings of a config with those that the planner finds, nodes and processes per
-    node; None: an error was printed."""
+def with_layout(conversion: Conversion, machine: list[str]) -> bool:
+    """Set the layout that the planner finds for a machine, its nodes and its processes per node.
+    Return whether it finds one; else an error was printed. With pools the layout is one of as many
+    GPUs as there are training ranks."""
+    settings = without_roles_layouts(conversion.settings)
+    pools = {key: settings.pop(key) for key in (TRAIN, "resource_pools.rollout") if key in settings}
+    sizes = dict(option.removeprefix("--").split("=") for option in machine)
+    conversion.nodes = int(sizes.get("nodes", 1))
+    conversion.processes = int(sizes.get("gpus-per-node", 8))
+    if pools:
+        pools.update((key, settings[key]) for key in OF_ROLLOUT_RANKS if key in settings)
+        processes = math.gcd(pools[TRAIN], conversion.processes)
+        nodes = pools[TRAIN] // processes
+        machine = [*machine, f"--nodes={nodes}", f"--gpus-per-node={processes}"]
+    text = replace(conversion, settings=settings).yaml("the settings of verl")
     with tempfile.TemporaryDirectory() as directory:
         ours = Path(directory) / "ours.yaml"
         result = Path(directory) / "found.yaml"
         ours.write_text(text)
         with contextlib.redirect_stdout(sys.stderr):
             if planner_main([str(ours), *machine, "--search", "--top=1", f"--write={result}"]) != 0:
-                return None
-        settings = read_settings(result)
-    sizes = dict(option.removeprefix("--").split("=") for option in machine)
-    return settings, int(sizes.get("nodes", 1)), int(sizes.get("gpus-per-node", 8))
+                return False
+        conversion.settings = {**read_settings(result), **pools}
+    return True
 
 
 def main(arguments: list[str]) -> int:
@@ -113,11 +137,8 @@ def main(arguments: list[str]) -> int:
     source = " and ".join(split_arguments(arguments).files) or "verl's overrides"
     text = conversion.yaml(source)
     if machine:
-        conversion.settings = without_roles_layouts(conversion.settings)
-        layout = with_layout(conversion.yaml(source), machine)
-        if layout is None:
+        if not with_layout(conversion, machine):
             return 2
-        conversion.settings, conversion.nodes, conversion.processes = layout
         text = conversion.yaml(source)
     if problem := config_problem(text, conversion.nodes * conversion.processes):
         print(f"rlhf_mc: warning: to be changed before it runs: {problem}", file=sys.stderr)

@@ -18,8 +18,10 @@ from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.load import flatten_settings
 from rlhf_mc.config.yaml_reader import parse_yaml, read_limited
 
-BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
-"""verl's own configs, and those of recipe/dapo, which have the same defaults."""
+_RUNS = ("ppo", "dapo", "one_step_off_ppo", "fully_async_ppo")
+BASES = tuple(f"{run}{engine}trainer" for run in _RUNS for engine in ("_", "_megatron_"))
+"""verl's own configs, and those of recipe/dapo, which have the same defaults. Those of asynchronous
+programs differ by asynchronous.py."""
 _OF_VERL = re.compile(
     r"(?:actor|critic|ref)/(?:\w+_)?(?:actor|critic|ref)|model_engine/\w+|data/legacy_data|rollout/rollout"
     r"|model/hf_model|reward/reward|algorithm/rollout_correction|distillation/distillation|profiler/profiler"

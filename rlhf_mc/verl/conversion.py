@@ -20,6 +20,7 @@ from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.verl import table
 from rlhf_mc.verl.adapters import adapter_defaults, has_adapters
+from rlhf_mc.verl.asynchronous import async_defaults, nodes_and_processes
 from rlhf_mc.verl.correction import rejection_lower_bound
 from rlhf_mc.verl.keys import (
     OFF,
@@ -27,7 +28,6 @@ from rlhf_mc.verl.keys import (
     MappedSetting,
     Settings,
     implied,
-    int_or_default,
     not_needed,
     not_supported,
     renamed,
@@ -187,10 +187,8 @@ def convert(given: Mapping[str, VerlSetting], engine: str | None = None) -> Conv
     verl = {key: item.value for key, item in given.items()}
     if engine is not None and named_engine(verl) is None:
         verl["model_engine"] = engine
-    result = Conversion(
-        nodes=int_or_default(verl, "trainer.nnodes", 1),
-        processes=int_or_default(verl, "trainer.n_gpus_per_node", 8),
-    )
+    nodes, processes = nodes_and_processes(verl)
+    result = Conversion(nodes=nodes, processes=processes)
     settings: dict[str, Any] = {}
     for key, item in given.items():
         line = _line(key, item.value, verl)
@@ -295,6 +293,7 @@ def our_default(key: str) -> Any:
 
 def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[MappedSetting]:
     """Yield verl's defaults that differ from ours, for settings that were not given."""
+    yield from async_defaults(verl, settings)
     for key, value, text in DEFAULTS:
         if key not in settings and (key != "actor.kl_loss_type" or verl.get("actor.use_kl_loss")):
             yield verl_default(key, value, text)

@@ -121,26 +121,10 @@ def _lower_bounds(names: list[str], specs: list[str]) -> set[float | None]:
     return bounds
 
 
-def trainer_mode(key: str, value: Any, verl: Settings) -> MappedSetting | None:
-    """Convert verl's mode in which a step continues partial responses of earlier steps."""
-    if value != "colocate_async":
-        return None  # as the table has it
-    return renamed(
-        "rollout.partial_rollout",
-        True,
-        "verl's colocate_async; it needs algorithm.rollout_correction",
-    )
-
-
-def off_policy_bound(key: str, value: Any, verl: Settings) -> MappedSetting:
-    """Convert the bound of the weight versions of a response, and what follows from it."""
-    if verl.get("trainer.v1.trainer_mode") != "colocate_async":
-        return not_needed("it is for trainer.v1.trainer_mode colocate_async")
-    return renamed(f"rollout.{key.rpartition('.')[2]}", value)
-
-
 def truncated_weights(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     """Convert the upper bound of the importance weights."""
+    if value is None and verl.get(f"{_SECTION}.rollout_is") in OFF:
+        return implied("none")
     if not isinstance(value, str):
         return None
     try:

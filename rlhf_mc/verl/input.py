@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import flatten_settings
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
+from rlhf_mc.verl.asynchronous import MODE, PROGRAMS
 from rlhf_mc.verl.config_files import BASES, Composition, read_text
 from rlhf_mc.verl.conversion import REFERENCES, Conversion, VerlSetting, convert
 from rlhf_mc.verl.keys import plain_key
@@ -33,6 +34,8 @@ _PROGRAMS = (
     "dapo.main_dapo",
     "dapo.src.main_dapo",
     "main_dapo.py",
+    "one_step_off_policy.main_ppo",
+    "fully_async_policy.fully_async_main",
 )
 """Suffixes of the word that starts verl in a command."""
 _REFERENCE = re.compile(
@@ -108,8 +111,9 @@ def read_arguments(arguments: Arguments) -> Reading:
     config = configs[0] if configs else None
     words: list[tuple[str, Word]] = []
     composition = Composition()
+    program = ""
     if scripts:
-        of_script, option = _script_words(scripts[0], reading, arguments.command)
+        program, of_script, option = _script_words(scripts[0], reading, arguments.command)
         words = [(f"{scripts[0]}, line {word.line}", word) for word in of_script]
         config = config or _named_config(option, scripts[0], composition)
         if config is not None:
@@ -127,6 +131,8 @@ def read_arguments(arguments: Arguments) -> Reading:
         given.update(
             (plain_key(key), VerlSetting(value, key)) for key, value in composition.settings.items()
         )
+    modes = [mode for name, mode in PROGRAMS.items() if name in program]
+    given.update((MODE, VerlSetting(mode, program)) for mode in modes)
     all_words = [*words, *overrides]
     for part in (range(len(words)), range(len(words), len(all_words))):
         for number in part:
@@ -264,11 +270,12 @@ def _apply(given: dict[str, VerlSetting], word: str, origin: str) -> None:
 
 def _script_words(
     path: str, reading: Reading, number: int | None
-) -> tuple[list[Word], _ConfigOption]:
-    """Return the overrides of the command in a script that starts verl, and its config."""
+) -> tuple[str, list[Word], _ConfigOption]:
+    """Return the program of the command in a script that starts verl, its overrides, and its
+    config."""
     script = read_script(read_text(path), path, reading.environment)
     commands = [words for words in map(_arguments, script.commands) if words is not None]
-    words = commands[_chosen(path, script, commands, number)]
+    program, *words = commands[_chosen(path, script, commands, number)]
     for command in script.commands:
         if command[0].text in ("source", "."):
             reading.note(
@@ -292,7 +299,7 @@ def _script_words(
                     key,
                     f"line {line} has it, but the command that starts verl does not get it",
                 )
-    return overrides, option
+    return program.text, overrides, option
 
 
 def _chosen(path: str, script: Script, commands: list[list[Word]], number: int | None) -> int:
@@ -301,9 +308,9 @@ def _chosen(path: str, script: Script, commands: list[list[Word]], number: int |
         return 0
     if number is not None and number <= len(commands):
         return number - 1
-    program = "with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`"
+    program = "with `-m verl.trainer.main_ppo` or another program of docs/from_verl.md"
     if commands:
-        lines = ", ".join(str(words[0].line if words else "?") for words in commands)
+        lines = ", ".join(str(words[0].line) for words in commands)
         raise UserError(
             f"{path}: {len(commands)} commands (lines {lines}) {program}; choose one by {COMMAND} "
             f"1 to {len(commands)}"
@@ -320,13 +327,13 @@ def _chosen(path: str, script: Script, commands: list[list[Word]], number: int |
 
 
 def _arguments(words: list[Word]) -> list[Word] | None:
-    """Return the words after verl's program, or None if the command does not start it."""
+    """Return verl's program and the words after it, or None if the command does not start it."""
     texts = [word.text for word in words]
     for i, text in enumerate(texts):
         if text.endswith(_PROGRAMS) and (
             texts[i - 1] == "-m" or any("python" in other for other in texts[:i])
         ):
-            return words[i + 1 :]
+            return words[i:]
     return None
 
 

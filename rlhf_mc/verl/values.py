@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
+from rlhf_mc.verl.asynchronous import async_mode, updates_of_step
 from rlhf_mc.verl.keys import (
     OFF,
     MappedSetting,
@@ -89,7 +90,16 @@ def logger(key: str, value: Any, verl: Settings) -> MappedSetting:
 def warmup_steps(key: str, value: Any, verl: Settings) -> MappedSetting:
     if value is None or (type(value) is int and value <= 0):
         return implied("by lr_warmup_steps_ratio" if verl.get(f"{key}_ratio") else "no warm-up")
-    return same(key, value, "the first step has lr / lr_warmup_steps, in verl 0")
+    updates = updates_of_step(verl)
+    text = "the first step has lr / lr_warmup_steps, in verl 0"
+    if type(value) is int and updates > 1:
+        return same(key, -(-value // updates), f"verl's {value} updates, {updates} a step; {text}")
+    return same(key, value, text)
+
+
+def decay_steps(key: str, value: Any, verl: Settings) -> MappedSetting | None:
+    style = verl.get(key.replace("lr_decay_steps", "lr_decay_style"))
+    return not_needed("the learning rate is constant") if style in (None, "constant") else None
 
 
 def warmup_ratio(key: str, value: Any, verl: Settings) -> MappedSetting:
@@ -209,7 +219,8 @@ def truncation(key: str, value: Any, verl: Settings) -> MappedSetting | None:
 
 
 def generation_batch(key: str, value: Any, verl: Settings) -> MappedSetting:
-    if value is None or value == int_or_default(verl, "data.train_batch_size", 1024):
+    is_stream = async_mode(verl) == "fully_async"
+    if is_stream or value in (None, int_or_default(verl, "data.train_batch_size", 1024)):
         return implied("by data.train_batch_size")
     if verl.get("algorithm.filter_groups.enable"):
         return same(key, value)

@@ -429,7 +429,20 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("trainer.v1.trainer_mode", "sync", ("implied", None, None)),
         ("trainer.v1.trainer_mode", "colocate_async", ("renamed", "rollout.partial_rollout", True)),
         ("trainer.v1.sampler.max_off_policy_threshold", 4, ("not needed", None, None)),
-        ("trainer.v1.trainer_mode", "separate_async", ("not supported", None, None)),
+        ("trainer.v1.trainer_mode", "other", ("not supported", None, None)),
+        ("trainer.v1.trainer_mode", "one_step_off", ("renamed", "rollout.one_step_off", True)),
+        # without rollout.nnodes there are no ranks for a pool
+        ("trainer.v1.trainer_mode", "separate_async", ("renamed", "rollout.partial_rollout", True)),
+        ("async_training.staleness_threshold", 0, ("not needed", None, None)),
+        ("async_training.staleness_threshold", 0.5, ("renamed", "rollout.one_step_off", True)),
+        ("async_training.partial_rollout", False, ("implied", None, None)),
+        ("async_training.use_dynamic_resource_scheduling", True, ("not needed", None, None)),
+        ("trainer.v1.separate_async.num_warmup_batches", 2, ("not needed", None, None)),
+        ("rollout.total_rollout_steps", 5120, ("renamed", "trainer.total_training_steps", 20)),
+        ("rollout.total_rollout_steps", None, ("implied", None, None)),
+        ("rollout.nnodes", 1, ("not supported", None, None)),
+        ("rollout.n_gpus_per_node", 8, ("not needed", None, None)),
+        ("actor_rollout_ref.actor.optim.lr_decay_steps", 51200, ("not needed", None, None)),
         ("skip.rollout.enable", True, ("not supported", None, None)),
         # LoRA of FSDP, which reads model.lora_rank and not model.lora.rank
         ("actor_rollout_ref.model.lora_rank", 0, ("implied", None, None)),
@@ -833,6 +846,24 @@ def test_machine_gives_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert out == "" and "no settings fit 1 GPUs" in report.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_machine_gives_a_layout_of_the_training_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(FULLY_ASYNC.replace("megatron_", ""))
+    machine = ["--nodes=3", "--gpus-per-node=8", "--gpu=h100", "--model=qwen3-8b"]
+    assert from_verl.main([str(script), *machine]) == 0
+    out, report = capsys.readouterr()
+    assert "to be changed" not in report and "sbatch --nodes 3 slurm" in out
+    (tmp_path / "ours.yaml").write_text(out)
+    cfg = load_config(str(tmp_path / "ours.yaml"))
+    check_config(cfg, 24)
+    assert (cfg.resource_pools.train, cfg.resource_pools.rollout) == (16, 8)
+    assert cfg.rollout.tensor_model_parallel_size == 4  # of the script: the rollout ranks' own
+    assert not cfg.rollout.free_cache_engine
+
+
 def test_rewards_are_verls_rules() -> None:
     rules = converted({"algorithm.adv_estimator": "grpo"})
     assert rules.settings["reward.math_rule"] == "math_string" and "prime_code.py" in rules.text()
@@ -1025,6 +1056,132 @@ def test_script_of_the_dapo_recipe_is_read(tmp_path: Path, module: str) -> None:
         "algorithm.filter_groups.metric": "acc",
         "algorithm.filter_groups.max_num_gen_batches": 10,
     }
+
+
+FULLY_ASYNC = """\
+python -m verl.experimental.fully_async_policy.fully_async_main \\
+    --config-path=config --config-name='fully_async_ppo_megatron_trainer.yaml' \\
+    data.train_files=a actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo \\
+    data.train_batch_size=0 data.gen_batch_size=1 actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+    actor_rollout_ref.actor.optim.lr_decay_steps=9999 actor_rollout_ref.hybrid_engine=False \\
+    trainer.nnodes=2 trainer.n_gpus_per_node=8 trainer.total_epochs=10 \\
+    rollout.nnodes=1 rollout.n_gpus_per_node=8 rollout.total_rollout_steps=12800 \\
+    async_training.require_batches=2 async_training.trigger_parameter_sync_step=4 \\
+    async_training.staleness_threshold=0.5 async_training.partial_rollout=True \\
+    async_training.concurrent_samples_per_replica=16 "$@"
+"""
+"""A made-up script: a weight update after 4 x 2 x 16 = 128 prompts."""
+
+
+def async_run(tmp_path: Path, script: str, *overrides: str) -> tuple[Config, Conversion]:
+    """Return our config of a script of 24 GPUs, which passes the checks, and its report."""
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    found = converted_arguments([str(path), *overrides])
+    assert not found.refused()
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(found.yaml("run.sh"))
+    cfg = load_config(str(ours))
+    check_config(cfg, found.nodes * found.processes)
+    assert found.nodes * found.processes == 24
+    return cfg, found
+
+
+def test_fully_async_script_has_pools(tmp_path: Path) -> None:
+    cfg, found = async_run(tmp_path, FULLY_ASYNC)
+    assert (cfg.resource_pools.train, cfg.resource_pools.rollout) == (16, 8)
+    assert (found.nodes, found.processes) == (3, 8)
+    assert cfg.rollout.one_step_off and not cfg.rollout.partial_rollout
+    assert (cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size) == (128, 16)
+    assert cfg.trainer.total_training_steps == 100
+    assert cfg.actor.optim.lr_warmup_steps == 3  # of 10 updates, 4 a step
+    assert cfg.algorithm.rollout_correction.bypass_mode
+    assert cfg.algorithm.router_replay == "off" and not cfg.rollout.free_cache_engine
+    report = found.text()
+    for difference in (
+        "fully_async_main -> rollout.one_step_off: true  (verl trains on groups as they end",
+        "staleness_threshold -> rollout.one_step_off: true  (verl samples at most 0.5 batches",
+        "partial_rollout -> rollout.one_step_off: true  (verl continues responses with new",
+    ):
+        assert difference in report
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # without staleness a step trains on its own responses
+        (["async_training.staleness_threshold=0"], (16, 8, False, False, True, None)),
+        # filter_groups, or no rollout ranks: partial rollouts on all ranks
+        (["algorithm.filter_groups.enable=True"], (None, None, False, True, True, None)),
+        (["rollout.nnodes=0", "trainer.nnodes=3"], (None, None, False, True, True, None)),
+        # old log-probs of the trainer, as verl's earlier name or bypass_mode has them
+        (["async_training.compute_prox_log_prob=True"], (16, 8, True, False, False, "token")),
+        (["algorithm.rollout_correction.bypass_mode=False"], (16, 8, True, False, False, "token")),
+        (["algorithm.rollout_correction.rollout_is=sequence"],
+         (16, 8, True, False, False, "sequence")),
+        (["algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+          "algorithm.rollout_correction.rollout_rs_threshold=0.99_1.01",
+          "algorithm.rollout_correction.rollout_is=null",
+          "algorithm.rollout_correction.rollout_is_threshold=null",
+          "algorithm.rollout_correction.bypass_mode=True"], (16, 8, True, False, False, "token")),
+    ],
+)  # fmt: skip
+def test_settings_of_an_async_script(
+    tmp_path: Path, overrides: list[str], expected: tuple[Any, ...]
+) -> None:
+    cfg, _ = async_run(tmp_path, FULLY_ASYNC, *overrides)
+    pools, rollout, correction = cfg.resource_pools, cfg.rollout, cfg.algorithm.rollout_correction
+    assert expected == (
+        pools.train,
+        pools.rollout,
+        rollout.one_step_off,
+        rollout.partial_rollout,
+        correction.bypass_mode,
+        correction.rollout_is,
+    )
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo"],
+)
+def test_one_step_off_script_has_pools(tmp_path: Path, program: str) -> None:
+    script = (
+        f"python3 -m {program} data.train_files=a actor_rollout_ref.model.path=m "
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 data.train_batch_size=64 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.strategy=fsdp2 "
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10 trainer.total_training_steps=70 "
+        "trainer.nnodes=2 trainer.n_gpus_per_node=6 rollout.nnodes=2 rollout.n_gpus_per_node=6\n"
+    )
+    cfg, found = async_run(tmp_path, script)
+    assert (cfg.resource_pools.train, cfg.resource_pools.rollout) == (12, 12)
+    assert cfg.rollout.one_step_off and cfg.algorithm.rollout_correction.bypass_mode
+    assert (cfg.data.train_batch_size, cfg.trainer.total_training_steps) == (64, 70)
+    assert cfg.actor.optim.lr_warmup_steps == 10
+    assert f"{program} -> rollout.one_step_off: true" in found.text()
+
+
+def test_separate_async_mode_has_pools(tmp_path: Path) -> None:
+    script = (
+        "python3 -m verl.trainer.main_ppo trainer.v1.trainer_mode=separate_async "
+        "trainer.v1.separate_async.parameter_sync_step=4 trainer.nnodes=2 "
+        "trainer.v1.separate_async.num_warmup_batches=2 actor_rollout_ref.rollout.nnodes=1 "
+        "trainer.v1.sampler.max_off_policy_threshold=8 data.train_files=a "
+        "actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo data.train_batch_size=64 "
+        "actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.ppo_mini_batch_size=16 "
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=9\n"
+    )
+    cfg, found = async_run(tmp_path, script)
+    assert (cfg.resource_pools.train, cfg.resource_pools.rollout) == (16, 8)
+    assert cfg.rollout.one_step_off and cfg.data.train_batch_size == 64
+    assert cfg.actor.optim.lr_warmup_steps == 3
+    correction = cfg.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.bypass_mode) == ("token", False)
+    assert "verl samples at most 2 batches ahead, here one" in found.text()
+    assert "responses are one version old" in found.text()
 
 
 def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
@@ -1245,8 +1402,8 @@ def test_one_of_several_commands_is_chosen(
     run = "python3 -m verl.trainer.main_ppo"
     script.write_text(f"for s in 1 2; do\n  {run} trainer.seed=$s\ndone\n{run} trainer.seed=7\n")
     expected = (
-        "3 commands (lines 2, 2, 4) with `-m verl.trainer.main_ppo` or `-m "
-        "recipe.dapo.main_dapo`; choose one"
+        "3 commands (lines 2, 2, 4) with `-m verl.trainer.main_ppo` or another program of "
+        "docs/from_verl.md; choose one"
     )
     for wrong in ([], ["--command", "4"]):
         assert f"{expected} by --command 1 to 3" in report_of([str(script), *wrong], capsys)[-1]
