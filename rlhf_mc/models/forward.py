@@ -47,6 +47,8 @@ class MicroBatch:
     sequence in it; empty for a dummy."""
     own_results: torch.Tensor
     """[r] int64: indices in [R] of the results that this rank has; empty where it has all."""
+    own_rows: np.ndarray
+    """[r] int64, on the host: response_index of the results that this rank has."""
     sources: torch.Tensor | None = None
     """[T] int64: the places of the tokens in the tokens of the whole batch; -1 of padding; None:
     not asked for."""
@@ -58,8 +60,8 @@ class MicroBatch:
         return len(self.response_index) == 0
 
     def all_results(self, results: torch.Tensor) -> torch.Tensor:
-        """Return the results [R] of all context-parallel ranks, from this rank's [r]. All of them
-        must call it."""
+        """Return the results [R, ...] of all context-parallel ranks, from this rank's [r, ...]. All
+        of them must call it."""
         context = self.packed.context
         return (
             results
@@ -191,7 +193,8 @@ def pack_micro_batch(
     else:
         # Transformer Engine's attention keeps the group of the micro-batch before
         packed.local_cp_size = 1
-    return MicroBatch(packed=packed, **dict(zip(on_host, fields, strict=True)))
+    own_rows = index[own_results] if context.size > 1 else index
+    return MicroBatch(packed=packed, own_rows=own_rows, **dict(zip(on_host, fields, strict=True)))
 
 
 def _before_drawn(

@@ -26,6 +26,7 @@ from rlhf_mc.config.schema import (
     OptimConfig,
     layouts,
     reward_models,
+    teachers,
 )
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -35,7 +36,12 @@ from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.rollout.base import EngineFactory
 from rlhf_mc.runtime.work import working
-from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
+from rlhf_mc.setup.value_heads import (
+    check_value_head,
+    reward_model_checkpoint,
+    teacher_checkpoint,
+    value_checkpoint,
+)
 from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 
@@ -83,6 +89,9 @@ def model_starts(
     for role in reward_models(cfg):
         reward_model = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
         starts[role] = ModelStart(reward_model.shape(value_head=True), reward_model)
+    for role in teachers(cfg):
+        teacher = teacher_checkpoint(f"{role}.model_path", cfg, tokenizer)
+        starts[role] = ModelStart(teacher.shape(), teacher)
     if "critic" in starts:
         starts["critic"].reader.check(starts["critic"].shape.base)
     return starts

@@ -1,4 +1,5 @@
-"""Checkpoints with a value head: requirements of the critic's start and of a reward model."""
+"""Checkpoints of models that read the actor's tokens: requirements of the critic's start, of a
+reward model and of a teacher."""
 
 from __future__ import annotations
 
@@ -77,7 +78,32 @@ def value_checkpoint(
     is not a value head. own_key: the setting that would give the model a tokenizer of its own, if
     there is one."""
     reader = _read_checkpoint(key, path)
-    shape = reader.shape(value_head=True)
+    _check_reads_actor(key, path, reader.shape(value_head=True), data, tokenizer, own_key)
+    return reader
+
+
+def teacher_checkpoint(key: str, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> HFReader:
+    """Return the checkpoint of the teacher of the setting `key`. Raise UserError if the actor's
+    prompts and responses are too long for it or of another vocabulary."""
+    path = str(get_setting(cfg, key))
+    with error_prefix(f"{key}:"):
+        reader = HFReader(path)
+        shape = reader.shape()
+        reader.check(shape)
+    _check_reads_actor(key, path, shape, cfg.data, tokenizer)
+    return reader
+
+
+def _check_reads_actor(
+    key: str,
+    path: str,
+    shape: ModelShape,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    own_key: str | None = None,
+) -> None:
+    """Raise UserError as value_checkpoint does, for a model of this shape in the directory
+    `path`."""
     where = f"{key} {path}"
     longest = data.max_prompt_length + data.max_response_length
     if longest > shape.max_position_embeddings:
@@ -87,7 +113,6 @@ def value_checkpoint(
         )
     _check_size("the actor's", tokenizer, shape, where)
     _check_same_tokens(key, path, tokenizer, own_key)
-    return reader
 
 
 def _read_checkpoint(key: str, path: str) -> HFReader:

@@ -1,12 +1,17 @@
-"""Forward passes over a batch: log-probs of actor and reference, values of the critic. No weight
-changes here."""
+"""Forward passes over a batch: log-probs of actor, reference and teachers, values of the critic. No
+weight changes here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from rlhf_mc.config.roles import has_old_log_prob_pass
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc import platform
+from rlhf_mc.algorithms.kl import kl_estimate
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import has_old_log_prob_pass, num_teacher_tokens
+from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
 from rlhf_mc.models import heads
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import Head
@@ -64,3 +69,43 @@ def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
             f"training/expert_choices_diff/layer_{n}": diff for n, diff in by_layer.items()
         }
     run.log_prob_check.check(batch, state.step)
+
+
+def teacher_log_probs(
+    run: Run, state: StepState, prompts: Sequence[Prompt], batch: RaggedBatch
+) -> RaggedBatch:
+    """Return the batch with the log-probs of the teachers, if the run has any: each scores the rows
+    of its data source. prompts: of each sequence. Raise UserError, on every rank, if a log-prob is
+    not finite."""
+    if not run.teachers:
+        return batch
+    k = num_teacher_tokens(run.config)
+    student = run.actor.shape.vocab_size, run.config.rollout.temperature
+    lens = batch.response_lens.numpy()
+    mine = torch.zeros(len(batch.rollout_log_probs), 1 + 2 * k, device=platform.device())
+    tokens_of: list[torch.Tensor] = []
+    for teacher in run.teachers:
+        rows = teacher.rows(prompts)
+        tokens_of.append(torch.from_numpy(ragged_indices(lens, rows)))
+        if len(rows):
+            with run.offload_schedule.phase(state.timer, teacher.role):
+                (index,) = platform.to_device(tokens_of[-1:])
+                mine[index] = teacher.score(batch.select(torch.from_numpy(rows)), *student, k)
+    with run.offload_schedule.phase(state.timer, "sum_log_probs"):
+        summed = sum_over_ranks(mine)
+    for teacher, tokens in zip(run.teachers, tokens_of, strict=True):
+        found = summed[tokens]
+        if not found.isfinite().all():  # the same on every rank
+            raise UserError(
+                f"{teacher.role}.model_path: {teacher.path}: a log-prob is not finite in step "
+                f"{state.step}"
+            )
+        name = f"distillation/{teacher.name}"
+        state.metrics[f"{name}/num_tokens"] = len(tokens)
+        if len(tokens):
+            kl = kl_estimate(batch.rollout_log_probs[tokens], found[:, 0], "k1")
+            state.metrics[f"{name}/kl"] = float(kl.mean())
+        if k and len(tokens):
+            state.metrics[f"{name}/top_mass"] = float(found[:, 1 + k :].exp().sum(1).mean())
+    top = {"teacher_top": summed[:, 1:].contiguous()} if k else {}
+    return batch.with_fields(teacher_log_probs=summed[:, 0].contiguous(), **top)

@@ -15,7 +15,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer.advantages import compute_advantages
 from rlhf_mc.trainer.evaluate import validate
 from rlhf_mc.trainer.lifecycle import Lifecycle
-from rlhf_mc.trainer.log_probs import log_probs
+from rlhf_mc.trainer.log_probs import log_probs, teacher_log_probs
 from rlhf_mc.trainer.pool.generate import update_weights
 from rlhf_mc.trainer.pool.rollout import rollout
 from rlhf_mc.trainer.run import Run
@@ -33,6 +33,7 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
         update_weights(run, state.timer)  # the actor's, into the engine's parameters
         prompts, batch, pending = rollout(run, state, stop)  # reward workers score what has ended
         batch = log_probs(run, state, batch)  # reference log-probs, values, old log-probs if read
+        batch = teacher_log_probs(run, state, prompts, batch)  # if there are teachers
         batch = rewards(run, state, prompts, batch, pending, stop)
         batch = compute_advantages(run, state, batch)
         update_critic(run, state, batch)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlhf_mc import platform
+from rlhf_mc.algorithms.distillation import DistillationTerm, forward_kl
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import (
     ActorLossInputs,
@@ -23,12 +24,13 @@ from rlhf_mc.algorithms.losses import (
 from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from rlhf_mc.algorithms.rollout_correction import geometric_means, weights_of_micro_batch
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
+from rlhf_mc.config.reward_schema import DistillationLossConfig
 from rlhf_mc.config.roles import adapts_kl_loss
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.models.heads import log_probs_and_entropy, value_head
+from rlhf_mc.models.heads import all_log_probs, value_head
 from rlhf_mc.models.statistics import LOG_PROBS, OptimizerStep
 from rlhf_mc.observability.metrics import mean_by_key
 from rlhf_mc.runtime.work import counted
@@ -37,6 +39,7 @@ from rlhf_mc.trainer.log_probs import compare_with_engine
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_state import StepState
+from rlhf_mc.trainer.teachers import teacher_top
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 
@@ -78,6 +81,8 @@ class ActorTerms:
     """Random draws of the step's mini-batches, one after the other: the same on every rank."""
     correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """For importance weights of a batch without old log-probs."""
+    distillation: DistillationLossConfig | None = None
+    """None without teachers."""
 
 
 def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
@@ -169,6 +174,8 @@ def actor_objective(
         )
     if cfg.use_kl_loss and mini.ref_log_probs is not None:
         per_token["ref_log_probs"] = mini.ref_log_probs
+    if mini.teacher_log_probs is not None:
+        per_token["teacher_log_probs"] = mini.teacher_log_probs
     if cfg.positive_nll_coef > 0:
         assert mini.accuracies is not None
         per_token["right_weights"] = right_token_weights(
@@ -179,7 +186,10 @@ def actor_objective(
     def loss(
         model: object, states: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        local = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
+        tokens, teacher = teacher_top(mini, micro)
+        *local, others = all_log_probs(
+            model, states, micro.targets, vocab_size, temperature, tokens
+        )
         log_probs, entropy = map(micro.all_results, local)
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
         if computes_old_log_probs:
@@ -192,6 +202,16 @@ def actor_objective(
                 terms.correction,
                 is_geometric,
             )
+        distillation = None
+        if terms.distillation is not None:
+            kls = None
+            if others is not None and teacher is not None:
+                clamp = terms.distillation.log_prob_min_clamp
+                kls = micro.all_results(forward_kl(others, teacher, clamp))
+            distillation = DistillationTerm(
+                terms.distillation, log_probs, fields["teacher_log_probs"], kls
+            )
+            fields["advantages"] = distillation.advantages(fields["advantages"])
         inputs = ActorLossInputs(
             policy=_policy_inputs(cfg, log_probs, fields, len(per_token["weights"]), mini),
             weights=fields["weights"],
@@ -207,6 +227,8 @@ def actor_objective(
             kl_loss_type=cfg.kl_loss_type,
             positive_nll_coef=cfg.positive_nll_coef,
         )
+        if distillation is not None:
+            value, stats = distillation.add_to(value, stats, fields["weights"])
         return value, {**stats, LOG_PROBS: log_probs.detach()} if computes_old_log_probs else stats
 
     return loss
@@ -304,6 +326,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
             draws=step_generator(cfg.trainer.seed, state.step),
             correction=cfg.algorithm.rollout_correction,
+            distillation=cfg.distillation.distillation_loss if run.teachers else None,
         )
         objective = partial(
             actor_objective,

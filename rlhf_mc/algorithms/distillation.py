@@ -1,0 +1,82 @@
+"""The distillation loss of drawn tokens: from the log-probs of the student, which is the actor, and
+of its teacher. Where they come from is in trainer/teachers.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlhf_mc.algorithms.kl import kl_estimate
+from rlhf_mc.algorithms.policy_losses import Stats
+from rlhf_mc.config.reward_schema import DistillationLossConfig
+
+
+_SMALLEST_REST = 1e-7
+"""Smallest probability of the tokens that are not among the k, near a rounding of float32."""
+
+
+def forward_kl(
+    log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, min_clamp: float | None = None
+) -> torch.Tensor:
+    """Return KL(teacher, student) over the k tokens of each position, and all others as one more:
+    sum_i q_i (log q_i - log p_i), [r] in nats.
+
+    log_probs, teacher_log_probs: log p and log q, [r, k]. The rest, with 1 - sum_i p_i and 1 -
+    sum_i q_i, keeps the sum and its gradient at 0 where p = q. min_clamp: lower bound of log q, and
+    of log p, which has no gradient below it. Source: generalized knowledge distillation (arXiv
+    2306.13649).
+    """
+    if min_clamp is not None:
+        log_probs, teacher_log_probs = (
+            x.clamp(min=min_clamp) for x in (log_probs, teacher_log_probs)
+        )
+    log_p, log_q = (
+        torch.cat([x, (1.0 - x.exp().sum(-1, True)).clamp(min=_SMALLEST_REST).log()], -1)
+        for x in (log_probs, teacher_log_probs)
+    )
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+class DistillationTerm:
+    """The distillation losses of a micro-batch, for the actor's loss: in its advantages, or as a
+    term of its own."""
+
+    def __init__(
+        self,
+        cfg: DistillationLossConfig,
+        log_probs: torch.Tensor,
+        teacher_log_probs: torch.Tensor,
+        forward_kls: torch.Tensor | None,
+    ) -> None:
+        """log_probs, teacher_log_probs: of the drawn tokens, [r]. forward_kls: of forward_kl, [r],
+        with loss_mode forward_kl_topk."""
+        if cfg.loss_mode == "forward_kl_topk":
+            assert forward_kls is not None
+            losses = forward_kls
+        else:
+            losses = kl_estimate(log_probs, teacher_log_probs, cfg.loss_mode)
+        if cfg.loss_max_clamp is not None:
+            losses = losses.clamp(-cfg.loss_max_clamp, cfg.loss_max_clamp)
+        self.losses = losses
+        """[r], in nats."""
+        self._cfg = cfg
+        self._coef = cfg.distillation_loss_coef if cfg.use_task_rewards else 1.0
+
+    def advantages(self, advantages: torch.Tensor) -> torch.Tensor:
+        """Return the advantages [r] of the policy loss: those of the rewards, or 0 without
+        use_task_rewards, and with use_policy_gradient less the losses."""
+        if not self._cfg.use_task_rewards:
+            advantages = torch.zeros_like(advantages)
+        if self._cfg.use_policy_gradient:
+            return advantages - self._coef * self.losses.detach()
+        return advantages
+
+    def add_to(
+        self, loss: torch.Tensor, stats: Stats, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, Stats]:
+        """Return the actor's loss with this term, and its statistics with distillation_loss.
+        weights: as of ActorLossInputs."""
+        value = (weights * self.losses).sum()
+        if not self._cfg.use_policy_gradient:
+            loss = loss + self._coef * value
+        return loss, {**stats, "distillation_loss": value.detach(), "loss": loss.detach()}
