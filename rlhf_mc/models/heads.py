@@ -316,10 +316,10 @@ def top_log_probs(
         best[0, part] = tokens + first
         row_statistics(x, local[part], rows[:, part], with_entropy=False)
     target_x, log_z, _ = _over_ranks(rows, is_local, group)
-    if group.size() > 1:
-        of_ranks = best.new_empty(group.size(), *best.shape)
+    if group.size() > 1 and k > 0:
+        of_ranks = best.new_empty(group.size() * 2, *best.shape[1:])
         dist.all_gather_into_tensor(of_ranks, best, group=group)
-        best = of_ranks.permute(1, 2, 0, 3).flatten(2)
+        best = of_ranks.unflatten(0, (group.size(), 2)).permute(1, 2, 0, 3).flatten(2)
     top_x, places = best[1].topk(k)
     log_z = log_z[:, None]
     return torch.cat([target_x[:, None] - log_z, best[0].gather(1, places), top_x - log_z], 1)

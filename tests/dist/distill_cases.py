@@ -31,12 +31,11 @@ BUDGET = 40
 
 
 class Layout(NamedTuple):
-    """Layout of a model on all ranks, or on the first `ranks` ones."""
+    """Layout of a model on all ranks."""
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    ranks: int | None = None
 
 
 @contextlib.contextmanager
@@ -45,7 +44,7 @@ def student_and_teacher(
 ) -> Iterator[tuple[ModelEngine, Teacher]]:
     """Build both models, each in its own layout."""
     meshes = {
-        role: Mesh(at.ranks or dist.get_world_size(), at.tp, at.pp, cp=at.cp)
+        role: Mesh(dist.get_world_size(), at.tp, at.pp, cp=at.cp)
         for role, at in zip(("actor", "teacher"), layouts, strict=True)
     }
     groups = build_role_groups(meshes)

@@ -153,7 +153,6 @@ ONE = Layout()
         (2, ONE, Layout(tp=2), "narrow"),
         (2, Layout(pp=2), Layout(cp=2), "teacher"),
         (2, Layout(cp=2), Layout(pp=2), "wide"),
-        (2, Layout(ranks=1), Layout(ranks=1), "teacher"),
         (4, Layout(tp=2, cp=2), Layout(tp=4), "wide"),
     ],
 )
