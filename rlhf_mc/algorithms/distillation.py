@@ -4,12 +4,13 @@ of its teacher. Where they come from is in trainer/teachers.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from rlhf_mc.algorithms.kl import kl_estimate
 from rlhf_mc.algorithms.policy_losses import Stats
 from rlhf_mc.config.reward_schema import DistillationLossConfig
-
 
 _SMALLEST_REST = 1e-7
 """Smallest probability of the tokens that are not among the k, near a rounding of float32."""
@@ -45,16 +46,14 @@ class DistillationTerm:
         self,
         cfg: DistillationLossConfig,
         log_probs: torch.Tensor,
-        teacher_log_probs: torch.Tensor,
-        forward_kls: torch.Tensor | None,
+        fields: Mapping[str, torch.Tensor],
     ) -> None:
-        """log_probs, teacher_log_probs: of the drawn tokens, [r]. forward_kls: of forward_kl, [r],
-        with loss_mode forward_kl_topk."""
+        """log_probs: of the drawn tokens, [r]. fields: [r] each, of which "forward_kl" is read with
+        loss_mode forward_kl_topk, else "teacher_log_probs"."""
         if cfg.loss_mode == "forward_kl_topk":
-            assert forward_kls is not None
-            losses = forward_kls
+            losses = fields["forward_kl"]
         else:
-            losses = kl_estimate(log_probs, teacher_log_probs, cfg.loss_mode)
+            losses = kl_estimate(log_probs, fields["teacher_log_probs"], cfg.loss_mode)
         if cfg.loss_max_clamp is not None:
             losses = losses.clamp(-cfg.loss_max_clamp, cfg.loss_max_clamp)
         self.losses = losses

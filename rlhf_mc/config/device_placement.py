@@ -37,17 +37,17 @@ params, grads and optimizer by
 {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of the rollout
 engine by rollout.free_cache_engine. An update brings the optimizer state for each of its steps
 (Offload.optimizer_step); it stays between them where the planner finds room. Each of reward_models
-and each teacher has a phase of its own, in which it is the scorer. Weights that the engine shares with the actor
-(reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and the
-engine's sleep skips them."""
+and each teacher has a phase of its own, in which it is the scorer. Weights that the engine shares
+with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be
+offloaded, and the engine's sleep skips them."""
 
 Row = Mapping[str, frozenset[str]]
 
 
 def parts_on_device(phase: str, reference_is_actor: bool = False) -> Row | None:
     """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase
-    of a reward model or a teacher is named after its role, and needs that model. reference_is_actor: as
-    config/roles.py has it."""
+    of a reward model or a teacher is named after its role, and needs that model.
+    reference_is_actor: as config/roles.py has it."""
     row = TABLE[unnamed(phase)]
     if row is None:
         return None

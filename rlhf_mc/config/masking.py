@@ -37,7 +37,8 @@ def masked_argument(argument: str, settings: Collection[str]) -> str:
     secret's, or whose value is a mapping with such a key, is hidden. settings: the keys of the
     schema, which are no secrets."""
     key, equals, value = argument.partition("=")
-    is_secret = SECRET.search(key) is not None and key not in settings
+    setting = re.sub(r"(?<=_models\.)\w+", "NAME", key)  # of a named section
+    is_secret = SECRET.search(key) is not None and setting not in settings
     return (
         f"{key}={HIDDEN}" if equals and (is_secret or _WITHIN.search(value)) else masked(argument)
     )

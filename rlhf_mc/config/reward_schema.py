@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rlhf_mc.config.model_schema import FrozenMegatronConfig
 from rlhf_mc.config.algorithm_schema import KLLossType
+from rlhf_mc.config.model_schema import FrozenMegatronConfig
 from rlhf_mc.config.numbers import (
     Count,
     Number,
@@ -171,8 +171,8 @@ class DistillationLossConfig:
     """The distillation loss of a drawn token (docs/algorithms.md)."""
 
     loss_mode: DistillationLossMode = "k3"
-    """forward_kl_topk: KL(teacher, student) over the teacher's topk most probable tokens. Others: an
-    estimate of KL(student, teacher) from the drawn token, as actor.kl_loss_type."""
+    """forward_kl_topk: KL(teacher, student) over the teacher's topk most probable tokens. Others:
+    an estimate of KL(student, teacher) from the drawn token, as actor.kl_loss_type."""
     topk: Count = 32
     """forward_kl_topk: tokens at each position."""
     use_task_rewards: bool = True

@@ -478,7 +478,8 @@ def expand_named_models(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
     }
     for key in keys:
         section, _, name = key.partition(".")
-        yield from [f"{role}.{name}" for role in sections[section]] if section in sections else [key]
+        named = sections.get(section)
+        yield from [key] if named is None else [f"{role}.{name}" for role in named]
 
 
 def get_setting(cfg: Config, key: str) -> Any:

@@ -110,8 +110,8 @@ def rotate_in_context(assembly: Assembly) -> None:
 
 
 class _Joined(torch.autograd.Function):
-    """The results [N, ...] of all ranks, of which this rank has those at `index`. Every rank computes
-    the same loss of them, so the gradient of its own is not summed over the ranks."""
+    """The results [N, ...] of all ranks, of which this rank has those at `index`. Every rank
+    computes the same loss of them, so the gradient of its own is not summed over the ranks."""
 
     @staticmethod
     def forward(
@@ -129,6 +129,7 @@ class _Joined(torch.autograd.Function):
 
 def joined(results: torch.Tensor, index: torch.Tensor, size: int, context: Context) -> torch.Tensor:
     """Return [size, ...] numbers on all ranks of the context, each row from the rank that has its
-    position in `index`. Every rank of the context must call it, and compute the same loss of the result."""
+    position in `index`. Every rank of the context must call it, and compute the same loss of the
+    result."""
     out: torch.Tensor = _Joined.apply(results, index, size, context)
     return out

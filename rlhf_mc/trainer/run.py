@@ -97,5 +97,6 @@ class Run:
         them."""
         reference = None if reference_is_actor(self.config) else self.reference
         frozen = [] if reference is None else [reference]
-        scorers = [model.engine for model in (*self.reward_models, *self.teachers)]
-        return [*self.trained_models(), *frozen, *scorers]
+        frozen += [model.engine for model in self.reward_models]
+        frozen += [teacher.engine for teacher in self.teachers]
+        return [*self.trained_models(), *frozen]

@@ -139,6 +139,26 @@ def _policy_inputs(
     )
 
 
+def _distilled(
+    cfg: DistillationLossConfig | None,
+    log_probs: torch.Tensor,
+    others: torch.Tensor | None,
+    teacher: torch.Tensor | None,
+    fields: dict[str, torch.Tensor],
+    micro: MicroBatch,
+) -> DistillationTerm | None:
+    """Return the distillation losses of a micro-batch, and change the advantages among its fields.
+    others, teacher: log-probs of the teacher's tokens [r, k], by the student and by the teacher."""
+    if cfg is None:
+        return None
+    if others is not None and teacher is not None:
+        kl = forward_kl(others, teacher, cfg.log_prob_min_clamp)
+        fields["forward_kl"] = micro.all_results(kl)
+    distilled = DistillationTerm(cfg, log_probs, fields)
+    fields["advantages"] = distilled.advantages(fields["advantages"])
+    return distilled
+
+
 def actor_objective(
     mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float, terms: ActorTerms
 ) -> Loss:
@@ -202,16 +222,7 @@ def actor_objective(
                 terms.correction,
                 is_geometric,
             )
-        distillation = None
-        if terms.distillation is not None:
-            kls = None
-            if others is not None and teacher is not None:
-                clamp = terms.distillation.log_prob_min_clamp
-                kls = micro.all_results(forward_kl(others, teacher, clamp))
-            distillation = DistillationTerm(
-                terms.distillation, log_probs, fields["teacher_log_probs"], kls
-            )
-            fields["advantages"] = distillation.advantages(fields["advantages"])
+        distilled = _distilled(terms.distillation, log_probs, others, teacher, fields, micro)
         inputs = ActorLossInputs(
             policy=_policy_inputs(cfg, log_probs, fields, len(per_token["weights"]), mini),
             weights=fields["weights"],
@@ -227,8 +238,8 @@ def actor_objective(
             kl_loss_type=cfg.kl_loss_type,
             positive_nll_coef=cfg.positive_nll_coef,
         )
-        if distillation is not None:
-            value, stats = distillation.add_to(value, stats, fields["weights"])
+        if distilled is not None:
+            value, stats = distilled.add_to(value, stats, fields["weights"])
         return value, {**stats, LOG_PROBS: log_probs.detach()} if computes_old_log_probs else stats
 
     return loss

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
+from rlhf_mc.config.load import any_name, dotted_keys, mapping_keys, value_problem
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
@@ -36,6 +36,7 @@ from rlhf_mc.verl.keys import (
 )
 from rlhf_mc.verl.multi_turn import MULTI_TURN, TOOL_PATHS, turn_defaults
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints, named_engine
+from rlhf_mc.verl.teacher_settings import teacher_defaults
 from rlhf_mc.verl.values import OF_SEQUENCES, uses_critic
 
 _MOST_NAMED = 10
@@ -194,7 +195,8 @@ def convert(given: Mapping[str, VerlSetting], engine: str | None = None) -> Conv
     settings: dict[str, Any] = {}
     for key, item in given.items():
         line = _line(key, item.value, verl)
-        if line.ours in dotted_keys() and (problem := value_problem(str(line.ours), line.value)):
+        ours = any_name(str(line.ours))
+        if ours in dotted_keys() and (problem := value_problem(ours, line.value)):
             line = not_supported(problem)
         result.report.append((item.written, line))
         if line.ours is not None:
@@ -206,7 +208,7 @@ def convert(given: Mapping[str, VerlSetting], engine: str | None = None) -> Conv
     defaults = ("verl's defaults", f"those of version {VERL}")
     result.hints += [defaults, *layout_hints(verl, settings), *_reward_hints(verl)]
     result.settings = dict(
-        sorted(settings.items(), key=lambda setting: dotted_keys().index(setting[0]))
+        sorted(settings.items(), key=lambda setting: dotted_keys().index(any_name(setting[0])))
     )
     return result
 
@@ -237,7 +239,7 @@ def _line(key: str, value: Any, verl: Settings) -> MappedSetting:
     rows = list(table.find_rows(key))
     convert_value = next((row.convert for row in rows if row.convert is not None), None)
     line = convert_value(key, value, verl) if convert_value is not None else None
-    if line is not None and (line.ours is None or line.ours in known):
+    if line is not None and (line.ours is None or any_name(line.ours) in known):
         return line
     if key in known or _enclosing_mapping(key) is not None:
         return same(key, value)
@@ -308,6 +310,7 @@ def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[MappedSet
     yield from layout_defaults(verl, settings, models)
     yield from adapter_defaults(verl, settings)
     yield from turn_defaults(verl, settings)
+    yield from teacher_defaults(verl, settings)
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
         if (

@@ -24,6 +24,7 @@ from rlhf_mc.verl.keys import (
     same,
 )
 from rlhf_mc.verl.parallelism import longest_sequence
+from rlhf_mc.verl.teacher_settings import has_no_rewards
 
 
 def uses_critic(verl: Settings) -> bool:
@@ -65,6 +66,10 @@ def kl_estimator(key: str, value: Any, verl: Settings) -> MappedSetting:
 
 def estimator(key: str, value: Any, verl: Settings) -> MappedSetting:
     ours = _ESTIMATORS.get(value, value) if isinstance(value, str) else value
+    needs = ESTIMATOR_NEEDS.get(ours)
+    is_one = int_or_default(verl, "rollout.n", 1) < 2
+    if needs is not None and (needs.critic or (needs.group and is_one)) and has_no_rewards(verl):
+        return same(key, "reinforce_plus_plus", f"in place of {value}: no loss reads it")
     if ours == "gdpo":
         return not_supported(
             "verl's rewards are numbers of the reward function (gdpo_reward_keys), here they are "
