@@ -4,8 +4,6 @@ of its teacher. Where they come from is in trainer/teachers.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from rlhf_mc.algorithms.kl import kl_estimate
@@ -38,44 +36,37 @@ def forward_kl(
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-class DistillationTerm:
-    """The distillation losses of a micro-batch, for the actor's loss: in its advantages, or as a
-    term of its own."""
+def distill(
+    cfg: DistillationLossConfig, log_probs: torch.Tensor, fields: dict[str, torch.Tensor]
+) -> None:
+    """Add "distillation", the loss of each token, to a micro-batch's fields, and change
+    "advantages": to 0 without use_task_rewards, and less the losses with use_policy_gradient.
 
-    def __init__(
-        self,
-        cfg: DistillationLossConfig,
-        log_probs: torch.Tensor,
-        fields: Mapping[str, torch.Tensor],
-    ) -> None:
-        """log_probs: of the drawn tokens, [r]. fields: [r] each, of which "forward_kl" is read with
-        loss_mode forward_kl_topk, else "teacher_log_probs"."""
-        if cfg.loss_mode == "forward_kl_topk":
-            losses = fields["forward_kl"]
-        else:
-            losses = kl_estimate(log_probs, fields["teacher_log_probs"], cfg.loss_mode)
-        if cfg.loss_max_clamp is not None:
-            losses = losses.clamp(-cfg.loss_max_clamp, cfg.loss_max_clamp)
-        self.losses = losses
-        """[r], in nats."""
-        self._cfg = cfg
-        self._coef = cfg.distillation_loss_coef if cfg.use_task_rewards else 1.0
+    log_probs: of the drawn tokens, [r]. fields: [r] each, of which "forward_kl" is read with
+    loss_mode forward_kl_topk, else "teacher_log_probs"."""
+    if cfg.loss_mode == "forward_kl_topk":
+        losses = fields["forward_kl"]
+    else:
+        losses = kl_estimate(log_probs, fields["teacher_log_probs"], cfg.loss_mode)
+    if cfg.loss_max_clamp is not None:
+        losses = losses.clamp(-cfg.loss_max_clamp, cfg.loss_max_clamp)
+    fields["distillation"] = losses
+    if not cfg.use_task_rewards:
+        fields["advantages"] = torch.zeros_like(losses)
+    if cfg.use_policy_gradient:
+        fields["advantages"] = fields["advantages"] - _coef(cfg) * losses.detach()
 
-    def advantages(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Return the advantages [r] of the policy loss: those of the rewards, or 0 without
-        use_task_rewards, and with use_policy_gradient less the losses."""
-        if not self._cfg.use_task_rewards:
-            advantages = torch.zeros_like(advantages)
-        if self._cfg.use_policy_gradient:
-            return advantages - self._coef * self.losses.detach()
-        return advantages
 
-    def add_to(
-        self, loss: torch.Tensor, stats: Stats, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, Stats]:
-        """Return the actor's loss with this term, and its statistics with distillation_loss.
-        weights: as of ActorLossInputs."""
-        value = (weights * self.losses).sum()
-        if not self._cfg.use_policy_gradient:
-            loss = loss + self._coef * value
-        return loss, {**stats, "distillation_loss": value.detach(), "loss": loss.detach()}
+def _coef(cfg: DistillationLossConfig) -> float:
+    return cfg.distillation_loss_coef if cfg.use_task_rewards else 1.0
+
+
+def with_distillation(
+    cfg: DistillationLossConfig, loss: torch.Tensor, stats: Stats, fields: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, Stats]:
+    """Return the actor's loss with the distillation loss, aggregated by "weights", unless it is in
+    the advantages; and its statistics with distillation_loss. fields: after distill."""
+    value = (fields["weights"] * fields["distillation"]).sum()
+    if not cfg.use_policy_gradient:
+        loss = loss + _coef(cfg) * value
+    return loss, {**stats, "distillation_loss": value.detach(), "loss": loss.detach()}

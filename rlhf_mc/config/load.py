@@ -25,7 +25,6 @@ from rlhf_mc.config.fields import (
 )
 from rlhf_mc.config.masking import masked_argument
 from rlhf_mc.config.model_schema import FrozenMegatronConfig, MegatronConfig
-from rlhf_mc.config.reward_schema import NAMED, TEACHERS
 from rlhf_mc.config.schema import Config, roles
 from rlhf_mc.config.unknown import Hint, explain
 from rlhf_mc.config.yaml_reader import parse_yaml, read_limited
@@ -118,15 +117,6 @@ def dotted_keys() -> list[str]:
     """Return every setting as section.key, in the order of schema.py. NAME is the name of a named
     section."""
     return list(leaf_hints())
-
-
-def any_name(key: str) -> str:
-    """Return the key with NAME in place of the name of a named section."""
-    for section in (NAMED, TEACHERS):
-        if key.startswith(f"{section}."):
-            rest = key.removeprefix(f"{section}.").partition(".")[2]
-            return f"{section}.NAME.{rest}"
-    return key
 
 
 def mapping_keys() -> list[str]:

@@ -331,28 +331,14 @@ def log_probs_and_entropy(
     targets: torch.Tensor,
     vocab_size: int,
     temperature: float,
-    with_entropy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log_probs and the entropy of the distribution of each target: two [R] float32. The
-    backward pass computes no gradient of the entropy where none is needed. Without with_entropy the
-    entropy is not computed."""
-    return all_log_probs(
-        model, hidden, targets, vocab_size, temperature, with_entropy=with_entropy
-    )[:2]
-
-
-def all_log_probs(
-    model: Any,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    vocab_size: int,
-    temperature: float,
     others: torch.Tensor | None = None,
     with_entropy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return log_probs_and_entropy and the log-probs of further tokens `others` [R, k] int64 at
-    each position: [R, k] float32; None without them."""
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _VocabParallelLogProbs.apply(
+) -> tuple[torch.Tensor, ...]:
+    """Return log_probs and the entropy of the distribution of each target: two [R] float32; and
+    with further tokens `others` [R, k] int64 their log-probs at each position: [R, k] float32. The
+    backward pass computes no gradient of the entropy where none is needed. Without with_entropy the
+    entropy is not computed."""
+    *out, of_others = _VocabParallelLogProbs.apply(
         hidden[:, 0],
         output_weight(model),
         targets,
@@ -362,7 +348,7 @@ def all_log_probs(
         with_entropy,
         others,
     )
-    return out
+    return (*out,) if others is None else (*out, of_others)
 
 
 Head = Callable[[Any, torch.Tensor, MicroBatch], torch.Tensor]

@@ -153,7 +153,7 @@ def build_run(cfg: Config) -> Run:
         critic=models.get("critic"),
         reference=actor.without_adapters() if reference_is_actor(cfg) else models.get("ref"),
         reward_models=_reward_models(cfg, models, budgets, conversations),
-        teachers=_teachers(cfg, models, budgets),
+        teachers=[Teacher(r, s, models[r], budgets[r]) for r, s in teachers(cfg).items()],
         rollout=rollout,
         rollout_pool=pool_group([rank for ranks in rollout.groups for rank in ranks]),
         environments=environments,
@@ -265,15 +265,6 @@ def _reward_models(
             role, str(scorer.model_path), models[role], budgets[role], conversations.get(role)
         )
         for role, scorer in reward_models(cfg).items()
-    ]
-
-
-def _teachers(
-    cfg: Config, models: Mapping[str, ModelEngine], budgets: Mapping[str, int]
-) -> list[Teacher]:
-    return [
-        Teacher(role, section.model_path, section.key, models[role], budgets[role])
-        for role, section in teachers(cfg).items()
     ]
 
 

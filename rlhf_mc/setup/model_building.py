@@ -39,8 +39,7 @@ from rlhf_mc.runtime.work import working
 from rlhf_mc.setup.value_heads import (
     check_value_head,
     reward_model_checkpoint,
-    teacher_checkpoint,
-    value_checkpoint,
+    token_checkpoint,
 )
 from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
@@ -89,8 +88,9 @@ def model_starts(
     for role in reward_models(cfg):
         reward_model = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
         starts[role] = ModelStart(reward_model.shape(value_head=True), reward_model)
-    for role in teachers(cfg):
-        teacher = teacher_checkpoint(f"{role}.model_path", cfg, tokenizer)
+    for role, section in teachers(cfg).items():
+        given = f"{role}.model_path", section.model_path
+        teacher = token_checkpoint(*given, cfg.data, tokenizer, value_head=False)
         starts[role] = ModelStart(teacher.shape(), teacher)
     if "critic" in starts:
         starts["critic"].reader.check(starts["critic"].shape.base)
@@ -101,7 +101,7 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     """Return the start of the critic. reader: the actor's checkpoint."""
     mcore = cfg.model.dist_checkpointing_path
     if cfg.critic.model_path is not None:
-        reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer)
+        reader = token_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer)
         mcore = None
     else:
         check_value_head("model.path", reader)

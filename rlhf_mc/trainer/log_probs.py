@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.algorithms.kl import kl_estimate
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import has_old_log_prob_pass, num_teacher_tokens
 from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
 from rlhf_mc.models import heads
@@ -18,7 +16,6 @@ from rlhf_mc.models.heads import Head
 from rlhf_mc.topology.consensus import sum_over_ranks
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState, start_slowest_rank
-from rlhf_mc.trainer.teachers import Teacher
 from rlhf_mc.trainer.token_budget import my_micro_batches
 
 
@@ -82,46 +79,21 @@ def teacher_log_probs(
         return batch
     k = num_teacher_tokens(run.config)
     student = run.actor.shape.vocab_size, run.config.rollout.temperature
-    lens = batch.response_lens.numpy()
     shape = (len(batch.rollout_log_probs), 1 + 2 * k)
     own = torch.zeros(shape, device=platform.device())  # this rank's part
-    tokens_of: list[torch.Tensor] = []
-    for teacher in run.teachers:
-        rows = teacher.rows(prompts)
-        tokens_of.append(torch.from_numpy(ragged_indices(lens, rows)))
-        if len(rows):
-            with run.offload_schedule.phase(state.timer, teacher.role):
-                (index,) = platform.to_device(tokens_of[-1:])
-                own[index] = teacher.score(batch.select(torch.from_numpy(rows)), *student, k)
+    rows_of = {teacher: rows for teacher in run.teachers if len(rows := teacher.rows(prompts))}
+    lens = batch.response_lens.numpy()
+    tokens = {
+        teacher: torch.from_numpy(ragged_indices(lens, rows.numpy()))
+        for teacher, rows in rows_of.items()
+    }
+    for teacher, rows in rows_of.items():
+        with run.offload_schedule.phase(state.timer, teacher.role):
+            (index,) = platform.to_device([tokens[teacher]])
+            own[index] = teacher.score(batch.select(rows), *student, k)
     with run.offload_schedule.phase(state.timer, "sum_log_probs"):
         scores = sum_over_ranks(own)
-    for teacher, tokens in zip(run.teachers, tokens_of, strict=True):
-        state.metrics |= _teacher_metrics(teacher, batch.rollout_log_probs, scores, tokens, state)
+    for teacher, of in tokens.items():  # an error is the same on every rank
+        state.metrics |= teacher.metrics(scores[of], batch.rollout_log_probs[of], state.step)
     top = {"teacher_top": scores[:, 1:].contiguous()} if k else {}
     return batch.with_fields(teacher_log_probs=scores[:, 0].contiguous(), **top)
-
-
-def _teacher_metrics(
-    teacher: Teacher,
-    rollout_log_probs: torch.Tensor,
-    scores: torch.Tensor,
-    tokens: torch.Tensor,
-    state: StepState,
-) -> dict[str, float]:
-    """Return the metrics of a teacher. scores: of the batch, [R, 1 + 2 k]. tokens: the places of
-    those that it has scored. Raise UserError if a log-prob is not finite."""
-    scores = scores[tokens]
-    if not scores.isfinite().all():  # the same on every rank
-        raise UserError(
-            f"{teacher.role}.model_path: {teacher.path}: a log-prob is not finite in step "
-            f"{state.step}"
-        )
-    name = f"distillation/{teacher.name}"
-    metrics: dict[str, float] = {f"{name}/num_tokens": len(tokens)}
-    if len(tokens):
-        kl = kl_estimate(rollout_log_probs[tokens], scores[:, 0], "k1")
-        metrics[f"{name}/kl"] = float(kl.mean())
-    k = scores.shape[1] // 2
-    if k and len(tokens):
-        metrics[f"{name}/top_mass"] = float(scores[:, 1 + k :].exp().sum(1).mean())
-    return metrics

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from rlhf_mc import platform
+from rlhf_mc.algorithms.kl import kl_estimate
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.reward_schema import TeacherModelConfig
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch
@@ -19,28 +20,21 @@ from rlhf_mc.models.heads import teacher_head
 from rlhf_mc.trainer.token_budget import my_micro_batches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Teacher:
     """A teacher of the run."""
 
     role: str
     """Its section of the config, and the name of its phase."""
-    path: str
-    key: str | None
-    """The data source whose rows it scores; None: all."""
+    section: TeacherModelConfig
     engine: ModelEngine
     budget: int
     """A rank's tokens of a micro-batch."""
 
-    @property
-    def name(self) -> str:
-        """The name in the metrics."""
-        return self.role.rpartition(".")[2]
-
-    def rows(self, prompts: Sequence[Prompt]) -> np.ndarray:
+    def rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Return the sequences that it scores. prompts: of each sequence."""
-        teaches = [self.key is None or prompt.data_source == self.key for prompt in prompts]
-        return np.flatnonzero(teaches)
+        key = self.section.key
+        return torch.tensor([i for i, p in enumerate(prompts) if key in (None, p.data_source)])
 
     def score(
         self, batch: RaggedBatch, vocab_size: int, temperature: float, k: int
@@ -55,6 +49,21 @@ class Teacher:
         micro_batches = my_micro_batches(self.engine, batch, self.budget)
         head = teacher_head(common, temperature, k)
         return self.engine.my_scores(batch, micro_batches, head, columns=1 + 2 * k)
+
+    def metrics(
+        self, scores: torch.Tensor, rollout_log_probs: torch.Tensor, step: int
+    ) -> dict[str, float]:
+        """Return the metrics of its tokens. scores: of top_log_probs, [tokens, 1 + 2 k];
+        rollout_log_probs: [tokens]. Raise UserError if a log-prob is not finite."""
+        if not scores.isfinite().all():
+            path = f"{self.role}.model_path: {self.section.model_path}"
+            raise UserError(f"{path}: a log-prob is not finite in step {step}")
+        name = f"distillation/{self.role.rpartition('.')[2]}"
+        kl = kl_estimate(rollout_log_probs, scores[:, 0], "k1").mean()
+        metrics = {f"{name}/num_tokens": float(len(scores)), f"{name}/kl": float(kl)}
+        if k := scores.shape[1] // 2:
+            metrics[f"{name}/top_mass"] = float(scores[:, 1 + k :].exp().sum(1).mean())
+        return metrics
 
 
 def check_taught(prompts: Sequence[Prompt], keys: Collection[str | None]) -> None:

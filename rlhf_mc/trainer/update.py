@@ -4,7 +4,7 @@ models/engine.py computes gradients on the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.algorithms.distillation import DistillationTerm, forward_kl
+from rlhf_mc.algorithms.distillation import distill, forward_kl, with_distillation
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import (
     ActorLossInputs,
@@ -30,7 +30,7 @@ from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.models.heads import all_log_probs, value_head
+from rlhf_mc.models.heads import log_probs_and_entropy, value_head
 from rlhf_mc.models.statistics import LOG_PROBS, OptimizerStep
 from rlhf_mc.observability.metrics import mean_by_key
 from rlhf_mc.runtime.work import counted
@@ -139,24 +139,20 @@ def _policy_inputs(
     )
 
 
-def _distilled(
-    cfg: DistillationLossConfig | None,
+def _distill(
+    cfg: DistillationLossConfig,
     log_probs: torch.Tensor,
-    others: torch.Tensor | None,
+    others: Sequence[torch.Tensor],
     teacher: torch.Tensor | None,
     fields: dict[str, torch.Tensor],
     micro: MicroBatch,
-) -> DistillationTerm | None:
-    """Return the distillation losses of a micro-batch, and change the advantages among its fields.
-    others, teacher: log-probs of the teacher's tokens [r, k], by the student and by the teacher."""
-    if cfg is None:
-        return None
-    if others is not None and teacher is not None:
-        kl = forward_kl(others, teacher, cfg.log_prob_min_clamp)
+) -> None:
+    """Change a micro-batch's fields as `distill` does. others, teacher: log-probs of the teacher's
+    tokens [r, k], by the student and by the teacher; none without them."""
+    if teacher is not None:
+        kl = forward_kl(others[0], teacher, cfg.log_prob_min_clamp)
         fields["forward_kl"] = micro.all_results(kl)
-    distilled = DistillationTerm(cfg, log_probs, fields)
-    fields["advantages"] = distilled.advantages(fields["advantages"])
-    return distilled
+    distill(cfg, log_probs, fields)
 
 
 def actor_objective(
@@ -207,10 +203,10 @@ def actor_objective(
         model: object, states: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         tokens, teacher = teacher_top(mini, micro)
-        *local, others = all_log_probs(
+        log_probs, entropy, *others = log_probs_and_entropy(
             model, states, micro.targets, vocab_size, temperature, tokens
         )
-        log_probs, entropy = map(micro.all_results, local)
+        log_probs, entropy = map(micro.all_results, (log_probs, entropy))
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
         if computes_old_log_probs:
             fields["old_log_probs"] = log_probs.detach()
@@ -222,7 +218,8 @@ def actor_objective(
                 terms.correction,
                 is_geometric,
             )
-        distilled = _distilled(terms.distillation, log_probs, others, teacher, fields, micro)
+        if terms.distillation is not None:
+            _distill(terms.distillation, log_probs, others, teacher, fields, micro)
         inputs = ActorLossInputs(
             policy=_policy_inputs(cfg, log_probs, fields, len(per_token["weights"]), mini),
             weights=fields["weights"],
@@ -238,8 +235,8 @@ def actor_objective(
             kl_loss_type=cfg.kl_loss_type,
             positive_nll_coef=cfg.positive_nll_coef,
         )
-        if distilled is not None:
-            value, stats = distilled.add_to(value, stats, fields["weights"])
+        if terms.distillation is not None:
+            value, stats = with_distillation(terms.distillation, value, stats, fields)
         return value, {**stats, LOG_PROBS: log_probs.detach()} if computes_old_log_probs else stats
 
     return loss

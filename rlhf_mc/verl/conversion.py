@@ -14,7 +14,8 @@ from typing import Any
 
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import any_name, dotted_keys, mapping_keys, value_problem
+from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
+from rlhf_mc.config.masking import any_name
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
@@ -36,14 +37,14 @@ from rlhf_mc.verl.keys import (
 )
 from rlhf_mc.verl.multi_turn import MULTI_TURN, TOOL_PATHS, turn_defaults
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints, named_engine
-from rlhf_mc.verl.teacher_settings import teacher_defaults
-from rlhf_mc.verl.values import OF_SEQUENCES, uses_critic
+from rlhf_mc.verl.values import OF_SEQUENCES, TEACHERS, uses_critic
 
 _MOST_NAMED = 10
 VERL = "0.10.0.dev of 2026-08-22"
 """The version of verl whose defaults are written out, as in its generated ppo_megatron_trainer and
 ppo_trainer."""
 
+_BUDGET = "actor.ppo_max_token_len_per_gpu"
 _CORRECTION = "algorithm.rollout_correction."
 _SWITCHES: dict[str, tuple[str, ...]] = {
     "reward_model.sandbox_fusion.": ("reward_model.sandbox_fusion.url",),
@@ -310,7 +311,10 @@ def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[MappedSet
     yield from layout_defaults(verl, settings, models)
     yield from adapter_defaults(verl, settings)
     yield from turn_defaults(verl, settings)
-    yield from teacher_defaults(verl, settings)
+    for key in [key for key in settings if key.startswith(TEACHERS)]:
+        if key.endswith(".model_path") and (budget := settings.get(_BUDGET)):
+            ours = key.replace("model_path", "log_prob_max_token_len_per_gpu")
+            yield verl_default(ours, budget, f"as {_BUDGET}")
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
         if (

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlhf_mc.config.yaml_reader import parse_yaml
-from rlhf_mc.verl import adapters, correction, multi_turn, parallelism, teacher_settings, values
+from rlhf_mc.verl import adapters, correction, multi_turn, parallelism, values
 from rlhf_mc.verl.keys import OFF, Kind, MappedSetting, Settings, plain_key
 
 Converter = Callable[[str, Any, Settings], MappedSetting | None]
-_MODULES = (values, adapters, correction, multi_turn, parallelism, teacher_settings)
+_MODULES = (values, adapters, correction, multi_turn, parallelism)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from cases import built_run
 from model_cases import TEMPERATURE, _my_micro_batches, logical_tensors, make_engine
 
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
-from rlhf_mc.config.reward_schema import DistillationLossConfig
+from rlhf_mc.config.reward_schema import DistillationLossConfig, TeacherModelConfig
 from rlhf_mc.config.schema import ActorConfig, LoraConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
@@ -51,7 +51,8 @@ def student_and_teacher(
     adapters = LoraConfig(rank=lora)
     actor = make_engine(student, "actor", groups["actor"], adapters)
     engine = make_engine(teacher, "actor", groups["teacher"])
-    yield actor, Teacher("distillation.teacher_models.t", teacher, None, engine, BUDGET)
+    section = TeacherModelConfig(teacher)
+    yield actor, Teacher("distillation.teacher_models.t", section, engine, BUDGET)
 
 
 def taught(actor: ModelEngine, teacher: Teacher, batch: RaggedBatch, k: int) -> RaggedBatch:

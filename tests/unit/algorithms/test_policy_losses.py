@@ -259,8 +259,7 @@ def test_geo_mean_weighs_a_sequence_by_the_geometric_mean(
         is_weights=weights,
     )
     log_probs = -1.0 + log_ratio
-    result = (log_probs, torch.ones(3), None)
-    monkeypatch.setattr(update, "all_log_probs", lambda *_: result)
+    monkeypatch.setattr(update, "log_probs_and_entropy", lambda *_: (log_probs, torch.ones(3)))
     cfg = ActorConfig(loss_agg_mode="seq-mean-token-mean")
     terms = update.ActorTerms(POLICY_LOSSES[name], 0.0, 0.0, 1, torch.Generator())
     micro = SimpleNamespace(
