@@ -7,16 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import distill_cases
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import resume_cases
 import torch
 from distill_cases import Layout
 from gpu_parts.engines import TEMPERATURE
 from gpu_parts.reference import Reference
 from tiny import make_checkpoint, make_workspace, write_config
 
+from rlhf_mc.checkpoint.training_state import stored_models
 from rlhf_mc.config.reward_schema import DistillationLossConfig
 from rlhf_mc.config.schema import ActorConfig
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.data.batch import (
+    OBSERVED,
+    Generation,
+    Prompt,
+    RaggedBatch,
+    Responses,
+    build_batch,
+)
+from rlhf_mc.data.source import write_prompts
 
 pytestmark = pytest.mark.dist
 
@@ -31,7 +43,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_workspace(tmp_path_factory.mktemp("distillation"), num_hidden_layers=2)
     make_checkpoint(directory / "teacher", seed=3, tied=False)
     make_checkpoint(directory / "narrow", seed=5, num_hidden_layers=2, vocab_size=262)
-    make_checkpoint(directory / "wide", seed=4, family="qwen3", num_hidden_layers=2, vocab_size=331)
+    make_checkpoint(directory / "wide", seed=4, num_kv_heads=4, num_hidden_layers=2, vocab_size=331)
     write_config(
         directory,
         actor={"ppo_epochs": 1},
@@ -53,45 +65,28 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("world", [1])
-def test_a_teacher_that_is_the_actor_changes_nothing(
-    pool: Any, workspace: Path, world: int
-) -> None:
-    for mode in ("k3", "forward_kl_topk"):
-        [result] = pool(world).run(
-            distill_cases.steps,
-            config_path=str(workspace / "config.yaml"),
-            overrides=[
-                f"{TEACHERS}.t.model_path={workspace}/model",
-                f"{LOSS}.loss_mode={mode}",
-                f"{LOSS}.use_task_rewards=false",
-                "actor.entropy_coeff=0",
-                "actor.ppo_mini_batch_size=8",
-            ],
-            count=1,
-        )
-        metrics = result[0]["metrics"]
-        print({k: v for k, v in metrics.items() if "distil" in k or "actor/" in k})
-        assert abs(metrics["distillation/t/kl"]) < 1e-5
-        assert metrics["actor/distillation_loss"] < 1e-9
-        assert metrics["actor/grad_norm"] < 1e-5
-
-
 def student_batch() -> RaggedBatch:
+    """Return a batch whose first three sequences have one prompt, and a later one an observation of
+    three tokens."""
     draw = torch.Generator().manual_seed(5)
-    prompt_lens = torch.tensor([9, 9, 9, 4, 2])
-    response_lens = torch.tensor([6, 1, 11, 5, 7])
-    responses = int(response_lens.sum())
-    tokens = torch.randint(1, 260, (int((prompt_lens + response_lens).sum()),), generator=draw)
-    tokens[15:24] = tokens[25:34] = tokens[:9]  # three sequences have one prompt
-    return RaggedBatch(
-        tokens=tokens,
-        prompt_lens=prompt_lens,
-        response_lens=response_lens,
-        rollout_log_probs=torch.zeros(responses),
-        finished=torch.ones(5, dtype=torch.bool),
-        old_log_probs=0.3 * torch.randn(responses, generator=draw) - 4.0,
-        advantages=torch.randn(responses, generator=draw),
+    same = torch.randint(1, 260, (9,), generator=draw).tolist()
+    prompts = [same, same, same, [3, 1, 4, 1], [5, 9]]
+    responses = []
+    for length in (6, 1, 11, 5, 7):
+        tokens = torch.randint(1, 260, (length,), generator=draw).tolist()
+        responses.append(Generation(tokens, [0.0] * length, True))
+    observed = responses[3]
+    responses[3] = Generation(
+        [*observed.token_ids, 7, 8, 9, 10], [0.0] * 5 + [OBSERVED] * 3 + [0.0], True
+    )
+    batch = build_batch(
+        [Prompt(i, np.array(ids, np.int32), "a", None) for i, ids in enumerate(prompts)],
+        Responses.of(responses),
+    )
+    size = len(batch.rollout_log_probs)
+    return batch.with_fields(
+        old_log_probs=0.3 * torch.randn(size, generator=draw) - 4.0,
+        advantages=torch.randn(size, generator=draw),
     )
 
 
@@ -201,3 +196,132 @@ def test_losses_and_gradients_match_transformers(
                     continue
                 error = (grads[name] - param.grad).abs().max() / param.grad.abs().max()
                 assert error < 1e-4, f"rank {rank}, {loss}, {name}: off by {float(error):.1e}"
+
+
+@pytest.fixture(scope="module")
+def two_sources(workspace: Path) -> list[str]:
+    """Return overrides for training prompts of two data sources, with a teacher each."""
+    file = workspace / "two.parquet"
+    rows = pq.read_table(workspace / "train.parquet").to_pylist()
+    for number, row in enumerate(rows):
+        row["data_source"] = ("arithmetic", "other")[number % 2]
+    write_prompts(file, rows)
+    return [
+        f"data.train_files={file}",
+        f"{TEACHERS}.t.key=arithmetic",
+        f"{TEACHERS}.w.key=other",
+        f"{TEACHERS}.w.model_path={workspace}/wide",
+        f"{TEACHERS}.w.log_prob_max_token_len_per_gpu=96",
+    ]
+
+
+PARTIAL = [
+    "rollout.partial_rollout=true",
+    "rollout.prompts_in_flight=12",
+    "algorithm.rollout_correction.rollout_is=token",
+]
+TOP = [f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=6"]
+
+
+def test_two_teachers_in_layouts_of_their_own_give_the_same_training(
+    pool: Any, workspace: Path, two_sources: list[str]
+) -> None:
+    """With adapters, partial rollouts, and groups that are dropped."""
+    config = str(workspace / "config.yaml")
+    for name in ("run", "again"):
+        (workspace / name).mkdir()
+    settings = [
+        *two_sources,
+        *PARTIAL,
+        *TOP,
+        "actor.lora.rank=4",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=score",
+    ]
+    [one] = pool(1).run(distill_cases.steps, config_path=config, overrides=settings)
+    layout = [
+        "actor.megatron.tensor_model_parallel_size=2",
+        f"{TEACHERS}.t.megatron.tensor_model_parallel_size=1",
+        f"{TEACHERS}.t.megatron.pipeline_model_parallel_size=2",
+        f"{TEACHERS}.w.megatron.tensor_model_parallel_size=1",
+        f"{TEACHERS}.w.megatron.context_parallel_size=2",
+    ]
+    results = pool(2).run(
+        distill_cases.steps,
+        config_path=config,
+        overrides=[
+            *settings,
+            *layout,
+            f"trainer.replay={workspace / 'run'}",
+            f"trainer.default_local_dir={workspace / 'again'}",
+        ],
+    )
+    for rank in results:
+        for wanted, result in zip(one, rank, strict=True):
+            assert torch.equal(wanted["batch"].tokens, result["batch"].tokens)
+            assert (wanted["sources"] == result["sources"]).all()
+            names = [key for key in wanted["metrics"] if "distillation/" in key]
+            assert len(names) == 6
+            for key in (*names, "actor/distillation_loss", "actor/loss", "actor/grad_norm"):
+                assert result["metrics"][key] == pytest.approx(
+                    wanted["metrics"][key], rel=1e-3, abs=1e-5
+                ), key
+
+
+def test_pools_and_a_resumed_run_have_the_same_bits(
+    pool: Any, workspace: Path, two_sources: list[str], tmp_path: Path
+) -> None:
+    def train(name: str, world: int, *overrides: str) -> dict[str, Any]:
+        settings = [
+            *two_sources,
+            *TOP,
+            f"{LOSS}.use_policy_gradient=true",
+            "trainer.save_freq=1",
+            f"trainer.default_local_dir={tmp_path / name}",
+            *overrides,
+        ]
+        result: dict[str, Any] = pool(world).run(
+            resume_cases.train,
+            config_path=str(workspace / "config.yaml"),
+            overrides=settings,
+            record_at=1,
+        )[0]
+        return result
+
+    whole = train("whole", 1)
+    saved = tmp_path / "whole" / "global_step_1"
+    assert list(stored_models(saved)) == ["actor"], "a teacher is not saved"
+    pools = train("pools", 2, "resource_pools.train=1", "resource_pools.rollout=1")
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    resumed = train("resumed", 1, *resume)
+    assert resumed["steps"] == [2]
+    for other in (pools, resumed):
+        assert len(whole["last"]) == len(other["last"]) > 0
+        for (key, *_, values), (same_key, *_, others) in zip(
+            whole["last"], other["last"], strict=True
+        ):
+            assert key == same_key and np.array_equal(values, others), key
+
+
+@pytest.mark.parametrize("world", [1])
+def test_a_teacher_that_is_the_actor_changes_nothing(
+    pool: Any, workspace: Path, world: int
+) -> None:
+    for mode in ("k3", "forward_kl_topk"):
+        [result] = pool(world).run(
+            distill_cases.steps,
+            config_path=str(workspace / "config.yaml"),
+            overrides=[
+                f"{TEACHERS}.t.model_path={workspace}/model",
+                f"{LOSS}.loss_mode={mode}",
+                f"{LOSS}.use_task_rewards=false",
+                "actor.entropy_coeff=0",
+                "actor.ppo_mini_batch_size=8",
+            ],
+            count=1,
+        )
+        metrics = result[0]["metrics"]
+        print({k: v for k, v in metrics.items() if "distil" in k or "actor/" in k})
+        assert abs(metrics["distillation/t/kl"]) < 1e-5
+        assert metrics["actor/distillation_loss"] < 1e-9
+        assert metrics["actor/grad_norm"] < 1e-5

@@ -115,9 +115,14 @@ def test_endpoint_is_checked_before_torch_is_imported(
     assert message in error_of(directory, *endpoint, *overrides)
 
 
+TEACHER = "distillation.teacher_models.t.model_path"
+DIRECTORIES = [
+    TEACHER if key == "teacher_model.model_path" else key for key in paths.INPUT_DIRECTORIES
+]
 EXTRA = {
     "trainer.resume_from_path": ["trainer.resume_mode=resume_path"],
     "trainer.replay": ["rollout.tail_batching=true"],
+    TEACHER: ["distillation.enabled=true"],
     "algorithm.custom_estimator.path": ["algorithm.adv_estimator=custom"],
     "reward_model.tokenizer_path": ["reward_model.model_path={0}/model"],
     "reward_model.chat_template_path": [
@@ -130,14 +135,14 @@ EXTRA = {
 """Settings that a path needs, by its key. {0}: the directory."""
 
 
-@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
+@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *DIRECTORIES])
 def test_missing_path_is_named_with_its_key(directory: Path, key: str) -> None:
     extra = [setting.format(directory) for setting in EXTRA.get(key, [])]
     kind = "file" if key in paths.INPUT_FILES else "directory"
     assert error_of(directory, f"{key}=/nowhere/x", *extra) == f"{key} /nowhere/x: no such {kind}"
 
 
-@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
+@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *DIRECTORIES])
 def test_file_for_a_directory_and_vice_versa_are_rejected(directory: Path, key: str) -> None:
     extra = [setting.format(directory) for setting in EXTRA.get(key, [])]
     wrong = directory / ("model" if key in paths.INPUT_FILES else "train.parquet")
