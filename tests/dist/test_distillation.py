@@ -3,6 +3,7 @@ layouts of student and teacher, and whole steps with one and several teachers.""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from distill_cases import Layout
 from gpu_parts.engines import TEMPERATURE
 from gpu_parts.reference import Reference
-from tiny import make_checkpoint, make_workspace, write_config
+from safetensors.torch import load_file, save_file
+from tiny import make_checkpoint, make_tokenizer, make_workspace, write_config
 
 from rlhf_mc.checkpoint.training_state import stored_models
 from rlhf_mc.config.reward_schema import DistillationLossConfig
@@ -325,3 +327,37 @@ def test_a_teacher_that_is_the_actor_changes_nothing(
         assert abs(metrics["distillation/t/kl"]) < 1e-5
         assert metrics["actor/distillation_loss"] < 1e-9
         assert metrics["actor/grad_norm"] < 1e-5
+
+
+def error_of(pool: Any, workspace: Path, *overrides: str) -> str:
+    """Return the line of the UserError that both ranks raise in the first step, or before it."""
+    outcomes = pool(2).outcomes(
+        distill_cases.steps,
+        config_path=str(workspace / "config.yaml"),
+        overrides=list(overrides),
+        count=1,
+    )
+    assert not any(ok for ok, _ in outcomes)
+    [(kind, line)] = {value[:2] for _, value in outcomes}
+    assert kind == "UserError" and "\n" not in line
+    return str(line)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_teachers_that_do_not_fit_are_refused_by_name(
+    pool: Any, workspace: Path, two_sources: list[str], world: int
+) -> None:
+    other = make_checkpoint(workspace / "other", num_hidden_layers=1)
+    make_tokenizer(other, ["user"])
+    message = error_of(pool, workspace, f"{TEACHERS}.t.model_path={other}")
+    assert message.startswith(f"{TEACHERS}.t.model_path {other}: its tokenizer has '")
+    assert message.endswith("it needs the actor's tokenizer")
+    message = error_of(pool, workspace, *two_sources, f"{TEACHERS}.w.key=third")
+    assert "two.parquet, row 1: no teacher for the data source 'other'; those of" in message
+    assert message.endswith("have the keys 'arithmetic', 'third'")
+    broken = Path(shutil.copytree(workspace / "teacher", workspace / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)  # values that are not finite are never read
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    message = error_of(pool, workspace, *two_sources, f"{TEACHERS}.t.model_path={broken}")
+    assert message == f"{TEACHERS}.t.model_path: {broken}: a log-prob is not finite in step 1"

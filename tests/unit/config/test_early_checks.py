@@ -280,6 +280,45 @@ def test_pools_that_cannot_be(directory: Path, overrides: str, words: str) -> No
     assert words in error_of(directory, *keys)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("", ""),
+        ("teacher_models.t.key=a", ""),
+        ("distillation_loss.loss_mode=k1 distillation_loss.use_policy_gradient=true", ""),
+        ("teacher_models=null", "distillation.teacher_models is empty; it needs a teacher"),
+        ("teacher_models.u.model_path={0}/model teacher_models.u.key=a",
+         "distillation.teacher_models.t.key is null; of 2 teachers each needs the data source"),
+        ("teacher_models.t.key=a teacher_models.u.key=a teacher_models.u.model_path={0}/model",
+         "distillation.teacher_models.t.key is a; of 2 teachers each needs the data source that it "
+         "scores, and a data source has one"),
+        ("distillation_loss.loss_mode=k1", "distillation_loss.use_policy_gradient is false; set"),
+        ("distillation_loss.log_prob_min_clamp=0", "is 0.0; it must be below 0"),
+        ("distillation_loss.use_task_rewards=false",
+         "algorithm.adv_estimator is gae, whose critic no loss of the actor would read; set"),
+        ("distillation_loss.use_policy_gradient=true actor.policy_loss.loss_mode=kl_cov",
+         "actor.policy_loss.loss_mode is kl_cov, which selects tokens by the rewards' advantages"),
+        ("distillation_loss.loss_mode=forward_kl_topk distillation_loss.topk=301",
+         "distillation.distillation_loss.topk is 301; the vocabulary of model.path has 270 tokens"),
+        ("teacher_models.t.log_prob_max_token_len_per_gpu=1",
+         "teacher_models.t.log_prob_max_token_len_per_gpu is 1; it must be at least the longest"),
+        ("teacher_models.t.megatron.tensor_model_parallel_size=3",
+         "distillation.teacher_models.t.megatron.tensor_model_parallel_size 3 x"),
+    ],
+)  # fmt: skip
+def test_distillation_that_cannot_be(directory: Path, overrides: str, words: str) -> None:
+    keys = [
+        f"distillation.{key}" if key.startswith(("teacher", "distill")) else key
+        for key in overrides.format(directory).split()
+    ]
+    given = [] if "teacher_models=null" in overrides else [f"{TEACHER}={directory}/model"]
+    settings = ["distillation.enabled=true", *given, *keys]
+    if words:
+        assert words in error_of(directory, *settings)
+    else:
+        check(directory, *settings)
+
+
 def test_pools_cover_the_run(directory: Path) -> None:
     check(directory, "resource_pools.train=1", "resource_pools.rollout=1")
 
