@@ -55,8 +55,8 @@ class Variant:
     """A run has learnt the task if its accuracy after the last step is at least this."""
 
 
-def _without_critic(estimator: str, *settings: str) -> Variant:
-    return Variant(estimator, settings=(f"algorithm.adv_estimator={estimator}", *settings))
+def _without_critic(estimator: str, *settings: str, name: str | None = None) -> Variant:
+    return Variant(name or estimator, settings=(f"algorithm.adv_estimator={estimator}", *settings))
 
 
 _PARTIAL = ("rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token")
@@ -124,6 +124,15 @@ VARIANTS = (
     _without_critic("remax"),
     _without_critic("opo"),
     _without_critic("gpg"),
+    _without_critic(
+        "reinforce_plus_plus",
+        "distillation.enabled=true",
+        "distillation.distillation_loss.loss_mode=k1",
+        "distillation.distillation_loss.use_policy_gradient=true",
+        "distillation.distillation_loss.use_task_rewards=false",
+        "distillation.teacher_models.trained.model_path=runs/quickstart/hf",
+        name="distillation",
+    ),
     Variant("smollm2_grpo", "configs/smollm2_grpo.yaml", least=0.60),
     Variant("smollm2_ppo", "configs/smollm2_ppo.yaml", least=0.60),
     Variant(

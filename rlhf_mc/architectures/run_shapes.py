@@ -13,7 +13,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.algorithm_schema import RouterReplayMode
 from rlhf_mc.config.errors import NodeError, UserError, error_prefix, error_reason
 from rlhf_mc.config.roles import has_reference_model, uses_critic
-from rlhf_mc.config.schema import Config, reward_models
+from rlhf_mc.config.schema import Config, reward_models, teachers
 
 
 def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
@@ -31,6 +31,9 @@ def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
     for role, scorer in reward_models(cfg).items():
         key = f"{role}.model_path"
         roles[role] = (key, _shape(key, str(scorer.model_path), value_head=True))
+    for role, teacher in teachers(cfg).items():
+        key = f"{role}.model_path"
+        roles[role] = (key, _shape(key, teacher.model_path))
     return roles
 
 

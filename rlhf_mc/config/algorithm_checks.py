@@ -22,7 +22,7 @@ from rlhf_mc.config.schema import (
     ActorConfig,
     Config,
     CriticConfig,
-    expand_reward_models,
+    expand_named_models,
     get_setting,
     reward_models,
 )
@@ -325,7 +325,7 @@ def _reward_models(cfg: Config) -> Iterator[str]:
         "reward_model.tokenizer_path": "model_path",
         "reward_model.chat_template_path": "tokenizer_path",
     }
-    for key in expand_reward_models(cfg, needs):
+    for key in expand_named_models(cfg, needs):
         needed = f"{key.rpartition('.')[0]}.{needs[unnamed(key)]}"
         if get_setting(cfg, key) is not None and get_setting(cfg, needed) is None:
             yield f"{key} is {get_setting(cfg, key)!r}; that needs {needed}, which is null"

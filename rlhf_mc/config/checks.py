@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from rlhf_mc.config import algorithm_checks
+from rlhf_mc.config import algorithm_checks, distillation_checks
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import check_values
 from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
@@ -31,7 +31,7 @@ from rlhf_mc.config.roles import (
 from rlhf_mc.config.schema import (
     Config,
     MegatronConfig,
-    expand_reward_models,
+    expand_named_models,
     get_setting,
     layouts,
     reward_models,
@@ -58,6 +58,7 @@ def check_config(cfg: Config, world_size: int | None) -> None:
         _processes(cfg, world_size) if world_size is not None else (),
         _token_budgets(cfg),
         algorithm_checks.problems(cfg),
+        distillation_checks.problems(cfg),
         _data(cfg),
         _validation(cfg),
         _checkpoints(cfg),
@@ -214,7 +215,7 @@ def _virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> Iterato
     for other in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(megatron, other) is not None:
             yield f"{key} with it all stages have as many layers: set {section}.{other} to null"
-    has_own_checkpoint = unnamed(role) == "reward_model" or (
+    has_own_checkpoint = unnamed(role) in ("reward_model", "teacher_model") or (
         role == "critic" and cfg.critic.model_path is not None
     )
     if cfg.model.dist_checkpointing_path is not None and not has_own_checkpoint:
@@ -303,9 +304,8 @@ def _token_budgets(cfg: Config) -> Iterator[str]:
         for role, section in reward_models(cfg).items()
         if section.tokenizer_path is not None
     ]
-    for key in (
-        f"{name}_max_token_len_per_gpu" for name in expand_reward_models(cfg, PASSES.values())
-    ):
+    passes = (*PASSES.values(), "teacher_model.log_prob")
+    for key in (f"{name}_max_token_len_per_gpu" for name in expand_named_models(cfg, passes)):
         budget = get_setting(cfg, key)
         role = key.rpartition(".")[0]
         cp = layouts(cfg)["actor" if role == "rollout" else role].context_parallel_size

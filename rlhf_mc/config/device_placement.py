@@ -13,7 +13,7 @@ ROLES = ("actor", "critic", "ref", "rollout", "reward_model")
 
 # fmt: off
 TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
-    #                  actor               critic              reference rollout engine      RM
+    #                  actor               critic              reference rollout engine      scorer
     "update_weights": ("params",           "",                 "",       "weights",          ""),
     "gen":            ("",                 "",                 "",       "weights kv_cache", ""),
     "testing":        ("",                 "",                 "",       "weights kv_cache", ""),
@@ -21,6 +21,7 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
     "old_log_prob":   ("params",           "",                 "",       "",                 ""),
     "ref":            ("",                 "",                 "params", "",                 ""),
     "reward_model":   ("",                 "",                 "",       "",              "params"),
+    "teacher_model":  ("",                 "",                 "",       "",              "params"),
     "values":         ("",                 "params",           "",       "",                 ""),
     "sum_log_probs":   UNCHANGED,
     "adv":             UNCHANGED,
@@ -36,21 +37,22 @@ params, grads and optimizer by
 {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of the rollout
 engine by rollout.free_cache_engine. An update brings the optimizer state for each of its steps
 (Offload.optimizer_step); it stays between them where the planner finds room. Each of reward_models
-has a phase of its own, like reward_model. Weights that the engine shares with the actor
-(reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and the
-engine's sleep skips them."""
+and each teacher has a phase of its own, in which it is the scorer. Weights that the engine shares
+with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be
+offloaded, and the engine's sleep skips them."""
 
 Row = Mapping[str, frozenset[str]]
 
 
 def parts_on_device(phase: str, reference_is_actor: bool = False) -> Row | None:
     """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase
-    of a reward model is named after its role, and needs that model. reference_is_actor: as
-    config/roles.py has it."""
+    of a reward model or a teacher is named after its role, and needs that model.
+    reference_is_actor: as config/roles.py has it."""
     row = TABLE[unnamed(phase)]
     if row is None:
         return None
-    roles = (*ROLES[:-1], phase if unnamed(phase) == "reward_model" else "reward_model")
+    is_scoring = unnamed(phase) in ("reward_model", "teacher_model")
+    roles = (*ROLES[:-1], phase if is_scoring else ROLES[-1])
     parts = {role: frozenset(names.split()) for role, names in zip(roles, row, strict=True)}
     if reference_is_actor:
         parts["actor"] |= parts.pop("ref")

@@ -322,7 +322,9 @@ def _build(
             values[field.name] = _build(typing.cast(type, hint), f"{key}.", settings, start, path)
         elif (named := named_section(hint)) is not None:
             names = dict.fromkeys(
-                other.split(".")[1] for other in settings if other.startswith(f"{key}.")
+                other.removeprefix(f"{key}.").partition(".")[0]
+                for other in settings
+                if other.startswith(f"{key}.")
             )
             values[field.name] = {
                 name: _build(named, f"{key}.{name}.", settings, None, path) for name in names

@@ -24,6 +24,11 @@ MOST_CHARACTERS = 4000
 _LENGTH_STATED = 40
 
 
+def any_name(key: str) -> str:
+    """Return the setting's key with NAME in place of the name of its section, if it has one."""
+    return re.sub(r"(?<=_models\.)\w+", "NAME", key)
+
+
 def masked(text: str) -> str:
     """Return the text with HIDDEN for the user and password of each URL in it, and for its
     parameters with the name of a secret."""
@@ -37,7 +42,7 @@ def masked_argument(argument: str, settings: Collection[str]) -> str:
     secret's, or whose value is a mapping with such a key, is hidden. settings: the keys of the
     schema, which are no secrets."""
     key, equals, value = argument.partition("=")
-    is_secret = SECRET.search(key) is not None and key not in settings
+    is_secret = SECRET.search(key) is not None and any_name(key) not in settings
     return (
         f"{key}={HIDDEN}" if equals and (is_secret or _WITHIN.search(value)) else masked(argument)
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from rlhf_mc.config.errors import NodeError, UserError, disk_errors, error_reason
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.schema import Config, expand_reward_models, get_setting
+from rlhf_mc.config.schema import Config, expand_named_models, get_setting
 
 INPUT_DIRECTORIES = (
     "model.path",
@@ -23,6 +23,7 @@ INPUT_DIRECTORIES = (
     "critic.lora.adapter_path",
     "reward_model.model_path",
     "reward_model.tokenizer_path",
+    "teacher_model.model_path",
     "trainer.resume_from_path",
     "trainer.replay",
 )
@@ -99,7 +100,7 @@ def _paths(
     cfg: Config, keys: Sequence[str] = (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT)
 ) -> Iterator[tuple[str, str]]:
     """Yield each path that is not null, with its key."""
-    for key in expand_reward_models(cfg, keys):
+    for key in expand_named_models(cfg, keys):
         value = get_setting(cfg, key)
         paths = value if isinstance(value, list) else [] if value is None else [value]
         for path in paths:

@@ -1,5 +1,5 @@
-"""The settings of the reward: functions, endpoint, reward model, and the parts of the score.
-schema.py has the other sections. No torch here.
+"""The settings of the reward (functions, endpoint, reward model, the parts of the score) and of
+distillation. schema.py has the other sections. No torch here.
 """
 
 from __future__ import annotations
@@ -7,8 +7,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from rlhf_mc.config.algorithm_schema import KLLossType
 from rlhf_mc.config.model_schema import FrozenMegatronConfig
-from rlhf_mc.config.numbers import Number, Positive, PositiveSeconds, Range, Tokens
+from rlhf_mc.config.numbers import (
+    Count,
+    Number,
+    Positive,
+    PositiveOrZero,
+    PositiveSeconds,
+    Range,
+    Tokens,
+)
 
 
 @dataclass
@@ -53,13 +62,18 @@ class RewardModelConfig:
 
 NAMED = "reward_models"
 """The section of the reward models that have a name."""
+TEACHERS = "distillation.teacher_models"
+"""The section of the teachers."""
 
 
 def unnamed(key: str) -> str:
-    """Return the key, or the section, of a named reward model's setting with reward_model in place
-    of the name; other keys as they are."""
-    section, _, rest = key.partition(".")
-    return f"reward_model.{rest.partition('.')[2]}".rstrip(".") if section == NAMED else key
+    """Return the key, or the section, of a named model's setting with reward_model, or
+    teacher_model of a teacher, in place of section and name; other keys as they are."""
+    for section, one in ((NAMED, "reward_model"), (TEACHERS, "teacher_model")):
+        if key.startswith(f"{section}."):
+            name = key.removeprefix(f"{section}.")
+            return f"{one}.{name.partition('.')[2]}".rstrip(".")
+    return key
 
 
 @dataclass
@@ -132,3 +146,56 @@ class RewardConfig:
     """Penalty on long responses, the part `overlong` of the score."""
     remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
     """An HTTP endpoint that scores responses."""
+
+
+@dataclass
+class TeacherModelConfig:
+    """A frozen teacher, whose log-probs of the student's tokens are computed as the reference's, at
+    the rollout's temperature. It reads the actor's tokens, and needs the actor's tokenizer."""
+
+    model_path: str
+    """Hugging Face checkpoint of the teacher."""
+    key: str | None = None
+    """Data source whose rows the teacher scores; null, of the only teacher: all rows."""
+    log_prob_max_token_len_per_gpu: Tokens = 16384
+    """Token budget of one micro-batch of the teacher's pass."""
+    megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
+    """As critic.megatron, for the teacher."""
+
+
+DistillationLossMode = Literal[KLLossType, "forward_kl_topk"]
+
+
+@dataclass
+class DistillationLossConfig:
+    """The distillation loss of a drawn token (docs/algorithms.md)."""
+
+    loss_mode: DistillationLossMode = "k3"
+    """forward_kl_topk: KL(teacher, student) over the teacher's topk most probable tokens. Others:
+    an estimate of KL(student, teacher) from the drawn token, as actor.kl_loss_type."""
+    topk: Count = 32
+    """forward_kl_topk: tokens at each position."""
+    use_task_rewards: bool = True
+    """Train on the rewards too; false: on the distillation loss alone, with coefficient 1."""
+    distillation_loss_coef: PositiveOrZero = 1.0
+    """Coefficient of the distillation loss beside the rewards."""
+    use_policy_gradient: bool = False
+    """Subtract the distillation loss from the token's advantage, without a gradient through it;
+    false: it is a term of the actor's loss."""
+    loss_max_clamp: Positive | None = None
+    """Bound of the absolute value of a token's distillation loss; null: none."""
+    log_prob_min_clamp: Number | None = None
+    """forward_kl_topk: lower bound of the log-probs of both; null: none."""
+
+
+@dataclass
+class DistillationConfig:
+    """On-policy distillation: the actor, the student, learns from teachers' log-probs of the tokens
+    that it has drawn."""
+
+    enabled: bool = False
+    """Build the teachers and train on the distillation loss."""
+    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+    """The distillation loss."""
+    teacher_models: dict[str, TeacherModelConfig] = field(default_factory=dict)
+    """Teachers by name."""

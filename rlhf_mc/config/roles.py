@@ -19,6 +19,7 @@ from rlhf_mc.config.schema import (
     get_setting,
     reward_models,
     roles,
+    teachers,
 )
 
 PASSES = {
@@ -36,7 +37,11 @@ PASSES = {
 def token_budgets(cfg: Config) -> dict[str, int]:
     """Return the tokens of a micro-batch by phase. Phases of models that the run does not have
     never ask for theirs."""
-    passes = {**PASSES, **{role: f"{role}.forward" for role in reward_models(cfg)}}
+    passes = {
+        **PASSES,
+        **{role: f"{role}.forward" for role in reward_models(cfg)},
+        **{role: f"{role}.log_prob" for role in teachers(cfg)},
+    }
     return {
         phase: get_setting(cfg, f"{name}_max_token_len_per_gpu") for phase, name in passes.items()
     }
@@ -69,6 +74,12 @@ def uses_critic(cfg: Config) -> bool:
 def uses_reference(cfg: Config) -> bool:
     """Return whether the run has a reference policy."""
     return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+
+
+def num_teacher_tokens(cfg: Config) -> int:
+    """Return the number of the teacher's most probable tokens at a position that the loss reads."""
+    loss = cfg.distillation.distillation_loss
+    return loss.topk if cfg.distillation.enabled and loss.loss_mode == "forward_kl_topk" else 0
 
 
 def reference_is_actor(cfg: Config) -> bool:
@@ -201,5 +212,6 @@ def absent_roles(cfg: Config) -> list[str]:
     return [
         role
         for role in roles(cfg)
-        if role != "actor" and not is_present.get(role, role in reward_models(cfg))
+        if role != "actor"
+        and not is_present.get(role, role in (*reward_models(cfg), *teachers(cfg)))
     ]

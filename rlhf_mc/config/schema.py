@@ -38,9 +38,12 @@ from rlhf_mc.config.numbers import (
 )
 from rlhf_mc.config.reward_schema import (
     NAMED,
+    TEACHERS,
     CustomRewardFunctionConfig,
+    DistillationConfig,
     RewardConfig,
     RewardModelConfig,
+    TeacherModelConfig,
     unnamed,
 )
 from rlhf_mc.config.trainer_schema import TrainerConfig
@@ -413,6 +416,8 @@ class Config:
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further reward models by name, each with the settings of reward_model. The name is also the
     name of its part of the score in reward.mixture."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """On-policy distillation from teachers."""
     health: FreeOnResume[HealthConfig] = field(default_factory=HealthConfig)
     """Rules that watch the metrics, and the response to each."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -420,14 +425,16 @@ class Config:
 
 
 FROZEN_ROLES = ("ref", "reward_model")
-"""Sections of models that are never trained. So are the sections of reward_models."""
-RoleConfig = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
+"""Sections of models that are never trained. So are the sections of reward_models and of
+teachers."""
+RoleConfig = ActorConfig | CriticConfig | RefConfig | RewardModelConfig | TeacherModelConfig
 
 
 def roles(cfg: Config) -> dict[str, RoleConfig]:
     """Return the section of each model by its dotted key, which is the model's role; the actor's
     first."""
-    named = {f"{NAMED}.{name}": section for name, section in cfg.reward_models.items()}
+    named: dict[str, RoleConfig] = {f"{NAMED}.{name}": s for name, s in cfg.reward_models.items()}
+    named |= {f"{TEACHERS}.{name}": s for name, s in cfg.distillation.teacher_models.items()}
     return {
         "actor": cfg.actor,
         "critic": cfg.critic,
@@ -456,13 +463,26 @@ def reward_models(cfg: Config) -> dict[str, RewardModelConfig]:
     }
 
 
-def expand_reward_models(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
-    """Yield the keys. In place of a setting of reward_model, yield the setting of each section of a
-    reward model."""
-    scorers = [role for role in roles(cfg) if unnamed(role) == "reward_model"]
+def teachers(cfg: Config) -> dict[str, TeacherModelConfig]:
+    """Return the sections of the teachers that the run has, by role."""
+    return {
+        role: section
+        for role, section in roles(cfg).items()
+        if isinstance(section, TeacherModelConfig) and cfg.distillation.enabled
+    }
+
+
+def expand_named_models(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
+    """Yield the keys. In place of a setting of reward_model or of teacher_model, yield the setting
+    of each section of a reward model, or of each teacher that the run has."""
+    sections = {
+        "reward_model": [role for role in roles(cfg) if unnamed(role) == "reward_model"],
+        "teacher_model": list(teachers(cfg)),
+    }
     for key in keys:
         section, _, name = key.partition(".")
-        yield from [f"{role}.{name}" for role in scorers] if section == "reward_model" else [key]
+        named = sections.get(section)
+        yield from [key] if named is None else [f"{role}.{name}" for role in named]
 
 
 def get_setting(cfg: Config, key: str) -> Any:

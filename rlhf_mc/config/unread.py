@@ -64,6 +64,7 @@ CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor.policy_loss"
 LOSS_MODE = f"{LOSS}.loss_mode"
 LAYOUT = "actor.megatron"
+DISTILLATION = "distillation.distillation_loss"
 DECAYS = "linear cosine"
 ENVIRONMENT = "rollout.environment"
 ENVIRONMENT_CLASS = "kwargs first_observation split_special_tokens"
@@ -169,6 +170,16 @@ DEPENDENCES = (
         "custom_reward_function",
         "name reward_kwargs skip_special_tokens",
     ),
+    _switch(
+        "distillation.enabled",
+        DISTILLATION,
+        "loss_mode topk use_task_rewards distillation_loss_coef use_policy_gradient loss_max_clamp "
+        "log_prob_min_clamp",
+    ),
+    _choice(
+        f"{DISTILLATION}.loss_mode", "forward_kl_topk", DISTILLATION, "topk log_prob_min_clamp"
+    ),
+    _switch(f"{DISTILLATION}.use_task_rewards", DISTILLATION, "distillation_loss_coef"),
     _switch("reward.overlong_buffer.len", "reward.overlong_buffer", "penalty_factor"),
     _switch(
         "reward.remote.url", "reward.remote", "api timeout_seconds max_retries max_concurrency"

@@ -110,15 +110,15 @@ def rotate_in_context(assembly: Assembly) -> None:
 
 
 class _Joined(torch.autograd.Function):
-    """The results [N] of all ranks, of which this rank has those at `index`. Every rank computes
-    the same loss of them, so the gradient of its own is not summed over the ranks."""
+    """The results [N, ...] of all ranks, of which this rank has those at `index`. Every rank
+    computes the same loss of them, so the gradient of its own is not summed over the ranks."""
 
     @staticmethod
     def forward(
         ctx: Any, results: torch.Tensor, index: torch.Tensor, size: int, context: Context
     ) -> torch.Tensor:
         ctx.save_for_backward(index)
-        out = results.new_zeros(size).index_copy_(0, index, results)
+        out = results.new_zeros(size, *results.shape[1:]).index_copy_(0, index, results)
         dist.all_reduce(out, group=context.group)
         return out
 
@@ -128,7 +128,8 @@ class _Joined(torch.autograd.Function):
 
 
 def joined(results: torch.Tensor, index: torch.Tensor, size: int, context: Context) -> torch.Tensor:
-    """Return [size] numbers on all ranks of the context, each from the rank that has its position
-    in `index`. Every rank of the context must call it, and compute the same loss of the result."""
+    """Return [size, ...] numbers on all ranks of the context, each row from the rank that has its
+    position in `index`. Every rank of the context must call it, and compute the same loss of the
+    result."""
     out: torch.Tensor = _Joined.apply(results, index, size, context)
     return out

@@ -316,11 +316,14 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         head: Head,
         per_sequence: bool = False,
+        columns: int | None = None,
     ) -> torch.Tensor:
         """Return what this rank has of `score`, on the device: 0 for all other tokens. The sum over
-        the ranks of the mesh is exact. Each of them must call it."""
+        the ranks of the mesh is exact. With columns the head gives as many numbers for each token,
+        and the result is [R, columns]. Every rank of the mesh must call it."""
         size = batch.num_sequences if per_sequence else len(batch.rollout_log_probs)
-        result = torch.zeros(size, device=platform.device())
+        shape = (size,) if columns is None else (size, columns)
+        result = torch.zeros(shape, device=platform.device())
 
         def keep(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> None:
             if micro.is_dummy:

@@ -47,6 +47,8 @@ class MicroBatch:
     sequence in it; empty for a dummy."""
     own_results: torch.Tensor
     """[r] int64: indices in [R + O] of the results that this rank has; empty where it has all."""
+    own_rows: np.ndarray
+    """[r - o] int64, on the host: response_index of the results that this rank has."""
     num_observed: int = 0
     """O: tokens of observations that have a result."""
     sources: torch.Tensor | None = None
@@ -60,8 +62,8 @@ class MicroBatch:
         return len(self.response_index) == 0
 
     def all_results(self, results: torch.Tensor) -> torch.Tensor:
-        """Return the results [R + O] of all context-parallel ranks, from this rank's [r]. All of
-        them must call it."""
+        """Return the results [R + O, ...] of all context-parallel ranks, from this rank's [r, ...].
+        All of them must call it."""
         context = self.packed.context
         return (
             results
@@ -197,7 +199,8 @@ def pack_micro_batch(
         # Transformer Engine's attention keeps the group of the micro-batch before
         packed.local_cp_size = 1
     tensors = dict(zip(on_host, fields, strict=True))
-    return MicroBatch(packed=packed, num_observed=num_observed, **tensors)
+    own_rows = index[own_results[own_results < len(index)]] if context.size > 1 else index
+    return MicroBatch(packed=packed, own_rows=own_rows, num_observed=num_observed, **tensors)
 
 
 def _before_drawn(

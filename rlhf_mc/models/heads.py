@@ -123,10 +123,42 @@ def row_gradient(
     return grad.to(dtype)
 
 
+def _over_ranks(
+    rows: torch.Tensor, is_local: torch.Tensor | None, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the target's x, the logsumexp and the entropy, of the columns of all ranks of the
+    group. rows: of row_statistics. is_local: targets among this rank's columns; None: all."""
+    peak, target_x, total, weighted = rows
+    target_x = target_x + peak if is_local is None else torch.where(is_local, target_x + peak, 0.0)
+    if group.size() > 1:
+        highest = peak.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        below = peak - highest
+        share = below.exp()
+        sums = torch.stack([target_x, share * total, share * (weighted + below * total)])
+        dist.all_reduce(sums, group=group)
+        target_x, total, weighted = sums
+        peak = highest
+    log_total = total.log()
+    return target_x, peak + log_total, log_total - weighted / total
+
+
+def _local(
+    tokens: torch.Tensor, columns: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the columns of tokens on this rank, 0 for those of other ranks, and which are its own;
+    None on one rank, which has all."""
+    if group.size() == 1:
+        return tokens, None
+    local = tokens - group.rank() * columns
+    is_local = (local >= 0) & (local < columns)
+    return torch.where(is_local, local, 0), is_local
+
+
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """log softmax(x)[target] and the entropy H of softmax(x), x = hidden weight^T / temperature,
-    where the rows of weight are sharded over a process group. The backward pass recomputes x, chunk
-    by chunk.
+    """log softmax(x)[target], the entropy H of softmax(x), and log softmax(x) of further tokens,
+    x = hidden weight^T / temperature, where the rows of weight are sharded over a process group.
+    The backward pass recomputes x, chunk by chunk.
 
     d log p_t / dx_j = [j = t] - p_j;  dH / dx_j = -p_j (log p_j + H)."""
 
@@ -140,53 +172,45 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        others: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         columns = weight.shape[0]
-        first = group.rank() * columns
-        num_tokens = max(0, min(columns, vocab_size - first))
-        is_sharded = group.size() > 1
-        local = targets
-        is_local = None  # on one rank all targets are
-        if is_sharded:
-            local = targets - first
-            is_local = (local >= 0) & (local < columns)
-            local = torch.where(is_local, local, 0)
+        num_tokens = max(0, min(columns, vocab_size - group.rank() * columns))
+        local, is_local = _local(targets, columns, group)
+        others, is_other = (None, None) if others is None else _local(others, columns, group)
+        others_x = None if others is None else hidden.new_zeros(others.shape, dtype=torch.float32)
         # Of this rank's columns, relative to their largest x: the target's x, sum exp(x), sum
         # exp(x) x.
         rows = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
         logits = _Logits(hidden, weight, num_tokens, temperature)
         for part in logits.parts:
-            row_statistics(logits.scaled(part), local[part], rows[:, part], with_entropy)
-        peak, target_x, total, weighted = rows
-        target_x = (
-            target_x + peak if is_local is None else torch.where(is_local, target_x + peak, 0.0)
-        )
-        if is_sharded:
-            highest = peak.clone()
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            below = peak - highest
-            share = below.exp()
-            sums = torch.stack([target_x, share * total, share * (weighted + below * total)])
-            dist.all_reduce(sums, group=group)
-            target_x, total, weighted = sums
-            peak = highest
-        log_total = total.log()
-        log_z = peak + log_total
-        entropy = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, local, is_local, log_z, entropy)
+            x = logits.scaled(part)
+            if others is not None and others_x is not None:
+                torch.gather(x, 1, others[part], out=others_x[part])
+            row_statistics(x, local[part], rows[:, part], with_entropy)
+        target_x, log_z, entropy = _over_ranks(rows, is_local, group)
+        if others_x is not None:
+            if is_other is not None:
+                others_x.masked_fill_(~is_other, 0.0)
+                dist.all_reduce(others_x, group=group)
+            others_x -= log_z[:, None]
+        ctx.save_for_backward(hidden, weight, local, is_local, log_z, entropy, others, is_other)
         ctx.num_tokens = num_tokens
         ctx.temperature = temperature
         ctx.group = group
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        return target_x - log_z, entropy
+        return target_x - log_z, entropy, others_x
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+        ctx: Any,
+        grad_log_probs: torch.Tensor | None,
+        grad_entropy: torch.Tensor | None,
+        grad_others: torch.Tensor | None,
     ) -> Any:
-        hidden, weight, local, is_local, log_z, entropy = ctx.saved_tensors
+        hidden, weight, local, is_local, log_z, entropy, others, is_other = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden)
@@ -196,6 +220,17 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         )
         logits = _Logits(hidden, weight, ctx.num_tokens, ctx.temperature)
         counted = torch.ones_like(log_z) if is_local is None else is_local.float()
+        dtype = weight.dtype
+        tokens = of_tokens = None
+        if grad_others is not None:
+            # The gradients of all log-probs of a row are added here; row_gradient has their sum.
+            own = grad_others if is_other is None else grad_others.masked_fill(~is_other, 0.0)
+            tokens = torch.cat([local[:, None], others], 1)
+            of_tokens = torch.cat([(counted * grad_log_probs)[:, None], own], 1)
+            counted = torch.zeros_like(log_z)
+            grad_log_probs = grad_log_probs + grad_others.sum(1)
+            grad_entropy = torch.zeros_like(log_z) if grad_entropy is None else grad_entropy
+            dtype = torch.float32
         for part in logits.parts:
             narrow = row_gradient(
                 logits.scaled(part),
@@ -205,8 +240,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 entropy[part, None],
                 grad_log_probs[part, None],
                 None if grad_entropy is None else grad_entropy[part, None],
-                weight.dtype,
+                dtype,
             )
+            if tokens is not None and of_tokens is not None:
+                narrow = narrow.scatter_add_(1, tokens[part], of_tokens[part]).to(weight.dtype)
             # Without grad_entropy a factor per row is applied outside the products with the weight
             # and the states.
             of_row = -grad_log_probs if grad_entropy is None else torch.ones_like(log_z)
@@ -225,6 +262,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
             None,
             None,
             None,
@@ -252,18 +290,55 @@ def log_probs(
     )[0]
 
 
+def top_log_probs(
+    model: Any,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    temperature: float,
+    k: int,
+) -> torch.Tensor:
+    """Return the log-prob of each target, the numbers of the k most probable tokens, and their
+    log-probs: [R, 1 + 2 k] float32, without a gradient. The arguments are those of log_probs, and
+    vocab_size is at least k: further tokens have probability 0."""
+    group = model.pg_collection.tp
+    weight = output_weight(model)
+    columns = weight.shape[0]
+    first = group.rank() * columns
+    local, is_local = _local(targets, columns, group)
+    rows = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
+    best = torch.zeros(2, len(targets), min(k, columns), device=hidden.device)
+    num_tokens = max(0, min(columns, vocab_size - first))
+    logits = _Logits(hidden[:, 0], weight, num_tokens, temperature)
+    for part in logits.parts:
+        x = logits.scaled(part)
+        best[1, part], tokens = x.topk(best.shape[2])
+        best[0, part] = tokens + first
+        row_statistics(x, local[part], rows[:, part], with_entropy=False)
+    target_x, log_z, _ = _over_ranks(rows, is_local, group)
+    if group.size() > 1 and k > 0:
+        of_ranks = best.new_empty(group.size() * 2, *best.shape[1:])
+        dist.all_gather_into_tensor(of_ranks, best, group=group)
+        best = of_ranks.unflatten(0, (group.size(), 2)).permute(1, 2, 0, 3).flatten(2)
+    top_x, places = best[1].topk(k)
+    log_z = log_z[:, None]
+    return torch.cat([target_x[:, None] - log_z, best[0].gather(1, places), top_x - log_z], 1)
+
+
 def log_probs_and_entropy(
     model: Any,
     hidden: torch.Tensor,
     targets: torch.Tensor,
     vocab_size: int,
     temperature: float,
+    others: torch.Tensor | None = None,
     with_entropy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log_probs and the entropy of the distribution of each target: two [R] float32. The
+) -> tuple[torch.Tensor, ...]:
+    """Return log_probs and the entropy of the distribution of each target: two [R] float32; and
+    with further tokens `others` [R, k] int64 their log-probs at each position: [R, k] float32. The
     backward pass computes no gradient of the entropy where none is needed. Without with_entropy the
     entropy is not computed."""
-    out: tuple[torch.Tensor, torch.Tensor] = _VocabParallelLogProbs.apply(
+    *out, of_others = _VocabParallelLogProbs.apply(
         hidden[:, 0],
         output_weight(model),
         targets,
@@ -271,13 +346,14 @@ def log_probs_and_entropy(
         temperature,
         model.pg_collection.tp,
         with_entropy,
+        others,
     )
-    return out
+    return (*out,) if others is None else (*out, of_others)
 
 
 Head = Callable[[Any, torch.Tensor, MicroBatch], torch.Tensor]
-"""(model, states [r, 1, hidden], micro-batch) -> [R] float32 (MicroBatch): of all context-parallel
-ranks."""
+"""(model, states [r, 1, hidden], micro-batch) -> [R] or [R, columns] float32 (MicroBatch): of all
+context-parallel ranks."""
 
 
 def log_prob_head(vocab_size: int, temperature: float) -> Head:
@@ -285,6 +361,18 @@ def log_prob_head(vocab_size: int, temperature: float) -> Head:
 
     def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         return micro.all_results(log_probs(model, states, micro.targets, vocab_size, temperature))
+
+    return head
+
+
+def teacher_head(vocab_size: int, temperature: float, k: int) -> Head:
+    """Return the head that gives top_log_probs of each response token. vocab_size: the tokens that
+    teacher and student have in common."""
+
+    def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        return micro.all_results(
+            top_log_probs(model, states, micro.targets, vocab_size, temperature, k)
+        )
 
     return head
 

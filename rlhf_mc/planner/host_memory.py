@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.roles import num_training_ranks, saves_checkpoints
+from rlhf_mc.config.roles import num_teacher_tokens, num_training_ranks, saves_checkpoints
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.lengths import responses_per_prompt
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
@@ -32,6 +32,8 @@ _PER_TOKEN = 8
 _PER_RESPONSE_TOKEN = 100
 """Bytes of a response token in the batch, besides: 8 vectors of float32, and token and log-prob as
 Python's numbers."""
+_PER_TEACHER_TOKEN = 8
+"""Bytes of one of the teacher's most probable tokens at a response token, on each rank."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def _rank_bytes(
     parts["batch"] = responses * (
         longest * _PER_TOKEN + cfg.data.max_response_length * _PER_RESPONSE_TOKEN
     )
+    of_teacher = num_teacher_tokens(cfg) * _PER_TEACHER_TOKEN
+    parts["teacher's tokens"] = float(responses * cfg.data.max_response_length * of_teacher)
     return parts
 
 

@@ -18,13 +18,14 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
+    num_teacher_tokens,
     num_training_ranks,
     reference_is_actor,
     shares_weights,
     token_budgets,
     tokens_on_rank,
 )
-from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.schema import Config, layouts, teachers
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.lengths import Lengths, computed_tokens
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
@@ -53,6 +54,12 @@ _ROLES_OF_PASSES = {
 ROOM = 0.05
 """Share of the device that is left where the optimizer state stays there between the steps of an
 update."""
+_RESULT = 4
+"""Bytes of a float32."""
+_TOP_IN_UPDATE = 32
+"""Bytes of a teacher's token at a position of a micro-batch that is updated: its number and
+log-prob as they come, its number as int64, the student's log-prob, and the gradients of sums and
+products."""
 _QUANTIZED = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 """Weights that rollout.quantization quantizes: of linear layers, without embeddings and router."""
 
@@ -347,8 +354,20 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
         peaks[phase] = {
             "activations": size,
             "replayed experts": model.replayed_experts(cfg, sequences),
+            "teacher's tokens": _teacher_bytes(cfg, phase, budget),
         }
     return peaks
+
+
+def _teacher_bytes(cfg: Config, phase: str, budget: int) -> float:
+    """Return the bytes of the teachers' most probable tokens in a phase. A teacher's pass has the
+    numbers of the whole batch (trainer/log_probs.py), as the sum and as its own part; an update
+    has those of a micro-batch of `budget` tokens."""
+    k = num_teacher_tokens(cfg)
+    if phase == "update_actor":
+        return float(budget * k * _TOP_IN_UPDATE)
+    tokens = cfg.data.train_batch_size * cfg.rollout.n * cfg.data.max_response_length
+    return 2.0 * tokens * (1 + 2 * k) * _RESULT if phase in teachers(cfg) else 0.0
 
 
 def _pass(cfg: Config, role: str, budget: int, mesh: Mesh, prompts: int) -> Pass:

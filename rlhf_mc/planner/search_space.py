@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_mc.config.load import load_config, nest_settings
 from rlhf_mc.config.roles import num_rollout_ranks, num_training_ranks, tokens_on_rank
-from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.config.schema import Config, layouts, reward_models, teachers
 from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.start import planned_shapes
 
@@ -117,6 +117,7 @@ class SearchSpace:
     def budgets(self, update: int, forward: int) -> dict[str, Any]:
         """Return the settings of the token budgets of the models that the run has."""
         scorers = [f"{role}.forward_max_token_len_per_gpu" for role in reward_models(self.base)]
+        scorers += [f"{role}.log_prob_max_token_len_per_gpu" for role in teachers(self.base)]
         budgets = dict.fromkeys(_UPDATE_BUDGETS, update) | dict.fromkeys(
             (*_FORWARD_BUDGETS, *scorers), forward
         )

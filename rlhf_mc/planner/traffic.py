@@ -25,7 +25,7 @@ from rlhf_mc.config.roles import (
     token_budgets,
     tokens_on_rank,
 )
-from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.config.schema import Config, layouts, reward_models, teachers
 from rlhf_mc.data.balance import DUMMY_TOKENS
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, computed_tokens, responses_per_prompt
@@ -165,6 +165,9 @@ def phase_work(
         yield work("ref", "actor" if reference_is_actor(cfg) else "ref", sampled)
     if "critic" in shapes:
         yield work("values", "critic", sampled)
+    for role in teachers(cfg):
+        # how many rows are its own is known only when the data is read: an equal share
+        yield work(role, role, math.ceil(sampled / len(teachers(cfg))))
     for role in reward_models(cfg):
         yield work(role, role, prompts_per_batch(cfg.data) * responses_per_prompt(cfg))
     for role, settings in (("critic", cfg.critic), ("actor", actor)):

@@ -35,6 +35,7 @@ from rlhf_mc.config.schema import (
     layouts,
     reward_models,
     score_part,
+    teachers,
 )
 from rlhf_mc.config.unread import unread_line
 from rlhf_mc.data.conversations import ConversationTokenizer
@@ -79,6 +80,7 @@ from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import MOST_CONSECUTIVE, SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
+from rlhf_mc.trainer.teachers import Teacher
 
 
 def build_run(cfg: Config) -> Run:
@@ -150,6 +152,7 @@ def build_run(cfg: Config) -> Run:
         critic=models.get("critic"),
         reference=actor.without_adapters() if reference_is_actor(cfg) else models.get("ref"),
         reward_models=_reward_models(cfg, models, budgets, conversations),
+        teachers=[Teacher(r, s, models[r], budgets[r]) for r, s in teachers(cfg).items()],
         rollout=rollout,
         rollout_pool=pool_group([rank for ranks in rollout.groups for rank in ranks]),
         environments=environments,
@@ -229,7 +232,8 @@ def _scorable(
     print_special_tokens(cfg, rewards, tokenizer)
     check_mixture(rewards.mixture.sources, train, val)
     on_bad_row = cfg.data.on_bad_row
-    train = scorable(rewards, train, on_bad_row, True, conversations.values())
+    keys = [teacher.key for teacher in teachers(cfg).values()]
+    train = scorable(rewards, train, on_bad_row, True, conversations.values(), keys)
     val = scorable(rewards, val, on_bad_row, False)
     check_weights(cfg.data, train.file_sizes)
     check_batch(cfg.data, len(train))

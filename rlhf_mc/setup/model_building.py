@@ -26,6 +26,7 @@ from rlhf_mc.config.schema import (
     OptimConfig,
     layouts,
     reward_models,
+    teachers,
 )
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -35,7 +36,11 @@ from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.rollout.base import EngineFactory
 from rlhf_mc.runtime.work import working
-from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
+from rlhf_mc.setup.value_heads import (
+    check_value_head,
+    reward_model_checkpoint,
+    token_checkpoint,
+)
 from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 
@@ -83,6 +88,10 @@ def model_starts(
     for role in reward_models(cfg):
         reward_model = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
         starts[role] = ModelStart(reward_model.shape(value_head=True), reward_model)
+    for role, section in teachers(cfg).items():
+        given = f"{role}.model_path", section.model_path
+        teacher = token_checkpoint(*given, cfg.data, tokenizer, value_head=False)
+        starts[role] = ModelStart(teacher.shape(), teacher)
     if "critic" in starts:
         starts["critic"].reader.check(starts["critic"].shape.base)
     return starts
@@ -92,7 +101,7 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     """Return the start of the critic. reader: the actor's checkpoint."""
     mcore = cfg.model.dist_checkpointing_path
     if cfg.critic.model_path is not None:
-        reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer)
+        reader = token_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer)
         mcore = None
     else:
         check_value_head("model.path", reader)

@@ -24,6 +24,7 @@ from rlhf_mc.rewards.registry import RULES
 from rlhf_mc.runtime.console import global_rank, print_line
 from rlhf_mc.topology.consensus import gather_objects, my_share
 from rlhf_mc.trainer.scores import SpecialTokenTexts
+from rlhf_mc.trainer.teachers import check_taught
 
 _READ_TOGETHER = 1000
 """Prompts that check_mixture reads together."""
@@ -37,13 +38,17 @@ def scorable(
     on_bad_row: str,
     training: bool,
     conversations: Collection[ConversationTokenizer] = (),
+    teachers: Collection[str | None] = (),
 ) -> Prompts:
-    """Return the prompts that can be scored, and rendered for the reward models. With on_bad_row
+    """Return the prompts that can be scored, rendered for the reward models, and that have a
+    teacher where there are teachers: their keys. With on_bad_row
     "error" raise UserError, with file and row, for the first that cannot; with "skip" leave them
     out, with a warning. Each rank checks a part: every rank must call it."""
 
     def check(some: list[Prompt]) -> None:
         rewards.check(some, training)
+        if teachers and None not in teachers:
+            check_taught(some, teachers)
         for conversation in conversations:
             for prompt in some:
                 conversation.text(prompt, "")

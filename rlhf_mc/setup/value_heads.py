@@ -1,4 +1,5 @@
-"""Checkpoints with a value head: requirements of the critic's start and of a reward model."""
+"""Checkpoints of models that read the actor's tokens: requirements of the critic's start, of a
+reward model and of a teacher."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def reward_model_checkpoint(
     key = f"{role}.model_path"
     path = str(get_setting(cfg, key))
     if conversations is None:
-        reader = value_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
+        reader = token_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
     else:
         reader = _read_checkpoint(key, path)
         _check_size(
@@ -65,19 +66,20 @@ def reward_model_checkpoint(
     return reader
 
 
-def value_checkpoint(
+def token_checkpoint(
     key: str,
     path: str,
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     own_key: str | None = None,
+    value_head: bool = True,
 ) -> HFReader:
-    """Return the checkpoint of the setting `key`, with or without a value head. Raise UserError if
-    the actor's prompts and responses are too long for it or of another vocabulary, or if its head
-    is not a value head. own_key: the setting that would give the model a tokenizer of its own, if
-    there is one."""
-    reader = _read_checkpoint(key, path)
-    shape = reader.shape(value_head=True)
+    """Return the checkpoint of the setting `key`, which may have a value head, or of a model
+    without one. Raise UserError if the actor's prompts and responses are too long for it or of
+    another vocabulary, or if its head is not a value head. own_key: the setting that would give the
+    model a tokenizer of its own, if there is one."""
+    reader = _read_checkpoint(key, path, value_head)
+    shape = reader.shape(value_head)
     where = f"{key} {path}"
     longest = data.max_prompt_length + data.max_response_length
     if longest > shape.max_position_embeddings:
@@ -90,13 +92,13 @@ def value_checkpoint(
     return reader
 
 
-def _read_checkpoint(key: str, path: str) -> HFReader:
-    """Return a checkpoint whose value head, if it has one, is checked."""
+def _read_checkpoint(key: str, path: str, value_head: bool = True) -> HFReader:
+    """Return a checkpoint whose value head, if it has one, is checked. value_head: of the model."""
     with error_prefix(f"{key}:"):
         reader = HFReader(path)
     check_value_head(key, reader)
     with error_prefix(f"{key}:"):
-        reader.check(reader.shape(value_head=True))
+        reader.check(reader.shape(value_head))
     return reader
 
 
@@ -114,7 +116,7 @@ def _check_same_tokens(
     key: str, path: str, tokenizer: PreTrainedTokenizerBase, own_key: str | None
 ) -> None:
     """Raise UserError if the tokenizer in the model's directory, if any, has another vocabulary
-    than the actor's: the model reads the actor's tokens unchanged. own_key: as in value_checkpoint;
+    than the actor's: the model reads the actor's tokens unchanged. own_key: as in token_checkpoint;
     with it, warn if the chat template differs."""
     if not has_tokenizer(path):
         return

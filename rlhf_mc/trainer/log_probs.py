@@ -1,12 +1,15 @@
-"""Forward passes over a batch: log-probs of actor and reference, values of the critic. No weight
-changes here."""
+"""Forward passes over a batch: log-probs of actor, reference and teachers, values of the critic. No
+weight changes here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from rlhf_mc.config.roles import has_old_log_prob_pass
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc import platform
+from rlhf_mc.config.roles import has_old_log_prob_pass, num_teacher_tokens
+from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
 from rlhf_mc.models import heads
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import Head
@@ -64,3 +67,33 @@ def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
             f"training/expert_choices_diff/layer_{n}": diff for n, diff in by_layer.items()
         }
     run.log_prob_check.check(batch, state.step)
+
+
+def teacher_log_probs(
+    run: Run, state: StepState, prompts: Sequence[Prompt], batch: RaggedBatch
+) -> RaggedBatch:
+    """Return the batch with the log-probs of the teachers, if the run has any: each scores the rows
+    of its data source. prompts: of each sequence. Raise UserError, on every rank, if a log-prob is
+    not finite."""
+    if not run.teachers:
+        return batch
+    k = num_teacher_tokens(run.config)
+    student = run.actor.shape.vocab_size, run.config.rollout.temperature
+    shape = (len(batch.rollout_log_probs), 1 + 2 * k)
+    own = torch.zeros(shape, device=platform.device())  # this rank's part
+    rows_of = {teacher: rows for teacher in run.teachers if len(rows := teacher.rows(prompts))}
+    lens = batch.response_lens.numpy()
+    tokens = {
+        teacher: torch.from_numpy(ragged_indices(lens, rows.numpy()))
+        for teacher, rows in rows_of.items()
+    }
+    for teacher, rows in rows_of.items():
+        with run.offload_schedule.phase(state.timer, teacher.role):
+            (index,) = platform.to_device([tokens[teacher]])
+            own[index] = teacher.score(batch.select(rows), *student, k)
+    with run.offload_schedule.phase(state.timer, "sum_log_probs"):
+        scores = sum_over_ranks(own, run.groups.members)
+    for teacher, of in tokens.items():  # an error is the same on every rank
+        state.metrics |= teacher.metrics(scores[of], batch.rollout_log_probs[of], state.step)
+    top = {"teacher_top": scores[:, 1:].contiguous()} if k else {}
+    return batch.with_fields(teacher_log_probs=scores[:, 0].contiguous(), **top)

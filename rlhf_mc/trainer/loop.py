@@ -15,7 +15,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer.advantages import compute_advantages
 from rlhf_mc.trainer.evaluate import validate
 from rlhf_mc.trainer.lifecycle import Lifecycle
-from rlhf_mc.trainer.log_probs import log_probs
+from rlhf_mc.trainer.log_probs import log_probs, teacher_log_probs
 from rlhf_mc.trainer.pool.ahead import pools_at_work
 from rlhf_mc.trainer.pool.generate import update_weights
 from rlhf_mc.trainer.pool.rollout import rollout
@@ -36,6 +36,7 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
         with pools_at_work(run, state):
             if run.trains:  # ranks of a rollout pool may generate meanwhile
                 batch = log_probs(run, state, batch)  # reference's, values, old ones if read
+                batch = teacher_log_probs(run, state, prompts, batch)  # if there are teachers
                 batch = rewards(run, state, prompts, batch, pending, stop)
                 batch = compute_advantages(run, state, batch)
                 update_critic(run, state, batch)

@@ -29,6 +29,7 @@ from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
+from rlhf_mc.trainer.teachers import Teacher
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Run:
     """None if the advantage estimator needs none."""
     reference: ModelEngine | None
     reward_models: list[RewardModel]
+    teachers: list[Teacher]
+    """The teachers of distillation; none without it."""
     rollout: RolloutEngine
     rollout_pool: dist.ProcessGroup | None
     """The ranks with a rollout engine; None: all, or this is none of them."""
@@ -104,4 +107,6 @@ class Run:
         them."""
         reference = None if reference_is_actor(self.config) else self.reference
         frozen = [] if reference is None else [reference]
-        return [*self.trained_models(), *frozen, *(model.engine for model in self.reward_models)]
+        frozen += [model.engine for model in self.reward_models]
+        frozen += [teacher.engine for teacher in self.teachers]
+        return [*self.trained_models(), *frozen]

@@ -4,7 +4,7 @@ models/engine.py computes gradients on the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlhf_mc import platform
+from rlhf_mc.algorithms.distillation import distill, forward_kl, with_distillation
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import (
     ActorLossInputs,
@@ -23,6 +24,7 @@ from rlhf_mc.algorithms.losses import (
 from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from rlhf_mc.algorithms.rollout_correction import geometric_means, weights_of_micro_batch
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
+from rlhf_mc.config.reward_schema import DistillationLossConfig
 from rlhf_mc.config.roles import adapts_kl_loss
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
@@ -37,6 +39,7 @@ from rlhf_mc.trainer.log_probs import compare_with_engine
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_state import StepState
+from rlhf_mc.trainer.teachers import teacher_top
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 
@@ -78,6 +81,8 @@ class ActorTerms:
     """Random draws of the step's mini-batches, one after the other: the same on every rank."""
     correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """For importance weights of a batch without old log-probs."""
+    distillation: DistillationLossConfig | None = None
+    """None without teachers."""
 
 
 def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
@@ -134,6 +139,22 @@ def _policy_inputs(
     )
 
 
+def _distill(
+    cfg: DistillationLossConfig,
+    log_probs: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    teacher: torch.Tensor | None,
+    fields: dict[str, torch.Tensor],
+    micro: MicroBatch,
+) -> None:
+    """Change a micro-batch's fields as `distill` does. others, teacher: log-probs of the teacher's
+    tokens [r, k], by the student and by the teacher; none without them."""
+    if teacher is not None:
+        kl = forward_kl(others[0], teacher, cfg.log_prob_min_clamp)
+        fields["forward_kl"] = micro.all_results(kl)
+    distill(cfg, log_probs, fields)
+
+
 def actor_objective(
     mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float, terms: ActorTerms
 ) -> Loss:
@@ -169,6 +190,8 @@ def actor_objective(
         )
     if cfg.use_kl_loss and mini.ref_log_probs is not None:
         per_token["ref_log_probs"] = mini.ref_log_probs
+    if mini.teacher_log_probs is not None:
+        per_token["teacher_log_probs"] = mini.teacher_log_probs
     if cfg.positive_nll_coef > 0:
         assert mini.accuracies is not None
         per_token["right_weights"] = right_token_weights(
@@ -181,8 +204,11 @@ def actor_objective(
     def loss(
         model: object, states: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        local = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
-        results = [micro.all_results(x) for x in local]
+        tokens, teacher = teacher_top(mini, micro)
+        log_probs, entropy, *others = log_probs_and_entropy(
+            model, states, micro.targets, vocab_size, temperature, tokens
+        )
+        results = [micro.all_results(x) for x in (log_probs, entropy)]
         log_probs, entropy = (x[: len(micro.response_index)] for x in results)
         fields = {name: values[micro.response_index] for name, values in on_device.items()}
         if computes_old_log_probs:
@@ -195,6 +221,8 @@ def actor_objective(
                 terms.correction,
                 is_geometric,
             )
+        if terms.distillation is not None:
+            _distill(terms.distillation, log_probs, others, teacher, fields, micro)
         inputs = ActorLossInputs(
             policy=_policy_inputs(cfg, log_probs, fields, len(per_token["weights"]), mini),
             weights=fields["weights"],
@@ -213,6 +241,8 @@ def actor_objective(
             positive_nll_coef=cfg.positive_nll_coef,
             env_loss_coef=cfg.env_loss_coef,
         )
+        if terms.distillation is not None:
+            value, stats = with_distillation(terms.distillation, value, stats, fields)
         return value, {**stats, LOG_PROBS: log_probs.detach()} if computes_old_log_probs else stats
 
     return loss
@@ -314,6 +344,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
             draws=step_generator(cfg.trainer.seed, state.step),
             correction=cfg.algorithm.rollout_correction,
+            distillation=cfg.distillation.distillation_loss if run.teachers else None,
         )
         objective = partial(
             actor_objective,

@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
+from rlhf_mc.config.masking import any_name
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
@@ -36,13 +37,14 @@ from rlhf_mc.verl.keys import (
 )
 from rlhf_mc.verl.multi_turn import MULTI_TURN, TOOL_PATHS, turn_defaults
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints, named_engine
-from rlhf_mc.verl.values import OF_SEQUENCES, uses_critic
+from rlhf_mc.verl.values import OF_SEQUENCES, TEACHERS, uses_critic
 
 _MOST_NAMED = 10
 VERL = "0.10.0.dev of 2026-08-22"
 """The version of verl whose defaults are written out, as in its generated ppo_megatron_trainer and
 ppo_trainer."""
 
+_BUDGET = "actor.ppo_max_token_len_per_gpu"
 _CORRECTION = "algorithm.rollout_correction."
 _SWITCHES: dict[str, tuple[str, ...]] = {
     "reward_model.sandbox_fusion.": ("reward_model.sandbox_fusion.url",),
@@ -192,7 +194,8 @@ def convert(given: Mapping[str, VerlSetting], engine: str | None = None) -> Conv
     settings: dict[str, Any] = {}
     for key, item in given.items():
         line = _line(key, item.value, verl)
-        if line.ours in dotted_keys() and (problem := value_problem(str(line.ours), line.value)):
+        ours = any_name(str(line.ours))
+        if ours in dotted_keys() and (problem := value_problem(ours, line.value)):
             line = not_supported(problem)
         result.report.append((item.written, line))
         if line.ours is not None:
@@ -204,7 +207,7 @@ def convert(given: Mapping[str, VerlSetting], engine: str | None = None) -> Conv
     defaults = ("verl's defaults", f"those of version {VERL}")
     result.hints += [defaults, *layout_hints(verl, settings), *_reward_hints(verl)]
     result.settings = dict(
-        sorted(settings.items(), key=lambda setting: dotted_keys().index(setting[0]))
+        sorted(settings.items(), key=lambda setting: dotted_keys().index(any_name(setting[0])))
     )
     return result
 
@@ -235,7 +238,7 @@ def _line(key: str, value: Any, verl: Settings) -> MappedSetting:
     rows = list(table.find_rows(key))
     convert_value = next((row.convert for row in rows if row.convert is not None), None)
     line = convert_value(key, value, verl) if convert_value is not None else None
-    if line is not None and (line.ours is None or line.ours in known):
+    if line is not None and (line.ours is None or any_name(line.ours) in known):
         return line
     if key in known or _enclosing_mapping(key) is not None:
         return same(key, value)
@@ -307,6 +310,10 @@ def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[MappedSet
     yield from layout_defaults(verl, settings, models)
     yield from adapter_defaults(verl, settings)
     yield from turn_defaults(verl, settings)
+    for key in [key for key in settings if key.startswith(TEACHERS)]:
+        if key.endswith(".model_path") and (budget := settings.get(_BUDGET)):
+            ours = key.replace("model_path", "log_prob_max_token_len_per_gpu")
+            yield verl_default(ours, budget, f"as {_BUDGET}")
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
         if (

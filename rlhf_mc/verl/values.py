@@ -51,6 +51,7 @@ _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """verl's estimators by another name here: the same numbers, computed in another way."""
 OF_SEQUENCES = "seq-mean-token-mean"
 """The aggregation of losses of sequences, which verl's code fixes, whatever its loss_agg_mode."""
+TEACHERS = "distillation.teacher_models."
 _SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 
 
@@ -64,8 +65,17 @@ def kl_estimator(key: str, value: Any, verl: Settings) -> MappedSetting:
     return same(key, ours, "" if ours == value else f"verl's {value}")
 
 
+def _has_no_rewards(verl: Settings) -> bool:
+    is_read = verl.get("distillation.distillation_loss.use_task_rewards", True)
+    return bool(verl.get("distillation.enabled")) and not is_read
+
+
 def estimator(key: str, value: Any, verl: Settings) -> MappedSetting:
     ours = _ESTIMATORS.get(value, value) if isinstance(value, str) else value
+    needs = ESTIMATOR_NEEDS.get(ours)
+    is_one = int_or_default(verl, "rollout.n", 1) < 2
+    if needs is not None and (needs.critic or (needs.group and is_one)) and _has_no_rewards(verl):
+        return same(key, "reinforce_plus_plus", f"in place of {value}: no loss reads it")
     if ours == "gdpo":
         return not_supported(
             "verl's rewards are numbers of the reward function (gdpo_reward_keys), here they are "
@@ -408,3 +418,17 @@ def profile_contents(key: str, value: Any, verl: Settings) -> MappedSetting:
     if not ours or not (verl.get("global_profiler.steps") and verl.get("actor.profiler.enable")):
         return implied("none beside the operators" if not ours else "nothing is profiled")
     return renamed("profile.contents", ours)
+
+
+def teacher(key: str, value: Any, verl: Settings) -> MappedSetting:
+    name, _, rest = key.removeprefix(TEACHERS).partition(".")
+    if verl.get(f"{TEACHERS}{name}.model_path") in OFF:
+        return not_needed("there is no such teacher: its model_path is null")
+    if rest == "inference.tensor_model_parallel_size":
+        ours = f"{TEACHERS}{name}.megatron.tensor_model_parallel_size"
+        return renamed(ours, value, "of the training engine, which scores")
+    if rest == "inference.temperature" and value != verl.get("rollout.temperature", 1.0):
+        return not_supported("it is rollout.temperature")
+    if rest.startswith("inference.") or rest == "num_replicas":
+        return not_needed("the training engine scores, on all of its ranks")
+    return implied("all rows") if rest == "key" and value is None else same(key, value)

@@ -64,11 +64,8 @@ def page() -> str:
     config = Config(DataConfig([]), ModelConfig(""), TrainerConfig(""))
     sections: dict[str, Any] = {}
     lines = [HEAD]
-    for field in dataclasses.fields(Config):
-        named = named_section(field_types(Config)[field.name])
-        section = getattr(config, field.name) if named is None else named()
-        key = field.name if named is None else f"{field.name}.{NAME}"
-        lines += _section(key, section, field_docs(Config)[field.name], sections)
+    for key, section, doc in _sections("", config):
+        lines += _section(key, section, doc, sections)
     lines += [DEPENDENT, "| with | settings |", "|---|---|"]
     lines += [
         f"| {_escaped(row.condition)} | {', '.join(f'`{key}`' for key in row.keys)} |"
@@ -92,23 +89,35 @@ def _section(key: str, section: Any, doc: str, sections: dict[str, Any]) -> Iter
     rows = [
         _row(key, field, section)
         for field in dataclasses.fields(section)
-        if not _is_section(section, field)
+        if f"{key}.{field.name}" not in _names(key, section)
     ]
     yield from (
         ["| setting | values | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
     )
+    for inner in _sections(f"{key}.", section):
+        yield from _section(*inner, sections)
+
+
+def _sections(prefix: str, section: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield (key, section, doc of its field) of each section in a section, a named one with
+    NAME."""
     for field in dataclasses.fields(section):
-        if _is_section(section, field):
-            yield from _section(
-                f"{key}.{field.name}",
-                getattr(section, field.name),
-                field_docs(cls)[field.name],
-                sections,
-            )
+        named = named_section(field_types(type(section))[field.name])
+        doc = field_docs(type(section))[field.name]
+        if named is not None:
+            required = {
+                other.name: ""
+                for other in dataclasses.fields(named)
+                if other.default is other.default_factory is dataclasses.MISSING
+            }
+            yield f"{prefix}{field.name}.{NAME}", named(**required), doc
+        elif dataclasses.is_dataclass(getattr(section, field.name)):
+            yield f"{prefix}{field.name}", getattr(section, field.name), doc
 
 
-def _is_section(section: Any, field: dataclasses.Field[Any]) -> bool:
-    return dataclasses.is_dataclass(getattr(section, field.name))
+def _names(key: str, section: Any) -> set[str]:
+    """Return the keys of the sections in a section, without NAME."""
+    return {inner.removesuffix(f".{NAME}") for inner, *_ in _sections(f"{key}.", section)}
 
 
 def _as_in(section: Any, known: Any, key: str) -> str:

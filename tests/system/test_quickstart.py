@@ -76,6 +76,52 @@ def test_pools_have_the_bits_of_a_rank_that_trains_and_generates(
     assert len(found[0][0]) == 3 and found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("layers", "mode", "steps", "least"),
+    [(None, "k1", 5, 0.8), ([0, 3], "forward_kl_topk", 30, 0.75)],
+    ids=["4 layers, k1", "2 of 4 layers, forward KL"],
+)
+def test_a_student_learns_from_the_trained_model_alone(
+    run_dir: Path,
+    quickstart_made: Path,
+    quickstart_overrides: list[str],
+    tmp_path: Path,
+    layers: list[int] | None,
+    mode: str,
+    steps: int,
+    least: float,
+) -> None:
+    """The student is the quickstart's model before training, or some of its layers."""
+    start = []
+    if layers is not None:
+        model = AutoModelForCausalLM.from_pretrained(quickstart_made / "model_hf")
+        model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in layers])
+        model.config.num_hidden_layers = len(layers)
+        model.config.layer_types = model.config.layer_types[: len(layers)]
+        model.save_pretrained(tmp_path / "model")
+        AutoTokenizer.from_pretrained(quickstart_made / "model_hf").save_pretrained(
+            tmp_path / "model"
+        )
+        start = [f"model.path={tmp_path / 'model'}", "model.dist_checkpointing_path=null"]
+        start.append("actor.optim.lr=1e-3")
+    loss = "distillation.distillation_loss"
+    given = [str(ROOT / "configs/quickstart.yaml"), *quickstart_overrides, *start]
+    given += [f"trainer.default_local_dir={tmp_path}", f"trainer.total_training_steps={steps}"]
+    given += ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=false"]
+    given += ["distillation.enabled=true", f"{loss}.loss_mode={mode}"]
+    given += [f"distillation.teacher_models.t.model_path={run_dir / 'hf'}"]
+    given += [
+        f"{loss}.use_task_rewards=false",
+        f"{loss}.use_policy_gradient={mode == 'k1'}".lower(),
+    ]
+    done = forked.run(["-m", "rlhf_mc", *given])
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [row[ACCURACY] for row in rows if ACCURACY in row]
+    assert accuracies[0] <= 0.5 and accuracies[-1] >= least, accuracies
+    assert rows[-1]["distillation/t/kl"] < rows[1]["distillation/t/kl"] / 2
+
+
 @pytest.fixture(scope="module")
 def rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -34,8 +34,9 @@ TIME = Section(
             _SUM,
         ),
         Metric(
-            "timing_s/reward_model timing_s/reward_models.<name>",
-            "each reward model's pass",
+            "timing_s/reward_model timing_s/reward_models.<name> "
+            "timing_s/distillation.teacher_models.<name>",
+            "each reward model's and each teacher's pass",
             "s",
             _SUM,
         ),
@@ -173,7 +174,7 @@ MEMORY = Section(
     [
         Metric(
             "memory/{actor,critic,ref,reward_model}_offloaded_gb "
-            "memory/reward_models.<name>_offloaded_gb",
+            "memory/{reward_models,distillation.teacher_models}.<name>_offloaded_gb",
             "largest device memory of that model that was offloaded at one time; on a CPU nothing "
             "is saved",
             "GiB",

@@ -15,7 +15,7 @@ ACTOR = Section(
         Metric(
             "actor/loss",
             "the minimised loss: policy loss − `entropy_coeff` · entropy + `kl_loss_coef` · KL "
-            "loss + `positive_nll_coef` · NLL",
+            "loss + `positive_nll_coef` · NLL + the distillation loss",
             "–",
             _LOSS,
         ),
@@ -114,6 +114,30 @@ ACTOR = Section(
             "−log-prob of the tokens of observations; with `env_loss_coef`",
             "nats",
             "mean over these tokens, then over mini-batches that have any",
+        ),
+        Metric(
+            "actor/distillation_loss",
+            "the distillation loss without its coefficient ([algorithms.md]"
+            "(algorithms.md#distillation)), as a term of the loss or in the advantages",
+            "nats",
+            _LOSS,
+            "should fall",
+        ),
+        Metric(
+            "distillation/<name>/kl",
+            "log-prob of the policy that sampled − the teacher's: KL(student, teacher), of this "
+            "teacher's rows",
+            "nats",
+            "mean over tokens, each clamped to ±20",
+            "should fall; large from the start: another chat template or tokenizer",
+        ),
+        Metric("distillation/<name>/num_tokens", "drawn tokens that it has scored", "count", "sum"),
+        Metric(
+            "distillation/<name>/top_mass",
+            "probability of its `topk` tokens; with `forward_kl_topk`",
+            "share",
+            "mean over tokens",
+            "far below 1: raise `topk`",
         ),
         Metric(
             "actor/kl_coef",

@@ -115,9 +115,14 @@ def test_endpoint_is_checked_before_torch_is_imported(
     assert message in error_of(directory, *endpoint, *overrides)
 
 
+TEACHER = "distillation.teacher_models.t.model_path"
+DIRECTORIES = [
+    TEACHER if key == "teacher_model.model_path" else key for key in paths.INPUT_DIRECTORIES
+]
 EXTRA = {
     "trainer.resume_from_path": ["trainer.resume_mode=resume_path"],
     "trainer.replay": ["rollout.tail_batching=true"],
+    TEACHER: ["distillation.enabled=true"],
     "algorithm.custom_estimator.path": ["algorithm.adv_estimator=custom"],
     "reward_model.tokenizer_path": ["reward_model.model_path={0}/model"],
     "reward_model.chat_template_path": [
@@ -130,14 +135,14 @@ EXTRA = {
 """Settings that a path needs, by its key. {0}: the directory."""
 
 
-@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
+@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *DIRECTORIES])
 def test_missing_path_is_named_with_its_key(directory: Path, key: str) -> None:
     extra = [setting.format(directory) for setting in EXTRA.get(key, [])]
     kind = "file" if key in paths.INPUT_FILES else "directory"
     assert error_of(directory, f"{key}=/nowhere/x", *extra) == f"{key} /nowhere/x: no such {kind}"
 
 
-@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
+@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *DIRECTORIES])
 def test_file_for_a_directory_and_vice_versa_are_rejected(directory: Path, key: str) -> None:
     extra = [setting.format(directory) for setting in EXTRA.get(key, [])]
     wrong = directory / ("model" if key in paths.INPUT_FILES else "train.parquet")
@@ -273,6 +278,45 @@ def test_pools_that_cannot_be(directory: Path, overrides: str, words: str) -> No
         for key in overrides.split()
     ]
     assert words in error_of(directory, *keys)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("", ""),
+        ("teacher_models.t.key=a", ""),
+        ("distillation_loss.loss_mode=k1 distillation_loss.use_policy_gradient=true", ""),
+        ("teacher_models=null", "distillation.teacher_models is empty; it needs a teacher"),
+        ("teacher_models.u.model_path={0}/model teacher_models.u.key=a",
+         "distillation.teacher_models.t.key is null; of 2 teachers each needs the data source"),
+        ("teacher_models.t.key=a teacher_models.u.key=a teacher_models.u.model_path={0}/model",
+         "distillation.teacher_models.t.key is a; of 2 teachers each needs the data source that it "
+         "scores, and a data source has one"),
+        ("distillation_loss.loss_mode=k1", "distillation_loss.use_policy_gradient is false; set"),
+        ("distillation_loss.log_prob_min_clamp=0", "is 0.0; it must be below 0"),
+        ("distillation_loss.use_task_rewards=false",
+         "algorithm.adv_estimator is gae, whose critic no loss of the actor would read; set"),
+        ("distillation_loss.use_policy_gradient=true actor.policy_loss.loss_mode=kl_cov",
+         "actor.policy_loss.loss_mode is kl_cov, which selects tokens by the rewards' advantages"),
+        ("distillation_loss.loss_mode=forward_kl_topk distillation_loss.topk=301",
+         "distillation.distillation_loss.topk is 301; the vocabulary of model.path has 270 tokens"),
+        ("teacher_models.t.log_prob_max_token_len_per_gpu=1",
+         "teacher_models.t.log_prob_max_token_len_per_gpu is 1; it must be at least the longest"),
+        ("teacher_models.t.megatron.tensor_model_parallel_size=3",
+         "distillation.teacher_models.t.megatron.tensor_model_parallel_size 3 x"),
+    ],
+)  # fmt: skip
+def test_distillation_that_cannot_be(directory: Path, overrides: str, words: str) -> None:
+    keys = [
+        f"distillation.{key}" if key.startswith(("teacher", "distill")) else key
+        for key in overrides.format(directory).split()
+    ]
+    given = [] if "teacher_models=null" in overrides else [f"{TEACHER}={directory}/model"]
+    settings = ["distillation.enabled=true", *given, *keys]
+    if words:
+        assert words in error_of(directory, *settings)
+    else:
+        check(directory, *settings)
 
 
 def test_pools_cover_the_run(directory: Path) -> None:

@@ -17,7 +17,7 @@ from rlhf_mc.config.reward_schema import RewardModelConfig
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import load_tokenizer
-from rlhf_mc.setup.value_heads import reward_model_checkpoint, value_checkpoint
+from rlhf_mc.setup.value_heads import reward_model_checkpoint, token_checkpoint
 
 sys.path.append(str(Path(__file__).parents[2]))
 from tiny import make_reward_model, make_tokenizer
@@ -64,10 +64,10 @@ def test_critic_may_start_without_a_value_head(directory: Path) -> None:
     tokenizer = load_tokenizer(str(directory))
     data = config(directory).data
     edit_tensors(directory, lambda t: t.pop("score.weight"))
-    value_checkpoint("critic.model_path", str(directory), data, tokenizer)
+    token_checkpoint("critic.model_path", str(directory), data, tokenizer)
     edit_tensors(directory, lambda t: t.update({"score.weight": torch.zeros(2, 128)}))
     with pytest.raises(UserError, match=r"^critic\.model_path .*score\.weight has 2 rows"):
-        value_checkpoint("critic.model_path", str(directory), data, tokenizer)
+        token_checkpoint("critic.model_path", str(directory), data, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def test_the_page_of_settings_is_made_of_their_dataclasses() -> None:
         "ref.megatron",
         "reward_model.megatron",
         "reward_models.NAME",
+        "distillation.teacher_models.NAME.megatron",
     }
     assert {key.rpartition(".")[0] for key in rows} | {"reward_models.NAME"} | repeated == sections
     assert rows == {

@@ -1,0 +1,106 @@
+"""Functions that the ranks run in test_distillation.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cases import built_run
+from model_cases import TEMPERATURE, _my_micro_batches, logical_tensors, make_engine
+
+from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
+from rlhf_mc.config.reward_schema import DistillationLossConfig, TeacherModelConfig
+from rlhf_mc.config.schema import ActorConfig, LoraConfig, OptimConfig
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.topology.consensus import sum_over_ranks
+from rlhf_mc.topology.groups import build_role_groups
+from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer import loop, step_state
+from rlhf_mc.trainer.teachers import Teacher
+from rlhf_mc.trainer.update import ActorTerms, actor_objective
+
+BUDGET = 40
+"""Tokens of a micro-batch, which give each replica several micro-batches."""
+
+
+class Layout(NamedTuple):
+    """Layout of a model on all ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+
+@contextlib.contextmanager
+def student_and_teacher(
+    student: str, teacher: str, layouts: tuple[Layout, Layout], lora: int = 0
+) -> Iterator[tuple[ModelEngine, Teacher]]:
+    """Build both models, each in its own layout."""
+    meshes = {
+        role: Mesh(dist.get_world_size(), at.tp, at.pp, cp=at.cp)
+        for role, at in zip(("actor", "teacher"), layouts, strict=True)
+    }
+    groups = build_role_groups(meshes)
+    adapters = LoraConfig(rank=lora)
+    actor = make_engine(student, "actor", groups["actor"], adapters)
+    engine = make_engine(teacher, "actor", groups["teacher"])
+    section = TeacherModelConfig(teacher)
+    yield actor, Teacher("distillation.teacher_models.t", section, engine, BUDGET)
+
+
+def taught(actor: ModelEngine, teacher: Teacher, batch: RaggedBatch, k: int) -> RaggedBatch:
+    """Return the batch with the teacher's log-probs."""
+    scores = sum_over_ranks(teacher.score(batch, actor.shape.vocab_size, TEMPERATURE, k))
+    top = {"teacher_top": scores[:, 1:].contiguous()} if k else {}
+    return batch.with_fields(teacher_log_probs=scores[:, 0].contiguous(), **top)
+
+
+def gradients(
+    student: str,
+    teacher: str,
+    layouts: tuple[Layout, Layout],
+    batch: RaggedBatch,
+    losses: Sequence[DistillationLossConfig],
+    cfg: ActorConfig,
+) -> list[tuple[RaggedBatch, dict[str, float], dict[str, torch.Tensor]]]:
+    """Return for each loss the batch with the teacher's log-probs, the statistics of the actor's
+    loss, and its gradient of each logical tensor as gathered on this rank."""
+    out = []
+    with student_and_teacher(student, teacher, layouts) as (actor, model):
+        actor.make_trainable(OptimConfig(), total_steps=1)
+        for loss in losses:
+            k = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
+            mini = taught(actor, model, batch, k)
+            terms = ActorTerms(
+                POLICY_LOSSES["vanilla"], 0.0, 0.0, 1, torch.Generator(), distillation=loss
+            )
+            objective = actor_objective(mini, cfg, actor.shape.vocab_size, TEMPERATURE, terms)
+            stats = actor.backward(mini, _my_micro_batches(actor, mini, BUDGET), objective)
+            grads = {
+                name: param.main_grad
+                for name, param in actor.named_parameters().items()
+                if param.requires_grad
+            }
+            out.append((mini, stats, logical_tensors(actor, grads)))
+    return out
+
+
+def steps(config_path: str, overrides: Sequence[str], count: int = 2) -> list[dict[str, Any]]:
+    """Return of each step the metrics, and the fields of the batch."""
+    out = []
+    with built_run(config_path, list(overrides)) as run:
+        for step in range(1, count + 1):
+            state = step_state.begin_step(
+                step, RankStatus(), (step - 1) * run.config.data.train_batch_size
+            )
+            batch = loop.one_step(run, state, StopRequests(run.config.trainer))
+            sources = np.array([prompt.data_source for prompt in state.prompts])
+            out.append({"metrics": dict(state.metrics), "batch": batch, "sources": sources})
+    return out
