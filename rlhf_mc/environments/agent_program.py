@@ -28,7 +28,7 @@ def load_agent(cfg: EnvironmentConfig) -> Callable[[dict[str, Any], Mapping[str,
     and `model`, and returns its score or None. Raise UserError if the file or the program is
     missing."""
     hosts = {"127.0.0.1", *filter(None, os.environ.get("NO_PROXY", "").split(","))}
-    os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(hosts)))
+    os.environ.update(dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(hosts))))
     command = cfg.command
     if command is not None:
         if shutil.which(command[0]) is None:

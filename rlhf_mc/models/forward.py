@@ -137,10 +137,8 @@ def pack_micro_batch(
     lens = all_lens[which]
     seq_lens = context.padded(lens)
     ends = seq_lens.cumsum() - seq_lens + lens  # without the padding
-    owner = None
-    saved = 0
-    if share_prompts and context.size == 1:
-        owner, saved = repeated_prompts(batch, which)
+    shares = share_prompts and context.size == 1
+    owner, saved = repeated_prompts(batch, which) if shares else (None, 0)
     if missing := (saved - seq_lens.sum()) % context.multiple(multiple_of):
         seq_lens = np.append(seq_lens, missing)
     tokens = np.zeros(seq_lens.sum(), dtype=np.int64)  # they index embeddings
@@ -159,7 +157,7 @@ def pack_micro_batch(
     num_observed = len(position) - len(index)
     packed = pack(seq_lens.tolist())
     packed.context = context
-    own_results = np.empty(0, dtype=np.int64)
+    own_results = np.empty(0, np.int64)
     if context.size > 1:
         on_rank = context.own_tokens(seq_lens)
         index_on_rank = np.full(len(tokens), -1)
@@ -198,8 +196,8 @@ def pack_micro_batch(
     else:
         # Transformer Engine's attention keeps the group of the micro-batch before
         packed.local_cp_size = 1
-    tensors = dict(zip(on_host, fields, strict=True))
     own_rows = index[own_results[own_results < len(index)]] if context.size > 1 else index
+    tensors = dict(zip(on_host, fields, strict=True))
     return MicroBatch(packed=packed, own_rows=own_rows, num_observed=num_observed, **tensors)
 
 

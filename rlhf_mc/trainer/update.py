@@ -155,17 +155,14 @@ def _distill(
     distill(cfg, log_probs, fields)
 
 
-def actor_objective(
-    mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float, terms: ActorTerms
-) -> Loss:
-    """Return the actor's loss of this mini-batch, as a function of a micro-batch that returns its
-    share. Without old log-probs in the batch the micro-batch's own are the old ones, and are
-    returned as LOG_PROBS."""
+def _actor_fields(
+    mini: RaggedBatch, cfg: ActorConfig, terms: ActorTerms
+) -> dict[str, torch.Tensor]:
+    """Return what the actor's loss reads of each drawn token of the mini-batch, by name: [R]
+    each."""
     assert mini.advantages is not None
     mode = cfg.loss_agg_mode
     selection = terms.policy_loss.selection
-    is_geometric = terms.policy_loss.has_geometric_weights
-    computes_old_log_probs = mini.old_log_probs is None
     per_token = {
         "advantages": mini.advantages,
         "weights": aggregation_weights(
@@ -185,7 +182,7 @@ def actor_objective(
     if mini.is_weights is not None:
         per_token["is_weights"] = (
             geometric_means(mini.is_weights, mini.response_lens)
-            if is_geometric
+            if terms.policy_loss.has_geometric_weights
             else mini.is_weights
         )
     if cfg.use_kl_loss and mini.ref_log_probs is not None:
@@ -197,6 +194,18 @@ def actor_objective(
         per_token["right_weights"] = right_token_weights(
             mini.accuracies, mini.response_lens, mini.kept
         )
+    return per_token
+
+
+def actor_objective(
+    mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float, terms: ActorTerms
+) -> Loss:
+    """Return the actor's loss of this mini-batch, as a function of a micro-batch that returns its
+    share. Without old log-probs in the batch the micro-batch's own are the old ones, and are
+    returned as LOG_PROBS."""
+    is_geometric = terms.policy_loss.has_geometric_weights
+    computes_old_log_probs = mini.old_log_probs is None
+    per_token = _actor_fields(mini, cfg, terms)
     lens = mini.observation_lens
     num_observed = 0 if lens is None or cfg.env_loss_coef == 0 else int(lens.sum())
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))

@@ -64,20 +64,20 @@ def train_while_generating(config_path: str, overrides: list[str]) -> dict[str, 
     store = dist.distributed_c10d._get_default_store()
     num_calls = 0
 
-    def meet(own: str, other: str) -> None:
+    def await_both(own: str, other: str) -> None:
         store.set(f"{config_path}/{own}", "")
         store.wait([f"{config_path}/{other}"], timedelta(seconds=60))
 
     def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         if state.step == 1:
-            meet("update", "generation")
+            await_both("update", "generation")
         return update.update_actor(run, state, batch)
 
     def generate_responses(engine: RolloutEngine, *args: Any) -> dict[int, Generation]:
         nonlocal num_calls
         num_calls += 1
         if engine.max_running and num_calls == 2:  # the first one generates the step's own batch
-            meet("generation", "update")
+            await_both("generation", "update")
         return engine_loop.generate_responses(engine, *args)
 
     with (
