@@ -336,8 +336,7 @@ class RolloutConfig:
 class ResourcePoolsConfig:
     """Ranks of their own for training and rollout. Ranks 0 to train - 1 hold the models, the others
     the rollout engines. A pool waits for the other as long as it makes progress
-    (trainer.dist_timeout_seconds). Memory is not planned, and experts are neither replayed nor
-    balanced."""
+    (trainer.dist_timeout_seconds). The experts that the engine chooses are not replayed."""
 
     train: Ranks | None = None
     """Ranks of the training pool; null: all ranks hold models and engines."""

@@ -137,9 +137,9 @@ class RouterBalance:
 
     def losses(self) -> dict[str, float]:
         """Return both losses without their coefficients, the means over layers and over the
-        mini-batches since the last call; nothing if all of them were skipped. Every rank must call
-        it."""
-        sums = sum_over_ranks(self._totals).tolist()
+        mini-batches since the last call; nothing if all of them were skipped. Every rank of the
+        mesh must call it."""
+        sums = sum_over_ranks(self._totals, self._groups.members).tolist()
         number = self._steps * len(self._shape.expert_layers)
         self._totals = torch.zeros_like(self._totals)
         self._steps = 0

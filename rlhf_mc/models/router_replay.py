@@ -201,7 +201,7 @@ class ExpertReplay:
             np.bool_,
         )
         bits = gather_vectors(
-            torch.from_numpy(np.packbits([wanted, holds], axis=1).ravel())
+            torch.from_numpy(np.packbits([wanted, holds], axis=1).ravel()), self._groups.members
         ).numpy()
         flags = np.unpackbits(bits.reshape(mesh.world, 2, -1), axis=2, count=len(holds)).astype(
             np.bool_
@@ -248,6 +248,7 @@ class ExpertReplay:
             sent,
             sizes,
             [sum(choices.nbytes for choices in of_rank) for of_rank in outgoing],
+            group=self._groups.members,
         )
         count(expert_bytes=total)
         return rows
@@ -317,8 +318,8 @@ class ExpertReplay:
         """Return the share of the choices replayed since the last call that the routers themselves
         would not have made, over all layers and ranks, and that of each layer with experts, 0 the
         first of the model; and the share of a shared prompt's choices, of all its responses but the
-        one whose choices are replayed, that differ from these; 0 of none. Every rank must call
-        it."""
+        one whose choices are replayed, that differ from these; 0 of none. Every rank of the
+        mesh must call it."""
         sums = torch.zeros(len(self._layers) + 1, 2, dtype=torch.int64, device=platform.device())
         sums[-1] = self._copied
         self._copied.zero_()
@@ -326,7 +327,7 @@ class ExpertReplay:
         for index, router in itertools.chain(*self._routers.values()):
             sums[columns[index]] += 0 if router.counts is None else router.counts
             router.counts = None
-        sums = sum_over_ranks(sums).double()
+        sums = sum_over_ranks(sums, self._groups.members).double()
         *of_layers, of_copies = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
         differing, replayed = sums[:-1].sum(0)
         share = float(differing / replayed.clamp(min=1))

@@ -82,13 +82,11 @@ def _check_models(cfg: Config) -> None:
                 f"distillation.distillation_loss.topk is {k}; the vocabulary of {key} has "
                 f"{shape.vocab_size} tokens"
             )
-    replay = router_replay(cfg, actor)
-    balances = balances_experts(cfg, actor)
-    if has_rollout_pool(cfg) and (replay != "off" or balances):
+    balances_experts(cfg, actor)
+    if router_replay(cfg, actor) == "rollout" and has_rollout_pool(cfg):
         raise UserError(
-            f"resource_pools is set and algorithm.router_replay is {replay}; experts are neither "
-            "replayed nor balanced between pools: set it to off, and actor.moe_aux_loss_coeff, "
-            "moe_z_loss_coeff and moe_router_bias_update_rate to 0"
+            "resource_pools is set and algorithm.router_replay is rollout; training ranks do not "
+            "get the experts that engines of other ranks choose: set it to recompute or off"
         )
     if cfg.rollout.name == "custom":
         return  # its file may import torch

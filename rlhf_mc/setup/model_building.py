@@ -200,6 +200,8 @@ def _load(
 
 def _set_routers(cfg: Config, actor: ModelEngine) -> None:
     """Set router replay and the losses of the actor's routers, where the run has them."""
+    if not actor.groups.is_member:
+        return
     shape = actor.shape
     if (mode := router_replay(cfg, shape)) != "off":
         actor.replay = ExpertReplay(mode, shape, actor.groups, actor.chunks)

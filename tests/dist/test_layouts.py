@@ -273,16 +273,31 @@ def test_pools_give_the_bits_of_ranks_that_train_and_generate(
                 "rollout.n=2",
             ],
         ),
+        (
+            "experts",
+            [
+                "algorithm.router_replay=recompute",
+                "actor.moe_aux_loss_coeff=0.01",
+                "actor.moe_z_loss_coeff=0.01",
+            ],
+        ),
     ],
 )
 def test_pools_have_all_roles(pool: Any, workspace: Path, name: str, settings: list[str]) -> None:
-    """Run with adapters and greedy baselines, and with groups that a reward model's scores filter.
-    Compare metrics and exported files with a colocated rank, to the last bit."""
+    """Run with adapters and greedy baselines, with groups that a reward model's scores filter, and
+    with experts. Compare metrics and exported files with a colocated rank, to the last bit."""
     if name == "scores":
         make_reward_model(workspace / "reward_model")
         settings = [*settings, f"reward_model.model_path={workspace / 'reward_model'}"]
     pools = ["resource_pools.train=1", "resource_pools.rollout=1"]
     config = workspace / "config.yaml"
+    if name == "experts":
+        (workspace / "experts").mkdir()
+        config = write_config(
+            make_workspace(workspace / "experts", family="qwen3_moe", tied=False),
+            actor={"megatron": {"dtype": "float32"}},
+            trainer={"test_freq": -1},
+        )
     found = []
     for world, overrides in ((1, settings), (2, [*settings, *pools])):
         export_to = workspace / f"{name}_{world}"

@@ -375,14 +375,15 @@ def test_settings_that_balance_experts_need_them(directory: Path) -> None:
     assert error_of(directory, "actor.moe_router_bias_update_rate=0.1") == without_bias
 
 
-def test_pools_neither_replay_nor_balance_experts(directory: Path) -> None:
+def test_pools_do_not_replay_the_engines_experts(directory: Path) -> None:
     _edit(directory, **EXPERTS)
     pools = ("resource_pools.train=1", "resource_pools.rollout=1")
-    words = "resource_pools is set and algorithm.router_replay is {}; experts are neither replayed"
-    assert words.format("rollout") in error_of(directory, *pools)
-    without = (*pools, "algorithm.router_replay=off")
-    check(directory, *without)
-    assert words.format("off") in error_of(directory, *without, "actor.moe_aux_loss_coeff=0.1")
+    words = (
+        "resource_pools is set and algorithm.router_replay is rollout; training ranks do not get"
+    )
+    assert words in error_of(directory, *pools)
+    for mode in ("off", "recompute"):
+        check(directory, *pools, f"algorithm.router_replay={mode}")
 
 
 def test_experts_are_replayed_by_default(directory: Path) -> None:
