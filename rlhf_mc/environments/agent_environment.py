@@ -36,11 +36,9 @@ from rlhf_mc.runtime.user_function import describe_error
 
 MODEL = "policy"
 """The name that the endpoint gives the model; requests may have any."""
-_HOST = "127.0.0.1"
 _MOST_BODY_BYTES = 1 << 23
 _MOST_FILES = 1 << 16
-_SILENT = logging.getLogger("rlhf_mc.agents")
-_SILENT.disabled = True  # else each malformed request would be a line
+_MOST_READ = 8
 
 
 class AgentEnvironment:
@@ -49,6 +47,8 @@ class AgentEnvironment:
     def __init__(self, server: AgentServer) -> None:
         self._server = server
         self.secret = secrets.token_hex(16)
+        self.reading = asyncio.Semaphore(_MOST_READ)
+        """Bounds the memory of bodies."""
         self.sampling: Mapping[str, float] = {}
         """Sampling parameters of the call of the engines."""
         self._name = ""
@@ -165,7 +165,8 @@ class AgentEnvironment:
         self._request = request
         self._digests = digests
         self._turn = asyncio.get_running_loop().create_future()
-        result = StepResult(messages, self._take(), False, self.info, (), tools, request.limit)
+        result = StepResult(messages, self._reward, False, self.info, (), tools, request.limit)
+        self._reward = 0.0
         self._asked.set_result(result)
 
     async def _next(self) -> StepResult:
@@ -183,7 +184,7 @@ class AgentEnvironment:
             raise Failure("invalid", "the agent has ended without a request")
         if value is not None:
             self.score(value)
-        return StepResult("", self._take(), True, self.info)
+        return StepResult("", self._reward, True, self.info)
 
     async def _outcome(self, row: dict[str, Any], settings: Mapping[str, str]) -> Any:
         """Return what the agent's program returns, or why it failed."""
@@ -193,10 +194,6 @@ class AgentEnvironment:
             return failure
         except BaseException as error:  # a task would raise it in the event loop
             return Failure("raised", f"raised {describe_error(error)}")
-
-    def _take(self) -> float:
-        reward, self._reward = self._reward, 0.0
-        return reward
 
     def _numbered(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
         """Return calls with ids of their own in the conversation; none if one is malformed."""
@@ -233,10 +230,11 @@ class AgentServer:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MOST_FILES), hard))
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
         app.router.add_route("*", "/v1/{path:.*}", self._handle)
-        runner = web.AppRunner(app, access_log=None, logger=_SILENT)
+        # a malformed request is no line
+        runner = web.AppRunner(app, access_log=None, logger=logging.Logger("silent", 100))
         await runner.setup()
-        await web.TCPSite(runner, _HOST, 0, backlog=1024).start()
-        return f"http://{_HOST}:{runner.addresses[0][1]}/v1"
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
     async def _handle(self, request: web.Request) -> web.Response:
         """Answer a request."""
@@ -245,7 +243,8 @@ class AgentServer:
             if agent is None:
                 problem = "the key is of no conversation, or of one that has ended"
                 raise RefusedError(problem, 401, "invalid_api_key")
-            body = parsed_json(await request.read() or b"{}")
+            async with agent.reading:
+                body = parsed_json(await request.read() or b"{}")
             match request.match_info["path"]:
                 case "chat/completions":
                     ignores = self.cfg.other_sampling == "ignore"
@@ -254,8 +253,7 @@ class AgentServer:
                     answer = await agent.answer(chat)
                     if not chat.stream:
                         return _json(answer)
-                    events = completion_events(answer)
-                    return web.Response(body=events, content_type="text/event-stream")
+                    return _response(completion_events(answer), "text/event-stream")
                 case "score":
                     agent.score(body)
                     return _json({})
@@ -282,13 +280,17 @@ class AgentServer:
 
 
 def _json(data: Mapping[str, Any], status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(data), status=status, content_type="application/json"
-    )
+    return _response(msgspec.json.encode(data), "application/json", status)
+
+
+def _response(body: bytes, kind: str, status: int = 200) -> web.Response:
+    """Return a response after which the connection is closed: one that stays has its request."""
+    response = web.Response(body=body, status=status, content_type=kind)
+    response.force_close()
+    return response
 
 
 def _refusal(error: RefusedError) -> web.Response:
-    """Return a refusal in the forms of OpenAI and Anthropic."""
-    kind = "authentication_error" if error.status == 401 else "invalid_request_error"
-    fields = {"message": str(error), "type": kind, "param": None, "code": error.code}
-    return _json({"type": "error", "error": fields}, error.status)
+    """Return a refusal in OpenAI's form."""
+    fields = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+    return _json({"error": fields}, error.status)

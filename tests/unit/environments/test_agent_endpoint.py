@@ -25,7 +25,7 @@ from rlhf_mc.environments.turns import Conversations
 
 PROGRAM = """
 import asyncio, json, os, sys
-import httpx
+import httpx, psutil
 from openai import AsyncOpenAI, BadRequestError
 
 async def run(task, client_settings, kind="echo"):
@@ -373,6 +373,12 @@ if is_hostile:
         for bytes_ in (bomb, long, b"\\0" * 1000 + b"\\r\\n\\r\\n"):
             status = await raw(bytes_)
             assert b" 400 " in status or status == b"reset", status
+        worker = psutil.Process(os.getppid())
+        before = worker.memory_info().rss
+        large = b'{"messages": "' + b"x" * (7 << 20) + b'"}'
+        posts = [asyncio.create_task(http.post(url, content=large)) for _ in range(60)]
+        assert {answer.status_code for answer in await asyncio.gather(*posts)} == {400}
+        assert worker.memory_info().rss - before < 200 << 20
         slow = await asyncio.open_connection("127.0.0.1", port)  # sends no more than this
         slow[1].write(b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 9\\r\\n")
         posts = [asyncio.create_task(http.post(url, json={
