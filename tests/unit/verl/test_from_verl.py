@@ -1133,7 +1133,9 @@ def test_settings_of_an_async_script(
     tmp_path: Path, overrides: list[str], expected: tuple[Any, ...]
 ) -> None:
     cfg, _ = async_run(tmp_path, FULLY_ASYNC, *overrides)
-    pools, rollout, correction = cfg.resource_pools, cfg.rollout, cfg.algorithm.rollout_correction
+    pools = cfg.resource_pools
+    rollout = cfg.rollout
+    correction = cfg.algorithm.rollout_correction
     assert expected == (
         pools.train,
         pools.rollout,
