@@ -23,7 +23,7 @@ _STATISTICS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")
 _PARTIAL = "rollout.partial_rollout"
 _BY_GROUPS = "verl trains on groups as they end; here on the batch that the step before sampled"
 _ON_ALL_RANKS = "all ranks train and generate in turn; new weights continue responses"
-_DECOUPLED = "in verl true; here rollout_is and rollout_rs need the log-probs of the trainer"
+_DECOUPLED = "rollout_is, rollout_rs and compute_prox_log_prob need log-probs of the trainer here"
 _BATCH = "ppo_mini_batch_size x require_batches x trigger_parameter_sync_step"
 
 
