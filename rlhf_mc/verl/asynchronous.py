@@ -18,15 +18,13 @@ MODE = "trainer.v1.trainer_mode"
 PROGRAMS = {"one_step_off_policy": "one_step_off", "fully_async": "fully_async"}
 """Mode of a run by a part of its program's name."""
 _WITH_POOLS = (*PROGRAMS.values(), "separate_async")
-_SEPARATE = "trainer.v1.separate_async."
 _CORRECTION = "algorithm.rollout_correction."
 _STATISTICS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")
-_ONE_STEP_OFF, _PARTIAL = "rollout.one_step_off", "rollout.partial_rollout"
+_PARTIAL = "rollout.partial_rollout"
 _BY_GROUPS = "verl trains on groups as they end; here on the batch that the step before sampled"
-_ON_ALL_RANKS = "all ranks train and generate in turn; responses go on with new weights"
-_DECOUPLED = "in verl true; here rollout_is and rollout_rs need the log-probs of the trainer"
+_ON_ALL_RANKS = "all ranks train and generate in turn; new weights continue responses"
+_DECOUPLED = "rollout_is, rollout_rs and compute_prox_log_prob need log-probs of the trainer here"
 _BATCH = "ppo_mini_batch_size x require_batches x trigger_parameter_sync_step"
-_RANKS = "ranks: nodes x GPUs per node"
 
 
 def async_mode(verl: Settings) -> str:
@@ -49,7 +47,8 @@ def _num_ranks(verl: Settings) -> tuple[int, int]:
 def nodes_and_processes(verl: Settings) -> tuple[int, int]:
     """Return nodes and processes per node of a run of ours with as many GPUs."""
     train, rollout = _num_ranks(verl)
-    total, gpus = train + rollout, int_or_default(verl, "trainer.n_gpus_per_node", 8)
+    total = train + rollout
+    gpus = int_or_default(verl, "trainer.n_gpus_per_node", 8)
     processes = gpus if not rollout else total if total < 8 else math.gcd(total, 8)
     return total // max(1, processes), processes
 
@@ -65,19 +64,20 @@ def _strategy(verl: Settings) -> str | None:
         "one_step_off": 1,
         "colocate_async": 1,
         "fully_async": verl.get("async_training.staleness_threshold", 0.1),
-        "separate_async": verl.get(f"{_SEPARATE}num_warmup_batches", 1),
+        "separate_async": verl.get("trainer.v1.separate_async.num_warmup_batches", 1),
     }
     if ahead.get(async_mode(verl)) in OFF:
         return None
-    return _ONE_STEP_OFF if has_pools(verl) else _PARTIAL
+    return "rollout.one_step_off" if has_pools(verl) else _PARTIAL
 
 
 def updates_of_step(verl: Settings) -> int:
     """Return the updates of verl from one weight update of the engines to the next, a step here.
     verl's learning rates count them."""
-    starts = {"fully_async": "async_training.trigger_", "separate_async": _SEPARATE}
-    start = starts.get(async_mode(verl))
-    return 1 if start is None else int_or_default(verl, f"{start}parameter_sync_step", 4)
+    mode = async_mode(verl)
+    start = "async_training.trigger_" if mode == "fully_async" else f"trainer.v1.{mode}."
+    default = 4 if mode in ("fully_async", "separate_async") else 1
+    return int_or_default(verl, f"{start}parameter_sync_step", default)
 
 
 def _prompts_of_step(verl: Settings) -> int:
@@ -92,13 +92,9 @@ def _prompts_of_step(verl: Settings) -> int:
 def trainer_mode(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     """Convert verl's mode, or program."""
     if (ours := _strategy(verl)) is not None:
-        return renamed(ours, True, _difference(verl))
+        text = "" if async_mode(verl) == "one_step_off" else _BY_GROUPS
+        return renamed(ours, True, _ON_ALL_RANKS if ours == _PARTIAL else text)
     return keys.implied("no staleness") if async_mode(verl) in _WITH_POOLS else None
-
-
-def _difference(verl: Settings) -> str:
-    text = "" if async_mode(verl) == "one_step_off" else _BY_GROUPS
-    return _ON_ALL_RANKS if _strategy(verl) == _PARTIAL else text
 
 
 def ranks(key: str, value: Any, verl: Settings) -> MappedSetting | None:
@@ -106,7 +102,7 @@ def ranks(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     train, rollout = _num_ranks(verl)
     if has_pools(verl):
         pool, size = ("train", train) if key.startswith("trainer.") else ("rollout", rollout)
-        return renamed(f"resource_pools.{pool}", size, _RANKS)
+        return renamed(f"resource_pools.{pool}", size, "nodes x GPUs")
     return keys.not_needed(_ON_ALL_RANKS) if rollout else None
 
 
@@ -159,20 +155,22 @@ def _has_statistics(verl: Settings) -> bool:
 def async_defaults(verl: Settings, settings: Settings) -> Iterator[MappedSetting]:
     """Yield what an asynchronous run needs and was not given. settings: ours, which the caller
     updates by each line."""
-    mode, ours = async_mode(verl), _strategy(verl)
+    mode = async_mode(verl)
+    ours = _strategy(verl)
     train, rollout = _num_ranks(verl)
-    pools, fully, program = has_pools(verl), mode == "fully_async", mode in PROGRAMS.values()
+    pools = has_pools(verl)
+    program = mode in PROGRAMS.values()
     decouples = _has_statistics(verl) or bool(verl.get("async_training.compute_prox_log_prob"))
-    bypass, why = f"{_CORRECTION}bypass_mode", _DECOUPLED if decouples else "of this program"
+    bypass = f"{_CORRECTION}bypass_mode"
     is_unweighted = ours is not None and not settings.get(bypass, program and not decouples)
     lines = (
-        (pools, "resource_pools.train", train, _RANKS),
-        (pools, "resource_pools.rollout", rollout, _RANKS),
+        (pools, "resource_pools.train", train, "nodes x GPUs"),
+        (pools, "resource_pools.rollout", rollout, "nodes x GPUs"),
         (pools, "algorithm.router_replay", "off", "ours with experts: rollout"),
         (pools, "rollout.free_cache_engine", False, "an engine has ranks of its own"),
-        (ours is not None, str(ours), True, _difference(verl)),
-        (fully, "data.train_batch_size", _prompts_of_step(verl), _BATCH),
-        (program, bypass, not decouples, why),
+        (ours is not None, str(ours), True, _BY_GROUPS if pools else _ON_ALL_RANKS),
+        (mode == "fully_async", "data.train_batch_size", _prompts_of_step(verl), _BATCH),
+        (program, bypass, not decouples, _DECOUPLED if decouples else "of this program"),
         (is_unweighted, f"{_CORRECTION}rollout_is", "token", "older weights' tokens; verl: none"),
     )
     for is_needed, key, value, text in lines:
