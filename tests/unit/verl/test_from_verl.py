@@ -1493,6 +1493,7 @@ def test_distillation_is_converted(tmp_path: Path) -> None:
     given = {
         "data.train_files": "train.parquet",
         "actor_rollout_ref.model.path": "student",
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 24576,
         "actor_rollout_ref.rollout.n": 1,
         "algorithm.adv_estimator": "grpo",
