@@ -228,7 +228,7 @@ TOP = [f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=6"]
 def test_two_teachers_in_layouts_of_their_own_give_the_same_training(
     pool: Any, workspace: Path, two_sources: list[str]
 ) -> None:
-    """With adapters, partial rollouts, and groups that are dropped."""
+    """Train with adapters, partial rollouts, and groups that are dropped."""
     config = str(workspace / "config.yaml")
     for name in ("run", "again"):
         (workspace / name).mkdir()
