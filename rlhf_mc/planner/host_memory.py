@@ -32,8 +32,9 @@ _PER_TOKEN = 8
 _PER_RESPONSE_TOKEN = 100
 """Bytes of a response token in the batch, besides: 8 vectors of float32, and token and log-prob as
 Python's numbers."""
-_PER_TEACHER_TOKEN = 8
-"""Bytes of one of the teacher's most probable tokens at a response token, on each rank."""
+_PER_TEACHER_TOKEN = 16
+"""Bytes of one of the teacher's most probable tokens at a response token, on each rank: its number
+and its log-prob, in the batch and in a mini-batch."""
 
 
 @dataclass(frozen=True)

@@ -361,13 +361,13 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
 
 def _teacher_bytes(cfg: Config, phase: str, budget: int) -> float:
     """Return the bytes of the teachers' most probable tokens in a phase. A teacher's pass has the
-    numbers of the whole batch (trainer/log_probs.py), as the sum and as its own part; an update
-    has those of a micro-batch of `budget` tokens."""
+    numbers of all rows that it scores, at most the whole batch; an update has those of a
+    micro-batch of `budget` tokens."""
     k = num_teacher_tokens(cfg)
     if phase == "update_actor":
         return float(budget * k * _TOP_IN_UPDATE)
     tokens = cfg.data.train_batch_size * cfg.rollout.n * cfg.data.max_response_length
-    return 2.0 * tokens * (1 + 2 * k) * _RESULT if phase in teachers(cfg) else 0.0
+    return float(tokens * (1 + 2 * k) * _RESULT) if phase in teachers(cfg) else 0.0
 
 
 def _pass(cfg: Config, role: str, budget: int, mesh: Mesh, prompts: int) -> Pass:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhf_mc import platform
 from rlhf_mc.config.roles import has_old_log_prob_pass, num_teacher_tokens
 from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
 from rlhf_mc.models import heads
@@ -17,6 +16,9 @@ from rlhf_mc.topology.consensus import sum_over_ranks
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState, start_slowest_rank
 from rlhf_mc.trainer.token_budget import my_micro_batches
+
+_SUMMED_TOGETHER = 1 << 26
+"""Numbers of teachers that are summed over the ranks at a time, on the device: 256 MiB."""
 
 
 def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
@@ -79,8 +81,7 @@ def teacher_log_probs(
         return batch
     k = num_teacher_tokens(run.config)
     student = run.actor.shape.vocab_size, run.config.rollout.temperature
-    shape = (len(batch.rollout_log_probs), 1 + 2 * k)
-    own = torch.zeros(shape, device=platform.device())  # this rank's part
+    scores = torch.zeros(len(batch.rollout_log_probs), 1 + 2 * k)
     rows_of = {teacher: rows for teacher in run.teachers if len(rows := teacher.rows(prompts))}
     lens = batch.response_lens.numpy()
     tokens = {
@@ -89,11 +90,11 @@ def teacher_log_probs(
     }
     for teacher, rows in rows_of.items():
         with run.offload_schedule.phase(state.timer, teacher.role):
-            (index,) = platform.to_device([tokens[teacher]])
-            own[index] = teacher.score(batch.select(rows), *student, k)
+            scores[tokens[teacher]] = teacher.score(batch.select(rows), *student, k).cpu()
     with run.offload_schedule.phase(state.timer, "sum_log_probs"):
-        scores = sum_over_ranks(own, run.groups.members)
+        for part in scores.split(max(1, _SUMMED_TOGETHER // scores.shape[1])):
+            part.copy_(sum_over_ranks(part, run.groups.members))
     for teacher, of in tokens.items():  # an error is the same on every rank
         state.metrics |= teacher.metrics(scores[of], batch.rollout_log_probs[of], state.step)
-    top = {"teacher_top": scores[:, 1:].contiguous()} if k else {}
+    top = {"teacher_top": scores[:, 1:]} if k else {}
     return batch.with_fields(teacher_log_probs=scores[:, 0].contiguous(), **top)

@@ -206,10 +206,17 @@ def convert(given: Mapping[str, VerlSetting], engine: str | None = None) -> Conv
         settings[line.ours] = line.value
     defaults = ("verl's defaults", f"those of version {VERL}")
     result.hints += [defaults, *layout_hints(verl, settings), *_reward_hints(verl)]
-    result.settings = dict(
-        sorted(settings.items(), key=lambda setting: dotted_keys().index(any_name(setting[0])))
-    )
+    result.settings = dict(sorted(settings.items(), key=lambda setting: _place(setting[0])))
     return result
+
+
+def _place(key: str) -> tuple[int, str, int]:
+    """Return the place of a setting in schema.py; settings of one teacher are together."""
+    place = dotted_keys().index(any_name(key))
+    if not key.startswith(TEACHERS):
+        return place, "", 0
+    first = dotted_keys().index(f"{TEACHERS}NAME.model_path")
+    return first, key.removeprefix(TEACHERS).partition(".")[0], place
 
 
 def _put(settings: dict[str, Any], key: str, value: Any) -> None:

@@ -71,6 +71,32 @@ def chunked_log_probs(
     }
 
 
+def chunked_tokens(
+    hidden: torch.Tensor, weight: torch.Tensor, upstream: torch.Tensor, k: int, chunk_logits: int
+) -> dict[str, torch.Tensor]:
+    """Return top_log_probs [R, 1 + 2 k] of token 0 at temperature 0.7, the log-probs [R, k] of its
+    tokens by log_probs_and_entropy, and the gradients of sum(upstream * these) and of the entropies
+    with respect to the hidden states and to this rank's rows of the weight [vocab, hidden]."""
+    vocab, size = weight.shape
+    rows = torch.full((padded_vocab_size(vocab, dist.get_world_size()), size), 10.0)
+    rows[:vocab] = weight
+    shard = rows.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+    states = hidden.clone().requires_grad_()
+    model = SimpleNamespace(
+        output_weight=lambda: shard, pg_collection=SimpleNamespace(tp=dist.group.WORLD)
+    )
+    arguments = (model, states[:, None], torch.zeros(len(hidden), dtype=torch.int64), vocab, 0.7)
+    with mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
+        with torch.no_grad():
+            top = heads.top_log_probs(*arguments, k)
+        tokens = top[:, 1 : 1 + k].long()
+        _, entropy, of_tokens = heads.log_probs_and_entropy(*arguments, tokens)
+        ((upstream * of_tokens).sum() + entropy.sum()).backward()
+    assert states.grad is not None and shard.grad is not None
+    found = {"top": top, "of_tokens": of_tokens.detach(), "hidden": states.grad}
+    return {**found, "weight": shard.grad}
+
+
 def _addmm_of_cuda(
     self: torch.Tensor,
     a: torch.Tensor,

@@ -163,3 +163,34 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(pool: Any, world: int) -> No
         head_cases.largest_tensor, vocab=vocab, num_tokens=num_tokens, size=8, chunk_logits=chunk
     )
     assert 0.9 * chunk < largest <= chunk
+
+
+@pytest.mark.parametrize("k", [1, 6, VOCAB])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_most_probable_tokens_and_their_log_probs(pool: Any, world: int, k: int) -> None:
+    """Compare with float64. With VOCAB tokens some ranks give fewer than k columns."""
+    given = inputs()
+    upstream = torch.randn(TOKENS, k, generator=torch.Generator().manual_seed(3))
+    states, rows = (given[name].double().requires_grad_() for name in ("hidden", "weight"))
+    log_probs = (states @ rows.t() / 0.7).log_softmax(-1)
+    top, tokens = log_probs.detach().topk(k)
+    entropy = -(log_probs.exp() * log_probs).sum()
+    ((upstream * log_probs.gather(1, tokens)).sum() + entropy).backward()
+    for tokens_per_chunk in (1, 8, 1000):
+        results = pool(world).run(
+            head_cases.chunked_tokens,
+            hidden=given["hidden"],
+            weight=given["weight"],
+            upstream=upstream,
+            k=k,
+            chunk_logits=tokens_per_chunk * PADDED // world,
+        )
+        for result in results:
+            first, numbers, values = result["top"].split([1, k, k], 1)
+            assert torch.equal(numbers.long(), tokens)
+            assert _error(values, top) < 2e-6 and _error(result["of_tokens"], top) < 2e-6
+            assert _error(first[:, 0], log_probs[:, 0].detach()) < 2e-6
+            assert states.grad is not None and _error(result["hidden"], states.grad) < 5e-6
+        weight = torch.cat([result["weight"] for result in results])
+        assert not weight[VOCAB:].any(), "padding has a gradient"
+        assert rows.grad is not None and _error(weight[:VOCAB], rows.grad) < 5e-6

@@ -91,7 +91,7 @@ def test_a_student_learns_from_the_trained_model_alone(
     steps: int,
     least: float,
 ) -> None:
-    """Train a student that is the quickstart's model before training, or some of its layers."""
+    """Start from the quickstart's model before training, or from some of its layers."""
     start = []
     if layers is not None:
         model = AutoModelForCausalLM.from_pretrained(quickstart_made / "model_hf")

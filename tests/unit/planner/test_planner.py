@@ -414,3 +414,38 @@ def test_float32_attention_on_a_gpu_stores_repeated_keys_and_values() -> None:
     )
     in_float32 = 4 * (64 + 2)
     assert wide - in_float32 == 2 * (narrow - in_float32) + 8 * (64 - 8) * 128
+
+
+def test_teachers_are_counted_in_phases_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compare a teacher of 7.6 billion parameters, TP 4, with the sizes of its weights and of its
+    tokens."""
+    role = "distillation.teacher_models.t"
+    plan = [
+        PLAN_SMALL[0],
+        *PLAN_SMALL[1:3],
+        "--gpus-per-node",
+        "4",
+        "--json",
+        "distillation.enabled=true",
+        "distillation.distillation_loss.loss_mode=forward_kl_topk",
+        "distillation.distillation_loss.topk=20",
+        f"{role}.model_path={MODELS / 'qwen2.5-7b'}",
+        f"{role}.megatron.tensor_model_parallel_size=4",
+        f"{role}.megatron.param_offload=true",
+    ]
+    assert main(plan) == 0
+    found = json.loads(capsys.readouterr().out)
+    cfg = load_config(plan[0])
+    tokens = cfg.data.train_batch_size * cfg.rollout.n * cfg.data.max_response_length
+    phases = found["ranks"][0]["phases"]
+    scored = phases[role]
+    assert scored[f"{role} params"] == pytest.approx(7.616e9 * 2 / 4, rel=0.02)
+    assert scored["teacher's tokens"] == tokens * (1 + 2 * 20) * 4
+    assert phases["update_actor"]["teacher's tokens"] > 0
+    assert [name for name, parts in phases.items() if f"{role} params" in parts] == [role]
+    assert found["host_memory"]["parts"]["teacher's tokens"] == 4 * tokens * 20 * 16
+    # Products of all weights but the embedding, on 4 ranks at 989 TFLOP/s.
+    sequences = cfg.data.train_batch_size * cfg.rollout.n
+    length = cfg.data.max_prompt_length + cfg.data.max_response_length
+    flops = 2 * 6.5e9 * sequences * length
+    assert found["times"]["phases"][role]["products"] == pytest.approx(flops / 4 / 989e12, rel=0.15)

@@ -1642,3 +1642,63 @@ def test_profiles() -> None:
         == line_of("global_profiler.save_path", "x")[0]
         == "not needed"
     )
+
+
+def test_distillation_is_converted(tmp_path: Path) -> None:
+    """Convert the settings of verl's run_qwen3_8b_megatron.sh, with two teachers and all of verl's
+    defaults."""
+    section = "distillation"
+    teachers = f"{section}.teacher_models"
+    given = {
+        "data.train_files": "train.parquet",
+        "actor_rollout_ref.model.path": "student",
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 24576,
+        "actor_rollout_ref.rollout.n": 1,
+        "algorithm.adv_estimator": "grpo",
+        "model_engine": "megatron",
+        f"{section}.enabled": True,
+        f"{section}.n_gpus_per_node": 4,
+        f"{section}.nnodes": 1,
+        f"{section}.teacher_key": "data_source",
+        f"{teachers}.teacher_model.key": None,
+        f"{teachers}.teacher_model.model_path": None,
+        f"{teachers}.teacher_model.inference.tensor_model_parallel_size": 2,
+        f"{teachers}.math.key": "openai/gsm8k",
+        f"{teachers}.math.model_path": "teacher",
+        f"{teachers}.math.inference.tensor_model_parallel_size": 4,
+        f"{teachers}.math.inference.gpu_memory_utilization": 0.4,
+        f"{teachers}.math.inference.temperature": 1.0,
+        f"{teachers}.math.num_replicas": 2,
+        f"{teachers}.other.key": "DigitalLearningGmbH/MATH-lighteval",
+        f"{teachers}.other.model_path": "another",
+        f"{section}.distillation_loss.loss_mode": "k3",
+        f"{section}.distillation_loss.topk": 64,
+        f"{section}.distillation_loss.use_task_rewards": False,
+        f"{section}.distillation_loss.use_policy_gradient": False,
+        f"{section}.distillation_loss.loss_max_clamp": 10.0,
+        f"{section}.distillation_loss.log_prob_min_clamp": -10.0,
+        f"{section}.distillation_loss.policy_loss_mode": "vanilla",
+        f"{section}.distillation_loss.clip_ratio_low": 0.2,
+        f"{section}.distillation_loss.use_chunked_topk": True,
+    }
+    cfg = loaded(converted(given), tmp_path / "ours.yaml")
+    assert list(cfg.distillation.teacher_models) == ["math", "other"]
+    math = cfg.distillation.teacher_models["math"]
+    assert (math.key, math.model_path) == ("openai/gsm8k", "teacher")
+    assert math.megatron.tensor_model_parallel_size == 4
+    assert math.log_prob_max_token_len_per_gpu == 24576
+    loss = cfg.distillation.distillation_loss
+    assert (loss.loss_mode, loss.topk, loss.loss_max_clamp) == ("low_var_kl", 64, 10.0)
+    assert cfg.algorithm.adv_estimator == "reinforce_plus_plus", "grpo with one response"
+    key = "distillation.teacher_models.math.inference.temperature"
+    assert line_of(
+        key,
+        0.5,
+        **{"distillation.enabled": True, key.replace("inference.temperature", "model_path"): "m"},
+    )[0] == ("not supported")
+    off = converted({"distillation.enabled": False, f"{teachers}.math.model_path": "m"})
+    assert {line.kind for key, line in off.report if "distillation" in key} == {
+        "same",
+        "not needed",
+    }
