@@ -131,7 +131,7 @@ class FailureDetector:
         if self._has_waiting():
             return [heartbeat for heartbeat in latest if not heartbeat.waits]
         furthest = {
-            pool: max((beat.moves for beat in latest if beat.trains is pool), default=0)
+            pool: max((other.moves for other in latest if other.trains is pool), default=0)
             for pool in (True, False)
         }
         return [heartbeat for heartbeat in latest if heartbeat.moves < furthest[heartbeat.trains]]

@@ -37,7 +37,8 @@ def next_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch, S
     assert pool.stream is not None
     stream, pool.stream = pool.stream, None
     size = run.config.data.train_batch_size
-    groups, pool.groups = pool.groups[:size], pool.groups[size:]
+    groups = pool.groups[:size]
+    pool.groups = pool.groups[size:]
     state.num_prompts = next_position(run)
     n = run.config.rollout.n
     prompts = repeat_prompts([group.prompt for group in groups], n)
@@ -83,10 +84,10 @@ def end(run: Run, state: StepState) -> None:
 
 @contextmanager
 def pools_at_work(run: Run, state: StepState) -> Iterator[None]:
-    """With rollout.one_step_off generate the batch of the next step before the body, which ranks
-    without an engine begin at once, and exchange its responses after it. Where the rollout engines
-    have ranks of their own, raise on all ranks the UserError of any, and note how long the ranks of
-    each pool have waited. Every rank must enter it."""
+    """Generate the batch of the next step before the body, with rollout.one_step_off, and exchange
+    its responses after it; ranks without an engine begin with the body. Where engines have ranks of
+    their own, raise on all ranks the UserError of any, and note how long the ranks of each pool
+    have waited. Every rank must enter it."""
     error: UserError | None = None
     try:
         if run.config.rollout.one_step_off and state.step < run.schedule.total_steps:
