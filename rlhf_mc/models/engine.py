@@ -306,8 +306,8 @@ class ModelEngine:
 
         micro_batches: the sequences of this rank's data-parallel replica. Every rank of the mesh
         must call it."""
-        mine = self.my_scores(batch, micro_batches, head, per_sequence)
-        return sum_over_ranks(mine, self.groups.members)
+        own_scores = self.my_scores(batch, micro_batches, head, per_sequence)
+        return sum_over_ranks(own_scores, self.groups.members)
 
     @torch.no_grad()
     def my_scores(

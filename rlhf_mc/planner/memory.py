@@ -274,13 +274,13 @@ class _Model:
 
 def _phase_names(cfg: Config, roles: Collection[str]) -> list[str]:
     """Return the phases that hold tensors on the device. roles: of the run's models."""
-    passes = [phase for phase in token_budgets(cfg) if _role_of(cfg, phase) in roles]
+    passes = [phase for phase in token_budgets(cfg) if _pass_role(cfg, phase) in roles]
     # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint
     # does.
     return ["update_weights", "gen", *passes, "save_checkpoint", "export"]
 
 
-def _role_of(cfg: Config, phase: str) -> str:
+def _pass_role(cfg: Config, phase: str) -> str:
     """Return the role of the model of a pass."""
     if phase == "ref" and reference_is_actor(cfg):
         return "actor"
@@ -337,7 +337,7 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
     """Return the activations of each pass over the models, by phase."""
     peaks = {}
     for phase, budget in token_budgets(cfg).items():
-        role = _role_of(cfg, phase)
+        role = _pass_role(cfg, phase)
         if role not in models:
             continue
         model = models[role]
