@@ -59,7 +59,8 @@ def _without_critic(estimator: str, *settings: str, name: str | None = None) -> 
     return Variant(name or estimator, settings=(f"algorithm.adv_estimator={estimator}", *settings))
 
 
-_PARTIAL = ("rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token")
+_OFF = "algorithm.rollout_correction.rollout_is=token"
+_PARTIAL = ("rollout.partial_rollout=true", _OFF)
 # of 256 responses: most are unfinished when enough groups are complete
 _FEW_PLACES = "rollout.max_num_seqs=32"
 
@@ -73,6 +74,8 @@ VARIANTS = (
         "gae_tail_batching", "configs/quickstart.yaml", ("rollout.tail_batching=true", _FEW_PLACES)
     ),
     Variant("gae_partial_rollout", "configs/quickstart.yaml", (*_PARTIAL, _FEW_PLACES)),
+    # colocated: the bits of engines with ranks of their own
+    Variant("gae_one_step_off", "configs/quickstart.yaml", ("rollout.one_step_off=true", _OFF)),
     Variant(
         "gae_decoupled",
         "configs/quickstart.yaml",

@@ -56,7 +56,8 @@ class Step:
     prompts: Sequence[Prompt]
     """The prompt of each response, repeated for its rollout.n responses."""
     batch: RaggedBatch
-    """The responses with their scores, log-probs, advantages: the same on every rank."""
+    """The responses with their scores, log-probs, advantages: the same on every rank, but for those
+    of a rollout pool, which have no results of models."""
 
 
 def steps(run: Run, status: RankStatus, stop: StopRequests) -> Iterator[Step]:
