@@ -35,7 +35,6 @@ from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.runtime.exit_codes import exit_code
-from rlhf_mc.topology.mesh import pool_engines
 
 
 def check(cfg: Config, world: int) -> None:
@@ -58,7 +57,8 @@ def check(cfg: Config, world: int) -> None:
         report(role, str(checked.mesh), world, checked.num_local, checked.coverage, checked.seconds)
     start = time.perf_counter()
     tp = cfg.rollout.tensor_model_parallel_size
-    groups = pool_engines(0, num_rollout_ranks(cfg, world), tp)
+    count = num_rollout_ranks(cfg, world)
+    groups = [list(range(first, first + tp)) for first in range(0, count, tp)]
     coverage = rollout_coverage(base, tp, rollout_layouts(base, groups, engine.layout))
     if cfg.rollout.name == "custom":
         print("rollout: not compared with a model: the engine is the user's")
