@@ -264,6 +264,10 @@ def test_two_teachers_in_layouts_of_their_own_give_the_same_training(
             assert (wanted["sources"] == result["sources"]).all()
             names = [key for key in wanted["metrics"] if "distillation/" in key]
             assert len(names) == 6
+            for name, source in (("t", "arithmetic"), ("w", "other")):
+                rows = torch.from_numpy(result["sources"] == source)
+                num_tokens = int(result["batch"].response_lens[rows].sum())
+                assert result["metrics"][f"distillation/{name}/num_tokens"] == num_tokens > 0
             for key in (*names, "actor/distillation_loss", "actor/loss", "actor/grad_norm"):
                 assert result["metrics"][key] == pytest.approx(
                     wanted["metrics"][key], rel=1e-3, abs=1e-5
