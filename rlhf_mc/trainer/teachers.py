@@ -81,10 +81,15 @@ def teacher_top(
     batch: RaggedBatch, micro: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """Return the teacher's most probable tokens [r, k] int64 at the positions of a micro-batch that
-    this rank has, and their log-probs [r, k], on the device; None twice without forward_kl_topk.
-    The host does not wait for the copy."""
+    this rank has, and their log-probs [r, k], on the device; None twice without forward_kl_topk. At
+    those of observations, of which it has scored none, any k tokens. The host does not wait for the
+    copy."""
     if batch.teacher_top is None:
         return None, None
     rows = batch.teacher_top.index_select(0, torch.from_numpy(micro.own_rows))
+    k = rows.shape[1] // 2
+    of_observed = torch.cat([torch.arange(k), torch.full((k,), -20.0)])
+    num_observed = len(micro.targets) - len(rows)
+    rows = torch.cat([rows, of_observed.expand(num_observed, 2 * k)])
     tokens, log_probs = platform.to_device([rows])[0].chunk(2, 1)
     return tokens.long(), log_probs

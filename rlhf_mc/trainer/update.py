@@ -151,7 +151,7 @@ def _distill(
     tokens [r, k], by the student and by the teacher; none without them."""
     if teacher is not None:
         kl = forward_kl(others[0], teacher, cfg.log_prob_min_clamp)
-        fields["forward_kl"] = micro.all_results(kl)
+        fields["forward_kl"] = micro.all_results(kl)[: len(micro.response_index)]
     distill(cfg, log_probs, fields)
 
 
