@@ -53,6 +53,7 @@ from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import shut_down
 from rlhf_mc.topology.rendezvous import init_process_group
+from rlhf_mc.trainer.pool import generate
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batches between which the seconds of a step are interpolated."""
@@ -138,7 +139,7 @@ def segments(engine: RecordedEngine) -> Iterator[None]:
     """End a segment of the engine at each exchange and at the end of each call, while the body
     runs."""
     exchange = engine_loop._exchange
-    exchange_responses = engine_loop.exchange_responses
+    exchange_responses = generate.exchange_responses
 
     def at_exchange(*args: Any) -> Any:
         engine.end_segment()
@@ -153,7 +154,7 @@ def segments(engine: RecordedEngine) -> Iterator[None]:
 
     with (
         replaced(engine_loop, "_exchange", at_exchange),
-        replaced(engine_loop, "exchange_responses", at_end),
+        replaced(generate, "exchange_responses", at_end),
     ):
         yield
 

@@ -234,6 +234,7 @@ def make_run(workload: Workload, variant: Variant, engine: Any) -> Any:
         config=config,
         rollout=engine,
         rollout_pool=None,
+        has_rollout_pool=False,
         rollout_ranks=[0],
         environments=None,
         actor=SimpleNamespace(replay=None),

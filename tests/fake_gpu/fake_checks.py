@@ -39,7 +39,7 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
         1,
         "scores of the batch",
     ),
-    ("optimizer_step", "item", "models/engine.py:ModelEngine._grad_norm"): (
+    ("optimizer_step", "item", "models/engine.py:ModelEngine.train_step"): (
         None,
         "the norm of the gradient; experts have one of their own",
     ),

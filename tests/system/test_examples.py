@@ -83,7 +83,8 @@ def test_every_example_has_a_test() -> None:
         'tool_file("{}.py"',
         "tool_file('{}.py'",
         "class_name: examples.{}.",
-        '"{}.py": [(',  # of CONVERSATIONS
+        '"{}.py": (',  # of CONVERSATIONS
+        'EXAMPLES / "{}.py"',
     )
     assert {
         name

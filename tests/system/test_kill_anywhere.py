@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,8 @@ def test_killed_anywhere(
     ]
     events = []
     for number, (kind, fault) in enumerate([(kind, draw(kind, rng)) for kind in kinds]):
+        if IN_POOLS[-1] in settings:
+            fault = replace(fault, rank=0)  # a rollout rank has too few events in a step
         codes, event = start_with_fault(config, tmp_path / f"logs{number}", fault, overrides)
         print(f"{kind}: {fault} at {event or 'no event'}, exit codes {codes}")
         events.append(event)

@@ -354,7 +354,7 @@ def test_step_may_be_an_attribute_of_the_object(tmp_path: Path, text: str) -> No
 
 
 WRITES = """
-for fd in range(3, 99):
+for fd in range(3, 4096):
     try: os.write(fd, {text})
     except OSError: pass
 time.sleep(60)
@@ -378,7 +378,7 @@ time.sleep(60)
         (WRITES.format(text=b"\0\0\0\1x"), "has sent no message that can be read", UserError),
         (WRITES.format(text=b"\x7f\0\0\7x"), "has sent no message that can be read", UserError),
         (
-            "os.closerange(3, 99); time.sleep(60)",
+            "os.closerange(3, 4096); time.sleep(60)",
             "its worker process has closed the pipe",
             UserError,
         ),

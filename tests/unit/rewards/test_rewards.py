@@ -687,7 +687,7 @@ def test_rank_continues_while_workers_score(
         ("time.sleep(1000)", ("no score after 1.5 s (reward.timeout_seconds), at reward.py:5 in",)),
         ("os.kill(os.getpid(), 9)", ("its worker process ended, by SIGKILL (out of memory?)",)),
         (
-            "[os.write(i, b'\\0\\0\\0\\1x') for i in range(3, 99)"
+            "[os.write(i, b'\\0\\0\\0\\1x') for i in range(3, 4096)"
             " if 'socket' in os.path.realpath(f'/proc/self/fd/{i}')]",
             ("no message that can be read",),
         ),
