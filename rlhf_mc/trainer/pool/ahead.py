@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
+from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.heartbeat import await_all_ranks
 from rlhf_mc.topology.consensus import gather_vectors, on_every_rank
 from rlhf_mc.trainer.pool.generate import (
     CallPlan,
     EngineCall,
+    group_batch,
     repeat_prompts,
     wake_weights,
 )
@@ -40,14 +41,8 @@ def next_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch, S
     groups = pool.groups[:size]
     pool.groups = pool.groups[size:]
     state.num_prompts = next_position(run)
-    n = run.config.rollout.n
-    prompts = repeat_prompts([group.prompt for group in groups], n)
     responses = Responses.of([response for group in groups for response in group.responses])
-    numbers = torch.tensor([group.response_id(i) for group in groups for i in range(n)])
-    versions = np.concatenate([of_tokens for group in groups for of_tokens in group.versions])
-    ages = torch.from_numpy(state.step - 1 - versions[responses.is_sampled])
-    batch = build_batch(prompts, responses).with_fields(numbers=numbers, token_ages=ages)
-    return prompts, batch, stream
+    return *group_batch(groups, responses, state.step - 1), stream
 
 
 def begin(run: Run, state: StepState) -> None:

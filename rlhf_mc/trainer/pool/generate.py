@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses
+from rlhf_mc.data.batch import (
+    NOTHING,
+    Generation,
+    Prompt,
+    RaggedBatch,
+    Responses,
+    build_batch,
+)
 from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.environments.conversation import ConversationState
@@ -98,6 +106,23 @@ def new_groups(
     ]
 
 
+def group_batch(
+    groups: Sequence[Group], responses: Responses, version: int | None
+) -> tuple[list[Prompt], RaggedBatch]:
+    """Return the prompt of each response, and the batch with the numbers of the responses in the
+    run. responses: of the groups, in their order. version: of the present weights, for the ages of
+    the tokens; None: the groups do not have the versions of theirs."""
+    n = len(groups[0].seeds)
+    prompts = repeat_prompts([group.prompt for group in groups], n)
+    numbers = torch.tensor([group.response_id(i) for group in groups for i in range(n)])
+    batch = build_batch(prompts, responses).with_fields(numbers=numbers)
+    if version is None:
+        return prompts, batch
+    versions = np.concatenate([of_tokens for group in groups for of_tokens in group.versions])
+    ages = torch.from_numpy(version - versions[responses.is_sampled])
+    return prompts, batch.with_fields(token_ages=ages)
+
+
 Enough = Callable[[np.ndarray], bool]
 """Condition under which a call may end, of the groups that are complete: [groups] bool."""
 
@@ -155,7 +180,8 @@ class EngineCall:
         """The number of each response in the run."""
         self._prompts = [groups[g].prompt for g, _ in self._ids]
         self._turns: Conversations | None = None
-        self._all_requests: list[Request] = []
+        self._num_drawn_before = 0
+        """Tokens that the model had drawn of these responses before the call."""
         self._own: Mapping[int, Generation] = {}
         """The responses of this rank's engine, by number of the request."""
         self.num_sampled = 0
@@ -171,14 +197,15 @@ class EngineCall:
         """Generate this rank's share of the responses; without an engine, return at once."""
         run = self._run
         plan = self._plan
-        self._all_requests = self._requests()
+        requests = self._requests()
+        self._num_drawn_before = sum(request.partial.num_drawn for request in requests)
         self._add_ended_before()
         expected = None
         if plan.is_training and not plan.is_resumable:  # there the oldest responses begin first
             expected = run.response_lengths.expected([prompt.index for prompt in self._prompts])
         self._own = generate_responses(
             run.rollout,
-            self._all_requests,
+            requests,
             self._sampling,
             CLOCKS[run.config.rollout.clock](),
             expected,
@@ -197,9 +224,7 @@ class EngineCall:
         responses = exchange_responses(self._own, run.rollout.groups, len(self._ids))
         if self._turns is not None:
             self._turns.finish()
-        self.num_sampled = responses.num_drawn - sum(
-            request.partial.num_drawn for request in self._all_requests
-        )
+        self.num_sampled = responses.num_drawn - self._num_drawn_before
         if plan.is_training:
             rows = [prompt.index for prompt in self._prompts]
             has_ended = responses.finished | (responses.lens >= self._sampling.max_tokens)

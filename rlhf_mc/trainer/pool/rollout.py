@@ -26,6 +26,7 @@ from rlhf_mc.trainer.pool import ahead
 from rlhf_mc.trainer.pool.generate import (
     CallPlan,
     EngineCall,
+    group_batch,
     new_groups,
     repeat_prompts,
     wake_weights,
@@ -178,7 +179,6 @@ def sample_groups(
         responses = call.sample()
         state.num_generated += call.num_sampled
         groups = list(plan.groups)
-        versions: list[np.ndarray] = []
         if isinstance(strategy, PoolStrategy):
             sampled = call.collect(responses, state.step - 1)
             is_used = strategy.select(plan, sampled, most)
@@ -191,17 +191,11 @@ def sample_groups(
             selected = [np.repeat(is_used, n), *([is_used] if has_greedy else [])]
             stream.select(np.flatnonzero(np.concatenate(selected)).tolist())
             responses = Responses.of([response for group in groups for response in group.responses])
-            versions = [of_tokens for group in groups for of_tokens in group.versions]
-        prompts = repeat_prompts([group.prompt for group in groups], n)
         if has_greedy:
             state.greedy = _greedy(run, state, groups, stream)
     stream.submit({})  # those that waited for all
-    numbers = torch.tensor([group.response_id(i) for group in groups for i in range(n)])
-    batch = build_batch(prompts, responses).with_fields(numbers=numbers)
-    if plan.is_resumable:
-        ages = state.step - 1 - np.concatenate(versions)[responses.is_sampled]
-        batch = batch.with_fields(token_ages=torch.from_numpy(ages))
-    return prompts, batch, stream
+    version = state.step - 1 if plan.is_resumable else None
+    return *group_batch(groups, responses, version), stream
 
 
 def _split(groups: Sequence[Group], is_used: np.ndarray) -> tuple[list[Group], list[Group]]:
