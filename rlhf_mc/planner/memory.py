@@ -317,15 +317,13 @@ def _phases(
                 if is_updated
                 else model.resident(needed)
             )
-        sleeps = cfg.rollout.free_cache_engine and "kv_cache" not in row["rollout"]
-        is_awake = rollout is not None and not (sleeps and models)  # in a pool it never sleeps
-        if rollout is None:
-            pass
-        elif is_awake:
+        # Beside models the engine sleeps in phases of theirs; with ranks of its own it never does.
+        frees_cache = cfg.rollout.free_cache_engine and "kv_cache" not in row["rollout"]
+        asleep = rollout is not None and bool(models) and frees_cache
+        if rollout is not None and not asleep:
             parts["vLLM"] = rollout.budget
-        elif "weights" in row["rollout"]:
+        elif rollout is not None and "weights" in row["rollout"]:
             parts["vLLM weights"] = float(rollout.weights)
-        asleep = rollout is not None and not is_awake
         reserved = (
             reserved_bytes(meshes, gpus_per_node, rollout_tp, asleep) if cuda else RESERVED_ON_CPU
         )
