@@ -2,6 +2,7 @@
 static assignment, the shared queue, tail batching and partial rollouts, for any number of engines.
 
     python benchmarks/rollout_simulator.py --engines 8 32 64
+    python benchmarks/rollout_simulator.py --pools --engines 8 32 128
 
 The loop, the queue, the virtual clocks and the groups are the trainer's own: each simulated rank is
 a thread that runs rollout/engine_loop.py, and trainer/pool/strategies.py decides what a step trains
@@ -9,6 +10,11 @@ on. Simulated are vLLM's schedule (first come, first served, chunked prefill), t
 responses, and the seconds of an engine's step. benchmarks/rollout_tail.py measures these seconds
 (--costs reads its file), compares its engines' schedule with the one here, and its times with those
 of the simulator.
+
+--pools compares colocated GPUs, of an engine each, with pools one step ahead at their best split:
+generation on M of G engines beside training on the others, of which each does as much in a second.
+The training of a batch on all G takes --training times as long as its generation with the shared
+queue. A step is the sum of both, or the longer one.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -325,6 +331,47 @@ def bound(workload: Workload, costs: Costs) -> float:
     return total / workload.steps
 
 
+SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+"""Shares of the GPUs that generate."""
+POOLS_HEADER = (
+    "| GPUs | lengths | mode | tokens/s over colocated | rollout | idle train | idle rollout "
+    "| age |\n|---|---|---|---|---|---|---|---|"
+)
+
+
+def pool_rows(workload: Workload, training: float, costs: Costs) -> Iterator[str]:
+    """Yield a row for each mode. training: over the seconds of generation on all GPUs."""
+    gpus = workload.engines
+    plain = VARIANTS["shared, expected lengths"]
+    base = simulate(workload, plain, costs)
+    tokens = base.tokens
+    train = training * base.seconds
+    colocated = base.seconds + train
+    for name, variant in (("", plain), (", partial", VARIANTS["partial rollouts"])):
+        whole = simulate(workload, variant, costs)
+        seconds = tokens / whole.tokens_per_second + train
+        yield (
+            f"| {gpus} | {workload.kind} | colocated{name} | {colocated / seconds:.2f} | - | - | - "
+            f"| {whole.staleness:.2f} |"
+        )
+        best: tuple[float, str] | None = None
+        for share in SPLITS:
+            engines = round(gpus * share)
+            part = replace(workload, engines=engines, per_place=workload.per_place / share)
+            figures = simulate(part, variant, costs)
+            generation = tokens / figures.tokens_per_second
+            update = train * gpus / (gpus - engines)
+            step = max(generation, update)
+            line = (
+                f"| {gpus} | {workload.kind} | pools{name} | {colocated / step:.2f} | {engines} | "
+                f"{1 - update / step:.0%} | {1 - generation / step:.0%} | "
+                f"{figures.staleness + 1:.2f} |"
+            )
+            best = min(best or (step, line), (step, line))
+        assert best is not None
+        yield best[1]
+
+
 def default_costs(places: int) -> Costs:
     """Return costs of a GPU that reads its weights in 10 ms: the proportions of
     rollout/work_sharing.py, and a KV cache of 57 kB for a token beside weights of 15 GB."""
@@ -357,17 +404,25 @@ def main() -> None:
     parser.add_argument(
         "--costs", type=Path, help="file of rollout_tail.py; default: proportions of a GPU"
     )
+    parser.add_argument("--pools", action="store_true", help="compare resource pools")
+    parser.add_argument(
+        "--training", type=float, default=1.0, help="of a batch, over its generation (--pools)"
+    )
     args = parser.parse_args()
     costs = (
         Costs(**json.loads(args.costs.read_text())) if args.costs else default_costs(args.places)
     )
-    print(HEADER)
+    print(POOLS_HEADER if args.pools else HEADER)
     for engines in args.engines:
         for kind in args.lengths:
             workload = Workload(
                 "", engines, args.limit, args.places, args.per_place, correlation=args.correlation
             )
             workload = workload.of_kind(kind)
+            if args.pools:
+                for line in pool_rows(workload, args.training, costs):
+                    print(line, flush=True)
+                continue
             results = {
                 name: simulate(workload, variant, costs) for name, variant in VARIANTS.items()
             }

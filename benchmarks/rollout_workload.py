@@ -22,7 +22,7 @@ from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer.pool import rollout
+from rlhf_mc.trainer.pool import sampling
 from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.step_state import begin_step
 
@@ -48,7 +48,7 @@ class Workload:
     """Maximum length of a response."""
     places: int = 16
     """Requests that an engine runs at once."""
-    per_place: int = 4
+    per_place: float = 4
     """Responses of a step for each place."""
     n: int = 4
     """Responses to a prompt."""
@@ -59,7 +59,7 @@ class Workload:
     @property
     def batch_size(self) -> int:
         """Prompts of a step."""
-        return self.engines * self.places * self.per_place // self.n
+        return round(self.engines * self.places * self.per_place) // self.n
 
     def length(self, prompt: int, seed: int) -> int:
         """Return the length of a response, a function of its prompt's index and its seed."""
@@ -267,8 +267,8 @@ def run_steps(
         run.rollout.weights_updated()
         state = begin_step(step, RankStatus(), (step - 1) * run.config.data.train_batch_size)
         before = _tokens_of(run)
-        with replaced(rollout, "ScoreStream", NoScores):
-            _, batch, _ = rollout.sample_groups(run, state, workload.batch_size)
+        with replaced(sampling, "ScoreStream", NoScores):
+            _, batch, _ = sampling.sample_groups(run, state, workload.batch_size)
         if counts:
             trained = int(batch.response_lens.sum())
             tokens += trained

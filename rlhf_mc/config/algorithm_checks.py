@@ -15,6 +15,7 @@ from rlhf_mc.config.roles import (
     estimator_needs,
     prompts_in_flight,
     prompts_per_batch,
+    sampling_versions,
     trains_on_older_weights,
     uses_critic,
 )
@@ -192,14 +193,12 @@ def _in_flight(cfg: Config) -> Iterator[str]:
     rollout = cfg.rollout
     correction = cfg.algorithm.rollout_correction
     modes = [
-        f"rollout.{name}"
-        for name in ("tail_batching", "partial_rollout", "one_step_off")
-        if getattr(rollout, name)
+        f"rollout.{name}" for name in ("tail_batching", "partial_rollout") if getattr(rollout, name)
     ]
     if len(modes) > 1:
         yield f"{' and '.join(modes)} are true; set one of them"
     if rollout.prompts_in_flight is not None:
-        if not modes or rollout.one_step_off:
+        if not modes:
             yield (
                 f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; that needs "
                 "rollout.tail_batching or rollout.partial_rollout: true"
@@ -209,18 +208,25 @@ def _in_flight(cfg: Config) -> Iterator[str]:
                 f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; it must be at least "
                 f"data.train_batch_size, {cfg.data.train_batch_size}"
             )
-    most = rollout.max_off_policy_threshold * cfg.data.train_batch_size
-    if (
+    versions = sampling_versions(rollout)
+    if rollout.partial_rollout and versions < 1:
+        yield (
+            f"rollout.max_off_policy_threshold is {rollout.max_off_policy_threshold} and "
+            "rollout.one_step_off is true; it must be at least 2: a step trains on the tokens of "
+            "the version before"
+        )
+    elif (
         rollout.partial_rollout
         and rollout.max_off_policy_strategy == "wait"
-        and prompts_in_flight(cfg) > most
+        and prompts_in_flight(cfg) > versions * cfg.data.train_batch_size
     ):
+        less = " less 1 (one_step_off)" if rollout.one_step_off else ""
         yield (
             f"rollout.prompts_in_flight is {prompts_in_flight(cfg)} and "
             "rollout.max_off_policy_strategy is wait; it must be at most "
-            "rollout.max_off_policy_threshold x data.train_batch_size, "
-            f"{rollout.max_off_policy_threshold} x {cfg.data.train_batch_size} = {most}: later "
-            "steps train on the others too late"
+            f"rollout.max_off_policy_threshold{less} x data.train_batch_size, "
+            f"{versions} x {cfg.data.train_batch_size} = {versions * cfg.data.train_batch_size}: "
+            "later steps train on the others too late"
         )
     is_replayable = depends_on_time(rollout) or rollout.environment.is_set
     if cfg.trainer.replay is not None and not is_replayable:
@@ -229,11 +235,13 @@ def _in_flight(cfg: Config) -> Iterator[str]:
             "partial_rollout: true, or an"
             " environment (other runs draw the same tokens in any layout)"
         )
-    if modes and not rollout.partial_rollout and cfg.algorithm.filter_groups.enable:
-        yield (
-            f"{modes[0]} is true and algorithm.filter_groups.enable is true; set one of "
-            "them, or rollout.partial_rollout"
-        )
+    if cfg.algorithm.filter_groups.enable:
+        for name in ("tail_batching", "one_step_off"):
+            if getattr(rollout, name):
+                yield (
+                    f"rollout.{name} is true and algorithm.filter_groups.enable is true; set one "
+                    "of them, or rollout.partial_rollout alone"
+                )
     if rollout.one_step_off and estimator_needs(cfg.algorithm).greedy_baseline:
         yield (
             f"rollout.one_step_off is true and algorithm.adv_estimator "
@@ -242,14 +250,15 @@ def _in_flight(cfg: Config) -> Iterator[str]:
         )
     if not trains_on_older_weights(rollout):
         return
+    mode = "one_step_off" if rollout.one_step_off else "partial_rollout"
     if correction.rollout_is is None and not correction.bypass_mode:
         yield (
-            f"{modes[0]} is true, which trains on tokens of older weights; that needs"
+            f"rollout.{mode} is true, which trains on tokens of older weights; that needs"
             " algorithm.rollout_correction.rollout_is (token or sequence), or bypass_mode: true"
         )
     if correction.bypass_mode and cfg.actor.policy_loss.loss_mode == "gpg":
         yield (
-            f"{modes[0]} is true and actor.policy_loss.loss_mode is gpg, which has no "
+            f"rollout.{mode} is true and actor.policy_loss.loss_mode is gpg, which has no "
             "ratio to the policy that drew a token; set algorithm.rollout_correction.rollout_is in "
             "place of bypass_mode, or another loss"
         )

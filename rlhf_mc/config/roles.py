@@ -174,13 +174,19 @@ def trains_on_older_weights(rollout: RolloutConfig) -> bool:
     return rollout.partial_rollout or rollout.one_step_off
 
 
+def sampling_versions(rollout: RolloutConfig) -> int:
+    """Return the most weight versions that may sample one group of rollout.partial_rollout: with
+    one_step_off it is trained on one version later."""
+    return rollout.max_off_policy_threshold - rollout.one_step_off
+
+
 def prompts_in_flight(cfg: Config) -> int:
-    """Return the number of prompts that a step generates for, those included whose responses it
-    continues or trains on alone: one batch without a pool."""
+    """Return the number of prompts that a rollout generates for, those included whose responses it
+    continues: one batch without partial_rollout or tail_batching."""
     size = cfg.data.train_batch_size
     default = (
         2 * size
-        if trains_on_older_weights(cfg.rollout)
+        if cfg.rollout.partial_rollout
         else -(-5 * size // 4)
         if cfg.rollout.tail_batching
         else size

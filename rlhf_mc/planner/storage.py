@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.config.roles import prompts_in_flight, trains_on_older_weights
+from rlhf_mc.config.roles import prompts_in_flight
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES
@@ -98,12 +98,12 @@ def weight_bytes(shape: ModelShape, megatron: MegatronConfig) -> int:
 def pool_bytes(cfg: Config) -> int:
     """Return the most bytes of the responses that rollout.partial_rollout or one_step_off keeps for
     later steps, a token and a log-prob each. One rank writes them, and every node reads them."""
-    if not trains_on_older_weights(cfg.rollout):
-        return 0
-    # A step takes data.train_batch_size groups; with algorithm.filter_groups the last call may take
-    # one alone.
-    num_taken = 1 if cfg.algorithm.filter_groups.enable else cfg.data.train_batch_size
-    num_kept = (prompts_in_flight(cfg) - num_taken) * cfg.rollout.n
+    # A rollout gives data.train_batch_size groups to a step; with algorithm.filter_groups the last
+    # one of a step may give one alone.
+    size = cfg.data.train_batch_size
+    num_taken = 1 if cfg.algorithm.filter_groups.enable else size
+    num_unfinished = prompts_in_flight(cfg) - num_taken if cfg.rollout.partial_rollout else 0
+    num_kept = (num_unfinished + cfg.rollout.one_step_off * size) * cfg.rollout.n
     return num_kept * cfg.data.max_response_length * 2 * _FLOAT32
 
 

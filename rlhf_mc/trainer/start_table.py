@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from rlhf_mc import platform
-from rlhf_mc.config.roles import reference_is_actor
+from rlhf_mc.config.roles import prompts_in_flight, reference_is_actor
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.models.engine import ModelEngine, RankShare
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
@@ -58,6 +58,7 @@ def start_lines(run: Run) -> list[str]:
         f"{run.schedule.total_steps} steps at most",
         *table(rows),
         *notes([run.weight_sync.summary, summary, *_precisions(run), *_unshared(run)]),
+        *notes(in_flight(run)),
     ]
 
 
@@ -96,6 +97,26 @@ def _unshared(run: Run) -> list[str]:
     ]
     line = "a prompt is computed for each response, since context_parallel_size is fixed: "
     return [line + ", ".join(roles)] if roles else []
+
+
+def in_flight(run: Run) -> list[str]:
+    """Return the responses that a rollout begins and those that the engines hold at a time, where
+    it begins more than a step trains on. By Megatron-RL's law a rollout runs ahead of training by
+    at most held / (prompts x n) - 1 batches: what is begun beyond that waits."""
+    cfg = run.config
+    begun = prompts_in_flight(cfg) * cfg.rollout.n
+    of_step = cfg.data.train_batch_size * cfg.rollout.n
+    if begun == of_step:
+        return []
+    held = len(run.rollout.groups) * cfg.rollout.max_num_seqs
+    line = (
+        f"{prompts_in_flight(cfg)} prompts in flight: {begun} responses, {begun / of_step:.1f} "
+        f"batches; the engines hold {held} at a time, {held / of_step:.1f} batches"
+    )
+    if begun <= max(held, of_step):
+        return [line]
+    useful = max(cfg.data.train_batch_size, held // cfg.rollout.n)
+    return [f"{line}: above {useful}, rollout.prompts_in_flight begins what has to wait"]
 
 
 def table(rows: Sequence[ModelRow]) -> list[str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -16,9 +15,6 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import start_max_over_ranks
-
-if TYPE_CHECKING:
-    from rlhf_mc.trainer.pool.generate import EngineCall
 
 
 @dataclass
@@ -68,8 +64,6 @@ class StepState:
     """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
     idle_seconds: dict[str, float] = field(default_factory=dict)
     """By pool the seconds that its ranks have waited for the other one, on average."""
-    ahead: EngineCall | None = None
-    """The call that samples the batch of the next step, with rollout.one_step_off."""
     slowest: dict[str, Callable[[], float]] = field(default_factory=dict)
     """By `timing_s/<phase>` the function that returns the seconds of the slowest rank."""
 

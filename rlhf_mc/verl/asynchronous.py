@@ -1,8 +1,9 @@
 """Conversions of verl's asynchronous runs: the programs one_step_off_policy and fully_async_policy,
 and the modes of trainer.v1.
 
-The nearest here: ranks of their own (resource_pools) with rollout.one_step_off. Without such ranks,
-and with filter_groups, it is rollout.partial_rollout on all ranks.
+The nearest here: ranks of their own (resource_pools) with rollout.one_step_off, and with
+rollout.partial_rollout where new weights continue responses. Without such ranks, and with
+filter_groups, it is rollout.partial_rollout on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _WITH_POOLS = (*PROGRAMS.values(), "separate_async")
 _CORRECTION = "algorithm.rollout_correction."
 _STATISTICS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")
 _PARTIAL = "rollout.partial_rollout"
-_BY_GROUPS = "verl trains on groups as they end; here on the batch that the step before sampled"
+_BY_GROUPS = "verl trains on groups as they end; here on those that the step before has ended"
+_CONTINUES = "new weights continue responses"
 _ON_ALL_RANKS = "all ranks train and generate in turn; new weights continue responses"
 _DECOUPLED = "rollout_is, rollout_rs and compute_prox_log_prob need log-probs of the trainer here"
 _BATCH = "ppo_mini_batch_size x require_batches x trigger_parameter_sync_step"
@@ -71,6 +73,14 @@ def _strategy(verl: Settings) -> str | None:
     return "rollout.one_step_off" if has_pools(verl) else _PARTIAL
 
 
+def _continues(verl: Settings) -> bool:
+    """Return whether new weights continue the responses of older ones."""
+    if not has_pools(verl):
+        return True
+    partial = bool(verl.get("async_training.partial_rollout", True))
+    return {"fully_async": partial, "separate_async": True}.get(async_mode(verl), False)
+
+
 def updates_of_step(verl: Settings) -> int:
     """Return the updates of verl from one weight update of the engines to the next, a step here.
     verl's learning rates count them."""
@@ -111,12 +121,16 @@ def ahead(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     ours = _strategy(verl)
     if ours is None or async_mode(verl) not in _WITH_POOLS:
         return None
-    if not key.endswith("partial_rollout"):
-        return renamed(ours, True, f"verl samples at most {value} batches ahead, here one")
-    if bool(value) == (ours == _PARTIAL):
+    if key.endswith("partial_rollout"):
+        if _continues(verl):
+            return renamed(_PARTIAL, True, "" if value else _ON_ALL_RANKS)
         return keys.implied(f"by {ours}")
-    text = "verl continues responses with new weights; here each is of one version"
-    return renamed(ours, True, text if value else _ON_ALL_RANKS)
+    if not (_continues(verl) and isinstance(value, int | float)):
+        return renamed(ours, True, f"verl samples at most {value} batches ahead, here one")
+    is_fully = async_mode(verl) == "fully_async"
+    size = int_or_default(verl, "data.train_batch_size", 1024)
+    most = math.ceil((1 + value) * (_prompts_of_step(verl) if is_fully else size))
+    return renamed("rollout.prompts_in_flight", most, f"1 + {value} batches")
 
 
 def train_batch(key: str, value: Any, verl: Settings) -> MappedSetting | None:
@@ -137,7 +151,7 @@ def total_prompts(key: str, value: Any, verl: Settings) -> MappedSetting:
 def off_policy_bound(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert the bound of the weight versions of a response, and what follows from it."""
     ours = _strategy(verl)
-    if ours == _PARTIAL:
+    if ours is not None and _continues(verl):
         return renamed(f"rollout.{key.rpartition('.')[2]}", value)
     return keys.not_needed("responses are one version old" if ours else f"{MODE} is sync")
 
@@ -169,6 +183,7 @@ def async_defaults(verl: Settings, settings: Settings) -> Iterator[MappedSetting
         (pools, "algorithm.router_replay", "off", "ours with experts: rollout"),
         (pools, "rollout.free_cache_engine", False, "an engine has ranks of its own"),
         (ours is not None, str(ours), True, _BY_GROUPS if pools else _ON_ALL_RANKS),
+        (ours is not None and pools and _continues(verl), _PARTIAL, True, _CONTINUES),
         (mode == "fully_async", "data.train_batch_size", _prompts_of_step(verl), _BATCH),
         (program, bypass, not decouples, _DECOUPLED if decouples else "of this program"),
         (is_unweighted, f"{_CORRECTION}rollout_is", "token", "older weights' tokens; verl: none"),

@@ -449,6 +449,69 @@ def test_one_step_off_in_pools_and_resumed_has_the_same_bits(
                 _assert_same_weights(result, one_step_off[rank])
 
 
+@pytest.fixture(scope="module")
+def partial_ahead(train: Any) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = train(2, "partial_off", *PARTIAL, ONE_STEP_OFF[0])
+    return results
+
+
+def test_ages_one_step_ahead_are_those_of_the_journal(
+    config: Path, partial_ahead: list[dict[str, Any]]
+) -> None:
+    """Check the ages of rollout.partial_rollout with one_step_off by the lengths that each call of
+    the engines has left: call k, in step k, samples with the weights of step k - 1 for step
+    k + 1."""
+    rows = checked_rows(config.parent / "partial_off" / "rollouts.jsonl").rows.values()
+    calls = {row["step"]: dict(zip(row["positions"], row["lens"], strict=True)) for row in rows}
+    oldest = 0
+    for row in rows:
+        step = partial_ahead[0]["steps"][row["step"]]
+        ages: list[int] = []
+        for position in row["taken"]:
+            for i in range(N):
+                lens = [
+                    calls[call][position][i] if position in calls[call] else 0
+                    for call in range(1, row["step"] + 1)
+                ]
+                for call, (before, after) in enumerate(
+                    zip([0, *lens], lens, strict=False), start=1
+                ):
+                    ages += [step["step"] - call] * (after - before)
+        assert step["ages"] == ages
+        oldest = max(oldest, *ages)
+    assert oldest >= 3, "responses that three calls have sampled"
+
+
+def test_partial_rollout_one_step_ahead_in_pools_resumed_and_replayed(
+    train: Any, config: Path, partial_ahead: list[dict[str, Any]]
+) -> None:
+    settings = [*PARTIAL[:2], ONE_STEP_OFF[0]]
+    directory = config.parent / "partial_off"
+    pools = ["resource_pools.train=2", "resource_pools.rollout=2"]
+    start = f"trainer.resume_from_path={directory / 'global_step_3'}"
+    results = train(4, "partial_off_pools", *settings, *pools)
+    resumed = train(2, "partial_off_resumed", *settings, "trainer.resume_mode=resume_path", start)
+    for run, first in ((results, 0), (resumed, 3)):
+        for rank, result in enumerate(run):
+            wanted = partial_ahead[rank % 2]["steps"][first:]
+            for step, other in zip(result["steps"], wanted, strict=True):
+                _assert_same_in_pools(rank, step, other)
+                for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", KEPT):
+                    assert step["metrics"].get(key) == other["metrics"].get(key)
+            if rank < 2:
+                _assert_same_weights(result, partial_ahead[rank])
+    replayed = train(1, "partial_off_replay", *settings, f"trainer.replay={directory}")[0]
+    for step, other in zip(replayed["steps"], partial_ahead[0]["steps"], strict=True):
+        assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
+
+
+def test_tail_batching_one_step_ahead_trains_on_each_prompt_once(train: Any) -> None:
+    settings = [*ONE_STEP_OFF, "rollout.tail_batching=true", "rollout.prompts_in_flight=8"]
+    steps = train(2, "tail_off", *settings)[0]["steps"]
+    assert max(Counter(prompt for step in steps for prompt, _ in _pairs(step)).values()) == N
+    assert [{*step["ages"]} for step in steps] == [{0}] + [{1}] * (PER_EPOCH - 1)
+
+
 def test_pools_work_at_the_same_time(
     pool: Any, config: Path, one_step_off: list[dict[str, Any]]
 ) -> None:

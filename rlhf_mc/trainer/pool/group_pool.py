@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_mc import json_files
+from rlhf_mc.config.roles import sampling_versions
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Prompt
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.models.router_replay import ExpertReplay
 
 if TYPE_CHECKING:
-    from rlhf_mc.trainer.scores import ScoreStream
+    from rlhf_mc.trainer.pool.sampling import ScoredBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +113,9 @@ class GroupPool:
         self.num_drawn = 0
         """Position of the next prompt that the run draws; 0 where it draws whole batches, without a
         pool."""
-        self.stream: ScoreStream | None = None
-        """The scores of the next batch of rollout.one_step_off, to come; None: it is not
-        sampled."""
+        self.next_batch: ScoredBatch | None = None
+        """The batch of the first groups, which rollout.one_step_off has sampled for the next step;
+        None: it is not sampled, or not by this process."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the checkpoint, without the groups."""
@@ -275,12 +276,11 @@ def load_groups(
 
 
 def drop_stale(groups: Sequence[Group], version: int, cfg: RolloutConfig) -> list[Group]:
-    """Return the groups that a step with weights of this version may continue. With
-    max_off_policy_strategy drop a group whose tokens would be of more than max_off_policy_threshold
-    versions is left out."""
+    """Return the groups that weights of this version may continue. With max_off_policy_strategy
+    drop a group that more than sampling_versions have sampled is left out."""
     if cfg.max_off_policy_strategy != "drop":
         return list(groups)
-    return [group for group in groups if group.span(version) <= cfg.max_off_policy_threshold]
+    return [group for group in groups if group.span(version) <= sampling_versions(cfg)]
 
 
 def oldest_first(groups: Sequence[Group], version: int) -> list[Group]:
@@ -294,11 +294,11 @@ def may_end(
 ) -> bool:
     """Return whether a step may end, which trains on the first `needed` complete groups. With
     max_off_policy_strategy wait later steps, of `size` groups each, must be able to train on the
-    others before they exceed max_off_policy_threshold.
+    others before they exceed sampling_versions.
 
     spans: [groups] Group.span in this step, the largest first. is_complete: [groups] bool."""
     taken = np.flatnonzero(is_complete)[:needed]
     if len(taken) < needed or cfg.max_off_policy_strategy != "wait" or is_complete.all():
         return len(taken) == needed
     others = np.delete(spans, taken)
-    return bool((np.arange(len(others)) < (cfg.max_off_policy_threshold - others) * size).all())
+    return bool((np.arange(len(others)) < (sampling_versions(cfg) - others) * size).all())

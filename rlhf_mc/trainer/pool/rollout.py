@@ -9,37 +9,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from rlhf_mc.algorithms.estimators import differ, extremes
 from rlhf_mc.config.algorithm_schema import GroupMetric
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import estimator_needs, prompts_per_batch
+from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import Config
-from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch, concatenate
+from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
 from rlhf_mc.rewards.results import Score, reward_metrics
-from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.pool import ahead
-from rlhf_mc.trainer.pool.generate import (
-    CallPlan,
-    EngineCall,
-    group_batch,
-    new_groups,
-    repeat_prompts,
-    wake_weights,
-)
-from rlhf_mc.trainer.pool.group_pool import Group
-from rlhf_mc.trainer.pool.strategies import (
-    PoolStrategy,
-    choose_strategy,
-    next_position,
-    off_policy_metrics,
-)
+from rlhf_mc.trainer.pool.sampling import sample_groups
+from rlhf_mc.trainer.pool.strategies import off_policy_metrics
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import GroupScores, ScoreStream, await_rewards, record_samples
+from rlhf_mc.trainer.scores import ScoreStream, await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
 
 PROGRESS_EVERY = 10
@@ -150,74 +135,6 @@ def rollout(
     if stream is not None and run.has_rollout_pool:
         stream.collect()  # from workers beside the engines: these ranks do not wait for updates
     return prompts, batch, stream
-
-
-def sample_groups(
-    run: Run, state: StepState, needed: int
-) -> tuple[list[Prompt], RaggedBatch, ScoreStream]:
-    """Sample groups by the strategy of the run, with the current weights, and greedy responses if
-    the advantage estimator needs them. needed: groups that the step can use; without a pool a whole
-    batch of prompts is sampled. Return the prompt of each response, the batch, and the scores to
-    come. All ranks know which responses have ended, and so decide alike."""
-    cfg = run.config
-    n = cfg.rollout.n
-    most = cfg.data.max_response_length
-    strategy = choose_strategy(run)
-    wake_weights(run, state)
-    with run.offload_schedule.phase(state.timer, "gen"):
-        plan = strategy.plan(run, state, needed)
-        has_greedy = estimator_needs(cfg.algorithm).greedy_baseline
-        sampled_prompts = [group.prompt for group in plan.groups]
-        every_prompt = [
-            *repeat_prompts(sampled_prompts, n),
-            *(sampled_prompts if has_greedy else []),
-        ]
-        stream = ScoreStream(run.rewards, run.tokenizer, every_prompt)
-        scores = GroupScores(stream, n)
-        sampling = Sampling(cfg.rollout.temperature, most, run.stop_token_ids)
-        call = EngineCall(run, plan, sampling, scores)
-        responses = call.sample()
-        state.num_generated += call.num_sampled
-        groups = list(plan.groups)
-        if isinstance(strategy, PoolStrategy):
-            sampled = call.collect(responses, state.step - 1)
-            is_used = strategy.select(plan, sampled, most)
-            groups, others = _split(sampled, is_used)
-            if run.groups.rank == 0:
-                run.journal.record(state.step, sampled, groups)
-            strategy.keep(run, state, sampled, others)
-            state.num_prompts = next_position(run)
-            scores.submit(is_used)
-            selected = [np.repeat(is_used, n), *([is_used] if has_greedy else [])]
-            stream.select(np.flatnonzero(np.concatenate(selected)).tolist())
-            responses = Responses.of([response for group in groups for response in group.responses])
-        if has_greedy:
-            state.greedy = _greedy(run, state, groups, stream)
-    stream.submit({})  # those that waited for all
-    version = state.step - 1 if plan.is_resumable else None
-    return *group_batch(groups, responses, version), stream
-
-
-def _split(groups: Sequence[Group], is_used: np.ndarray) -> tuple[list[Group], list[Group]]:
-    """Return the groups that the step uses, and the others."""
-    pairs = list(zip(groups, is_used, strict=True))
-    return [group for group, used in pairs if used], [group for group, used in pairs if not used]
-
-
-def _greedy(
-    run: Run, state: StepState, groups: Sequence[Group], stream: ScoreStream
-) -> RaggedBatch:
-    """Return a greedy response to the prompt of each group. stream: of their scores, numbered after
-    all sampled responses."""
-    sampling = Sampling(0.0, run.config.data.max_response_length, run.stop_token_ids)
-    prompts = [group.prompt for group in groups]
-    seeds = [group.seeds[0] for group in groups]
-    greedy = new_groups(prompts, [group.position for group in groups], seeds)
-    scores = GroupScores(stream, 1, first=len(groups) * run.config.rollout.n)
-    call = EngineCall(run, CallPlan.of_all(greedy, is_training=False), sampling, scores)
-    batch = build_batch(prompts, call.sample())
-    state.num_generated += call.num_sampled
-    return batch
 
 
 def filtered_rollout(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import depends_on_time, trains_on_older_weights
+from rlhf_mc.config.roles import depends_on_time
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.sinks import append_line
 from rlhf_mc.run_files import JOURNAL_FILE, checked_line, checked_rows
@@ -46,7 +46,8 @@ class RolloutJournal:
             "train_batch_size": cfg.data.train_batch_size,
             "n": cfg.rollout.n,
             "max_response_length": cfg.data.max_response_length,
-            "partial_rollout": trains_on_older_weights(cfg.rollout),
+            "partial_rollout": cfg.rollout.partial_rollout,
+            "one_step_off": cfg.rollout.one_step_off,
         }
         least = 1 if cfg.algorithm.filter_groups.enable else cfg.data.train_batch_size
         self._num_taken = range(least, cfg.data.train_batch_size + 1)
@@ -74,7 +75,7 @@ class RolloutJournal:
             )
         by_step: dict[int, list[StepGroups]] = defaultdict(list)
         for number, row in rows.items():
-            other = {key: row.pop(key, None) for key in self._settings}
+            other = {key: row.pop(key, False) for key in self._settings}
             if other != self._settings:
                 raise UserError(
                     f"trainer.replay: {path} is of a run with {_words(other)}; this run has "

@@ -35,7 +35,7 @@ def load_pool(
     if run.environments is not None:
         run.environments.end_retained()  # of later steps, before a roll-back
     run.group_pool.groups = ()
-    run.group_pool.stream = None
+    run.group_pool.next_batch = None
     run.group_pool.num_drawn = state["num_drawn"] or position.num_prompts
     if not state["num_groups"]:
         if has_pool(run.config.rollout):

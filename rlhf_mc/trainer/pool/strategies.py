@@ -31,10 +31,13 @@ DROPPED = "training/off_policy/dropped_groups"
 
 
 def choose_strategy(run: Run) -> Strategy:
-    """Return the strategy of the next rollout, unless it is one step ahead (ahead.py)."""
-    if run.config.rollout.partial_rollout:
+    """Return the strategy of the next rollout."""
+    rollout = run.config.rollout
+    if rollout.partial_rollout:
         strategy: PoolStrategy = PartialRollout()
-    elif has_pool(run.config.rollout) or run.group_pool.groups:
+    elif rollout.one_step_off and not rollout.tail_batching:
+        return AllGroups()
+    elif has_pool(rollout) or run.group_pool.groups:
         # Groups of a run that had a pool before a resume: none is lost, or trained on twice.
         strategy = TailBatching()
     else:
@@ -79,6 +82,21 @@ class PlainSampling(Strategy):
         state.num_prompts = order.next_batch(positions.stop).start
         run.group_pool.num_drawn = 0  # state.num_prompts counts
         return CallPlan.of_all(new_groups(prompts, positions, seeds))
+
+
+class AllGroups(PoolStrategy):
+    """A rollout one step ahead (rollout.one_step_off) ends with all groups of a batch: the first
+    ones of the pool, and as many new ones as are needed."""
+
+    def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
+        retained = run.group_pool.groups[:needed]
+        groups = [*retained, *draw(run, needed - len(retained))]
+        return replace(CallPlan.of_all(groups), is_resumable=True)
+
+    def keep(
+        self, run: Run, state: StepState, groups: Sequence[Group], others: list[Group]
+    ) -> None:
+        run.group_pool.groups = run.group_pool.groups[len(groups) :]
 
 
 class TailBatching(PoolStrategy):

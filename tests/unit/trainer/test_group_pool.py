@@ -533,8 +533,19 @@ def test_metrics_of_older_weights() -> None:
             "rollout.tail_batching and rollout.partial_rollout are true; set one of them",
         ),
         (
-            (PARTIAL, ONE_STEP_OFF, CORRECTION),
-            "rollout.partial_rollout and rollout.one_step_off are true; set one of them",
+            (PARTIAL, ONE_STEP_OFF, CORRECTION, "rollout.max_off_policy_threshold=1"),
+            "rollout.max_off_policy_threshold is 1 and rollout.one_step_off is true; it must be at"
+            " least 2",
+        ),
+        (
+            (
+                PARTIAL,
+                ONE_STEP_OFF,
+                CORRECTION,
+                "rollout.max_off_policy_strategy=wait",
+                "rollout.max_off_policy_threshold=2",
+            ),
+            "it must be at most rollout.max_off_policy_threshold less 1 (one_step_off) x data.",
         ),
         (
             (ONE_STEP_OFF,),

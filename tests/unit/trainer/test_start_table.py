@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from config_files import load
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlhf_mc.models.engine import RankShare
-from rlhf_mc.trainer.start_table import ModelRow, format_bytes, notes, table
+from rlhf_mc.trainer.start_table import ModelRow, format_bytes, in_flight, notes, table
 
 
 def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> None:
@@ -69,3 +74,27 @@ def test_no_line_is_wider_than_80(
         )
     ]
     assert all(len(line) <= 80 for line in (*table(rows), *notes([note])))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), None),
+        (("partial_rollout=true",), "16 prompts in flight: 64 responses, 2.0 batches; the engines"),
+        # two engines of 16 hold one batch of 8 prompts
+        (("partial_rollout=true",), "hold 32 at a time, 1.0 batches: above 8, rollout.prompts"),
+        (("tail_batching=true", "max_num_seqs=20"), "hold 40 at a time, 1.2 batches"),
+    ],
+)
+def test_responses_in_flight(config_file: Path, overrides: Any, words: str | None) -> None:
+    of_rollout = ("n=4", "max_num_seqs=16", *overrides)
+    cfg = load(
+        config_file,
+        "data.train_batch_size=8",
+        "algorithm.rollout_correction.rollout_is=token",
+        *(f"rollout.{each}" for each in of_rollout),
+    )
+    run: Any = SimpleNamespace(config=cfg, rollout=SimpleNamespace(groups=[[0], [1]]))
+    lines = in_flight(run)
+    assert lines == [] if words is None else words in lines[0]
+    assert ("above" in "".join(lines)) == (overrides == ("partial_rollout=true",))

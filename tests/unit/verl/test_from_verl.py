@@ -434,7 +434,9 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         # without rollout.nnodes there are no ranks for a pool
         ("trainer.v1.trainer_mode", "separate_async", ("renamed", "rollout.partial_rollout", True)),
         ("async_training.staleness_threshold", 0, ("not needed", None, None)),
-        ("async_training.staleness_threshold", 0.5, ("renamed", "rollout.one_step_off", True)),
+        ("async_training.staleness_threshold", 0.5,
+         ("renamed", "rollout.prompts_in_flight", 1536)),
+        ("async_training.partial_rollout", True, ("renamed", "rollout.partial_rollout", True)),
         ("async_training.partial_rollout", False, ("implied", None, None)),
         ("async_training.use_dynamic_resource_scheduling", True, ("not needed", None, None)),
         ("trainer.v1.separate_async.num_warmup_batches", 2, ("not needed", None, None)),
@@ -1094,7 +1096,8 @@ def test_fully_async_script_has_pools(tmp_path: Path) -> None:
     cfg, found = async_run(tmp_path, FULLY_ASYNC)
     assert (cfg.resource_pools.train, cfg.resource_pools.rollout) == (16, 8)
     assert (found.nodes, found.processes) == (3, 8)
-    assert cfg.rollout.one_step_off and not cfg.rollout.partial_rollout
+    assert cfg.rollout.one_step_off and cfg.rollout.partial_rollout
+    assert cfg.rollout.prompts_in_flight == 192  # 1.5 batches
     assert (cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size) == (128, 16)
     assert cfg.trainer.total_training_steps == 100
     assert cfg.actor.optim.lr_warmup_steps == 3  # of 10 updates, 4 a step
@@ -1103,8 +1106,8 @@ def test_fully_async_script_has_pools(tmp_path: Path) -> None:
     report = found.text()
     for difference in (
         "fully_async_main -> rollout.one_step_off: true  (verl trains on groups as they end",
-        "staleness_threshold -> rollout.one_step_off: true  (verl samples at most 0.5 batches",
-        "partial_rollout -> rollout.one_step_off: true  (verl continues responses with new",
+        "staleness_threshold -> rollout.prompts_in_flight: 192  (1 + 0.5 batches)",
+        "async_training.partial_rollout -> rollout.partial_rollout: true",
     ):
         assert difference in report
 
@@ -1118,15 +1121,17 @@ def test_fully_async_script_has_pools(tmp_path: Path) -> None:
         (["algorithm.filter_groups.enable=True"], (None, None, False, True, True, None)),
         (["rollout.nnodes=0", "trainer.nnodes=3"], (None, None, False, True, True, None)),
         # old log-probs of the trainer, as verl's earlier name or bypass_mode has them
-        (["async_training.compute_prox_log_prob=True"], (16, 8, True, False, False, "token")),
-        (["algorithm.rollout_correction.bypass_mode=False"], (16, 8, True, False, False, "token")),
+        (["async_training.compute_prox_log_prob=True"], (16, 8, True, True, False, "token")),
+        (["algorithm.rollout_correction.bypass_mode=False"], (16, 8, True, True, False, "token")),
         (["algorithm.rollout_correction.rollout_is=sequence"],
-         (16, 8, True, False, False, "sequence")),
+         (16, 8, True, True, False, "sequence")),
+        # each response of one version
+        (["async_training.partial_rollout=False"], (16, 8, True, False, True, None)),
         (["algorithm.rollout_correction.rollout_rs=seq_mean_k1",
           "algorithm.rollout_correction.rollout_rs_threshold=0.99_1.01",
           "algorithm.rollout_correction.rollout_is=null",
           "algorithm.rollout_correction.rollout_is_threshold=null",
-          "algorithm.rollout_correction.bypass_mode=True"], (16, 8, True, False, False, "token")),
+          "algorithm.rollout_correction.bypass_mode=True"], (16, 8, True, True, False, "token")),
     ],
 )  # fmt: skip
 def test_settings_of_an_async_script(
@@ -1179,11 +1184,12 @@ def test_separate_async_mode_has_pools(tmp_path: Path) -> None:
     cfg, found = async_run(tmp_path, script)
     assert (cfg.resource_pools.train, cfg.resource_pools.rollout) == (16, 8)
     assert cfg.rollout.one_step_off and cfg.data.train_batch_size == 64
+    assert cfg.rollout.partial_rollout and cfg.rollout.prompts_in_flight == 192
+    assert cfg.rollout.max_off_policy_threshold == 8
     assert cfg.actor.optim.lr_warmup_steps == 3
     correction = cfg.algorithm.rollout_correction
     assert (correction.rollout_is, correction.bypass_mode) == ("token", False)
-    assert "verl samples at most 2 batches ahead, here one" in found.text()
-    assert "responses are one version old" in found.text()
+    assert "rollout.prompts_in_flight: 192  (1 + 2 batches)" in found.text()
 
 
 def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
