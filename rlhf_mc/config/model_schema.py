@@ -168,6 +168,11 @@ class RoleLayout(MegatronConfig):
     """None: strategy megatron."""
 
 
+def fsdp_config(megatron: MegatronConfig) -> FsdpConfig | None:
+    """Return the sharding of a RoleLayout with strategy fsdp2; None of others."""
+    return megatron.fsdp if isinstance(megatron, RoleLayout) else None
+
+
 UNSPLIT: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,

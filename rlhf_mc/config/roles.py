@@ -10,6 +10,7 @@ from rlhf_mc.config.algorithm_schema import (
     EstimatorNeeds,
     RouterReplayMode,
 )
+from rlhf_mc.config.model_schema import fsdp_config
 from rlhf_mc.config.schema import (
     Config,
     DataConfig,
@@ -193,6 +194,8 @@ def prompts_in_flight(cfg: Config) -> int:
 def overlaps_reduction(megatron: MegatronConfig, replicas: int, cuda: bool) -> bool:
     """Return True where each bucket of gradients is reduced over the replicas as soon as it is
     complete."""
+    if fsdp_config(megatron) is not None:
+        return False
     if megatron.overlap_grad_reduce is None:
         return cuda and replicas > 1
     return megatron.overlap_grad_reduce

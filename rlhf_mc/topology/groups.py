@@ -214,6 +214,9 @@ def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
         context_group(mesh, size): mesh.context_blocks(size) for size in (1, *mesh.context_sizes)
     }
     ranks["pos_embd"] = [stages[:1] for stages in ranks["pp"]]
+    everyone = range(mesh.world)
+    ranks["fsdp"] = [list(everyone[a : a + mesh.shards]) for a in everyone[:: mesh.shards]]
+    ranks["fsdp_replicas"] = [list(everyone[a :: mesh.shards]) for a in everyone[: mesh.shards]]
     return ranks
 
 

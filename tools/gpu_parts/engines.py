@@ -25,6 +25,7 @@ from rlhf_mc.config.schema import (
     LossAggMode,
     MegatronConfig,
     OptimConfig,
+    RoleLayout,
 )
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
@@ -112,7 +113,7 @@ def make_engine(
     reader = HFReader(checkpoint)
     shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
     shape = with_adapters(shape, f"{role}.lora", lora or LoraConfig())
-    config = MegatronConfig(
+    config = RoleLayout(
         tensor_model_parallel_size=groups.mesh.tp,
         pipeline_model_parallel_size=groups.mesh.pp,
         virtual_pipeline_model_parallel_size=groups.mesh.vpp if groups.mesh.vpp > 1 else None,
