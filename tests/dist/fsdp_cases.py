@@ -17,6 +17,7 @@ from gpu_parts.engines import (
     my_micro_batches,
     objective,
     score_tokens,
+    with_targets,
 )
 
 from rlhf_mc.config.model_schema import FsdpConfig
@@ -28,7 +29,8 @@ from rlhf_mc.topology.groups import ProcessGroups, build_groups
 from rlhf_mc.topology.mesh import Mesh
 
 BUDGET = 32
-OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
+# A large eps keeps Adam smooth where a gradient is all but zero.
+OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, eps=1e-3, clip_grad=0.5)
 
 
 class Case(NamedTuple):
@@ -41,6 +43,8 @@ class Case(NamedTuple):
     cp: int = 1
     megatron: dict[str, Any] = {}
     sharding: dict[str, Any] = {}
+    distributed: bool = True
+    """Compare with the distributed optimizer, of which no rank has the whole gradient."""
 
 
 class Outcome(NamedTuple):
@@ -64,17 +68,15 @@ def outcomes(case: Case, batch: RaggedBatch, steps: int = 3) -> tuple[Outcome, O
     """Return what the distributed optimizer computes, and fsdp2."""
     world = dist.get_world_size()
     with sharded_groups(cp=case.cp) as groups:
-        settings = {"use_distributed_optimizer": True, **case.megatron}
-        wanted = outcome(make_engine(case.checkpoint, case.role, groups, **settings), batch, steps)
+        zero_1 = {"use_distributed_optimizer": case.distributed}
+        engine = make_engine(case.checkpoint, case.role, groups, **zero_1, **case.megatron)
+        if case.role == "actor":
+            batch = with_targets(engine, batch)
+        wanted = outcome(engine, batch, steps)
     with sharded_groups(case.shards or world, case.cp) as groups:
-        settings = {
-            "use_distributed_optimizer": True,
-            **case.megatron,
-            "fsdp": FsdpConfig(case.shards or -1, **case.sharding),
-        }
-        return wanted, outcome(
-            make_engine(case.checkpoint, case.role, groups, **settings), batch, steps
-        )
+        fsdp = FsdpConfig(case.shards or -1, **case.sharding)
+        engine = make_engine(case.checkpoint, case.role, groups, fsdp=fsdp, **case.megatron)
+        return wanted, outcome(engine, batch, steps)
 
 
 def outcome(engine: ModelEngine, batch: RaggedBatch, steps: int) -> Outcome:

@@ -129,7 +129,8 @@ def make_engine(
     import_hf(reader, engine_layouts(engine, shape.base)[groups.rank], engine.params, skip=skip)
     if role == "critic" and groups.is_last_stage:
         name = chunk_prefix(groups.mesh.vpp - 1, groups.mesh.vpp) + "output_layer.weight"
-        engine.params[name].copy_(value_head_weight(shape.hidden_size))
+        if name in engine.params:  # a shard of its one row may be empty
+            engine.params[name].copy_(value_head_weight(shape.hidden_size))
     return engine
 
 
