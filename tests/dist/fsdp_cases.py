@@ -86,8 +86,8 @@ def outcome(engine: ModelEngine, batch: RaggedBatch, steps: int) -> Outcome:
         if engine.name == "actor"
         else value_head
     )
-    scores = [score_tokens(engine, batch, head, BUDGET)]
     engine.make_trainable(OPTIM, total_steps=steps)
+    scores = [score_tokens(engine, batch, head, BUDGET)]
     micro_batches = my_micro_batches(engine, batch, BUDGET)
     loss = objective(engine, batch, "token-mean")
     stats = engine.backward(batch, micro_batches, loss)
@@ -97,9 +97,8 @@ def outcome(engine: ModelEngine, batch: RaggedBatch, steps: int) -> Outcome:
         norms.append(engine.train_step(batch, micro_batches, loss).grad_norm)
         engine.end_of_ppo_step()
     scores.append(score_tokens(engine, batch, head, BUDGET))
-    return Outcome(
-        torch.stack(scores), stats, gradients, norms, logical_tensors(engine, engine.params)
-    )
+    weights = {name: param.float() for name, param in engine.params.items()}
+    return Outcome(torch.stack(scores), stats, gradients, norms, logical_tensors(engine, weights))
 
 
 def all_outcomes(cases: Sequence[Case], batch: RaggedBatch) -> list[tuple[Outcome, Outcome]]:

@@ -49,6 +49,7 @@ class FsdpStrategy(Strategy):
                 lambda t: torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
             )
             self.chunks = [model]
+        self._has_run = False
         self._find_shards()
 
     def _find_shards(self) -> None:
@@ -77,6 +78,8 @@ class FsdpStrategy(Strategy):
     def make_trainable(
         self, optim: OptimConfig, frozen: Collection[str], reduces_early: bool
     ) -> None:
+        # fully_shard fixes the types of shards and messages in the first pass.
+        assert not self._has_run, "make_trainable comes before the first pass"
         # A rank without rows of a parameter must know that it is frozen.
         frozen = frozenset().union(*gather_objects(frozenset(frozen)))
         for name, param in self._parameters.items():
@@ -110,6 +113,7 @@ class FsdpStrategy(Strategy):
             rows.grad = None
 
     def end_passes(self) -> None:
+        self._has_run = True
         # What a forward pass has gathered and kept would be stale after a step.
         for module in self.chunks[0].modules():
             if isinstance(module, FSDPModule):
