@@ -23,10 +23,10 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.strategies import distributed_optimizer
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import PackedGPT
+from rlhf_mc.models.strategies import distributed_optimizer
 
 BUCKET = 20_000
 """Parameters of a bucket: a small part of the tests' models."""

@@ -4,7 +4,6 @@ the shards, uneven rows, context parallelism, recomputed layers and shared promp
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import fsdp_cases
