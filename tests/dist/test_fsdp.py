@@ -79,6 +79,7 @@ def test_layouts_and_settings(
     tied, untied, experts = (checkpoints[name] for name in ("tied", "untied", "qwen3_moe"))
     cases = [
         Case(tied, shards=2),
+        Case(untied, shards=1),
         Case(untied, shards=2, sharding={"reshard_after_forward": False}),
         Case(experts, shards=4),
         Case(untied, "critic"),
@@ -90,3 +91,4 @@ def test_layouts_and_settings(
     check(pool, world, cases, batch, 1e-4)
     bfloat16 = [Case(path, megatron={"dtype": "bfloat16"}) for path in (tied, experts)]
     check(pool, world, bfloat16, batch, 2e-2)
+    check(pool, 1, [Case(untied, "critic")], batch, 1e-4)

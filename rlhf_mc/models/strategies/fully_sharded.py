@@ -130,7 +130,7 @@ class FsdpStrategy(Strategy):
         norms = torch._foreach_norm([grad for _, grad in self.gradients()])
         zero = torch.zeros((), device=platform.device())
         total = torch.stack([zero, *norms]).square().sum()
-        dist.all_reduce(total, group=self.groups.collection.fsdp)
+        dist.all_reduce(total, group=self.groups.sharding[1])
         return float(total.sqrt())
 
     def step(self, clip_factor: float) -> None:
@@ -199,7 +199,7 @@ def _device_mesh(groups: ProcessGroups) -> DeviceMesh:
     kind = platform.device().type
     mesh = groups.mesh
     if mesh.shards == mesh.world:
-        return DeviceMesh.from_group(groups.collection.fsdp, kind)
+        return DeviceMesh.from_group(groups.sharding[1], kind)
     ranks = torch.arange(mesh.world).view(-1, mesh.shards)
-    both = [groups.collection.fsdp_replicas, groups.collection.fsdp]
-    return DeviceMesh.from_group(both, kind, mesh=ranks, mesh_dim_names=("replicas", "shards"))
+    names = ("replicas", "shards")
+    return DeviceMesh.from_group(list(groups.sharding), kind, mesh=ranks, mesh_dim_names=names)
