@@ -87,7 +87,13 @@ def _rank_bytes(
                 parts[f"{role} optimizer"] = state.optimizer
             params = state.stored_params(shapes[role], ITEMSIZES[settings.dtype])
             mesh = training_mesh(settings, num_training_ranks(cfg, world))
-            copies += saved_bytes(params, state.optimizer, mesh)
+            # under FSDP2 no other rank, or those of another replica, hold a rank's parameters
+            is_sharded = cfg.actor.strategy == "fsdp2"
+            copies += (
+                params + state.optimizer
+                if is_sharded
+                else saved_bytes(params, state.optimizer, mesh)
+            )
     if saves_checkpoints(cfg.trainer) and cfg.trainer.async_save:
         parts["asynchronous save"] = copies
     responses = cfg.data.train_batch_size * responses_per_prompt(cfg)

@@ -50,7 +50,8 @@ def planned(
     work = PassTokens(MICRO_BATCHES * sequence, results, mesh.dp * results, MICRO_BATCHES)
     if not trains:
         return passes.forward(work)
-    return passes.update(work, training_layouts(shape, mesh)[rank], overlaps_reduction=False)
+    gradients = passes.gradients(training_layouts(shape, mesh)[rank], overlaps_reduction=False)
+    return passes.forward_and_backward(work) + gradients
 
 
 def counted(collectives: Sequence[Collective]) -> Counts:

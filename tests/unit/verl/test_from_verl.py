@@ -340,7 +340,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.actor.veomni.param_offload", True,
          ("renamed", "actor.megatron.param_offload", True)),
         ("actor_rollout_ref.actor.veomni.enable_fsdp_offload", True,
-         ("renamed", "actor.megatron.param_offload", True)),
+         ("renamed", "actor.fsdp_config.offload_policy", True)),
         ("actor_rollout_ref.actor.veomni.ulysses_parallel_size", 2,
          ("renamed", "actor.megatron.context_parallel_size", 2)),
         ("actor_rollout_ref.actor.veomni.moe_implementation", "fused", ("not needed", None, None)),
@@ -352,9 +352,12 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
          ("renamed", "actor.megatron.optimizer_offload", True)),
         ("actor_rollout_ref.ref.fsdp_config.optimizer_offload", True, ("not needed", None, None)),
         ("actor_rollout_ref.ref.fsdp_config.offload_policy", True,
-         ("renamed", "ref.megatron.param_offload", True)),
+         ("renamed", "ref.fsdp_config.offload_policy", True)),
         ("critic.fsdp.param_offload", True, ("renamed", "critic.megatron.param_offload", True)),
-        ("critic.fsdp.fsdp_size", 8, ("not needed", None, None)),
+        ("critic.fsdp.fsdp_size", 4, ("renamed", "critic.fsdp_config.fsdp_size", 4)),
+        ("critic.fsdp.fsdp_size", 8, ("renamed", "critic.fsdp_config.fsdp_size", -1)),
+        ("actor_rollout_ref.actor.strategy", "fsdp", ("renamed", "actor.strategy", "fsdp2")),
+        ("actor_rollout_ref.actor.strategy", "megatron", ("implied", None, None)),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype", "fp32", ("implied", None, None)),
         ("actor_rollout_ref.ref.fsdp_config.model_dtype", "bf16", ("implied", None, None)),
         ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "fp16", (("not "
@@ -799,10 +802,20 @@ def test_layouts_that_depend_on_others() -> None:
 
 
 def test_fsdp_is_recomputed_and_says_how_to_find_a_layout() -> None:
-    fsdp = converted({"actor.strategy": "fsdp", "algorithm.adv_estimator": "gae"})
+    given = {"actor.strategy": "fsdp", "algorithm.adv_estimator": "gae"}
+    fsdp = converted(given)
+    assert fsdp.settings["actor.strategy"] == "fsdp2"
     assert fsdp.settings["actor.megatron.recompute_granularity"] == "full"
-    assert fsdp.settings["actor.megatron.grad_offload"] is True
-    assert "note: layout" in fsdp.text() and "--gpus-per-node" in fsdp.text()
+    assert "note: layout: FSDP stays FSDP2" in fsdp.text() and "--gpus-per-node" in fsdp.text()
+    for name in ("ulysses_sequence_parallel_size", "veomni.expert_parallel_size"):
+        other = converted({**given, f"actor.{name}": 2})
+        assert "actor.strategy" not in other.settings
+        assert other.settings["actor.megatron.grad_offload"] is True
+        assert f"(actor.{name} is 2, and fsdp2 shards parameters alone)" in other.text()
+    asked = converted_arguments(["actor.strategy=fsdp", "--strategy", "megatron"])
+    assert "actor.strategy" not in asked.settings and "--gpus-per-node" in asked.text()
+    with pytest.raises(UserError, match="--strategy 'zero': expected fsdp2 or megatron"):
+        converted_arguments(["actor.strategy=fsdp", "--strategy=zero"])
     megatron = converted(PPO_MATH)
     assert (
         "actor.megatron.recompute_granularity" not in megatron.settings
@@ -1548,11 +1561,9 @@ def test_overrides_do_not_change_the_engine_of_a_script(
     for overrides in ([], layout):
         settings = converted_arguments([str(script), *overrides]).settings
         recomputed = settings.get("actor.megatron.recompute_granularity")
-        assert (
-            (recomputed == "full")
-            == (settings.get("actor.megatron.grad_offload") is True)
-            == is_fsdp
-        )
+        stays = settings.get("actor.strategy") == "fsdp2"
+        assert (recomputed == "full") == is_fsdp and stays == (is_fsdp and not overrides)
+        assert (settings.get("actor.megatron.grad_offload") is True) == (is_fsdp and not stays)
     assert "actor.megatron.recompute_granularity" not in converted_arguments(layout).settings
 
 

@@ -1,0 +1,142 @@
+"""FSDP2: the state of a model whose parameters are sharded over ranks, and what is gathered and
+reduced in its passes, as torch's fully_shard does (torch/distributed/fsdp/_fully_shard).
+
+Of each parameter a rank holds ceil(n / d) of the n rows, with padding on the last ranks. A layer is
+gathered for its forward pass, and for its backward pass if it was freed. Embedding, last norm and
+head are the root's, which stays gathered during a pass. Each backward pass of a micro-batch reduces
+gradients in float32."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.schema import Config, layouts, roles
+from rlhf_mc.planner.collectives import Collective
+from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
+from rlhf_mc.planner.rank_layouts import layout_at
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.topology.mesh import Coordinate, Mesh
+
+_FLOAT32 = 4
+_MOMENTS = 2
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Units:
+    """Elements of a rank's shards, by what is gathered together."""
+
+    root: int
+    layers: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Elements of all shards."""
+        return self.root + sum(self.layers)
+
+
+@dataclass(frozen=True)
+class FullySharded:
+    """A model under FSDP2."""
+
+    world: int
+    """Ranks that hold the model."""
+    ranks: int
+    """Ranks over which each parameter is sharded; the other ranks have replicas of the shards
+    (HSDP)."""
+    frees_layers: bool
+    """Layers are freed after their forward pass (reshard_after_forward)."""
+    itemsize: int
+    """Bytes of an element of the type in which the model computes."""
+    all: Units
+    trained: Units
+
+    @property
+    def state(self) -> ModelState:
+        """The bytes on a rank: of what is trained the parameters are the float32 main parameters,
+        and gradients and Adam's moments are float32 too."""
+        trained = self.trained.total * _FLOAT32
+        kept = (self.all.total - self.trained.total) * self.itemsize
+        return ModelState(trained + kept, trained, _MOMENTS * trained)
+
+    def gathered(self, is_update: bool) -> dict[str, float]:
+        """Return the bytes of whole parameters in a pass: of the root and of two layers, the one
+        that computes and the next, or of all layers. In an update also of the gradients that are
+        not reduced: of the root and a layer, and a layer's float32 copy that is being reduced."""
+        layer = max(self.all.layers)
+        layers = 2 * layer if self.frees_layers else sum(self.all.layers) + layer
+        whole = self.ranks * self.itemsize
+        parts = {"gathered parameters": float(whole * (self.all.root + layers))}
+        if is_update:
+            trained = max(self.trained.layers)
+            gradients = whole * (self.trained.root + trained) + self.ranks * trained * _FLOAT32
+            parts["gathered gradients"] = float(gradients)
+        return parts
+
+    def collectives(self, rank: int, micro_batches: float, is_update: bool) -> list[Collective]:
+        """Return the collectives of a pass on this rank."""
+        first = rank // self.ranks * self.ranks
+        shards = tuple(range(first, first + self.ranks))
+        replicas = tuple(range(rank % self.ranks, self.world, self.ranks))
+        of_layers = sum(self.all.layers)
+        gathers = self.all.total + (of_layers if is_update and self.frees_layers else 0)
+        calls = 1 + len(self.all.layers) * (2 if is_update and self.frees_layers else 1)
+        gathered = self.ranks * gathers * self.itemsize
+        collectives = [Collective("parameters", "all_gather", shards, gathered, calls)]
+        if is_update:
+            size = self.trained.total * _FLOAT32
+            calls = 1 + len(self.trained.layers)
+            collectives += [
+                Collective("gradients", "reduce_scatter", shards, self.ranks * size, calls),
+                Collective("gradients", "all_reduce", replicas, size, calls),
+            ]
+        return [item.times(micro_batches) for item in collectives if len(item.group) > 1]
+
+
+def full_sharding(
+    cfg: Config, role: str, shape: ModelShape, world: int, cuda: bool = True
+) -> FullySharded | None:
+    """Return a role's model under FSDP2 on as many ranks; None: its layout is Megatron's."""
+    if cfg.actor.strategy != "fsdp2":
+        return None
+    section = roles(cfg)[role]
+    settings = section.fsdp_config
+    ranks = world if settings.fsdp_size == -1 else settings.fsdp_size
+    freeze = getattr(section, "freeze", None)
+    patterns = None if freeze is None else tuple(freeze)
+    units = _units(role, shape, patterns, ranks, cuda)
+    itemsize = ITEMSIZES[layouts(cfg)[role].dtype]
+    return FullySharded(world, ranks, settings.reshard_after_forward, itemsize, *units)
+
+
+@functools.lru_cache(maxsize=64)
+def _units(
+    role: str, shape: ModelShape, freeze: tuple[str, ...] | None, ranks: int, cuda: bool
+) -> tuple[Units, Units]:
+    """Return the units of all parameters, and of those that are trained. freeze: patterns of
+    tensors that are not trained; None: the model is never trained."""
+    layout = layout_at(shape, Mesh(1, 1, 1), Coordinate(0, 0, 0), cuda)
+    frozen: Collection[str] = layout.shapes
+    if freeze is not None:
+        frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout)
+    trained = [name for name in layout.shapes if name not in frozen]
+    return _sharded(layout, shape, ranks, layout.shapes), _sharded(layout, shape, ranks, trained)
+
+
+def _sharded(layout: Layout, shape: ModelShape, ranks: int, names: Iterable[str]) -> Units:
+    root = 0
+    layers = [0] * shape.num_layers
+    for name in names:
+        rows, *row = layout.shapes[name]
+        numel = math.ceil(rows / ranks) * math.prod(row)
+        if (match := _LAYER.match(name)) is None:
+            root += numel
+        else:
+            layers[int(match[1])] += numel
+    return Units(root, tuple(layers))
