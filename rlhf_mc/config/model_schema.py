@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from rlhf_mc.config.numbers import (
-    CountOrMinus1,
     CountOrZero,
     Fraction,
     Layers,
@@ -64,18 +63,6 @@ class LoraConfig:
     adapter_path: str | None = None
     """Directory with a PEFT adapter of the same rank, alpha and modules, from which training
     starts; null: A is random, B is 0."""
-
-
-@dataclass
-class FSDPConfig:
-    """Sharding of a model by FSDP2."""
-
-    fsdp_size: CountOrMinus1 = -1
-    """Ranks over which each parameter is sharded; the others have replicas (HSDP). -1: all."""
-    reshard_after_forward: bool = True
-    """Free a layer's parameters after its forward pass, and gather them again for its backward pass."""
-    offload_policy: bool = False
-    """Keep parameters, gradients and optimizer state in host memory, and bring a layer when it computes."""
 
 
 @dataclass

@@ -110,8 +110,7 @@ def num_rollout_ranks(cfg: Config, world: int) -> int:
 def shares_weights(cfg: Config) -> bool:
     """Return whether weights of the rollout engine are the actor's own. With adapters the engine's
     are others: those of both together. In another pool the engine has no rank with the actor."""
-    shares = cfg.reshard.share_weights and cfg.actor.strategy == "megatron"
-    return shares and cfg.actor.lora.rank == 0 and not has_rollout_pool(cfg)
+    return cfg.reshard.share_weights and cfg.actor.lora.rank == 0 and not has_rollout_pool(cfg)
 
 
 def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:

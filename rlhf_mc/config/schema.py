@@ -20,7 +20,6 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.model_schema import (
     FrozenMegatronConfig,
-    FSDPConfig,
     LoraConfig,
     MegatronConfig,
     OptimConfig,
@@ -124,8 +123,6 @@ class DataConfig:
 class ActorConfig:
     """The policy and its update."""
 
-    strategy: Literal["megatron", "fsdp2"] = "megatron"
-    """Training engine of all models. fsdp2: parameters are sharded by torch's fully_shard."""
     ppo_mini_batch_size: Sequences = 256
     """Prompts per optimizer step, over all ranks. Each has rollout.n responses."""
     ppo_epochs: Annotated[int, Range(1, 10_000)] = 1
@@ -184,8 +181,6 @@ class ActorConfig:
     """Adapters, which are trained in place of the model's tensors."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding of the model under fsdp2."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """Parallel layout, precision and offload of the actor. The other roles inherit what they do not
     set."""
@@ -219,8 +214,6 @@ class CriticConfig:
     """As actor.lora, for the critic, whose value head is trained too."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """The critic's optimizer."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding of the model under fsdp2."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """Parallel layout, precision and offload of the critic. Settings that are left out are
     inherited from actor.megatron, with two exceptions. sequence_parallel is not inherited if the
@@ -234,8 +227,6 @@ class RefConfig:
 
     log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the reference pass."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding of the model under fsdp2."""
     megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
     """As critic.megatron, for the reference."""
 
